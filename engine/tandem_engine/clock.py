@@ -1,0 +1,17 @@
+"""Time as a dependency, so that deadlines are tested without waiting."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic seconds. Never compared across processes (T75)."""
+
+    def now(self) -> float: ...
+
+
+class MonotonicClock:
+    """The process's own monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()

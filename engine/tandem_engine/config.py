@@ -1,0 +1,158 @@
+"""Configuration of an engine: frozen, validated once, passed down.
+
+`ModelConfig` comes from a checkpoint's `config.json` (see `model.checkpoint`); everything else
+comes from flags. Nothing below reads the environment or argv.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tandem_engine.errors import ConfigError
+
+
+class Role(StrEnum):
+    """What a worker is offered by the router. The engine itself can always do either."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """Rotary embedding parameters as in Hugging Face `rope_parameters` / `rope_scaling`."""
+
+    rope_type: str = "default"
+    """default, linear, dynamic, llama3 or yarn."""
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Architecture of a dense decoder, independent of its family's spelling of field names."""
+
+    family: str
+    """llama, qwen2 or qwen3."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_eps: float
+    rope: RopeConfig
+    tie_embeddings: bool
+    attention_bias: bool = False
+    """Bias on q, k and v (qwen2 always; llama when `attention_bias`)."""
+    output_bias: bool = False
+    """Bias on o_proj (llama when `attention_bias`)."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over head_dim on q and k (qwen3)."""
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+    """dtype that the checkpoint declares: float32, bfloat16 or float16."""
+    fingerprint: str = ""
+    """Digest of config and weight headers: two workers with different ones never exchange KV."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """The paged KV pool."""
+
+    page_size: int = 16
+    num_pages: int = 2048
+    """Pages of the pool, dummy page 0 included."""
+    enable_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ConfigError(f"--page-size must be at least 1, got {self.page_size}")
+        if self.num_pages < 2:
+            raise ConfigError(f"--num-pages must be at least 2 (page 0 is reserved), got {self.num_pages}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Admission, batching and retraction. Names follow SGLang and vLLM flags."""
+
+    context_length: int = 2048
+    """Longest prompt + output of one request, in tokens."""
+    max_running_requests: int = 64
+    max_queued_requests: int = 1024
+    max_prefill_tokens: int = 2048
+    """Token budget of the EXTEND part of one step."""
+    chunked_prefill_size: int = 512
+    """Longest run of prompt tokens one request may compute in one step."""
+    enable_mixed_chunk: bool = True
+    """Let running decodes join a step that prefills."""
+    enable_overlap: bool = True
+    """Schedule step N+1 while step N computes."""
+    init_new_token_ratio: float = 0.7
+    """Share of a request's remaining output that admission reserves, at start and after a retraction."""
+    min_new_token_ratio: float = 0.1
+    new_token_ratio_decay_steps: int = 600
+    max_retractions: int = 16
+    """A request retracted more often than this fails instead of looping for ever (T12)."""
+    force_retract_every: int = 0
+    """Tests only: retract the newest running request every N decode steps. 0 is never."""
+    audit_every_step: bool = False
+    """Run the conservation audit after each step, not only when idle."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "context_length",
+            "max_running_requests",
+            "max_queued_requests",
+            "max_prefill_tokens",
+            "chunked_prefill_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0.0 < self.min_new_token_ratio <= self.init_new_token_ratio <= 1.0:
+            raise ConfigError(
+                "new token ratios must satisfy 0 < min <= init <= 1, got "
+                f"min {self.min_new_token_ratio} and init {self.init_new_token_ratio}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DisaggConfig:
+    """Prefill/decode transfer. All durations are seconds of monotonic time."""
+
+    role: Role = Role.BOTH
+    transport: str = "nixl"
+    """nixl, or none when the worker only ever serves alone."""
+    grant_timeout: float = 8.0
+    """Decode waits this long for a granted transfer to complete before it gives up on the writer."""
+    hold_timeout: float = 8.0
+    """Prefill keeps finished pages this long for a grant to arrive."""
+    drain_timeout: float = 5.0
+    """After an abort decode waits this long for the writer's drain-ack before it quarantines the pages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model_path: str
+    dtype: str = "auto"
+    """auto (the checkpoint's), float32 or bfloat16."""
+    device: str = "cpu"
+    threads: int = 0
+    """Intra-op threads on a CPU; 0 leaves torch's choice."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    disagg: DisaggConfig = field(default_factory=DisaggConfig)

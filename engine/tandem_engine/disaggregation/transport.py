@@ -1,0 +1,109 @@
+"""KV transport contract: moves whole pages from this process's pool into granted pages of a peer.
+
+One thread owns the library behind it; these methods are called by the scheduler thread, only enqueue,
+and never block. Outcomes come back as events from `poll`.
+
+Implementations: `nixl` (real, CPU and GPU) and `fake` (tests only: faults, delays, reordering).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem_engine.messages.transfer import Hello
+from tandem_engine.names import PageId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushKey:
+    """Identifies one push. (room, generation) alone decides whom an event concerns."""
+
+    room: str
+    generation: int
+    first: int
+    """Index, within the grant, of the first pushed page."""
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Push:
+    """WRITE local `source[i]` to the peer's `target[i]`."""
+
+    key: PushKey
+    peer: str
+    """Incarnation of the receiver."""
+    source: tuple[PageId, ...]
+    target: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushDone:
+    """Sender side: the bytes are out and the sender may reuse its pages. Digests are of the source pages."""
+
+    key: PushKey
+    digests: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushFailed:
+    """Sender side: nothing more of this push will be written."""
+
+    key: PushKey
+    reason: str
+    peer_lost: bool
+    """The whole peer is gone, not this push alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrived:
+    """Receiver side: these pages of the grant hold their final bytes."""
+
+    key: PushKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Digests:
+    """Receiver side: answer to `digest`."""
+
+    room: str
+    generation: int
+    digests: tuple[int, ...]
+
+
+TransportEvent = PushDone | PushFailed | Arrived | Digests
+
+
+class KvTransport(Protocol):
+    """Whole-page WRITEs with arrival notifications."""
+
+    def hello(self) -> Hello:
+        """What peers need to write into this pool."""
+        ...
+
+    def connect(self, hello: Hello) -> None:
+        """Learn a peer. The same incarnation twice is a no-op (nixl #2109)."""
+        ...
+
+    def forget(self, incarnation: str) -> None:
+        """Drop a peer's agent and mappings; its outstanding pushes fail with `peer_lost`."""
+        ...
+
+    def push(self, push: Push) -> None:
+        """Start one push. Exactly one `PushDone` or `PushFailed` follows."""
+        ...
+
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
+        """Compute the digests of local pages; one `Digests` follows."""
+        ...
+
+    def poll(self) -> list[TransportEvent]:
+        """Events since the last call, never blocking."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something: lets the scheduler sleep while idle."""
+        ...
+
+    def close(self) -> None:
+        """Stop the thread and deregister memory. Idempotent."""
+        ...

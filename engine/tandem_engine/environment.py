@@ -1,0 +1,27 @@
+"""The only place of the engine that reads the process environment; read once at start."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """Settings that have no flag because they concern how the process runs, not what it serves."""
+
+    log_level: str
+    """TANDEM_LOG_LEVEL: debug, info (default), warning, error."""
+    test_faults: bool
+    """TANDEM_TEST_FAULTS=1 lets tests inject transfer faults. Never set in production."""
+
+
+def read_environment() -> Environment:
+    """Read the environment of this process."""
+    return Environment(
+        log_level=os.environ.get("TANDEM_LOG_LEVEL", "info").lower(),
+        test_faults=os.environ.get("TANDEM_TEST_FAULTS", "") == "1",
+    )
+
+
+def set_default(name: str, value: str) -> None:
+    """Give a third-party library (UCX, NIXL, OpenMP) a default that the user's environment overrides."""
+    os.environ.setdefault(name, value)

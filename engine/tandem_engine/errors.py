@@ -1,0 +1,61 @@
+"""Errors of the engine, each with a stable code that services map to HTTP statuses and exit codes."""
+
+from typing import ClassVar
+
+
+class EngineError(Exception):
+    """Base of every error the engine raises on purpose. The message is fit for an operator to read."""
+
+    code: ClassVar[str] = "engine_error"
+
+
+class ConfigError(EngineError):
+    """A flag or a combination of flags that cannot work. The message names the flag and the fix."""
+
+    code = "config_error"
+
+
+class CheckpointError(EngineError):
+    """A checkpoint that is absent, broken or unsupported. The message names the file and the tensor or field."""
+
+    code = "checkpoint_error"
+
+
+class InvalidRequestError(EngineError):
+    """A request that no engine state can ever serve. `param` names the field at fault."""
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(EngineError):
+    """The waiting queue is at its bound; the client should try again later."""
+
+    code = "queue_full"
+
+
+class OutOfPagesError(EngineError):
+    """The allocator could not give what a caller was promised; the message says which phase asked."""
+
+    code = "out_of_pages"
+
+
+class TransferError(EngineError):
+    """A KV transfer that failed or was refused. The request can be computed elsewhere."""
+
+    code = "transfer_error"
+
+
+class TransportUnavailableError(EngineError):
+    """The KV transport cannot be loaded or started here. The message says what to install or set."""
+
+    code = "transport_unavailable"
+
+
+class WireError(EngineError):
+    """Bytes from another process that are not a message of ours: wrong version, shape or size."""
+
+    code = "wire_error"

@@ -1,0 +1,97 @@
+"""What crosses from the scheduler to the device: frozen tensors, and what comes back.
+
+Shapes use  T = tokens computed in this step, B = sequences, S = sequences that sample (S ≤ B),
+P = pages of the longest sequence. Sequences stand EXTEND first, then DECODE; tokens of a sequence are
+contiguous and in order. Integer tensors are int64 unless noted.
+
+`page_table` is a snapshot, not a view of the scheduler's rows: the scheduler may rewrite or recycle a
+row while the forward that was launched with it still runs (T2, T3) without any fence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem_engine.forward.forward_mode import ForwardMode
+
+RESOLVE = -1
+"""Input id of a token that only the device knows yet: read it from the FutureMap row (T41)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingBatch:
+    """Per sampling sequence, in the order of `ForwardBatch.sample_index`. All tensors have length S."""
+
+    temperature: torch.Tensor
+    """float32; 0 means greedy."""
+    top_k: torch.Tensor
+    """0 keeps everything."""
+    top_p: torch.Tensor
+    """float32"""
+    min_p: torch.Tensor
+    """float32"""
+    seed: torch.Tensor
+    """int64"""
+    position: torch.Tensor
+    """Index of the token to be sampled in prompt + output: with the seed, the whole state of the noise."""
+    suppress: tuple[tuple[int, ...], ...] = ()
+    """Token ids forbidden at this position (stop ids while min_tokens is not reached); () for nobody."""
+    logprobs: tuple[int, ...] = ()
+    """Per sequence −1 for none, n ≥ 0 for the sampled token and the top n; () when nobody asks."""
+    all_greedy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBatch:
+    """One step's work."""
+
+    step: int
+    mode: ForwardMode
+    input_ids: torch.Tensor
+    """[T]; `RESOLVE` where the FutureMap has the token."""
+    positions: torch.Tensor
+    """[T] absolute position of each token in its sequence."""
+    out_cache_loc: torch.Tensor
+    """[T] slot (page * page_size + offset) that receives each token's K and V."""
+    rows: torch.Tensor
+    """[B] req_pool_idx."""
+    seq_lens: torch.Tensor
+    """[B] tokens in the cache once this step has run."""
+    extend_lens: torch.Tensor
+    """[B] tokens computed in this step; 1 for a DECODE sequence. prefix_len = seq_len − extend_len."""
+    page_table: torch.Tensor
+    """[B, P] int32 page ids; entries past a sequence's last page are 0, the dummy page."""
+    num_extend: int
+    """Sequences [0, num_extend) are EXTEND, the rest DECODE."""
+    sample_index: torch.Tensor
+    """[S] indices into B; a chunk that is not the last of its prompt samples nothing."""
+    sampling: SamplingBatch
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.rows.shape[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledLogprobs:
+    """Logprobs of one sampled position."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardResult:
+    """What settlement needs, on the host."""
+
+    step: int
+    next_token_ids: tuple[int, ...]
+    """[S] in the order of `sample_index`."""
+    logprobs: tuple[SampledLogprobs | None, ...] = ()
+    """[S], or empty when nobody asked."""
+    compute_s: float = 0.0
+    """Time the forward itself took."""

@@ -1,0 +1,18 @@
+"""What a step computes."""
+
+from enum import Enum
+
+
+class ForwardMode(Enum):
+    EXTEND = "extend"
+    """Prompt tokens that are not cached: a first prompt, a later chunk, an appended turn."""
+    DECODE = "decode"
+    """One token per request."""
+    MIXED = "mixed"
+    """EXTEND requests first, then DECODE requests as extends of length one."""
+    IDLE = "idle"
+    """Nothing: keeps ranks in step."""
+
+    @property
+    def has_extend(self) -> bool:
+        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)

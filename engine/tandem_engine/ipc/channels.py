@@ -1,0 +1,296 @@
+"""Typed ZMQ channels with CURVE authentication and size limits. The only module that imports zmq.
+
+Topology
+    request   gateway DEALER ──▶ engine ROUTER      EngineRequest down, EngineReply up
+    peer      engine DEALER  ──▶ engine ROUTER      PeerMessage, one way per socket
+    control   engine PAIR    ──▶ worker PAIR        EngineToWorker up, WorkerToEngine down (ipc://)
+
+Engines are synchronous and poll; gateways and worker services use the asyncio twins. All sockets are
+non-blocking and bounded: a send that would block is dropped and reported by the return value, because
+a peer that does not read must never stop the scheduler.
+
+Authentication: every process of one deployment holds the same CURVE key pair (`KeyPair`, from a Secret
+or made by `tandem up`). A server accepts exactly that public key; without keys (`--insecure`) sockets
+must be bound to loopback.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import zmq
+import zmq.asyncio
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
+
+from tandem_engine.errors import ConfigError, WireError
+from tandem_engine.messages.codec import MAX_MESSAGE_BYTES, Codec
+
+HIGH_WATER_MARK = 10_000
+"""Messages queued per connection before a slow reader costs drops instead of memory."""
+HEARTBEAT_MS = 500
+HEARTBEAT_TIMEOUT_MS = 2_000
+"""A silent peer (SIGSTOP, cable pulled) is disconnected after this (RELIABILITY B2.7)."""
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """Z85 CURVE keys shared by the processes of one deployment."""
+
+    public: bytes
+    secret: bytes
+
+    @staticmethod
+    def generate() -> "KeyPair":
+        public, secret = zmq.curve_keypair()
+        return KeyPair(public, secret)
+
+    @staticmethod
+    def load(path: Path) -> "KeyPair":
+        """Raises `ConfigError` when the file is absent or not a key file."""
+        try:
+            fields = json.loads(path.read_text("ascii"))
+            keys = KeyPair(fields["public"].encode("ascii"), fields["secret"].encode("ascii"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"--curve-keys {path}: not a key file written by `tandem up` ({error})"
+            ) from error
+        if len(keys.public) != 40 or len(keys.secret) != 40:
+            raise ConfigError(f"--curve-keys {path}: keys must be 40 Z85 characters each")
+        return keys
+
+    def save(self, path: Path) -> None:
+        """Write for the owner's eyes only."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            json.dump({"public": self.public.decode(), "secret": self.secret.decode()}, file)
+
+
+class _SharedKeyOnly:
+    """CURVE credentials provider: a client must own the deployment's key pair."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        del domain
+        return key == self._public
+
+
+class IpcContext:
+    """One ZMQ context per process, with the authenticator when keys are used. Close it last."""
+
+    def __init__(self, keys: KeyPair | None = None) -> None:
+        self.keys = keys
+        self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        if keys is not None:
+            self._authenticator = ThreadAuthenticator(self.zmq)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(
+                "*", credentials_provider=_SharedKeyOnly(keys.public)
+            )
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self.zmq.destroy(linger=0)
+
+    def secure_server(self, socket: "zmq.Socket[bytes]") -> None:
+        if self.keys is not None:
+            socket.curve_secretkey = self.keys.secret
+            socket.curve_publickey = self.keys.public
+            socket.curve_server = True
+
+    def secure_client(self, socket: "zmq.Socket[bytes]") -> None:
+        if self.keys is not None:
+            socket.curve_secretkey = self.keys.secret
+            socket.curve_publickey = self.keys.public
+            socket.curve_serverkey = self.keys.public
+
+
+def _configure(socket: "zmq.Socket[bytes]") -> None:
+    socket.linger = 0
+    socket.sndhwm = HIGH_WATER_MARK
+    socket.rcvhwm = HIGH_WATER_MARK
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
+
+def bind(socket: "zmq.Socket[bytes]", host: str, port: int = 0) -> str:
+    """Bind to tcp `host:port`, a free port when 0, and return the endpoint. Raises `ConfigError` when taken."""
+    try:
+        if port == 0:
+            port = socket.bind_to_random_port(f"tcp://{host}")
+        else:
+            socket.bind(f"tcp://{host}:{port}")
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}. Choose another port or address"
+        ) from error
+    return f"tcp://{host}:{port}"
+
+
+class RouterChannel(Generic[In, Out]):
+    """Server end: receives `In` from identified clients, sends `Out` back by identity."""
+
+    def __init__(
+        self, context: IpcContext, host: str, port: int, *, inbound: object, outbound: object
+    ) -> None:
+        self._inbound: Codec[In] = Codec(inbound)
+        self._outbound: Codec[Out] = Codec(outbound)
+        self.socket = context.zmq.socket(zmq.ROUTER)
+        _configure(self.socket)
+        # An unroutable reply raises instead of vanishing, so that a dead gateway's requests are noticed.
+        self.socket.router_mandatory = True
+        self.socket.router_handover = True
+        context.secure_server(self.socket)
+        self.endpoint = bind(self.socket, host, port)
+        self.refused = 0
+        """Messages that did not decode since start."""
+
+    def receive(self) -> Iterator[tuple[bytes, In]]:
+        """All messages that are there now, with the sender's identity. Undecodable ones are counted and dropped."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 2:
+                    raise WireError(f"{len(frames)} frames instead of 2")
+                yield frames[0], self._inbound.decode(frames[1])
+            except WireError:
+                self.refused += 1
+
+    def send(self, identity: bytes, message: Out) -> bool:
+        """False when the client is gone or does not read."""
+        try:
+            self.socket.send_multipart((identity, self._outbound.encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class DealerChannel(Generic[Out]):
+    """Synchronous client end for one-way messages (engine → peer engine)."""
+
+    def __init__(self, context: IpcContext, endpoint: str, *, outbound: object) -> None:
+        self._outbound: Codec[Out] = Codec(outbound)
+        self.socket = context.zmq.socket(zmq.DEALER)
+        _configure(self.socket)
+        context.secure_client(self.socket)
+        self.socket.connect(endpoint)
+
+    def send(self, message: Out) -> bool:
+        """False when the queue to the peer is full. Messages to a peer that never answers are lost by design."""
+        try:
+            self.socket.send(self._outbound.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class PairChannel(Generic[In, Out]):
+    """Synchronous PAIR over ipc:// or inproc://; the engine's end of the control channel."""
+
+    def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
+        self._inbound: Codec[In] = Codec(inbound)
+        self._outbound: Codec[Out] = Codec(outbound)
+        self.socket = context.zmq.socket(zmq.PAIR)
+        _configure(self.socket)
+        self.socket.connect(endpoint)
+
+    def receive(self) -> Iterator[In]:
+        while True:
+            try:
+                data = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self._inbound.decode(data)
+
+    def send(self, message: Out) -> bool:
+        try:
+            self.socket.send(self._outbound.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class AsyncPairServer(Generic[In, Out]):
+    """Asyncio PAIR that binds; the worker service's end of the control channel."""
+
+    def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
+        self._inbound: Codec[In] = Codec(inbound)
+        self._outbound: Codec[Out] = Codec(outbound)
+        self._context = zmq.asyncio.Context(shadow=context.zmq)
+        self.socket = self._context.socket(zmq.PAIR)
+        _configure(self.socket)
+        self.socket.bind(endpoint)
+
+    async def receive(self) -> In:
+        return self._inbound.decode(await self.socket.recv())
+
+    async def send(self, message: Out) -> None:
+        await self.socket.send(self._outbound.encode(message))
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class AsyncDealerChannel(Generic[In, Out]):
+    """Asyncio client end; a gateway has one per engine.
+
+    `disconnected` completes when the engine's socket goes away (FIN or RST milliseconds after SIGKILL,
+    heartbeat time-out after SIGSTOP), which is the fastest sign of a dead worker.
+    """
+
+    def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
+        self._inbound: Codec[In] = Codec(inbound)
+        self._outbound: Codec[Out] = Codec(outbound)
+        self._context = zmq.asyncio.Context(shadow=context.zmq)
+        self.socket = self._context.socket(zmq.DEALER)
+        _configure(self.socket)
+        context.secure_client(self.socket)
+        self._monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self.socket.connect(endpoint)
+
+    async def receive(self) -> In:
+        """Raises `WireError` for an undecodable message."""
+        return self._inbound.decode(await self.socket.recv())
+
+    def send(self, message: Out) -> bool:
+        """False when the queue to the engine is full. Never waits."""
+        try:
+            # A NOBLOCK send on an asyncio socket completes (or fails) before it returns its future.
+            future = self.socket.send(self._outbound.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return not (future.done() and future.exception() is not None)
+
+    async def disconnected(self) -> None:
+        """Return when the connection has been lost or refused."""
+        parse_monitor_message(await self._monitor.recv_multipart())
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.socket.close()

@@ -1,0 +1,91 @@
+"""Prefix cache contract.
+
+The tree owns pages; a request borrows a matched path under a `Lock` until it gives the lock back.
+Everything is in whole pages: keys are multiples of `page_size` tokens, a trailing partial page is
+never in the tree. Matching compares tokens, not hashes.
+
+    tokens:  0 ............ cache_protected_len ........... kv_committed_len ....... kv_allocated_len
+    pages:   tree, locked by the request | private to the request, content valid | content pending
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem_engine.messages.kv_events import KvEvent
+from tandem_engine.names import PageId
+
+
+class Lock(Protocol):
+    """Keeps a path from root to one node in the tree. Released exactly once (T26)."""
+
+    @property
+    def released(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatchResult:
+    """The longest cached prefix."""
+
+    pages: tuple[PageId, ...]
+    """`len(pages) * page_size` tokens are cached."""
+    lock: Lock
+    """The path is locked by the match itself, so nothing can evict it between matching and using it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InsertResult:
+    """What became of the pages offered to `insert`."""
+
+    duplicates: tuple[PageId, ...]
+    """Offered pages whose tokens the tree already held in *other* pages. They stay the caller's."""
+    pages: tuple[PageId, ...]
+    """The tree's pages for the whole inserted key, offered ones where they were adopted."""
+    lock: Lock
+    """A lock on the path of the whole key."""
+
+
+class PrefixCache(Protocol):
+    """Maps token prefixes to pages. Used by the scheduler thread only."""
+
+    def match(
+        self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None
+    ) -> MatchResult:
+        """Lock and return the longest cached prefix of at most `max_tokens` tokens (page multiples)."""
+        ...
+
+    def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
+        """Add the whole pages of `token_ids`. `pages[i]` holds tokens [i*page_size, (i+1)*page_size).
+
+        Pages that equal the tree's own at the same position (the borrowed prefix) are neither
+        duplicates nor adopted twice. `len(token_ids)` must be a multiple of `page_size`.
+        """
+        ...
+
+    def unlock(self, lock: Lock) -> None:
+        """Give a lock back. A second time is a bug and raises AssertionError."""
+        ...
+
+    def evict(self, num_pages: int) -> list[PageId]:
+        """Remove at least `num_pages` least recently used unlocked pages, or all there are, and return them."""
+        ...
+
+    def evictable_pages(self) -> int:
+        """Pages that `evict` could return now."""
+        ...
+
+    def pages(self) -> Iterator[PageId]:
+        """Every page the tree owns (audit)."""
+        ...
+
+    def clear(self) -> list[PageId]:
+        """Drop every unlocked node and return its pages."""
+        ...
+
+    def take_events(self) -> list[KvEvent]:
+        """KV events since the last call, in order."""
+        ...
+
+    def snapshot_events(self) -> list[KvEvent]:
+        """`AllCleared` and then every block, parents first: the whole content for a replay."""
+        ...

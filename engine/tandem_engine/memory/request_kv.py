@@ -1,0 +1,36 @@
+"""KV that one request holds: a row, pages and cursors.
+
+tokens:   0 ........ cache_protected_len ........ kv_committed_len ........ kv_allocated_len
+pages:    tree, locked     | private, content valid   | private, content pending
+"""
+
+from dataclasses import dataclass, field
+
+from tandem_engine.memory.prefix_cache import Lock
+from tandem_engine.names import PageId, ReqPoolIdx
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RequestKv:
+    """Owned by `KvMemory`, which alone changes it."""
+
+    row: ReqPoolIdx
+    salt: str
+    page_size: int
+    pages: list[PageId] = field(default_factory=list)
+    """Pages in token order: the tree's, then private ones."""
+    cache_protected_len: int = 0
+    """Tokens in pages that the tree owns and this request has locked."""
+    committed_len: int = 0
+    """Tokens whose KV is settled: safe to send, insert or reuse."""
+    lock: Lock | None = None
+    released: bool = False
+
+    @property
+    def allocated_len(self) -> int:
+        """Tokens that fit in the pages held."""
+        return len(self.pages) * self.page_size
+
+    @property
+    def private_pages(self) -> list[PageId]:
+        return self.pages[self.cache_protected_len // self.page_size :]

@@ -1,0 +1,37 @@
+"""Typed msgpack with a version byte and a size limit. No pickle anywhere (RELIABILITY C1)."""
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from tandem_engine.errors import WireError
+
+WIRE_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+
+T = TypeVar("T")
+
+
+class Codec(Generic[T]):
+    """Encodes and decodes one tagged union of message structs.
+
+    Raises `WireError` from `decode` for anything that is not a whole, well-typed message of this version.
+    """
+
+    def __init__(self, message_type: object) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)  # type: ignore[arg-type]
+
+    def encode(self, message: T) -> bytes:
+        return bytes((WIRE_VERSION,)) + self._encoder.encode(message)
+
+    def decode(self, data: bytes) -> T:
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise WireError(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+        if not data or data[0] != WIRE_VERSION:
+            seen = data[0] if data else "nothing"
+            raise WireError(f"wire version {seen}, this process speaks {WIRE_VERSION}")
+        try:
+            return self._decoder.decode(memoryview(data)[1:])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise WireError(f"undecodable message: {error}") from error

@@ -1,0 +1,120 @@
+"""Engine process ↔ the worker service that started it."""
+
+import msgspec
+
+from tandem_engine.messages.kv_events import KvEventBatch
+
+
+class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that must agree before one worker may write into another's pages."""
+
+    fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    layout_version: int
+    tp_size: int
+
+    @property
+    def page_bytes(self) -> int:
+        item = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim * item
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Sent once, when the model is loaded, a self-test has passed and the sockets are bound."""
+
+    incarnation: str
+    request_endpoint: str
+    peer_endpoint: str
+    geometry: KvGeometry
+    compat_hash: str
+    context_length: int
+    max_running_requests: int
+    total_pages: int
+    prefill_tokens_per_s: float
+    """Measured by the self-test at start; later reports refine it."""
+    transport: str
+    """nixl or none."""
+
+
+class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The engine cannot start. `message` is one sentence for the operator."""
+
+    message: str
+    code: str
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """Twice a second. `loop_count` proves that the scheduler loop turns."""
+
+    loop_count: int
+    running: int
+    waiting: int
+    transferring: int
+    inflight: int
+    waiting_tokens: int
+    """Prompt tokens not yet computed, queue and current chunks together."""
+    free_pages: int
+    evictable_pages: int
+    total_pages: int
+    quarantined_pages: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    """Recent mean duration of a decode step."""
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    output_tokens_total: int
+    requests_total: int
+    aborted_total: int
+    retracted_total: int
+    transfers_total: int
+    transfer_failures_total: int
+    transfer_bytes_total: int
+    digest_mismatches_total: int
+    overlap_hidden_s: float
+    """Scheduling time spent while a forward was computing, since start."""
+    schedule_s: float
+    """All scheduling time since start."""
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True, tag="audit_report"):
+    """Answer to `Audit`: the five sets of pages, and what is wrong with them (empty when sound)."""
+
+    nonce: int
+    problems: tuple[str, ...]
+    idle: bool
+    free_pages: int
+    tree_pages: int
+    private_pages: int
+    held_pages: int
+
+
+EngineToWorker = EngineReady | EngineFailed | EngineStats | AuditReport | KvEventBatch
+
+
+class Audit(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
+    nonce: int
+
+
+class ReplayCache(msgspec.Struct, frozen=True, kw_only=True, tag="replay"):
+    """Send the whole prefix cache again as KV events."""
+
+
+class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer_gone"):
+    """An incarnation is fenced: its lease ran out or a newer one took its name."""
+
+    incarnation: str
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Take no new requests; running ones finish."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
+    """Abort what is left and exit."""
+
+
+WorkerToEngine = Audit | ReplayCache | PeerGone | Drain | Shutdown

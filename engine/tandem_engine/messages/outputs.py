@@ -1,0 +1,82 @@
+"""Engine → gateway."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """A stop id, EOS or a stop string."""
+    LENGTH = "length"
+    """max_tokens or the context is used up."""
+    ABORT = "abort"
+    """The gateway asked for it, or a deadline passed."""
+    ERROR = "error"
+    """`Finish.error` says why; `retryable` says whether another attempt can help."""
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why generation ended."""
+
+    reason: FinishReason
+    matched_stop: int | str | None = None
+    """The stop id or stop string that ended it; None for EOS by generation config and for length."""
+    error: str | None = None
+    code: str | None = None
+    """Stable code of the error: invalid_request, queue_full, transfer_error, engine_error, …"""
+    param: str | None = None
+    retryable: bool = False
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=True):
+    """Log probability of one sampled token and of the most likely ones at its position."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), most likely first."""
+
+
+class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What moved for one request, as its decode worker saw it."""
+
+    pages: int
+    bytes: int
+    pages_reused: int
+    """Pages of the prompt that the decode worker had in its own prefix cache."""
+    wait_s: float
+    """From granting the pages to committing them."""
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of one attempt. Idempotent: the receiver accepts position `index` only once."""
+
+    rid: str
+    index: int
+    """Output position of `token_ids[0]`, counted from the start of the whole output (resume_ids included)."""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One per token when the request asked for logprobs."""
+    finish: Finish | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache; with the first output of the worker that computed the prompt."""
+    transfer: TransferReport | None = None
+    """With the decode worker's first output."""
+    queue_s: float | None = None
+    """Receipt to first scheduled step, with the first output."""
+    prefill_s: float | None = None
+    """First scheduled step to first token, with the first output."""
+
+
+class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
+    """All outputs that one settled step has for one gateway."""
+
+    outputs: tuple[TokenOutput, ...]
+
+
+class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
+    nonce: int
+    incarnation: str
+
+
+EngineReply = OutputBatch | Pong

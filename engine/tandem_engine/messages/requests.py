@@ -1,0 +1,72 @@
+"""Gateway → engine.
+
+A client request becomes one `GenerateRequest` per choice and attempt; its `rid` names exactly that
+attempt, so a late answer of an abandoned attempt can never be mistaken for the current one. When two
+workers share the work, both get the same request with the two ends of one `Handoff`.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from tandem_engine.messages.sampling import SamplingParams
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where another engine is. Everything is addressed to an incarnation, never to a bare address."""
+
+    worker_id: str
+    incarnation: str
+    """`worker_id@number`, also the NIXL agent name."""
+    endpoint: str
+    """ZMQ endpoint of the engine's peer socket, e.g. tcp://10.0.0.7:5601."""
+    compat_hash: str
+    """Workers with different hashes hold KV in different shapes and are never paired."""
+
+
+class HandoffSide(StrEnum):
+    SEND = "send"
+    """Compute the prompt, sample the first token, push KV to `peer`."""
+    RECEIVE = "receive"
+    """Grant pages to `peer`, wait for the KV, continue from the second token."""
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """One end of a prefill → decode transfer."""
+
+    side: HandoffSide
+    room: str
+    generation: int
+    """Grows with each attempt in the same room, so that a message of an old attempt is recognised."""
+    peer: Peer
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
+    """Generate tokens after `input_ids + resume_ids`."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    resume_ids: tuple[int, ...] = ()
+    """Output tokens the client already has. They count as output (max_tokens, sampling positions)."""
+    handoff: Handoff | None = None
+    cache_salt: str = ""
+    """Prefix cache entries are shared only among equal salts."""
+    priority: int = 0
+    deadline_s: float | None = None
+    """Seconds from receipt after which the request is aborted."""
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Stop one attempt. Unknown ids are ignored (T10); ids are compared exactly (T11)."""
+
+    rid: str
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
+    """Answered with `Pong` by the scheduler loop itself, so it proves that the loop turns."""
+
+    nonce: int
+
+
+EngineRequest = GenerateRequest | AbortRequest | Ping

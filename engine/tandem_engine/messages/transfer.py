@@ -1,0 +1,84 @@
+"""Engine ↔ engine: the control half of a KV transfer. The pages themselves go by NIXL.
+
+    decode                         prefill
+      │ Hello(metadata, pool) ───────▶ │   once per pair of incarnations
+      │ WriteGrant(pages)     ───────▶ │   may arrive before, during or after the computation
+      │            ◀── NIXL WRITE, notification "room/generation/first/count" per push
+      │ ◀─────────────── HandoffRecord │   first token, logprobs, digests: after the last push is done
+      │ TransferAborted ◀────────────▶ │   either way, on every terminal path (T63, T64)
+      │ ◀──────────────────── DrainAck │   the writer will not touch the granted pages again (T60, T61)
+
+Every message names the sender's incarnation, the room and the generation.
+"""
+
+import msgspec
+
+from tandem_engine.messages.outputs import TokenLogprob
+from tandem_engine.messages.requests import Peer
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """What a writer needs to reach the sender's pool."""
+
+    sender: Peer
+    nixl_metadata: bytes
+    pool_address: int
+    """Address of page 0; page p starts at `pool_address + p * page_bytes`."""
+    page_bytes: int
+    num_pages: int
+    device: str
+    """DRAM or VRAM."""
+    device_id: int
+
+
+class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
+    """The receiver allows `writer` to write KV of one prompt into `pages`."""
+
+    room: str
+    generation: int
+    sender: Peer
+    writer: str
+    """Incarnation that may write."""
+    first_token: int
+    """First prompt position the receiver lacks: a page multiple. Page i holds tokens from there on."""
+    pages: tuple[int, ...]
+    valid_s: float
+    """Seconds from receipt for which the grant is good; the writer starts no push after that."""
+
+
+class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
+    """All pages were pushed. The receiver commits when they have arrived and every digest matches."""
+
+    room: str
+    generation: int
+    sender: Peer
+    first_token: int
+    """Prompt position where the pushed pages start, as granted."""
+    pages: int
+    digests: tuple[int, ...]
+    """One unsigned 64-bit digest per pushed page."""
+    output_ids: tuple[int, ...]
+    """The token(s) sampled by the sender after the prompt: position resume_len onwards."""
+    logprobs: tuple[TokenLogprob, ...] | None
+    cached_tokens: int
+
+
+class TransferAborted(msgspec.Struct, frozen=True, kw_only=True, tag="transfer_aborted"):
+    """The sender of this message is done with the room. `finished`: the output ended with the first token."""
+
+    room: str
+    generation: int
+    sender: Peer
+    reason: str
+    finished: bool = False
+
+
+class DrainAck(msgspec.Struct, frozen=True, kw_only=True, tag="drain_ack"):
+    """The writer has no push outstanding in this room and will start none."""
+
+    room: str
+    generation: int
+    sender: Peer
+
+
+PeerMessage = Hello | WriteGrant | HandoffRecord | TransferAborted | DrainAck

@@ -1,0 +1,84 @@
+"""One request inside the engine: immutable input, mutable progress.
+
+Finishing has two phases. `to_finish` is a wish (an abort, a deadline) that anybody on the scheduler
+thread may record at any time; `finished` is a fact that only settlement or the release path sets. A
+request whose step is in flight is never torn down by a wish: settlement sees it first (T1, T6).
+
+Progress is counted in tokens:
+
+    origin_input_ids | output_ids
+    0 ───────────────┬──────────────▶ fill_ids = origin_input_ids + output_ids
+                     └ prompt_len
+
+KV ownership lives in `kv` alone and is never derived from the length of `output_ids` (T7).
+"""
+
+from dataclasses import dataclass, field
+
+from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.messages.outputs import Finish, TokenLogprob, TransferReport
+from tandem_engine.messages.requests import Handoff
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.names import RequestId
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    """Compared by identity: two attempts with equal fields are different requests."""
+
+    rid: RequestId
+    origin_input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    resumed: int = 0
+    """Leading `output_ids` that the client already has; they are never streamed again."""
+    handoff: Handoff | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    client: bytes = b""
+    """Where outputs go: the identity of the gateway's socket, empty for an in-process caller."""
+    deadline: float | None = None
+    """Monotonic time."""
+    arrived_at: float = 0.0
+
+    output_ids: list[int] = field(default_factory=list)
+    """Settled output tokens, resumed ones first."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One per output token after the resumed ones, when asked for."""
+    kv: RequestKv | None = None
+    """Row, pages and cursors while the request holds any."""
+    extend_target: int = 0
+    """Length of fill_ids that its prefill must reach before it may sample."""
+    steps_in_flight: int = 0
+    """Launched steps that have not settled (T16)."""
+    tokens_in_flight: int = 0
+    """Output tokens that in-flight steps will add."""
+    retractions: int = 0
+    streamed: int = 0
+    """Output tokens already sent, resumed ones included."""
+    cached_tokens: int = 0
+    """Prompt tokens that the first prefill found in the prefix cache."""
+    transfer: TransferReport | None = None
+    first_scheduled_at: float | None = None
+    first_token_at: float | None = None
+
+    to_finish: Finish | None = None
+    finished: Finish | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.origin_input_ids)
+
+    @property
+    def fill_ids(self) -> list[int]:
+        """Prompt and settled output: what a (re)computation must cover. O(length): never per decode step."""
+        return [*self.origin_input_ids, *self.output_ids]
+
+    @property
+    def seq_len(self) -> int:
+        """Settled tokens, prompt and output."""
+        return len(self.origin_input_ids) + len(self.output_ids)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Output tokens still allowed, those in flight counted as spent."""
+        return self.sampling.max_tokens - len(self.output_ids) - self.tokens_in_flight

@@ -1,0 +1,62 @@
+"""How disaggregation plugs into the scheduler: queue stages behind one Protocol, never mixins.
+
+The scheduler runs the same loop for every role. A stage sees a request at the moments below and may
+keep it; a kept request is *live* in the stage and in no other queue.
+
+    ingress ──accept──▶ [stage keeps it: decode waits for KV] ──scheduler.admit_prebuilt──▶ running
+       │
+       ▼ (not accepted)
+    waiting ─▶ EXTEND chunks ──chunk_settled (per chunk)──▶ last chunk ──prefill_settled──▶ [stage keeps it: inflight]
+                                                                              │ (not kept)            │
+                                                                              ▼                       ▼
+                                                                           running          scheduler.release
+
+Every method runs on the scheduler thread and must not block.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from tandem_engine.names import PageId, RequestId
+from tandem_engine.scheduler.request import Request
+
+
+class QueueStage(Protocol):
+    """One role's part in the life of a request."""
+
+    def accept(self, req: Request) -> bool:
+        """A validated new request. True: the stage keeps it and will admit or fail it."""
+        ...
+
+    def poll(self) -> bool:
+        """Once per loop, before planning: exchange messages, move requests. True if anything happened."""
+        ...
+
+    def chunk_settled(self, req: Request) -> None:
+        """KV [0, req.kv.committed_len) of `req` is final; called after each EXTEND step, the last included."""
+        ...
+
+    def prefill_settled(self, req: Request) -> bool:
+        """The prompt is computed and its first token is in `req.output_ids` (streamed already).
+
+        True: the stage keeps the request, which leaves the scheduler's queues but keeps pages and row
+        until the stage calls `scheduler.release(req)`. Also called when that token finished the request
+        (`req.finished` is set); then the stage must not keep it.
+        """
+        ...
+
+    def aborted(self, req: Request) -> None:
+        """`req` ended by abort or error anywhere in the scheduler: tell the other side. Idempotent."""
+        ...
+
+    def abort(self, rid: RequestId) -> bool:
+        """Abort a request that the stage keeps. False when the stage does not have it."""
+        ...
+
+    def live(self) -> Iterator[Request]:
+        """Requests that the stage keeps now."""
+        ...
+
+    def held_pages(self) -> Iterator[PageId]:
+        """Pages in transfer holds that no request owns any more (draining, quarantined): for the audit."""
+        ...
