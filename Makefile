@@ -1,0 +1,49 @@
+# Two commands do everything on a bare Debian 12 (as root): `make up` and `make test`.
+# TANDEM_TORCH=cuda make up   takes the CUDA build of torch on a machine with a GPU.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+export TANDEM_VENV := $(VENV)
+
+.PHONY: help up test setup check format lint types imports unit verify bench clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
+
+up: setup ## Start gateway, router, Redis, one prefill and one decode worker on the bundled model (ARGS="--decode 2 …")
+	@$(BIN)/tandem up $(ARGS)
+
+test: setup check unit ## Set up, run every check and every test
+
+setup: ## Install what is missing; a second run does nothing
+	@tools/setup.sh
+
+check: lint types imports ## Lint, formatting, strict types, import rules
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+format: setup ## Format and fix what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+verify: setup ## Compare Tandem with transformers token by token on the bundled model
+	$(BIN)/tandem verify $(ARGS)
+
+bench: setup ## Offline throughput and single-stream latency against transformers
+	$(BIN)/tandem bench offline $(ARGS)
+
+clean: ## Remove caches (not the virtual environment)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .tandem
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Sets up everything `make up` and `make test` need, and only what is missing:
+# Debian packages (as root), a virtual environment, torch, Tandem and its dependencies.
+#
+#   TANDEM_TORCH=cpu    (default) the CPU build of torch
+#   TANDEM_TORCH=cuda   the CUDA build, for a machine with an NVIDIA GPU
+#   TANDEM_VENV=DIR     where the virtual environment goes (default .venv)
+#   PYTHON=python3.11   the interpreter that makes it (3.11 or newer)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+flavour=${TANDEM_TORCH:-cpu}
+venv=${TANDEM_VENV:-.venv}
+python=${PYTHON:-python3}
+torch_version=2.13.0
+cpu_index=https://download.pytorch.org/whl/cpu
+
+step() { printf '\n[%s/4] %s\n' "$1" "$2"; }
+fail() { printf 'setup: %s\n' "$1" >&2; exit 1; }
+
+case $flavour in cpu | cuda) ;; *) fail "TANDEM_TORCH must be cpu or cuda, got '$flavour'" ;; esac
+
+# A stamp of everything the result depends on makes the second run a no-op.
+stamp=$venv/.tandem-setup
+want="$(sha256sum pyproject.toml tools/setup.sh | sha256sum | cut -d' ' -f1) $flavour"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && command -v redis-server >/dev/null; then
+    exit 0
+fi
+
+step 1 "Debian packages"
+missing=()
+command -v redis-server >/dev/null || missing+=(redis-server)
+command -v "$python" >/dev/null || missing+=(python3)
+"$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+if [ ${#missing[@]} -gt 0 ]; then
+    [ "$(id -u)" = 0 ] || fail "missing ${missing[*]}: run 'sudo apt-get install ${missing[*]}' and try again"
+    command -v apt-get >/dev/null || fail "missing ${missing[*]} and no apt-get: install them and try again"
+    apt-get update -q
+    # Tandem starts a redis-server of its own on a free port: keep Debian's service from being started.
+    printf '#!/bin/sh\nexit 101\n' >/tmp/tandem-policy-rc.d && chmod +x /tmp/tandem-policy-rc.d
+    kept_policy=; [ -e /usr/sbin/policy-rc.d ] && kept_policy=yes || mv /tmp/tandem-policy-rc.d /usr/sbin/policy-rc.d
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"
+    [ -n "$kept_policy" ] || rm -f /usr/sbin/policy-rc.d
+else
+    echo "nothing to install"
+fi
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than Python 3.11: set PYTHON=/path/to/python3.11"
+
+step 2 "Virtual environment in $venv"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+
+step 3 "torch $torch_version ($flavour build)"
+have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
+if [ "$flavour" = cuda ]; then
+    case $have in $torch_version | $torch_version+cu*) echo "already there: $have" ;; *) "${pip[@]}" install "torch==$torch_version" ;; esac
+elif [ "$have" = "$torch_version+cpu" ]; then
+    echo "already there: $have"
+else
+    # A configured package index may carry the CPU build itself; the public one for it is the fallback.
+    "${pip[@]}" install "torch==$torch_version+cpu" 2>/dev/null ||
+        "${pip[@]}" install "torch==$torch_version" --index-url "$cpu_index" --extra-index-url https://pypi.org/simple
+fi
+
+step 4 "Tandem and its dependencies"
+"${pip[@]}" install -e '.[dev]'
+
+echo "$want" >"$stamp"
+printf '\nSet-up is complete.\n'
