@@ -10,6 +10,10 @@ from enum import StrEnum
 from tandem_engine.errors import ConfigError
 
 
+DEFAULT_CONTEXT = 4096
+"""Context length served when no flag asks for another: a model's own maximum can be far larger than the pool."""
+
+
 class Role(StrEnum):
     """What a worker is offered by the router. The engine itself can always do either."""
 
@@ -73,15 +77,28 @@ class CacheConfig:
     """The paged KV pool."""
 
     page_size: int = 16
-    num_pages: int = 2048
-    """Pages of the pool, dummy page 0 included."""
+    num_pages: int = 0
+    """Pages of the pool, dummy page 0 included; 0 sizes it from `kv_cache_bytes`."""
+    kv_cache_bytes: int = 512 << 20
     enable_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise ConfigError(f"--page-size must be at least 1, got {self.page_size}")
-        if self.num_pages < 2:
+        if self.num_pages != 0 and self.num_pages < 2:
             raise ConfigError(f"--num-pages must be at least 2 (page 0 is reserved), got {self.num_pages}")
+        if self.kv_cache_bytes < 1:
+            raise ConfigError(f"--kv-cache-gib must be above 0, got {self.kv_cache_bytes / (1 << 30):g}")
+
+    def pages_for(self, page_bytes: int) -> int:
+        """Pages of the pool when one page takes `page_bytes`. Raises `ConfigError` when not even two fit."""
+        pages = self.num_pages or self.kv_cache_bytes // page_bytes
+        if pages < 2:
+            raise ConfigError(
+                f"--kv-cache-gib {self.kv_cache_bytes / (1 << 30):g} holds fewer than 2 pages of "
+                f"{page_bytes} bytes: raise it"
+            )
+        return pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +170,8 @@ class EngineConfig:
     device: str = "cpu"
     threads: int = 0
     """Intra-op threads on a CPU; 0 leaves torch's choice."""
+    context_length: int = 0
+    """Longest prompt + output of one request; 0 takes the model's, at most `DEFAULT_CONTEXT`."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     disagg: DisaggConfig = field(default_factory=DisaggConfig)

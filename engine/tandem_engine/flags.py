@@ -1,0 +1,198 @@
+"""The engine's command-line flags: one table for `tandem-engine serve`, `tandem worker` and `tandem up`.
+
+Names follow SGLang and vLLM where they have one. Standard library and `config` only, so that a process
+without torch can show, check and forward them.
+"""
+
+import argparse
+
+from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, Role, SchedulerConfig
+
+GIB = 1 << 30
+
+_SCHEDULER_FLAGS = (
+    "max_running_requests",
+    "max_queued_requests",
+    "max_prefill_tokens",
+    "chunked_prefill_size",
+)
+
+
+def positive_int(text: str) -> int:
+    """argparse type: a whole number of at least 1."""
+    value = non_negative_int(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be at least 1, got 0")
+    return value
+
+
+def non_negative_int(text: str) -> int:
+    """argparse type: decimal digits only; Python's own int() would take ' 5 ' and '1_000'."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of `EngineConfig` except the model and the role."""
+    cache = CacheConfig()
+    scheduler = SchedulerConfig()
+    disagg = DisaggConfig()
+
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="weights and KV (default: the checkpoint's)",
+    )
+    group.add_argument("--device", choices=("cpu",), default="cpu", help="where the model runs (default cpu)")
+    group.add_argument(
+        "--threads",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="CPU threads of one engine; 0 leaves torch's choice",
+    )
+
+    group = parser.add_argument_group("KV cache")
+    group.add_argument(
+        "--page-size",
+        type=positive_int,
+        default=cache.page_size,
+        metavar="N",
+        help=f"tokens per KV page (default {cache.page_size})",
+    )
+    group.add_argument(
+        "--kv-cache-gib",
+        type=float,
+        default=cache.kv_cache_bytes / GIB,
+        metavar="GIB",
+        help=f"memory for KV pages (default {cache.kv_cache_bytes / GIB:g})",
+    )
+    group.add_argument(
+        "--num-pages",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="KV pages; overrides --kv-cache-gib",
+    )
+    group.add_argument("--disable-radix-cache", action="store_true", help="do not keep prefixes for reuse")
+
+    group = parser.add_argument_group("scheduler")
+    group.add_argument(
+        "--context-length",
+        "--max-model-len",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="longest prompt + output (default: the model's, at most 4096)",
+    )
+    group.add_argument(
+        "--max-running-requests",
+        type=positive_int,
+        default=scheduler.max_running_requests,
+        metavar="N",
+        help=f"sequences decoded together (default {scheduler.max_running_requests})",
+    )
+    group.add_argument(
+        "--max-queued-requests",
+        type=positive_int,
+        default=scheduler.max_queued_requests,
+        metavar="N",
+        help=f"waiting requests before new ones are refused (default {scheduler.max_queued_requests})",
+    )
+    group.add_argument(
+        "--max-prefill-tokens",
+        type=positive_int,
+        default=scheduler.max_prefill_tokens,
+        metavar="N",
+        help=f"prompt tokens computed in one step (default {scheduler.max_prefill_tokens})",
+    )
+    group.add_argument(
+        "--chunked-prefill-size",
+        type=positive_int,
+        default=scheduler.chunked_prefill_size,
+        metavar="N",
+        help=f"prompt tokens of one request in one step (default {scheduler.chunked_prefill_size})",
+    )
+    group.add_argument(
+        "--disable-mixed-chunk", action="store_true", help="never decode in a step that prefills"
+    )
+    group.add_argument(
+        "--disable-overlap-schedule", action="store_true", help="schedule only when no step computes"
+    )
+    group.add_argument(
+        "--audit-every-step", action="store_true", help="check page conservation after every step (slow)"
+    )
+    group.add_argument("--force-retract-every", type=non_negative_int, default=0, help=argparse.SUPPRESS)
+
+    group = parser.add_argument_group("KV transfer")
+    group.add_argument(
+        "--transport",
+        choices=("nixl", "none"),
+        default=disagg.transport,
+        help="none serves alone, without NIXL (default nixl)",
+    )
+    group.add_argument(
+        "--grant-timeout",
+        type=float,
+        default=disagg.grant_timeout,
+        metavar="S",
+        help=f"seconds decode waits for granted pages to arrive (default {disagg.grant_timeout:g})",
+    )
+    group.add_argument(
+        "--hold-timeout",
+        type=float,
+        default=disagg.hold_timeout,
+        metavar="S",
+        help=f"seconds prefill keeps finished pages for a grant (default {disagg.hold_timeout:g})",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Build the configuration from parsed flags, `args.model` and `args.role` included.
+
+    Raises `ConfigError` for a combination that cannot work.
+    """
+    return EngineConfig(
+        model_path=args.model,
+        dtype=args.dtype,
+        device=args.device,
+        threads=args.threads,
+        cache=CacheConfig(
+            page_size=args.page_size,
+            num_pages=args.num_pages,
+            kv_cache_bytes=int(args.kv_cache_gib * GIB),
+            enable_prefix_cache=not args.disable_radix_cache,
+        ),
+        context_length=args.context_length,
+        scheduler=SchedulerConfig(
+            enable_mixed_chunk=not args.disable_mixed_chunk,
+            enable_overlap=not args.disable_overlap_schedule,
+            audit_every_step=args.audit_every_step,
+            force_retract_every=args.force_retract_every,
+            **{name: getattr(args, name) for name in _SCHEDULER_FLAGS},
+        ),
+        disagg=DisaggConfig(
+            role=Role(args.role),
+            transport=args.transport,
+            grant_timeout=args.grant_timeout,
+            hold_timeout=args.hold_timeout,
+        ),
+    )
+
+
+def engine_argv(args: argparse.Namespace) -> list[str]:
+    """The flags again, as arguments for a child process that uses the same table."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_engine_flags(parser)
+    argv: list[str] = []
+    for action in parser._actions:
+        value = getattr(args, action.dest)
+        if value == action.default:
+            continue
+        argv.append(action.option_strings[0])
+        if action.nargs != 0:
+            argv.append(str(value))
+    return argv
