@@ -1,0 +1,152 @@
+"""`tandem verify`: run the exactness matrix on one checkpoint and report.
+
+1. transformers generates every prompt greedily in float32, with logprobs
+2. the checkpoint is loaded once by Tandem; each path builds an engine (or a pair) around it
+3. each path's outputs are compared; the table grows as paths finish
+4. the first difference ends the run with exit status 1
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+from tqdm import tqdm
+
+from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.process import Pair
+from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
+from tandem_engine.verify.paths import Path, make_paths
+from tandem_engine.verify.prompts import make_prompts
+from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
+
+STAGGER_STEPS = 3
+
+
+class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    model: str
+    family: str
+    torch: str
+    transformers: str
+    prompts: int
+    equal: bool
+    paths: tuple[PathResult, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Verification:
+    """One checkpoint against its reference."""
+
+    model: LoadedModel
+    references: Sequence[ReferenceOutput]
+    max_tokens: int
+
+    def run(self, path: Path) -> PathResult:
+        """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
+        began = time.perf_counter()
+        config = replace(self.model.config, cache=path.cache, scheduler=path.scheduler)
+        if path.disaggregated:
+            with Pair.build(self.model, config) as pair:
+                return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
+        with Engine.build(self.model, config) as engine:
+            return self._compare(path, generate_on(engine), (engine,), began)
+
+    def _compare(self, path: Path, generate: Generate, engines: Sequence[Engine], began: float) -> PathResult:
+        stagger = STAGGER_STEPS if path.stagger else 0
+        if path.repeat:
+            generate(requests_for(path, self.references, self.max_tokens, "warm"), stagger)
+        requests = requests_for(path, self.references, self.max_tokens, path.name)
+        outputs = generate(requests, stagger)
+        found = compare(requests, outputs, self.references)
+        cached = sum(output.cached_tokens for output in outputs)
+        retractions = sum(engine.scheduler.stats().retracted_total for engine in engines)
+        return PathResult(
+            path=path.name,
+            requests=len(requests),
+            tokens=sum(len(output.token_ids) for output in outputs),
+            cached_tokens=cached,
+            retractions=retractions,
+            max_logprob_difference=found.max_logprob_difference,
+            seconds=time.perf_counter() - began,
+            difference=found.difference or _unmet(path, cached, retractions) or _audit(engines),
+        )
+
+
+def _unmet(path: Path, cached: int, retractions: int) -> str | None:
+    """A path that did not do what it is named after proves nothing."""
+    if path.expects_cached and cached == 0:
+        return "no prompt token came from the prefix cache"
+    if path.expects_retraction and retractions == 0:
+        return "no request was retracted"
+    return None
+
+
+def _audit(engines: Sequence[Engine]) -> str | None:
+    problems = [problem for engine in engines for problem in engine.audit().problems]
+    return f"audit: {problems[0]}" if problems else None
+
+
+def run_verify(model_path: str, *, quick: bool, as_json: bool) -> int:
+    """Entry point of the command; returns the exit status. Raises `EngineError`."""
+    import torch
+    import transformers
+
+    config = EngineConfig(
+        model_path=model_path, dtype="float32", cache=CacheConfig(), scheduler=SchedulerConfig(audit_every_step=True)
+    )
+    model = load(config, progress=not as_json)
+    facts = model.model.config
+    prompts = make_prompts(model_path, facts.vocab_size, quick=quick)
+    reference = TransformersReference(model_path)
+    eos = frozenset(facts.eos_token_ids)
+    references = [
+        reference.generate(prompt, prompts.max_tokens, eos)
+        for prompt in tqdm(prompts.prompts, desc="transformers", unit="prompt", file=sys.stderr, disable=as_json)
+    ]
+    longest = max(len(r.prompt) for r in references) + prompts.max_tokens
+    paths = make_paths(context_length=longest + 1, longest=longest, num_prompts=len(references), quick=quick)
+    verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens)
+    results = _run_paths(verification, paths, as_json=as_json)
+    equal = len(results) == len(paths) and all(result.equal for result in results)
+    if as_json:
+        report = VerifyReport(
+            model=model_path,
+            family=facts.family,
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            prompts=len(references),
+            equal=equal,
+            paths=tuple(results),
+        )
+        print(msgspec.json.encode(report).decode())
+    else:
+        print(
+            f"\n{'all equal' if equal else 'DIFFERENT'}: {len(references)} prompts, {len(results)} of {len(paths)} paths run"
+        )
+    return 0 if equal else 1
+
+
+def _run_paths(verification: Verification, paths: Sequence[Path], *, as_json: bool) -> list[PathResult]:
+    """Run until the first difference."""
+    if not as_json:
+        print(
+            f"{'path':<34} {'requests':>8} {'tokens':>7} {'cached':>7} {'retracted':>9} {'max Δlogprob':>12} {'s':>6}  result"
+        )
+    results = []
+    for path in paths:
+        result = verification.run(path)
+        results.append(result)
+        if not as_json:
+            print(
+                f"{result.path:<34} {result.requests:>8} {result.tokens:>7} {result.cached_tokens:>7} "
+                f"{result.retractions:>9} {result.max_logprob_difference:>12.1e} {result.seconds:>6.1f}  "
+                f"{result.difference or 'equal'}",
+                flush=True,
+            )
+        if not result.equal:
+            break
+    return results

@@ -1,0 +1,99 @@
+"""Drive an engine along one path and compare each output with the reference, token by token."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem_engine.engine import Engine, Generation
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.verify.paths import Path
+from tandem_engine.verify.reference import ReferenceOutput
+
+LOGPROB_TOLERANCE = 1e-4
+
+Generate = Callable[[Sequence[GenerateRequest], int], list[Generation]]
+"""(requests, steps between arrivals) → one generation per request, in order."""
+
+
+class PathResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    path: str
+    requests: int
+    tokens: int
+    cached_tokens: int
+    retractions: int
+    max_logprob_difference: float
+    seconds: float
+    difference: str | None
+    """The first thing that differs, in words; None when all is equal."""
+
+    @property
+    def equal(self) -> bool:
+        return self.difference is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    difference: str | None
+    max_logprob_difference: float
+
+
+def requests_for(path: Path, references: Sequence[ReferenceOutput], max_tokens: int, tag: str) -> list[GenerateRequest]:
+    """One greedy request per reference, with logprobs."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0)
+    return [
+        GenerateRequest(
+            rid=f"{tag}-{i}",
+            input_ids=reference.prompt,
+            resume_ids=reference.token_ids[: len(reference.token_ids) // 2] if path.resume else (),
+            sampling=sampling,
+        )
+        for i, reference in enumerate(references)
+    ]
+
+
+def compare(
+    requests: Sequence[GenerateRequest], outputs: Sequence[Generation], references: Sequence[ReferenceOutput]
+) -> Comparison:
+    """The first difference in tokens or logprobs, and the largest logprob difference up to there."""
+    worst = 0.0
+    for request, output, reference in zip(requests, outputs, references, strict=True):
+        start = len(request.resume_ids)
+        tokens = (*request.resume_ids, *output.token_ids)
+        if tokens != reference.token_ids:
+            return Comparison(
+                difference=_token_difference(request, tokens, reference, output), max_logprob_difference=worst
+            )
+        if len(output.logprobs) != len(output.token_ids):
+            text = f"{request.rid}: {len(output.logprobs)} logprobs for {len(output.token_ids)} tokens"
+            return Comparison(difference=text, max_logprob_difference=worst)
+        for i, (mine, truth) in enumerate(zip(output.logprobs, reference.logprobs[start:], strict=True)):
+            worst = max(worst, abs(mine.logprob - truth))
+            if worst > LOGPROB_TOLERANCE:
+                text = f"{request.rid}: logprob {mine.logprob:.6f} at output {start + i}, reference {truth:.6f}"
+                return Comparison(difference=text, max_logprob_difference=worst)
+    return Comparison(difference=None, max_logprob_difference=worst)
+
+
+def _token_difference(
+    request: GenerateRequest, tokens: Sequence[int], reference: ReferenceOutput, output: Generation
+) -> str:
+    expected = reference.token_ids
+    at = next(
+        (i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected))
+    )
+    mine = tokens[at] if at < len(tokens) else f"end ({output.finish.reason.value}: {output.finish.error or ''})"
+    truth = expected[at] if at < len(expected) else "end"
+    return f"{request.rid} (prompt of {len(request.input_ids)}): output {at} is {mine}, reference {truth}"
+
+
+def generate_on(engine: Engine) -> Generate:
+    """Drive one engine alone."""
+
+    def generate(requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
+        return engine.generate(requests, steps_between=stagger)
+
+    return generate

@@ -1,0 +1,89 @@
+"""The exactness matrix: every way a token can come to be computed. A new path adds itself here."""
+
+from dataclasses import dataclass, replace
+
+from tandem_engine.config import CacheConfig, SchedulerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Path:
+    """One configuration and one way to drive it."""
+
+    name: str
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    stagger: bool = False
+    """Add requests while others run, instead of all at once."""
+    repeat: bool = False
+    """Run all prompts once before, so that the measured run finds its prefixes cached."""
+    resume: bool = False
+    """Give the first half of the expected output as resume_ids."""
+    disaggregated: bool = False
+    """One engine prefills, another decodes, NIXL between them."""
+    expects_cached: bool = False
+    expects_retraction: bool = False
+
+
+def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bool) -> list[Path]:
+    """All paths for prompts whose prompt + output is at most `longest` tokens."""
+    plain = SchedulerConfig(
+        context_length=context_length,
+        chunked_prefill_size=4096,
+        max_prefill_tokens=8192,
+        enable_overlap=False,
+        enable_mixed_chunk=False,
+        audit_every_step=True,
+    )
+    overlap = replace(plain, enable_overlap=True)
+    mixed = replace(overlap, enable_mixed_chunk=True, chunked_prefill_size=16, max_prefill_tokens=48)
+    cold = _cache(page_size=16, longest=longest, num_prompts=num_prompts, prefix=False)
+    warm = _cache(page_size=16, longest=longest, num_prompts=num_prompts, prefix=True)
+    # Room for the longest request and a half: the rest must give back pages again and again.
+    tight = replace(warm, num_pages=2 + (3 * longest // 2) // 16)
+    paths = [
+        Path(name="whole prompts, no overlap", cache=cold, scheduler=plain),
+        Path(name="overlap", cache=cold, scheduler=overlap),
+        Path(name="chunked by 7, overlap", cache=cold, scheduler=replace(overlap, chunked_prefill_size=7)),
+        Path(name="prefix-cached", cache=warm, scheduler=overlap, repeat=True, expects_cached=True),
+        Path(name="mixed, staggered", cache=warm, scheduler=mixed, stagger=True),
+        Path(
+            name="retracted (forced)",
+            cache=warm,
+            scheduler=replace(mixed, force_retract_every=3, max_retractions=10_000),
+            expects_retraction=True,
+        ),
+        Path(name="disaggregated over NIXL", cache=warm, scheduler=mixed, disaggregated=True),
+    ]
+    if quick:
+        return paths
+    no_overlap_mixed = replace(mixed, enable_overlap=False)
+    return [
+        *paths,
+        Path(name="mixed, no overlap", cache=warm, scheduler=no_overlap_mixed, stagger=True),
+        Path(name="retracted (short of pages)", cache=tight, scheduler=replace(mixed, max_retractions=10_000)),
+        Path(name="resumed", cache=warm, scheduler=mixed, resume=True),
+        *(
+            Path(
+                name=f"page size {size}",
+                cache=_cache(page_size=size, longest=longest, num_prompts=num_prompts, prefix=True),
+                scheduler=mixed,
+                stagger=True,
+            )
+            for size in (1, 16, 64)
+        ),
+        *(
+            Path(
+                name=f"disaggregated, page size {size}",
+                cache=_cache(page_size=size, longest=longest, num_prompts=num_prompts, prefix=True),
+                scheduler=mixed,
+                disaggregated=True,
+                repeat=True,
+            )
+            for size in (1, 16, 64)
+        ),
+    ]
+
+
+def _cache(*, page_size: int, longest: int, num_prompts: int, prefix: bool) -> CacheConfig:
+    pages = 1 + num_prompts * (longest // page_size + 2)
+    return CacheConfig(page_size=page_size, num_pages=pages, enable_prefix_cache=prefix)

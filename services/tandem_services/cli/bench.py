@@ -1,0 +1,201 @@
+"""`tandem bench`: measure a running server (`serve`) or the engine alone (`offline`)."""
+
+import argparse
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tandem_engine.flags import non_negative_int, positive_int
+from tandem_services.cli.bundled import model_folder
+from tandem_services.common.errors import RemoteError
+
+SERVE_EXAMPLES = """\
+examples:
+  tandem bench serve --num-prompts 64 --concurrency 16
+  tandem bench serve --request-rate 4 --slo-ttft-ms 200 --slo-itl-ms 50
+  tandem bench serve --trace conversation_trace.jsonl --trace-scale 64 --trace-speed 10
+  tandem bench serve --reference-url http://127.0.0.1:8001     text must equal that server's
+
+With temperature 0 every stream is compared with the text that the reference gave for the same prompt;
+a difference, like a failed request, makes the exit status 1.
+"""
+
+OFFLINE_EXAMPLES = """\
+examples:
+  tandem bench offline                       bundled model, against transformers generate
+  tandem bench offline --num-prompts 16 --json
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("bench", help="measure a running server, or the engine alone")
+    kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
+    _add_serve(kinds)
+    _add_offline(kinds)
+
+
+def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "serve",
+        help="load an OpenAI-compatible server and check what it answers",
+        description="Send streamed completions at a fixed concurrency or rate and report TTFT, ITL and E2E "
+        "percentiles, throughput and goodput.",
+        epilog=SERVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the first one served)")
+    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    load = parser.add_argument_group("load")
+    load.add_argument("--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default 64)")
+    pace = load.add_mutually_exclusive_group()
+    pace.add_argument("--concurrency", type=positive_int, default=8, metavar="N", help="requests in flight (default 8)")
+    pace.add_argument("--request-rate", type=float, metavar="R", help="Poisson arrivals per second instead")
+    load.add_argument("--input-len", type=positive_int, default=128, metavar="N", help="words per prompt (default 128)")
+    load.add_argument("--output-len", type=positive_int, default=64, metavar="N", help="max_tokens (default 64)")
+    load.add_argument(
+        "--spread", type=float, default=0.0, metavar="S", help="lengths uniform in [(1-S)n, n] (default 0)"
+    )
+    load.add_argument("--shared-prefix", type=non_negative_int, default=0, metavar="N", help="words all prompts share")
+    load.add_argument("--trace", type=Path, metavar="FILE", help="lengths and times from a Mooncake or Azure trace")
+    load.add_argument("--trace-scale", type=float, default=1.0, metavar="F", help="divide trace lengths (default 1)")
+    load.add_argument("--trace-speed", type=float, default=1.0, metavar="F", help="divide trace gaps (default 1)")
+    load.add_argument("--ignore-eos", action="store_true", help="generate output-len tokens whatever the model says")
+    load.add_argument("--temperature", type=float, default=0.0, help="0 is greedy and can be checked (default 0)")
+    load.add_argument("--seed", type=int, default=0, help="of prompts, arrivals and sampling (default 0)")
+    report = parser.add_argument_group("check and report")
+    report.add_argument("--no-check", action="store_true", help="do not compare texts with a reference run")
+    report.add_argument(
+        "--reference-url", metavar="URL", help="take reference texts from this server (default: the same)"
+    )
+    report.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="count requests within this as good")
+    report.add_argument("--slo-itl-ms", type=float, metavar="MS", help="same, mean inter-token latency")
+    report.add_argument("--slo-e2e-ms", type=float, metavar="MS", help="same, whole request")
+    report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=run_serve, parser=parser)
+
+
+def _add_offline(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "offline",
+        help="throughput and single-stream latency of the engine against transformers",
+        description="Run the same greedy workload on Tandem's engine and on transformers generate in one process, "
+        "in turn, and print both with their ratio.",
+        epilog=OFFLINE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
+    parser.add_argument("--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default 64)")
+    parser.add_argument(
+        "--input-len", type=positive_int, default=256, metavar="N", help="longest prompt, tokens (default 256)"
+    )
+    parser.add_argument(
+        "--output-len", type=positive_int, default=96, metavar="N", help="longest output, tokens (default 96)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive_int, default=3, metavar="N", help="repetitions; medians count (default 3)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="both sides (default float32)"
+    )
+    parser.add_argument("--skip-reference", action="store_true", help="measure Tandem only")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=run_offline, parser=parser)
+
+
+def run_offline(args: argparse.Namespace) -> int:
+    argv = [sys.executable, "-m", "tandem_engine.cli", "bench", "--model", str(model_folder(args.model))]
+    for name in ("num_prompts", "input_len", "output_len", "rounds", "dtype"):
+        argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    argv += ["--skip-reference"] if args.skip_reference else []
+    argv += ["--json"] if args.json else []
+    return subprocess.run(argv, check=False).returncode
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    return asyncio.run(_serve(args))
+
+
+async def _serve(args: argparse.Namespace) -> int:
+    import msgspec
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from tandem_services.loadgen.run import at_arrival_times, at_concurrency, reference_texts
+    from tandem_services.loadgen.summary import Slo, summarise
+
+    specs = _specs(args)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    checking = args.temperature == 0 and not args.no_check
+    with Progress(*columns, console=Console(stderr=True), disable=args.json) as progress:
+        async with _client(args, args.url) as client, _client(args, args.reference_url or args.url) as other:
+            target = await _target(args, client)
+            references: dict[str, str] = {}
+            if checking:
+                task = progress.add_task("reference texts", total=len({spec.prompt for spec in specs}))
+                references = await reference_texts(await _target(args, other), specs, lambda _: progress.advance(task))
+            task = progress.add_task("measuring", total=len(specs))
+            if args.trace is not None or args.request_rate is not None:
+                result = await at_arrival_times(target, specs, lambda _: progress.advance(task))
+            else:
+                result = await at_concurrency(target, specs, args.concurrency, lambda _: progress.advance(task))
+    bounds = (args.slo_ttft_ms, args.slo_itl_ms, args.slo_e2e_ms)
+    slo = None if bounds == (None, None, None) else Slo(ttft_ms=bounds[0], itl_ms=bounds[1], e2e_ms=bounds[2])
+    summary = summarise(result.measurements, result.seconds, slo=slo, references=references)
+    print(msgspec.json.encode(summary).decode() if args.json else _table(msgspec.to_builtins(summary)))
+    return 1 if summary.failed or summary.mismatched else 0
+
+
+def _specs(args: argparse.Namespace) -> list[Any]:
+    from tandem_services.loadgen.workload import Lengths, fixed_workload, trace_workload
+
+    if args.trace is not None:
+        return list(trace_workload(args.trace, args.num_prompts, scale=args.trace_scale, speed=args.trace_speed))
+    lengths = Lengths(
+        prompt=args.input_len, output=args.output_len, spread=args.spread, shared_prefix=args.shared_prefix
+    )
+    return list(fixed_workload(lengths, args.num_prompts, rate=args.request_rate, seed=args.seed))
+
+
+def _client(args: argparse.Namespace, url: str) -> Any:
+    import httpx
+
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=httpx.Timeout(120.0, connect=10.0))
+
+
+async def _target(args: argparse.Namespace, client: Any) -> Any:
+    import httpx
+
+    from tandem_services.loadgen.stream_client import Target
+
+    try:
+        response = await client.get("/v1/models")
+        response.raise_for_status()
+        names = [card["id"] for card in response.json()["data"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise RemoteError(f"{client.base_url} does not serve /v1/models ({error}): is `tandem up` running?") from error
+    return Target(
+        client=client,
+        model=args.model or (names[0] if names else ""),
+        temperature=args.temperature,
+        seed=args.seed if args.temperature > 0 else None,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def _table(summary: dict[str, Any]) -> str:
+    """The summary as aligned lines."""
+    lines = []
+    for name, value in summary.items():
+        if name in ("ttft_ms", "itl_ms", "e2e_ms") and value is not None:
+            shown = "  ".join(f"{key} {figure:.1f}" for key, figure in value.items())
+        elif name == "errors":
+            shown = "; ".join(f"{count}x {text}" for text, count in value.items()) or "none"
+        else:
+            shown = f"{value:.2f}" if isinstance(value, float) else str(value)
+        lines.append(f"{name.replace('_', ' '):<24} {shown}")
+    return "\n".join(lines)

@@ -1,0 +1,194 @@
+"""`tandem chat`: a conversation in the terminal, streamed from any OpenAI-compatible server."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem_services.common.errors import RemoteError
+
+EXAMPLES = """\
+examples:
+  tandem chat
+  tandem chat --url http://10.0.0.5:8000 --system "Answer in one sentence."
+  echo "Hello!" | tandem chat              one turn for each line of standard input
+
+in the conversation: /reset forgets it, /quit or Ctrl-D ends.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a running server in the terminal",
+        description="Hold a conversation; after each answer show tokens, cached tokens, speed and workers.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the first one served)")
+    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: what the context leaves)")
+    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    parser.set_defaults(run=run, parser=parser)
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """One streamed answer as it arrives."""
+
+    began: float = field(default_factory=time.monotonic)
+    response_id: str = ""
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    first_token: float | None = None
+    ended: float | None = None
+
+    def take(self, chunk: dict[str, Any]) -> str:
+        """The new text of one chunk. Raises `RemoteError` when the chunk is an error event."""
+        if "error" in chunk:
+            raise RemoteError(str(chunk["error"].get("message", "the server reported an error")))
+        self.response_id = chunk.get("id", self.response_id)
+        self.usage = chunk.get("usage") or self.usage
+        new = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+        if new and self.first_token is None:
+            self.first_token = time.monotonic()
+        self.text += new
+        return new
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversation:
+    """Messages so far and where they go."""
+
+    client: Any
+    model: str
+    options: dict[str, Any]
+    messages: list[dict[str, str]]
+
+    def ask(self, text: str) -> Iterator[tuple[Turn, str]]:
+        """Stream the answer; the turn joins the conversation when it is complete."""
+        request = {
+            **self.options,
+            "model": self.model,
+            "messages": [*self.messages, {"role": "user", "content": text}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        turn = Turn()
+        with self.client.stream("POST", "/v1/chat/completions", json=request) as response:
+            if response.status_code != 200:
+                raise RemoteError(_error_message(response.read(), response.status_code))
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                yield turn, turn.take(json.loads(line.removeprefix("data: ")))
+        turn.ended = time.monotonic()
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": turn.text}]
+
+    def explain(self, turn: Turn) -> dict[str, Any]:
+        """What the gateway remembers of the request; empty for a server that does not tell."""
+        response = self.client.get(f"/v1/requests/{turn.response_id}/explain")
+        found: dict[str, Any] = response.json() if response.status_code == 200 else {}
+        return found
+
+
+def run(args: argparse.Namespace) -> int:
+    import httpx
+
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    with httpx.Client(base_url=args.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0)) as client:
+        try:
+            conversation = _open(client, args)
+            return _talk(conversation, system=args.system)
+        except httpx.HTTPError as error:
+            raise RemoteError(f"{args.url} does not answer ({error}): is `tandem up` running?") from error
+
+
+def _open(client: Any, args: argparse.Namespace) -> Conversation:
+    response = client.get("/v1/models")
+    if response.status_code != 200:
+        raise RemoteError(_error_message(response.read(), response.status_code))
+    names = [card["id"] for card in response.json()["data"]]
+    model = args.model or (names[0] if names else "")
+    options: dict[str, Any] = {"temperature": args.temperature}
+    options |= {"max_tokens": args.max_tokens} if args.max_tokens is not None else {}
+    options |= {"seed": args.seed} if args.seed is not None else {}
+    return Conversation(client=client, model=model, options=options, messages=_system(args.system))
+
+
+def _system(text: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _talk(conversation: Conversation, *, system: str | None) -> int:
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(f"{conversation.model} at {conversation.client.base_url}: /reset forgets, /quit ends")
+    failures = 0
+    for text in _lines(interactive):
+        if text == "/quit":
+            break
+        if text == "/reset":
+            conversation.messages = _system(system)
+            continue
+        try:
+            _show(conversation, text)
+        except RemoteError as error:
+            failures += 1
+            print(f"error: {error}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Non-empty lines of the terminal or of standard input."""
+    while True:
+        try:
+            line = input("you> " if interactive else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _show(conversation: Conversation, text: str) -> None:
+    turn = None
+    for turn, new in conversation.ask(text):  # noqa: B007  the last turn is reported below
+        print(new, end="", flush=True)
+    print()
+    if turn is not None:
+        print(_dim(_report(turn, conversation.explain(turn))))
+
+
+def _report(turn: Turn, explained: dict[str, Any]) -> str:
+    """One line: tokens, cached tokens, speed, workers, what moved."""
+    prompt = turn.usage.get("prompt_tokens", 0)
+    cached = (turn.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    output = turn.usage.get("completion_tokens", 0)
+    parts = [f"{prompt} prompt tokens ({cached} cached)", f"{output} out"]
+    if turn.first_token is not None and turn.ended is not None:
+        parts.append(f"first after {(turn.first_token - turn.began) * 1e3:.0f} ms")
+        if output > 1:
+            parts.append(f"{(output - 1) / max(turn.ended - turn.first_token, 1e-9):.0f} tokens/s")
+    for choice in explained.get("choices", [])[:1]:
+        parts.append(" → ".join(name for name in (choice.get("prefill_worker"), choice.get("decode_worker")) if name))
+        moved = choice.get("transfer")
+        if moved:
+            parts.append(f"{moved['pages']} pages, {moved['bytes'] / 1024:.0f} KiB moved")
+    return " · ".join(parts)
+
+
+def _dim(text: str) -> str:
+    return f"\033[2m{text}\033[0m" if sys.stdout.isatty() else f"[{text}]"
+
+
+def _error_message(body: bytes, status: int) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {status}"

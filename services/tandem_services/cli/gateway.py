@@ -1,0 +1,61 @@
+"""`tandem gateway`: the OpenAI-compatible HTTP front of a deployment. Needs no torch."""
+
+import argparse
+from pathlib import Path
+
+from tandem_engine.flags import non_negative_int
+from tandem_services.cli.bundled import model_folder
+
+EXAMPLES = """\
+examples:
+  tandem gateway --redis-url redis://127.0.0.1:6379 --model ~/llama --port 8000
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "gateway",
+        help="run the OpenAI-compatible HTTP gateway",
+        description="Serve /v1/models, /v1/completions and /v1/chat/completions; tokenise, route by cached prefixes "
+        "and load, stream, and carry requests over to other workers when one dies.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="PATH", help="folder with the tokenizer (default: the bundled model)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=non_negative_int, default=8000, help="port to listen on (default 8000)")
+    parser.add_argument("--redis-url", required=True, metavar="URL", help="redis://[user:password@]host:port/db")
+    parser.add_argument(
+        "--cluster",
+        default="default",
+        metavar="NAME",
+        help="separates deployments in one Redis (default default)",
+    )
+    parser.add_argument("--curve-keys", type=Path, metavar="FILE", help="key file of the deployment")
+    parser.add_argument(
+        "--local-prefill-tokens",
+        type=non_negative_int,
+        default=16,
+        metavar="N",
+        help="a decode worker that lacks at most this many prompt tokens computes them itself (default 16)",
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from tandem_services.gateway.serve import GatewayConfig, serve
+
+    folder = model_folder(args.model)
+    return serve(
+        GatewayConfig(
+            model_path=folder,
+            model_name=args.served_model_name or folder.name,
+            host=args.host,
+            port=args.port,
+            redis_url=args.redis_url,
+            cluster=args.cluster,
+            curve_keys=args.curve_keys,
+            local_prefill_tokens=args.local_prefill_tokens,
+        )
+    )

@@ -1,0 +1,125 @@
+"""The processes that `tandem up` starts, watches, restarts and stops.
+
+Life of a process
+    start      argv without a shell, output to a log file, killed by the kernel when the parent dies
+    exit while starting up   the whole start-up fails, with the last lines of its log
+    exit while serving       restarted after a pause that doubles from 1 s to 30 s
+    stop       SIGTERM in reverse order of start, SIGKILL for what is left after the grace period
+"""
+
+import ctypes
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem_services.common.errors import StartupError
+
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 30.0
+STABLE_AFTER = 60.0
+"""A process that ran this long starts again with the first pause."""
+PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    # Runs in the child between fork and exec: without it a killed parent leaves workers behind.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass(kw_only=True, slots=True)
+class Child:
+    """One process and the command that starts it again."""
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    process: "subprocess.Popen[bytes] | None" = None
+    started_at: float = 0.0
+    pause: float = FIRST_PAUSE
+    restart_at: float | None = None
+    restarts: int = 0
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
+            )
+        self.started_at = time.monotonic()
+        self.restart_at = None
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, None while running."""
+        return None if self.process is None else self.process.poll()
+
+    def last_words(self, lines: int = 5) -> str:
+        """The end of its log."""
+        text = self.log.read_text("utf-8", "replace").strip().splitlines()
+        return "\n".join(f"  {line}" for line in text[-lines:])
+
+
+@dataclass(kw_only=True, slots=True)
+class Supervisor:
+    """All children, in the order they were started."""
+
+    children: list[Child] = field(default_factory=list)
+
+    def start(self, child: Child) -> None:
+        child.start()
+        self.children.append(child)
+
+    def require_alive(self) -> None:
+        """Raise `StartupError` naming the first process that has exited."""
+        for child in self.children:
+            if child.status is not None:
+                raise StartupError(
+                    f"{child.name} {_describe(child.status)} while starting; "
+                    f"the end of {child.log}:\n{child.last_words()}"
+                )
+
+    def restart_dead(self) -> list[str]:
+        """Start again what died and has waited its pause. Returns a line for each event."""
+        events = []
+        now = time.monotonic()
+        for child in self.children:
+            status = child.status
+            if status is None:
+                continue
+            if child.restart_at is None:
+                if now - child.started_at > STABLE_AFTER:
+                    child.pause = FIRST_PAUSE
+                child.restart_at = now + child.pause
+                events.append(f"{child.name} {_describe(status)}; restarting in {child.pause:g} s (log: {child.log})")
+                child.pause = min(child.pause * 2, LONGEST_PAUSE)
+            elif now >= child.restart_at:
+                child.restarts += 1
+                child.start()
+                events.append(f"{child.name} restarted")
+        return events
+
+    def stop(self, grace: float) -> None:
+        """End every child; returns when all are gone."""
+        deadline = time.monotonic() + grace
+        for child in reversed(self.children):
+            if child.process is not None and child.status is None:
+                child.process.terminate()
+        for child in reversed(self.children):
+            if child.process is None:
+                continue
+            try:
+                child.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+
+def _describe(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"

@@ -1,0 +1,71 @@
+"""A redis-server of our own for one machine: loopback, a free port, nothing written to disk."""
+
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+from tandem_services.cli.processes import Child, Supervisor
+from tandem_services.common.errors import StartupError
+
+START_TIMEOUT = 10.0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def start_redis(supervisor: Supervisor, run_dir: Path) -> str:
+    """Start redis-server and return its URL. Raises `StartupError` when it is not installed or does not answer."""
+    binary = shutil.which("redis-server") or shutil.which("valkey-server")
+    if binary is None:
+        raise StartupError(
+            "redis-server is not installed: run 'apt-get install redis-server', or name a running one with --redis-url"
+        )
+    port = free_port()
+    argv = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    argv += [
+        "--dir",
+        str(run_dir),
+        "--daemonize",
+        "no",
+        "--maxmemory",
+        "256mb",
+        "--maxmemory-policy",
+        "volatile-ttl",
+    ]
+    supervisor.start(Child(name="redis", argv=argv, log=run_dir / "redis.log"))
+    _wait_for_port(supervisor, port)
+    return f"redis://127.0.0.1:{port}/0"
+
+
+def _wait_for_port(supervisor: Supervisor, port: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        supervisor.require_alive()
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise StartupError(f"redis-server did not listen on port {port} within {START_TIMEOUT:g} s")
+
+
+def require_free(host: str, port: int) -> None:
+    """Raise `StartupError` when something listens on `port` already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartupError(
+                f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it or choose another with --port"
+            ) from error
+
+
+def python_command(*args: str) -> list[str]:
+    """A `tandem` subcommand as a process of this interpreter."""
+    return [sys.executable, "-m", "tandem_services.cli.main", *args]

@@ -1,0 +1,227 @@
+"""`tandem up`: the whole system on this machine, the same processes as in a cluster.
+
+Order: Redis (unless --redis-url) → workers → gateway; ready when the gateway routes to a worker of every
+role. Then it watches and restarts what dies, until Ctrl-C or SIGTERM stops everything in reverse order.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, non_negative_int
+from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.processes import Child, Supervisor
+from tandem_services.cli.redis_process import free_port, python_command, require_free, start_redis
+from tandem_services.common.errors import StartupError
+
+STOP_GRACE = 10.0
+POLL_SECONDS = 0.1
+
+EXAMPLES = """\
+examples:
+  tandem up                                   bundled model, 1 prefill and 1 decode worker
+  tandem up --prefill 2 --decode 2            two of each
+  tandem up --prefill 0 --decode 0 --both 1   one worker that does both
+  tandem up --model ~/qwen3-0.6b --dtype bfloat16 --port 9000
+  tandem up --redis-url redis://127.0.0.1:6379/0
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "up",
+        help="start everything on this machine",
+        description="Start Redis, a gateway and prefill and decode workers on this machine, with NIXL between them, "
+        "and serve an OpenAI-compatible API until Ctrl-C.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
+    parser.add_argument("--prefill", type=non_negative_int, default=1, metavar="N", help="prefill workers (default 1)")
+    parser.add_argument("--decode", type=non_negative_int, default=1, metavar="N", help="decode workers (default 1)")
+    parser.add_argument(
+        "--both", type=non_negative_int, default=0, metavar="N", help="workers that do both (default 0)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address of the API (default 127.0.0.1)")
+    parser.add_argument(
+        "--port",
+        type=non_negative_int,
+        default=8000,
+        help="port of the API; 0 picks a free one (default 8000)",
+    )
+    parser.add_argument("--redis-url", metavar="URL", help="use this Redis instead of starting one")
+    parser.add_argument(
+        "--cluster",
+        default="default",
+        metavar="NAME",
+        help="separates deployments in one Redis (default default)",
+    )
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keys and logs (default .tandem/PORT)")
+    parser.add_argument(
+        "--ready-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="give up starting after this (default 120)",
+    )
+    parser.add_argument(
+        "--local-prefill-tokens",
+        type=non_negative_int,
+        default=16,
+        metavar="N",
+        help="a decode worker that lacks at most this many prompt tokens computes them itself (default 16)",
+    )
+    add_engine_flags(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What will be started, decided before anything is."""
+
+    model: Path
+    model_name: str
+    port: int
+    run_dir: Path
+    workers: tuple[tuple[str, str, int], ...]
+    """(name, role, health port)"""
+    threads: int
+
+
+def plan(args: argparse.Namespace) -> Plan:
+    """Check everything that can be checked without starting a process. Raises `ConfigError`, `StartupError`."""
+    if args.prefill + args.decode + args.both == 0:
+        raise StartupError("nothing to start: ask for --prefill and --decode workers, or --both")
+    if args.both == 0 and args.decode == 0:
+        raise StartupError("prefill workers need a decode worker to hand over to: add --decode 1 or --both 1")
+    model = model_folder(args.model)
+    args.model = str(model)
+    args.role = "both"
+    engine_config(args)
+    port = args.port or free_port(args.host)
+    require_free(args.host, port)
+    names = [("prefill", args.prefill), ("decode", args.decode), ("both", args.both)]
+    workers = tuple((f"{role}-{i}", role, free_port()) for role, count in names for i in range(count))
+    return Plan(
+        model=model,
+        model_name=args.served_model_name or model.name,
+        port=port,
+        run_dir=_make_run_dir(args.run_dir or Path(".tandem") / str(port)),
+        workers=workers,
+        # Two engines with as many threads as cores each fight over them: OpenMP spins.
+        threads=args.threads or max(1, (os.cpu_count() or 1) // len(workers)),
+    )
+
+
+def _make_run_dir(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for log in path.glob("*.log"):
+            log.unlink()
+    except OSError as error:
+        raise StartupError(
+            f"cannot write to {path} ({error.strerror}): choose another folder with --run-dir"
+        ) from error
+    return path.resolve()
+
+
+def run(args: argparse.Namespace) -> int:
+    todo = plan(args)
+    supervisor = Supervisor()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        start(args, todo, supervisor)
+        _wait_until_ready(args, todo, supervisor)
+        print(greeting(args, todo), flush=True)
+        while True:
+            for event in supervisor.restart_dead():
+                print(f"tandem: {event}", file=sys.stderr, flush=True)
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        print("\ntandem: stopping", file=sys.stderr, flush=True)
+    finally:
+        # A second Ctrl-C must not leave half of the processes behind.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        supervisor.stop(STOP_GRACE)
+    return 0
+
+
+def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
+    """Start Redis, workers and gateway, in this order, without waiting for models to load."""
+    from tandem_engine.ipc.channels import KeyPair
+
+    keys = todo.run_dir / "keys.json"
+    KeyPair.generate().save(keys)
+    redis_url = args.redis_url or start_redis(supervisor, todo.run_dir)
+    shared = ["--redis-url", redis_url, "--cluster", args.cluster, "--curve-keys", str(keys)]
+    shared += ["--model", str(todo.model), "--served-model-name", todo.model_name]
+    args.threads = todo.threads
+    for name, role, health_port in todo.workers:
+        argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
+        supervisor.start(_child(todo, name, [*argv, *engine_argv(args)]))
+    gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
+    gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens)]
+    supervisor.start(_child(todo, "gateway", gateway))
+
+
+def _child(todo: Plan, name: str, argv: list[str]) -> Child:
+    return Child(name=name, argv=python_command(*argv), log=todo.run_dir / f"{name}.log")
+
+
+def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
+    """Poll health endpoints, showing what is still missing. Raises `StartupError`."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    waiting = {f"{name} ({role})": f"http://127.0.0.1:{port}/ready" for name, role, port in todo.workers}
+    waiting["gateway"] = f"http://{_reachable(args.host)}:{todo.port}/ready"
+    began = time.monotonic()
+    with console.status("starting") as status:
+        while waiting:
+            supervisor.require_alive()
+            if time.monotonic() - began > args.ready_timeout:
+                raise StartupError(
+                    f"not ready after {args.ready_timeout:g} s: {', '.join(waiting)}. Logs: {todo.run_dir}"
+                )
+            for name in [name for name, url in waiting.items() if _answers(url)]:
+                del waiting[name]
+                console.print(f"[green]ready[/] {name} after {time.monotonic() - began:.1f} s", highlight=False)
+            status.update(f"waiting for {', '.join(waiting)}")
+            time.sleep(POLL_SECONDS)
+
+
+def _answers(url: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(url, timeout=1.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  replaced, not bound
+
+
+def greeting(args: argparse.Namespace, todo: Plan) -> str:
+    """The URL, a curl to paste, and what to try next."""
+    url = f"http://{_reachable(args.host)}:{todo.port}"
+    chat_flags = "" if todo.port == 8000 else f" --url {url}"
+    return f"""
+Tandem serves {todo.model_name} at {url}
+
+  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"model": "{todo.model_name}", \
+"stream": true, "messages": [{{"role": "user", "content": "Tell me a story about a fox who lives near a river."}}]}}'
+
+  tandem chat{chat_flags}          a conversation in the terminal
+  {url}/metrics   numbers; GET /v1/requests/ID/explain tells where a request ran
+  {todo.run_dir}   logs
+
+Ctrl-C stops everything.
+"""

@@ -1,0 +1,37 @@
+"""`tandem verify`: compare with transformers, token by token. Runs the engine's own command in a process."""
+
+import argparse
+import subprocess
+import sys
+
+from tandem_services.cli.bundled import model_folder
+
+EXAMPLES = """\
+examples:
+  tandem verify                      the bundled model, every path
+  tandem verify --quick              a minute's subset
+  tandem verify --model ~/qwen3-0.6b --json
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="prove that greedy output equals transformers on a checkpoint",
+        description="Generate the same prompts with transformers and with Tandem through every path (whole, chunked, "
+        "prefix-cached, mixed, retracted, overlap on and off, page sizes 1/16/64, disaggregated over NIXL) in float32 "
+        "and compare token by token, and logprobs within 1e-4. Exits 1 at the first difference.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
+    parser.add_argument("--quick", action="store_true", help="fewer prompts and paths")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    argv = [sys.executable, "-m", "tandem_engine.cli", "verify", "--model", str(model_folder(args.model))]
+    argv += ["--quick"] if args.quick else []
+    argv += ["--json"] if args.json else []
+    return subprocess.run(argv, check=False).returncode
