@@ -116,12 +116,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"prompt tokens of one request in one step (default {scheduler.chunked_prefill_size})",
     )
-    group.add_argument(
-        "--disable-mixed-chunk", action="store_true", help="never decode in a step that prefills"
-    )
-    group.add_argument(
-        "--disable-overlap-schedule", action="store_true", help="schedule only when no step computes"
-    )
+    group.add_argument("--disable-mixed-chunk", action="store_true", help="never decode in a step that prefills")
+    group.add_argument("--disable-overlap-schedule", action="store_true", help="schedule only when no step computes")
     group.add_argument(
         "--audit-every-step", action="store_true", help="check page conservation after every step (slow)"
     )

@@ -58,9 +58,7 @@ class KeyPair:
             fields = json.loads(path.read_text("ascii"))
             keys = KeyPair(fields["public"].encode("ascii"), fields["secret"].encode("ascii"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"--curve-keys {path}: not a key file written by `tandem up` ({error})"
-            ) from error
+            raise ConfigError(f"--curve-keys {path}: not a key file written by `tandem up` ({error})") from error
         if len(keys.public) != 40 or len(keys.secret) != 40:
             raise ConfigError(f"--curve-keys {path}: keys must be 40 Z85 characters each")
         return keys
@@ -93,9 +91,7 @@ class IpcContext:
         if keys is not None:
             self._authenticator = ThreadAuthenticator(self.zmq)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(
-                "*", credentials_provider=_SharedKeyOnly(keys.public)
-            )
+            self._authenticator.configure_curve_callback("*", credentials_provider=_SharedKeyOnly(keys.public))
 
     def close(self) -> None:
         if self._authenticator is not None:
@@ -133,18 +129,14 @@ def bind(socket: "zmq.Socket[bytes]", host: str, port: int = 0) -> str:
         else:
             socket.bind(f"tcp://{host}:{port}")
     except zmq.ZMQError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}. Choose another port or address"
-        ) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}. Choose another port or address") from error
     return f"tcp://{host}:{port}"
 
 
 class RouterChannel(Generic[In, Out]):
     """Server end: receives `In` from identified clients, sends `Out` back by identity."""
 
-    def __init__(
-        self, context: IpcContext, host: str, port: int, *, inbound: object, outbound: object
-    ) -> None:
+    def __init__(self, context: IpcContext, host: str, port: int, *, inbound: object, outbound: object) -> None:
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
         self.socket = context.zmq.socket(zmq.ROUTER)
@@ -230,6 +222,10 @@ class PairChannel(Generic[In, Out]):
             return False
         return True
 
+    def drain(self, seconds: float) -> None:
+        """Close, letting queued messages leave for up to `seconds`: for the last words of a process."""
+        self.socket.close(linger=int(seconds * 1000))
+
     def close(self) -> None:
         self.socket.close()
 
@@ -269,9 +265,7 @@ class AsyncDealerChannel(Generic[In, Out]):
         self.socket = self._context.socket(zmq.DEALER)
         _configure(self.socket)
         context.secure_client(self.socket)
-        self._monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self.socket.connect(endpoint)
 
     async def receive(self) -> In:

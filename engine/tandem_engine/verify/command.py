@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine, LoadedModel, load
-from tandem_engine.process import Pair
 from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
+from tandem_engine.verify.pair import Pair
 from tandem_engine.verify.paths import Path, make_paths
 from tandem_engine.verify.prompts import make_prompts
 from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
@@ -125,7 +125,8 @@ def run_verify(model_path: str, *, quick: bool, as_json: bool) -> int:
         print(msgspec.json.encode(report).decode())
     else:
         print(
-            f"\n{'all equal' if equal else 'DIFFERENT'}: {len(references)} prompts, {len(results)} of {len(paths)} paths run"
+            f"\n{'all equal' if equal else 'DIFFERENT'}: {len(references)} prompts, "
+            f"{len(results)} of {len(paths)} paths run"
         )
     return 0 if equal else 1
 
@@ -134,7 +135,8 @@ def _run_paths(verification: Verification, paths: Sequence[Path], *, as_json: bo
     """Run until the first difference."""
     if not as_json:
         print(
-            f"{'path':<34} {'requests':>8} {'tokens':>7} {'cached':>7} {'retracted':>9} {'max Δlogprob':>12} {'s':>6}  result"
+            f"{'path':<34} {'requests':>8} {'tokens':>7} {'cached':>7} "
+            f"{'retracted':>9} {'max Δlogprob':>12} {'s':>6}  result"
         )
     results = []
     for path in paths:

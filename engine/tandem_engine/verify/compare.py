@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem_engine.engine import Engine, Generation
+from tandem_engine.engine import Engine
+from tandem_engine.generation import Generation
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.verify.paths import Path

@@ -7,7 +7,6 @@ Life of a process
     stop       SIGTERM in reverse order of start, SIGKILL for what is left after the grace period
 """
 
-import ctypes
 import signal
 import subprocess
 import time
@@ -15,18 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.common.errors import StartupError
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
 STABLE_AFTER = 60.0
 """A process that ran this long starts again with the first pause."""
-PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    # Runs in the child between fork and exec: without it a killed parent leaves workers behind.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,7 +44,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
+                preexec_fn=die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
             )
         self.started_at = time.monotonic()
         self.restart_at = None

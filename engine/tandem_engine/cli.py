@@ -1,0 +1,123 @@
+"""`tandem-engine`: the engine's own commands. People use `tandem`, which starts these as processes.
+
+serve    one engine process for a worker service
+verify   compare with transformers, token by token
+bench    offline throughput and latency against transformers
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem_engine.config import Role
+from tandem_engine.environment import read_environment
+from tandem_engine.errors import ConfigError, EngineError
+from tandem_engine.flags import add_engine_flags, engine_config, non_negative_int, positive_int
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tandem-engine", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_verify(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("serve", help="run one engine process", allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="PATH", help="checkpoint folder")
+    parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
+    parser.add_argument("--worker-id", required=True, metavar="ID", help="stable name of the worker")
+    parser.add_argument("--incarnation", required=True, metavar="ID@N", help="this process of that worker")
+    parser.add_argument("--host", default="127.0.0.1", help="address that gateways and peers reach")
+    parser.add_argument("--request-port", type=non_negative_int, default=0, metavar="PORT", help="0 picks a free one")
+    parser.add_argument("--peer-port", type=non_negative_int, default=0, metavar="PORT", help="0 picks a free one")
+    parser.add_argument("--control", metavar="ENDPOINT", help="ipc:// endpoint of the worker service")
+    parser.add_argument("--curve-keys", type=Path, metavar="FILE", help="key file of the deployment")
+    add_engine_flags(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from tandem_engine.process import ProcessConfig, serve
+
+    return serve(
+        ProcessConfig(
+            engine=engine_config(args),
+            worker_id=args.worker_id,
+            incarnation=args.incarnation,
+            host=args.host,
+            request_port=args.request_port,
+            peer_port=args.peer_port,
+            control=args.control,
+            curve_keys=args.curve_keys,
+        )
+    )
+
+
+def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("verify", help="compare with transformers", allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="PATH")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=_verify)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from tandem_engine.verify.command import run_verify
+
+    return run_verify(args.model, quick=args.quick, as_json=args.json)
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("bench", help="offline benchmark", allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="PATH")
+    for name, default in (("num-prompts", 64), ("input-len", 256), ("output-len", 96), ("rounds", 3)):
+        parser.add_argument(f"--{name}", type=positive_int, default=default, metavar="N")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--skip-reference", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from tandem_engine.bench.command import BenchOptions, run_bench
+
+    return run_bench(
+        BenchOptions(
+            model_path=args.model,
+            num_prompts=args.num_prompts,
+            input_len=args.input_len,
+            output_len=args.output_len,
+            rounds=args.rounds,
+            dtype=args.dtype,
+            skip_reference=args.skip_reference,
+            as_json=args.json,
+        )
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=read_environment().log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"tandem-engine: error: {error}", file=sys.stderr)
+        return 2
+    except EngineError as error:
+        print(f"tandem-engine: error: {error}", file=sys.stderr)
+        return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

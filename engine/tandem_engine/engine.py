@@ -1,0 +1,393 @@
+"""An engine in this process: model, KV memory, scheduler and, with a port, the transfer of KV to peers.
+
+Life of an engine
+    load    checkpoint → `LoadedModel`, shared by any number of engines of one process
+    build   pool, prefix cache, executor, scheduler; with an `EnginePort` also NIXL and the handoff stage
+    use     `add` / `abort` / `step` by whoever owns the loop (`process`), or `generate` offline
+    close   executor first, so that nothing computes any more; then the transport, then sockets
+
+All methods belong to one thread, the scheduler thread.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+import torch
+
+from tandem_engine.attention.cpu import CpuAttention
+from tandem_engine.clock import MonotonicClock
+from tandem_engine.config import DEFAULT_CONTEXT, EngineConfig, ModelConfig, SchedulerConfig
+from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
+from tandem_engine.disaggregation.stage import HandoffStage
+from tandem_engine.errors import ConfigError
+from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
+from tandem_engine.executor.interface import ModelExecutor
+from tandem_engine.executor.runner import ModelRunner
+from tandem_engine.executor.self_test import SelfTestReport, self_test
+from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.generation import Generation, Generations
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.memory.allocator import PageAllocator
+from tandem_engine.memory.conservation import ConservationReport
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.no_cache import NoPrefixCache
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.radix_cache import RadixCache
+from tandem_engine.memory.rows import ReqToTokenPool
+from tandem_engine.messages.control import EngineStats, KvGeometry
+from tandem_engine.messages.requests import GenerateRequest, Peer
+from tandem_engine.messages.transfer import PeerMessage
+from tandem_engine.model.base import CausalLM
+from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.model.loader import load_model, resolve_dtype
+from tandem_engine.names import RequestId
+from tandem_engine.sampling.sampler import Sampler
+from tandem_engine.scheduler.model_facts import ModelFacts
+from tandem_engine.scheduler.scheduler import Scheduler
+from tandem_engine.scheduler.stop import DecodeText
+from tandem_engine.scheduler.stream import Sink
+from tandem_engine.stats import engine_stats
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    import zmq
+
+    from tandem_engine.disaggregation.transport import KvTransport
+
+LAYOUT_VERSION = 1
+"""Of `KvPool`: [page, layer, kv, kv_head, slot, head_dim]."""
+SELF_TEST_TOKENS = 256
+MAX_STALLED_TURNS = 100_000
+"""Turns without progress after which `generate` gives up instead of spinning for ever."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """Weights and everything that follows from the checkpoint. Immutable and shared."""
+
+    config: EngineConfig
+    model: CausalLM
+    dtype: torch.dtype
+    text: TextTokenizer | None
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.model.config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnginePort:
+    """How an engine is reached by its peers."""
+
+    worker_id: str
+    incarnation: str
+    context: IpcContext
+    host: str = "127.0.0.1"
+    peer_port: int = 0
+
+
+def load(config: EngineConfig, *, progress: bool) -> LoadedModel:
+    """Read the checkpoint. Raises `CheckpointError` and `ConfigError` before anything large is allocated."""
+    facts = read_model_config(config.model_path)
+    context_length = _context_length(config, facts)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    dtype = resolve_dtype(config.dtype, facts)
+    model = load_model(config.model_path, facts, dtype, config.device, context_length=context_length, progress=progress)
+    scheduler = replace(config.scheduler, context_length=context_length)
+    folder = Path(config.model_path)
+    text = TextTokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+    return LoadedModel(config=replace(config, scheduler=scheduler), model=model, dtype=dtype, text=text)
+
+
+def _context_length(config: EngineConfig, facts: ModelConfig) -> int:
+    if config.context_length > facts.max_position:
+        raise ConfigError(
+            f"--context-length {config.context_length} is over the model's {facts.max_position} positions"
+        )
+    return config.context_length or min(facts.max_position, DEFAULT_CONTEXT)
+
+
+class Engine:
+    """One scheduler with its memory and executor. Build with `Engine.build`."""
+
+    def __init__(
+        self,
+        *,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        pool: KvPool,
+        memory: KvMemory,
+        runner: ModelRunner,
+        executor: ModelExecutor,
+        scheduler: Scheduler,
+        generations: Generations,
+    ) -> None:
+        self.model_config = loaded.model_config
+        self.dtype = loaded.dtype
+        self.scheduler_config = config.scheduler
+        self.memory = memory
+        self.scheduler = scheduler
+        self.geometry = _geometry(loaded, config)
+        self.compat_hash = compat_hash(self.geometry)
+        self._pool = pool
+        self._runner = runner
+        self._executor = executor
+        self._generations = generations
+        self._handoff: HandoffStage | None = None
+        self._peers: PeerChannels | None = None
+        self._transport: KvTransport | None = None
+
+    @classmethod
+    def build(
+        cls,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        *,
+        sink: Sink | None = None,
+        port: EnginePort | None = None,
+    ) -> Self:
+        """Assemble an engine around `loaded`; `config` may differ from the one it was loaded with.
+
+        `sink` receives outputs; without one, `generate` gathers them. `port` gives it peers, and NIXL
+        unless the transport is `none`.
+
+        Raises:
+            ConfigError: the pool cannot hold two pages, or a port is taken.
+            TransportUnavailableError: NIXL was asked for and cannot be loaded.
+        """
+        geometry = _geometry(loaded, config)
+        pool = _pool(geometry, config, loaded.dtype)
+        memory = _memory(pool, config)
+        runner = _runner(loaded, pool, config)
+        executor = _executor(runner, config.scheduler)
+        generations = Generations()
+        facts = ModelFacts(
+            vocab_size=loaded.model_config.vocab_size,
+            eos_token_ids=frozenset(loaded.model_config.eos_token_ids),
+            context_length=loaded.model_config.max_position,
+        )
+        scheduler = Scheduler(
+            memory=memory,
+            executor=executor,
+            config=config.scheduler,
+            model=facts,
+            clock=MonotonicClock(),
+            sink=sink or generations,
+            decode_text=_decode_text(loaded.text),
+        )
+        engine = cls(
+            loaded=loaded,
+            config=config,
+            pool=pool,
+            memory=memory,
+            runner=runner,
+            executor=executor,
+            scheduler=scheduler,
+            generations=generations,
+        )
+        if port is not None:
+            engine._open_port(port, config)
+        return engine
+
+    def _open_port(self, port: EnginePort, config: EngineConfig) -> None:
+        """Bind the peer socket, start the transport and attach the handoff stage."""
+        inbound: PeerInbound = PeerInbound(
+            port.context, port.host, port.peer_port, inbound=PeerMessage, outbound=PeerMessage
+        )
+        me = Peer(
+            worker_id=port.worker_id,
+            incarnation=port.incarnation,
+            endpoint=inbound.endpoint,
+            compat_hash=self.compat_hash,
+        )
+        self._peers = PeerChannels(context=port.context, inbound=inbound, me=me)
+        if config.disagg.transport == "none":
+            return
+        # Only an engine that transfers needs nixl installed.
+        from tandem_engine.disaggregation.nixl.transport import NixlTransport
+
+        self._transport = NixlTransport.start(pool=self._pool, me=me)
+        self._handoff = HandoffStage.build(
+            host=self.scheduler,
+            transport=self._transport,
+            peers=self._peers,
+            config=config.disagg,
+            page_bytes=self.geometry.page_bytes,
+        )
+        self.scheduler.attach(self._handoff)
+
+    # What the owner of the loop uses.
+
+    def add(self, message: GenerateRequest, client: bytes = b"") -> None:
+        """See `Scheduler.add`."""
+        self.scheduler.add(message, client)
+
+    def abort(self, rid: RequestId) -> None:
+        """See `Scheduler.abort`."""
+        self.scheduler.abort(rid)
+
+    def step(self) -> bool:
+        """See `Scheduler.step`."""
+        return self.scheduler.step()
+
+    def peer_gone(self, incarnation: str) -> None:
+        """A peer is fenced: fail what waits for it and free what it might have written to."""
+        if self._handoff is not None:
+            self._handoff.peer_gone(incarnation)
+
+    def audit(self) -> ConservationReport:
+        """The five sets of pages, and what is wrong with them."""
+        return self.scheduler.audit()
+
+    def self_test(self) -> SelfTestReport:
+        """Compute on random tokens before anybody depends on this engine. Raises `EngineError`."""
+        pages = self.memory.reserve_pages(min(self.memory.pages_for(SELF_TEST_TOKENS), self.memory.available_pages()))
+        assert pages is not None, "a fresh pool has free pages"
+        try:
+            return self_test(
+                self._runner, pages=pages, page_size=self.geometry.page_size, vocab_size=self.model_config.vocab_size
+            )
+        finally:
+            self.memory.give_back(pages)
+
+    @property
+    def me(self) -> Peer:
+        """This engine as its peers know it. Only with a port."""
+        assert self._peers is not None, "an engine without a port has no peers"
+        return self._peers.me
+
+    @property
+    def peer_endpoint(self) -> str:
+        return self.me.endpoint
+
+    @property
+    def transport_name(self) -> str:
+        return "none" if self._transport is None else "nixl"
+
+    @property
+    def total_pages(self) -> int:
+        return self._pool.num_pages
+
+    def sockets(self) -> "list[zmq.Socket[bytes]]":
+        """Sockets whose messages `step` handles: what an idle loop sleeps on."""
+        return [] if self._peers is None else [self._peers.inbound.socket]
+
+    def descriptors(self) -> list[int]:
+        """File descriptors that become readable when `step` has something to do."""
+        return [] if self._transport is None else [self._transport.fileno()]
+
+    def stats(self) -> EngineStats:
+        """Numbers for the worker service."""
+        return engine_stats(self.scheduler, self._handoff, total_pages=self.total_pages)
+
+    # Offline use.
+
+    def generate(self, requests: Sequence[GenerateRequest], *, steps_between: int = 0) -> list[Generation]:
+        """Run `requests` to their end and return their outputs in order.
+
+        With `steps_between` the next request is added only after that many turns, so that prompts meet
+        running requests. Only for an engine that was built without a sink.
+        """
+        waiting = list(reversed(requests))
+        stalled = 0
+        while waiting or not self.scheduler.idle:
+            if waiting:
+                self._expect(waiting.pop())
+            for _ in range(steps_between if waiting else 1):
+                stalled = 0 if self.step() else stalled + 1
+            assert stalled < MAX_STALLED_TURNS, f"no progress for {stalled} turns: {self.scheduler.stats()}"
+        return self._generations.take_all([request.rid for request in requests])
+
+    def _expect(self, request: GenerateRequest) -> None:
+        self._generations.expect(request.rid, resumed=len(request.resume_ids))
+        self.add(request)
+
+    def close(self) -> None:
+        """Stop computing, then transferring. Idempotent."""
+        self._executor.shutdown()
+        if self._transport is not None:
+            self._transport.close()
+        if self._peers is not None:
+            self._peers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def compat_hash(geometry: KvGeometry) -> str:
+    """Digest of everything two workers must share before one writes into the other's pages."""
+    return hashlib.blake2b(msgspec.msgpack.encode(geometry), digest_size=16).hexdigest()
+
+
+def _geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
+    facts = loaded.model_config
+    return KvGeometry(
+        fingerprint=facts.fingerprint,
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        page_size=config.cache.page_size,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        layout_version=LAYOUT_VERSION,
+        tp_size=1,
+    )
+
+
+def _pool(geometry: KvGeometry, config: EngineConfig, dtype: torch.dtype) -> KvPool:
+    return KvPool(
+        num_pages=config.cache.pages_for(geometry.page_bytes),
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        page_size=geometry.page_size,
+        dtype=dtype,
+        device=config.device,
+    )
+
+
+def _memory(pool: KvPool, config: EngineConfig) -> KvMemory:
+    page_size = pool.page_size
+    limits = config.scheduler
+    return KvMemory(
+        # Requests that a stage keeps hold rows too, beside those that run.
+        rows=ReqToTokenPool(2 * limits.max_running_requests, -(-limits.context_length // page_size) + 1),
+        allocator=PageAllocator(pool.num_pages),
+        cache=RadixCache(page_size) if config.cache.enable_prefix_cache else NoPrefixCache(),
+        page_size=page_size,
+    )
+
+
+def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig) -> ModelRunner:
+    return ModelRunner(
+        model=loaded.model,
+        pool=pool,
+        backend=CpuAttention(pool, num_heads=loaded.model_config.num_heads),
+        sampler=Sampler(),
+        future_map=FutureMap(2 * config.scheduler.max_running_requests),
+    )
+
+
+def _executor(runner: ModelRunner, config: SchedulerConfig) -> ModelExecutor:
+    return ForwardThread(runner.forward) if config.enable_overlap else InlineExecutor(runner.forward)
+
+
+def _decode_text(text: TextTokenizer | None) -> DecodeText | None:
+    if text is None:
+        return None
+    tokenizer = text
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    return decode

@@ -1,0 +1,282 @@
+"""The engine as a process: sockets in, engine step, outputs out, until told to stop.
+
+Start   load model → build engine → bind sockets → self-test → `EngineReady` to the worker service
+Turn    gateways' requests → worker's orders → one scheduler step → outputs, KV events, stats
+Idle    sleep on all sockets and the transport's descriptor; nothing spins
+Stop    SIGTERM, `Shutdown`, or the worker service gone: abort what is left, tell every client, close
+
+Everything runs on one thread, the scheduler's; the forward and NIXL have threads of their own.
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from tandem_engine.config import EngineConfig
+from tandem_engine.engine import Engine, EnginePort, load
+from tandem_engine.errors import EngineError
+from tandem_engine.ipc.channels import IpcContext, KeyPair, PairChannel, RouterChannel
+from tandem_engine.ipc.parent import die_with_parent
+from tandem_engine.ipc.poller import Poller
+from tandem_engine.messages.control import (
+    Audit,
+    AuditReport,
+    Drain,
+    EngineFailed,
+    EngineReady,
+    EngineToWorker,
+    PeerGone,
+    ReplayCache,
+    Shutdown,
+    WorkerToEngine,
+)
+from tandem_engine.messages.kv_events import KvEvent, KvEventBatch
+from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, TokenOutput
+from tandem_engine.messages.requests import AbortRequest, EngineRequest, GenerateRequest, Ping
+from tandem_engine.names import RequestId
+
+log = logging.getLogger(__name__)
+
+STATS_PERIOD = 0.5
+IDLE_SLEEP = 0.05
+"""Longest sleep while idle: bounds how late a deadline or a hold is noticed."""
+WAIT_SLEEP = 0.002
+"""Longest sleep while requests wait for something that no socket announces, such as a digest."""
+MAX_EVENTS_PER_BATCH = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessConfig:
+    """Where an engine process listens and whom it serves."""
+
+    engine: EngineConfig
+    worker_id: str
+    incarnation: str
+    host: str
+    request_port: int
+    peer_port: int
+    control: str | None
+    """Endpoint of the worker service; None runs without one."""
+    curve_keys: Path | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Outbox:
+    """Sends outputs to gateways. One that is gone gets nothing more and its requests are aborted."""
+
+    channel: "RouterChannel[EngineRequest, EngineReply] | None" = None
+    unreachable: set[bytes] = field(default_factory=set)
+
+    def __call__(self, client: bytes, outputs: tuple[TokenOutput, ...]) -> None:
+        if self.channel is not None and not self.channel.send(client, OutputBatch(outputs=outputs)):
+            self.unreachable.add(client)
+
+
+class EngineProcess:
+    """Owns the loop. Built by `serve`; `run` returns when the process should exit."""
+
+    def __init__(
+        self,
+        *,
+        config: ProcessConfig,
+        engine: Engine,
+        requests: "RouterChannel[EngineRequest, EngineReply]",
+        control: "PairChannel[WorkerToEngine, EngineToWorker] | None",
+        outbox: Outbox,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._requests = requests
+        self._control = control
+        self._outbox = outbox
+        self._event_sequence = 0
+        self._stats_at = 0.0
+        self._stopping = False
+        sockets = [requests.socket, *engine.sockets()]
+        sockets += [control.socket] if control is not None else []
+        self._poller = Poller(sockets, engine.descriptors())
+
+    def stop(self) -> None:
+        """Leave the loop at its next turn. Safe to call from a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        while not self._stopping:
+            received = self._receive()
+            worked = self._engine.step()
+            self._abort_unreachable()
+            self._publish()
+            if not (received or worked):
+                self._poller.wait(IDLE_SLEEP if self._engine.scheduler.idle else WAIT_SLEEP)
+        self._abort_everything()
+
+    def _receive(self) -> bool:
+        any_message = False
+        for client, message in self._requests.receive():
+            any_message = True
+            self._handle_request(client, message)
+        if self._control is not None:
+            for order in self._control.receive():
+                any_message = True
+                self._handle_order(order)
+        return any_message
+
+    def _handle_request(self, client: bytes, message: EngineRequest) -> None:
+        match message:
+            case GenerateRequest():
+                self._engine.add(message, client)
+            case AbortRequest():
+                self._engine.abort(RequestId(message.rid))
+            case Ping():
+                self._requests.send(client, Pong(nonce=message.nonce, incarnation=self._config.incarnation))
+
+    def _handle_order(self, order: WorkerToEngine) -> None:
+        match order:
+            case Audit():
+                self._report_audit(order.nonce)
+            case ReplayCache():
+                self._send_events(self._engine.memory.cache.snapshot_events())
+            case PeerGone():
+                self._engine.peer_gone(order.incarnation)
+            case Drain():
+                self._engine.scheduler.drain()
+            case Shutdown():
+                self.stop()
+
+    def _report_audit(self, nonce: int) -> None:
+        report = self._engine.audit()
+        self._tell(
+            AuditReport(
+                nonce=nonce,
+                problems=report.problems,
+                idle=self._engine.scheduler.idle,
+                free_pages=report.free_pages,
+                tree_pages=report.tree_pages,
+                private_pages=report.private_pages,
+                held_pages=report.held_pages,
+            )
+        )
+
+    def _abort_unreachable(self) -> None:
+        """A gateway that died cannot abort its requests, so its worker does (RELIABILITY B3 14)."""
+        while self._outbox.unreachable:
+            self._engine.scheduler.abort_client(self._outbox.unreachable.pop())
+
+    def _publish(self) -> None:
+        events = self._engine.memory.cache.take_events()
+        if events:
+            self._send_events(events)
+        now = time.monotonic()
+        if now >= self._stats_at:
+            self._stats_at = now + STATS_PERIOD
+            self._tell(self._engine.stats())
+
+    def _send_events(self, events: Sequence[KvEvent]) -> None:
+        for start in range(0, len(events), MAX_EVENTS_PER_BATCH):
+            self._event_sequence += 1
+            chunk = tuple(events[start : start + MAX_EVENTS_PER_BATCH])
+            self._tell(KvEventBatch(sequence=self._event_sequence, events=chunk))
+
+    def _tell(self, message: EngineToWorker) -> None:
+        # A full queue drops the message: the worker service sees the gap in sequence and asks for a replay.
+        if self._control is not None and not self._control.send(message):
+            log.warning("the worker service does not read; dropped one %s", type(message).__name__)
+
+    def _abort_everything(self) -> None:
+        self._engine.scheduler.abort_all()
+        deadline = time.monotonic() + 1.0
+        while not self._engine.scheduler.idle and time.monotonic() < deadline:
+            self._engine.step()
+
+
+def serve(config: ProcessConfig) -> int:
+    """Run one engine until it is told to stop; returns the exit status."""
+    die_with_parent()
+    keys = KeyPair.load(config.curve_keys) if config.curve_keys is not None else None
+    context = IpcContext(keys)
+    control = _open_control(context, config)
+    try:
+        _serve(config, context, control)
+    except EngineError as error:
+        log.error("%s", error)
+        if control is not None:
+            control.send(EngineFailed(message=str(error), code=error.code))
+            control.drain(seconds=1.0)
+        return 3
+    finally:
+        if control is not None:
+            control.close()
+        context.close()
+    return 0
+
+
+def _serve(
+    config: ProcessConfig, context: IpcContext, control: "PairChannel[WorkerToEngine, EngineToWorker] | None"
+) -> None:
+    outbox = Outbox()
+    port = EnginePort(
+        worker_id=config.worker_id,
+        incarnation=config.incarnation,
+        context=context,
+        host=config.host,
+        peer_port=config.peer_port,
+    )
+    loaded = load(config.engine, progress=True)
+    with Engine.build(loaded, loaded.config, sink=outbox, port=port) as engine:
+        test = engine.self_test()
+        requests: RouterChannel[EngineRequest, EngineReply] = RouterChannel(
+            context, config.host, config.request_port, inbound=EngineRequest, outbound=EngineReply
+        )
+        outbox.channel = requests
+        process = EngineProcess(config=config, engine=engine, requests=requests, control=control, outbox=outbox)
+        _stop_on_signal(process)
+        if control is not None:
+            control.send(_ready(config, engine, requests.endpoint, test.prefill_tokens_per_s))
+        log.info(
+            "engine %s serves %s on %s (peers %s), %d pages of %d tokens, prefill %.0f tokens/s",
+            config.incarnation,
+            config.engine.model_path,
+            requests.endpoint,
+            engine.peer_endpoint,
+            engine.total_pages,
+            engine.geometry.page_size,
+            test.prefill_tokens_per_s,
+        )
+        try:
+            process.run()
+        finally:
+            requests.close()
+
+
+def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, prefill_tokens_per_s: float) -> EngineReady:
+    return EngineReady(
+        incarnation=config.incarnation,
+        request_endpoint=request_endpoint,
+        peer_endpoint=engine.peer_endpoint,
+        geometry=engine.geometry,
+        compat_hash=engine.compat_hash,
+        context_length=engine.scheduler_config.context_length,
+        max_running_requests=engine.scheduler_config.max_running_requests,
+        total_pages=engine.total_pages,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        transport=engine.transport_name,
+    )
+
+
+def _open_control(context: IpcContext, config: ProcessConfig) -> "PairChannel[WorkerToEngine, EngineToWorker] | None":
+    if config.control is None:
+        return None
+    return PairChannel(context, config.control, inbound=WorkerToEngine, outbound=EngineToWorker)
+
+
+def _stop_on_signal(process: EngineProcess) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        process.stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)

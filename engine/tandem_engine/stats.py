@@ -1,0 +1,38 @@
+"""The engine's numbers, gathered from scheduler, memory and transfers."""
+
+from tandem_engine.disaggregation.stage import HandoffStage
+from tandem_engine.messages.control import EngineStats
+from tandem_engine.scheduler.scheduler import Scheduler
+
+
+def engine_stats(scheduler: Scheduler, handoff: HandoffStage | None, *, total_pages: int) -> EngineStats:
+    """One report for the worker service."""
+    stats = scheduler.stats()
+    memory = scheduler.memory
+    transfers = None if handoff is None else handoff.counters
+    return EngineStats(
+        loop_count=stats.loop_count,
+        running=stats.running,
+        waiting=stats.waiting,
+        transferring=0 if handoff is None else handoff.transferring(),
+        inflight=0 if handoff is None else handoff.inflight(),
+        waiting_tokens=stats.waiting_tokens,
+        free_pages=memory.allocator.available,
+        evictable_pages=memory.cache.evictable_pages(),
+        total_pages=total_pages,
+        quarantined_pages=0 if handoff is None else handoff.quarantined_pages(),
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        decode_step_s=stats.decode_step_s,
+        prompt_tokens_total=stats.prompt_tokens_total,
+        cached_tokens_total=stats.cached_tokens_total,
+        output_tokens_total=stats.output_tokens_total,
+        requests_total=stats.requests_total,
+        aborted_total=stats.aborted_total,
+        retracted_total=stats.retracted_total,
+        transfers_total=0 if transfers is None else transfers.committed,
+        transfer_failures_total=0 if transfers is None else transfers.failed,
+        transfer_bytes_total=0 if transfers is None else transfers.bytes_received,
+        digest_mismatches_total=0 if transfers is None else transfers.digest_mismatches,
+        overlap_hidden_s=stats.overlap_hidden_s,
+        schedule_s=stats.schedule_s,
+    )

@@ -1,0 +1,79 @@
+"""A prefill and a decode engine in one process, with real sockets and real NIXL between them.
+
+Every request goes to both at once with the two ends of one handoff, as the gateway sends it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from tandem_engine.config import EngineConfig
+from tandem_engine.engine import Engine, EnginePort, LoadedModel
+from tandem_engine.generation import Generation, Generations
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide
+
+MAX_TURNS = 2_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two engines around the same weights, stepped in turn."""
+
+    prefill: Engine
+    decode: Engine
+    context: IpcContext
+    generations: Generations
+
+    @classmethod
+    def build(cls, loaded: LoadedModel, config: EngineConfig) -> Self:
+        """Raises `TransportUnavailableError` when NIXL cannot be loaded."""
+        context = IpcContext()
+        generations = Generations()
+        prefill, decode = (
+            Engine.build(
+                loaded,
+                config,
+                sink=generations,
+                port=EnginePort(worker_id=name, incarnation=f"{name}@1", context=context),
+            )
+            for name in ("verify-prefill", "verify-decode")
+        )
+        return cls(prefill=prefill, decode=decode, context=context, generations=generations)
+
+    def generate(self, requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
+        """Run `requests` to their end on both engines; see `Engine.generate`."""
+        waiting = list(reversed(requests))
+        turns = 0
+        while waiting or not (self.prefill.scheduler.idle and self.decode.scheduler.idle):
+            if waiting:
+                self._add(waiting.pop())
+            for _ in range(stagger if waiting else 1):
+                self.prefill.step()
+                self.decode.step()
+            turns += 1
+            assert turns < MAX_TURNS, "the pair does not come to an end"
+        return self.generations.take_all([request.rid for request in requests])
+
+    def _add(self, request: GenerateRequest) -> None:
+        self.generations.expect(request.rid, resumed=len(request.resume_ids))
+        self.decode.add(self._end(request, HandoffSide.RECEIVE, self.prefill))
+        self.prefill.add(self._end(request, HandoffSide.SEND, self.decode))
+
+    @staticmethod
+    def _end(request: GenerateRequest, side: HandoffSide, other: Engine) -> GenerateRequest:
+        handoff = Handoff(side=side, room=request.rid, generation=1, peer=other.me)
+        return msgspec.structs.replace(request, handoff=handoff)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.prefill.close()
+        self.decode.close()
+        self.context.close()
