@@ -14,12 +14,14 @@ or made by `tandem up`). A server accepts exactly that public key; without keys 
 must be bound to loopback.
 """
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
+from weakref import WeakSet
 
 import zmq
 import zmq.asyncio
@@ -93,26 +95,48 @@ class IpcContext:
             self._authenticator.start()
             self._authenticator.configure_curve_callback("*", credentials_provider=_SharedKeyOnly(keys.public))
 
+        self._asyncio: zmq.asyncio.Context = zmq.asyncio.Context(shadow=self.zmq)
+        self._sockets: WeakSet[Any] = WeakSet()
+
+    def socket(self, kind: int) -> "zmq.Socket[bytes]":
+        """A synchronous socket that `close` will not wait for."""
+        socket = self.zmq.socket(kind)
+        self._sockets.add(socket)
+        return socket
+
+    def async_socket(self, kind: int) -> zmq.asyncio.Socket:
+        """An asyncio socket that `close` will not wait for."""
+        socket = self._asyncio.socket(kind)
+        self._sockets.add(socket)
+        return socket
+
+    def adopt(self, socket: "zmq.Socket[Any]") -> None:
+        """Let `close` close a socket that ZMQ made, such as a monitor."""
+        self._sockets.add(socket)
+
     def close(self) -> None:
+        """Close what is still open and end the context. Terminating one with an open socket would hang."""
+        for socket in list(self._sockets):
+            socket.close(linger=0)
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
         self.zmq.destroy(linger=0)
 
-    def secure_server(self, socket: "zmq.Socket[bytes]") -> None:
+    def secure_server(self, socket: "zmq.Socket[Any]") -> None:
         if self.keys is not None:
             socket.curve_secretkey = self.keys.secret
             socket.curve_publickey = self.keys.public
             socket.curve_server = True
 
-    def secure_client(self, socket: "zmq.Socket[bytes]") -> None:
+    def secure_client(self, socket: "zmq.Socket[Any]") -> None:
         if self.keys is not None:
             socket.curve_secretkey = self.keys.secret
             socket.curve_publickey = self.keys.public
             socket.curve_serverkey = self.keys.public
 
 
-def _configure(socket: "zmq.Socket[bytes]") -> None:
+def _configure(socket: "zmq.Socket[Any]") -> None:
     socket.linger = 0
     socket.sndhwm = HIGH_WATER_MARK
     socket.rcvhwm = HIGH_WATER_MARK
@@ -129,6 +153,7 @@ def bind(socket: "zmq.Socket[bytes]", host: str, port: int = 0) -> str:
         else:
             socket.bind(f"tcp://{host}:{port}")
     except zmq.ZMQError as error:
+        socket.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error}. Choose another port or address") from error
     return f"tcp://{host}:{port}"
 
@@ -139,7 +164,7 @@ class RouterChannel(Generic[In, Out]):
     def __init__(self, context: IpcContext, host: str, port: int, *, inbound: object, outbound: object) -> None:
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
-        self.socket = context.zmq.socket(zmq.ROUTER)
+        self.socket = context.socket(zmq.ROUTER)
         _configure(self.socket)
         # An unroutable reply raises instead of vanishing, so that a dead gateway's requests are noticed.
         self.socket.router_mandatory = True
@@ -180,7 +205,7 @@ class DealerChannel(Generic[Out]):
 
     def __init__(self, context: IpcContext, endpoint: str, *, outbound: object) -> None:
         self._outbound: Codec[Out] = Codec(outbound)
-        self.socket = context.zmq.socket(zmq.DEALER)
+        self.socket = context.socket(zmq.DEALER)
         _configure(self.socket)
         context.secure_client(self.socket)
         self.socket.connect(endpoint)
@@ -203,7 +228,7 @@ class PairChannel(Generic[In, Out]):
     def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
-        self.socket = context.zmq.socket(zmq.PAIR)
+        self.socket = context.socket(zmq.PAIR)
         _configure(self.socket)
         self.socket.connect(endpoint)
 
@@ -236,8 +261,7 @@ class AsyncPairServer(Generic[In, Out]):
     def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
-        self._context = zmq.asyncio.Context(shadow=context.zmq)
-        self.socket = self._context.socket(zmq.PAIR)
+        self.socket = context.async_socket(zmq.PAIR)
         _configure(self.socket)
         self.socket.bind(endpoint)
 
@@ -261,11 +285,11 @@ class AsyncDealerChannel(Generic[In, Out]):
     def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
-        self._context = zmq.asyncio.Context(shadow=context.zmq)
-        self.socket = self._context.socket(zmq.DEALER)
+        self.socket = context.async_socket(zmq.DEALER)
         _configure(self.socket)
         context.secure_client(self.socket)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        context.adopt(self._monitor)
         self.socket.connect(endpoint)
 
     async def receive(self) -> In:
@@ -275,8 +299,8 @@ class AsyncDealerChannel(Generic[In, Out]):
     def send(self, message: Out) -> bool:
         """False when the queue to the engine is full. Never waits."""
         try:
-            # A NOBLOCK send on an asyncio socket completes (or fails) before it returns its future.
-            future = self.socket.send(self._outbound.encode(message), zmq.NOBLOCK)
+            # A NOBLOCK send on an asyncio socket completes or fails before it returns its future.
+            future = cast("asyncio.Future[Any]", self.socket.send(self._outbound.encode(message), zmq.NOBLOCK))
         except zmq.ZMQError:
             return False
         return not (future.done() and future.exception() is not None)
@@ -287,4 +311,5 @@ class AsyncDealerChannel(Generic[In, Out]):
 
     def close(self) -> None:
         self.socket.disable_monitor()
+        self._monitor.close(linger=0)
         self.socket.close()

@@ -17,4 +17,4 @@ class Poller:
 
     def wait(self, seconds: float) -> bool:
         """True when something became readable within `seconds`."""
-        return bool(self._poller.poll(seconds * 1000))
+        return bool(self._poller.poll(int(seconds * 1000)))

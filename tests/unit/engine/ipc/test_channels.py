@@ -1,0 +1,170 @@
+"""Typed channels: who may connect, what is refused, and that nothing blocks."""
+
+import asyncio
+
+import pytest
+import zmq
+
+from tandem_engine.errors import ConfigError
+from tandem_engine.ipc.channels import (
+    AsyncDealerChannel,
+    AsyncPairServer,
+    IpcContext,
+    KeyPair,
+    PairChannel,
+    RouterChannel,
+)
+from tandem_engine.ipc.poller import Poller
+from tandem_engine.messages.control import Drain, EngineFailed, EngineToWorker, WorkerToEngine
+from tandem_engine.messages.outputs import EngineReply, Pong
+from tandem_engine.messages.requests import EngineRequest, Ping
+
+WAIT = 5.0
+
+
+@pytest.fixture
+def keys() -> KeyPair:
+    return KeyPair.generate()
+
+
+@pytest.fixture
+def context(keys):
+    context = IpcContext(keys)
+    yield context
+    context.close()
+
+
+def open_router(context: IpcContext) -> RouterChannel[EngineRequest, EngineReply]:
+    return RouterChannel(context, "127.0.0.1", 0, inbound=EngineRequest, outbound=EngineReply)
+
+
+def open_dealer(context: IpcContext, endpoint: str) -> AsyncDealerChannel[EngineReply, EngineRequest]:
+    return AsyncDealerChannel(context, endpoint, inbound=EngineReply, outbound=EngineRequest)
+
+
+def received(router: RouterChannel[EngineRequest, EngineReply]) -> list[tuple[bytes, EngineRequest]]:
+    Poller([router.socket]).wait(WAIT)
+    return list(router.receive())
+
+
+async def test_a_request_goes_down_and_its_reply_comes_back(context) -> None:
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    assert dealer.send(Ping(nonce=1))
+    [(client, message)] = await asyncio.to_thread(received, router)
+    assert message == Ping(nonce=1)
+    assert router.send(client, Pong(nonce=1, incarnation="w@1"))
+    assert await asyncio.wait_for(dealer.receive(), WAIT) == Pong(nonce=1, incarnation="w@1")
+    dealer.close()
+    router.close()
+
+
+async def test_a_client_with_other_keys_is_not_heard(context) -> None:
+    router = open_router(context)
+    stranger_context = IpcContext(KeyPair.generate())
+    stranger = open_dealer(stranger_context, router.endpoint)
+    friend = open_dealer(context, router.endpoint)
+    stranger.send(Ping(nonce=666))
+    await asyncio.wait_for(stranger.disconnected(), WAIT)
+    friend.send(Ping(nonce=1))
+    messages = await asyncio.to_thread(received, router)
+    assert [message for _, message in messages] == [Ping(nonce=1)]
+    stranger.close()
+    stranger_context.close()
+    friend.close()
+    router.close()
+
+
+async def test_a_client_without_keys_is_not_heard(context) -> None:
+    router = open_router(context)
+    plain_context = IpcContext()
+    plain = open_dealer(plain_context, router.endpoint)
+    plain.send(Ping(nonce=666))
+    friend = open_dealer(context, router.endpoint)
+    friend.send(Ping(nonce=1))
+    messages = await asyncio.to_thread(received, router)
+    assert [message for _, message in messages] == [Ping(nonce=1)]
+    plain.close()
+    plain_context.close()
+    friend.close()
+    router.close()
+
+
+async def test_the_end_of_the_server_is_noticed_at_once(context) -> None:
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    dealer.send(Ping(nonce=1))
+    await asyncio.to_thread(received, router)
+    router.close()
+    await asyncio.wait_for(dealer.disconnected(), WAIT)
+    dealer.close()
+
+
+def test_a_reply_to_a_client_that_is_gone_is_reported_not_raised(context) -> None:
+    router = open_router(context)
+    assert router.send(b"nobody", Pong(nonce=1, incarnation="w@1")) is False
+    router.close()
+
+
+async def test_undecodable_messages_are_counted_and_dropped(context) -> None:
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    raw = dealer.socket
+    await raw.send(b"\x80\x04rubbish")
+    await raw.send_multipart([b"two", b"frames"])
+    dealer.send(Ping(nonce=1))
+    messages: list[tuple[bytes, EngineRequest]] = []
+    while not messages:
+        messages = await asyncio.to_thread(received, router)
+    assert [message for _, message in messages] == [Ping(nonce=1)]
+    assert router.refused == 2
+    dealer.close()
+    router.close()
+
+
+def test_a_taken_port_is_a_clear_error(context) -> None:
+    first = open_router(context)
+    port = int(first.endpoint.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        RouterChannel(context, "127.0.0.1", port, inbound=EngineRequest, outbound=EngineReply)
+    first.close()
+
+
+async def test_the_control_channel_carries_both_directions(tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/control"
+    service_context, engine_context = IpcContext(), IpcContext()
+    service: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(
+        service_context, endpoint, inbound=EngineToWorker, outbound=WorkerToEngine
+    )
+    engine: PairChannel[WorkerToEngine, EngineToWorker] = PairChannel(
+        engine_context, endpoint, inbound=WorkerToEngine, outbound=EngineToWorker
+    )
+    failed = EngineFailed(message="no", code="config_error")
+    assert engine.send(failed)
+    assert await asyncio.wait_for(service.receive(), WAIT) == failed
+    await service.send(Drain())
+    await asyncio.to_thread(Poller([engine.socket]).wait, WAIT)
+    assert list(engine.receive()) == [Drain()]
+    engine.close()
+    service.close()
+    engine_context.close()
+    service_context.close()
+
+
+def test_keys_survive_a_file_that_only_the_owner_can_read(tmp_path, keys) -> None:
+    path = tmp_path / "keys.json"
+    keys.save(path)
+    assert KeyPair.load(path) == keys
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"public": "x", "secret": "y"}', '{"public": 1, "secret": 2}', "[]"])
+def test_a_file_that_holds_no_keys_is_a_clear_error(tmp_path, text) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="--curve-keys"):
+        KeyPair.load(path)
+
+
+def test_the_curve_library_is_there() -> None:
+    assert zmq.has("curve")

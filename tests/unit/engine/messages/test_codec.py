@@ -1,0 +1,59 @@
+"""Bytes from other processes are messages of ours or a `WireError`; nothing in between."""
+
+import contextlib
+import pickle
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem_engine.errors import WireError
+from tandem_engine.messages.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, Codec
+from tandem_engine.messages.requests import AbortRequest, EngineRequest, GenerateRequest, Ping
+from tandem_engine.messages.sampling import SamplingParams
+
+REQUEST = GenerateRequest(
+    rid="r", input_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=4, stop=("x",), logprobs=2), resume_ids=(9,)
+)
+
+
+@pytest.fixture
+def codec() -> Codec[EngineRequest]:
+    return Codec(EngineRequest)
+
+
+@pytest.mark.parametrize("message", [REQUEST, AbortRequest(rid="r"), Ping(nonce=7)])
+def test_what_is_encoded_decodes_to_an_equal_message(codec, message) -> None:
+    assert codec.decode(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        bytes((WIRE_VERSION,)),
+        bytes((WIRE_VERSION + 1,)) + msgspec.msgpack.encode({"type": "abort", "rid": "r"}),
+        bytes((WIRE_VERSION,)) + msgspec.msgpack.encode({"type": "unknown", "rid": "r"}),
+        bytes((WIRE_VERSION,)) + msgspec.msgpack.encode({"type": "abort"}),
+        bytes((WIRE_VERSION,)) + msgspec.msgpack.encode({"type": "abort", "rid": 5}),
+        bytes((WIRE_VERSION,)) + b"\x91" * 5000,
+        pickle.dumps({"rid": "r"}),
+    ],
+    ids=["empty", "header only", "other version", "unknown kind", "field missing", "wrong type", "deep", "pickle"],
+)
+def test_anything_else_is_refused(codec, data) -> None:
+    with pytest.raises(WireError):
+        codec.decode(data)
+
+
+def test_a_message_over_the_size_limit_is_refused_before_it_is_parsed(codec) -> None:
+    with pytest.raises(WireError, match="over the limit"):
+        codec.decode(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+@given(data=st.binary(max_size=200))
+def test_random_bytes_never_raise_anything_else(data) -> None:
+    codec: Codec[EngineRequest] = Codec(EngineRequest)
+    with contextlib.suppress(WireError):
+        codec.decode(bytes((WIRE_VERSION,)) + data)

@@ -1,0 +1,87 @@
+"""The one table of engine flags."""
+
+import argparse
+from dataclasses import fields
+
+import pytest
+
+from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from tandem_engine.errors import ConfigError
+from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
+
+INTERNAL = {
+    "context_length",  # resolved from --context-length and the checkpoint
+    "init_new_token_ratio",
+    "min_new_token_ratio",
+    "new_token_ratio_decay_steps",
+    "max_retractions",
+}
+"""Scheduler settings without a flag, on purpose."""
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    args = parser.parse_args(argv)
+    args.model, args.role = "model", "both"
+    return args
+
+
+def test_no_flags_give_the_defaults_of_the_config() -> None:
+    assert engine_config(parse()) == EngineConfig(model_path="model")
+
+
+def test_flags_survive_the_way_to_a_child_process() -> None:
+    args = parse("--page-size", "4", "--disable-mixed-chunk", "--kv-cache-gib", "0.25", "--max-model-len", "99")
+    assert engine_config(parse(*engine_argv(args))) == engine_config(args)
+    assert engine_config(args).cache.page_size == 4
+    assert engine_config(args).scheduler.enable_mixed_chunk is False
+    assert engine_config(args).context_length == 99
+
+
+def test_defaults_are_not_passed_on() -> None:
+    assert engine_argv(parse()) == []
+
+
+def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
+    settable = {
+        name
+        for name, value in (
+            ("max_running_requests", "3"),
+            ("max_queued_requests", "3"),
+            ("max_prefill_tokens", "3"),
+            ("chunked_prefill_size", "3"),
+            ("force_retract_every", "3"),
+        )
+        if getattr(engine_config(parse(f"--{name.replace('_', '-')}", value)).scheduler, name) == 3
+    }
+    switches = {"enable_mixed_chunk", "enable_overlap", "audit_every_step"}
+    assert settable | switches | INTERNAL == {field.name for field in fields(SchedulerConfig)}
+
+
+@pytest.mark.parametrize("value", ["-1", "1_000", "10k", " 5", "1.5", "", "٣"])
+def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse("--page-size", value)
+    assert stopped.value.code == 2
+    assert "--page-size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("build", "flag"),
+    [
+        (lambda: CacheConfig(page_size=0), "--page-size"),
+        (lambda: CacheConfig(num_pages=1), "--num-pages"),
+        (lambda: CacheConfig(kv_cache_bytes=0), "--kv-cache-gib"),
+        (lambda: SchedulerConfig(max_running_requests=0), "--max-running-requests"),
+        (lambda: CacheConfig(kv_cache_bytes=100).pages_for(60), "--kv-cache-gib"),
+    ],
+)
+def test_a_setting_that_cannot_work_names_its_flag(build, flag) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        build()
+
+
+def test_the_pool_takes_the_memory_it_is_given() -> None:
+    assert CacheConfig(kv_cache_bytes=1000).pages_for(100) == 10
+    assert CacheConfig(num_pages=7, kv_cache_bytes=1000).pages_for(100) == 7
