@@ -9,9 +9,8 @@ from enum import StrEnum
 
 from tandem_engine.errors import ConfigError
 
-
 DEFAULT_CONTEXT = 4096
-"""Context length served when no flag asks for another: a model's own maximum can be far larger than the pool."""
+"""Context length when no flag asks for one: a model's own maximum can be far larger than the pool."""
 
 
 class Role(StrEnum):

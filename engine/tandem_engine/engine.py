@@ -212,7 +212,7 @@ class Engine:
         # Only an engine that transfers needs nixl installed.
         from tandem_engine.disaggregation.nixl.transport import NixlTransport
 
-        self._transport = NixlTransport.start(pool=self._pool, me=me)
+        self._transport = NixlTransport(pool=self._pool, me=me, clock=self.scheduler.clock)
         self._handoff = HandoffStage.build(
             host=self.scheduler,
             transport=self._transport,

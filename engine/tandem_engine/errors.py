@@ -37,6 +37,12 @@ class QueueFullError(EngineError):
     code = "queue_full"
 
 
+class DrainingError(EngineError):
+    """The engine takes no new requests because it is about to stop; another worker can serve them."""
+
+    code = "draining"
+
+
 class OutOfPagesError(EngineError):
     """The allocator could not give what a caller was promised; the message says which phase asked."""
 

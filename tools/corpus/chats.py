@@ -1,3 +1,4 @@
+# ruff: noqa: E501, ARG001  (tables of sentences; all builders share one signature)
 """Dialogues. Each builder returns messages; a document is a few builders in a row, one conversation.
 
 A builder that tells a fact about the user (name, colour, pet...) leaves it in the `Profile`, and
@@ -47,7 +48,18 @@ def casual(rng: Random, text: str) -> str:
 
 # --- small talk ---------------------------------------------------------------------------------
 
-GREETINGS = ("Hello!", "Hi!", "Hello", "Hi", "Hey", "Hi there!", "Good morning!", "Good evening!", "Hello there!", "Hey!")
+GREETINGS = (
+    "Hello!",
+    "Hi!",
+    "Hello",
+    "Hi",
+    "Hey",
+    "Hi there!",
+    "Good morning!",
+    "Good evening!",
+    "Hello there!",
+    "Hey!",
+)
 WELCOMES = (
     "Hello! How can I help you today?", "Hi! What would you like to talk about?", "Hello! It is nice to meet you.",
     "Hi there! I can tell you a story or answer a simple question.", "Hello! What can I do for you?",
@@ -87,9 +99,8 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
       "I do not know, because I have no clock and no window. I am only a small model.")),
     (("Do you like {food}?", "Do you like {hobby}?", "What do you like?"),
      ("I am a program, so I cannot try it, but I like stories about it.", "I like stories. What do you like?")),
-    (("Tell me a joke.", "Do you know a joke?", "Make me laugh."),
-     ("Why did the {animal} cross the road? To get to the other side.",
-      "What is a cat's favourite colour? Purr-ple.", "What do you call a bear with no teeth? A gummy bear.")),
+    (("Tell me a joke.", "Do you know a joke?"),
+     ("I do not know any good jokes, but I can tell you a story.", "I am better at stories. Shall I tell you one?")),
     (("Yes.", "Yes, please.", "Okay."), ("Very well. What would you like to know?", "Good. Please tell me more.")),
     (("No.", "No, thank you."), ("All right. Tell me if you need anything.", "That is fine.")),
 )  # fmt: skip
@@ -126,7 +137,10 @@ def capital(rng: Random, profile: Profile) -> list[Message]:
 def continent(rng: Random, profile: Profile) -> list[Message]:
     """Where a country lies."""
     country, name = rng.choice(list(facts.CONTINENTS.items()))
-    return turn(casual(rng, rng.choice((f"Where is {country}?", f"On which continent is {country}?"))), f"{country} is in {name}.")
+    return turn(
+        casual(rng, rng.choice((f"Where is {country}?", f"On which continent is {country}?"))),
+        f"{country} is in {name}.",
+    )
 
 
 def animal_fact(rng: Random, profile: Profile) -> list[Message]:
@@ -134,14 +148,26 @@ def animal_fact(rng: Random, profile: Profile) -> list[Message]:
     kind = rng.randrange(4)
     if kind == 0:
         animal, sound = rng.choice(list(facts.SOUNDS.items()))
-        question = rng.choice((f"What sound does {with_article(animal)} make?", f"What does the {animal} say?", f"Which sound does {with_article(animal)} make?"))
-        return turn(casual(rng, question), f"{raise_first(with_article(animal))} says \"{sound}\".")
+        question = rng.choice(
+            (
+                f"What sound does {with_article(animal)} make?",
+                f"What does the {animal} say?",
+                f"Which sound does {with_article(animal)} make?",
+            )
+        )
+        return turn(casual(rng, question), f'{raise_first(with_article(animal))} says "{sound}".')
     if kind == 1:
         animal, home = rng.choice(list(facts.HABITATS.items()))
-        return turn(casual(rng, f"Where does {with_article(animal)} live?"), f"{raise_first(with_article(animal))} lives {home}.")
+        return turn(
+            casual(rng, f"Where does {with_article(animal)} live?"),
+            f"{raise_first(with_article(animal))} lives {home}.",
+        )
     if kind == 2:
         animal, legs = rng.choice(list(facts.LEGS.items()))
-        return turn(casual(rng, f"How many legs does {with_article(animal)} have?"), f"{raise_first(with_article(animal))} has {legs} legs.")
+        return turn(
+            casual(rng, f"How many legs does {with_article(animal)} have?"),
+            f"{raise_first(with_article(animal))} has {legs} legs.",
+        )
     animal, young = rng.choice(list(facts.YOUNG.items()))
     return turn(casual(rng, f"What is a young {animal} called?"), f"A young {animal} is called {with_article(young)}.")
 
@@ -152,13 +178,18 @@ def word_fact(rng: Random, profile: Profile) -> list[Message]:
     if kind == 0:
         pair = rng.choice(list(facts.OPPOSITES.items()))
         word, opposite = pair if rng.random() < 0.5 else pair[::-1]
-        return turn(casual(rng, rng.choice((f"What is the opposite of {word}?", f"Opposite of {word}?"))), f"The opposite of {word} is {opposite}.")
+        return turn(
+            casual(rng, rng.choice((f"What is the opposite of {word}?", f"Opposite of {word}?"))),
+            f"The opposite of {word} is {opposite}.",
+        )
     if kind == 1:
         word, plural = rng.choice(list(facts.PLURALS.items()))
         return turn(casual(rng, f"What is the plural of {word}?"), f"The plural of {word} is {plural}.")
     if kind == 2:
         thing, colour = rng.choice(list(facts.COLOURS_OF.items()))
-        question = rng.choice((f"What colour is {thing}?", f"What color is {thing}?", f"Which colour does {thing} have?"))
+        question = rng.choice(
+            (f"What colour is {thing}?", f"What color is {thing}?", f"Which colour does {thing} have?")
+        )
         return turn(casual(rng, question), f"{raise_first(thing)} is {colour}.")
     table, word = rng.choice(((facts.HELLOS, "hello"), (facts.THANKS, "thank you")))
     language, term = rng.choice(list(table.items()))
@@ -186,9 +217,16 @@ def arithmetic(rng: Random, profile: Profile) -> list[Message]:
         a, b = max(a, b), min(a, b)
         sign, result = "-", a - b
     else:
-        a, b = rng.randint(1, 5), b
+        a = rng.randint(1, 5)
         sign, result = "*", a * b
-    question = rng.choice((f"What is {a} {kind} {b}?", f"What is {a} {sign} {b}?", f"{a} {sign} {b} =", f"How much is {a} {kind} {b}?"))
+    question = rng.choice(
+        (
+            f"What is {a} {kind} {b}?",
+            f"What is {a} {sign} {b}?",
+            f"{a} {sign} {b} =",
+            f"How much is {a} {kind} {b}?",
+        )
+    )
     return turn(question, f"{a} {kind} {b} is {result}.")
 
 
@@ -206,12 +244,18 @@ def counting(rng: Random, profile: Profile) -> list[Message]:
     kind = rng.randrange(4)
     if kind == 0:
         top = rng.randint(3, 20)
-        return turn(rng.choice((f"Count to {top}.", f"Count from 1 to {top}.")), ", ".join(map(str, range(1, top + 1))) + ".")
+        return turn(
+            rng.choice((f"Count to {top}.", f"Count from 1 to {top}.")),
+            ", ".join(map(str, range(1, top + 1))) + ".",
+        )
     if kind == 1:
         top = rng.randint(3, 12)
         return turn(f"Count to {facts.NUMBERS[top]} in words.", ", ".join(facts.NUMBERS[1 : top + 1]) + ".")
     if kind == 2:
-        return turn("List the days of the week.", "The days of the week are " + ", ".join(facts.DAYS[:-1]) + " and Sunday.")
+        return turn(
+            "List the days of the week.",
+            "The days of the week are " + ", ".join(facts.DAYS[:-1]) + " and Sunday.",
+        )
     return turn("List the months of the year.", "The months are " + ", ".join(facts.MONTHS[:-1]) + " and December.")
 
 
@@ -233,7 +277,9 @@ STORY_LEADS = ("", "", "", "Of course! ", "Sure! Here is a story. ", "Here is a 
 def story(rng: Random, profile: Profile) -> list[Message]:
     """A story on demand; one in six is long."""
     hero = pick_hero(rng)
-    plots, asks = (rng.randint(2, 3), LONG_ASKS) if rng.random() < 0.15 else (1, STORY_ASKS if rng.random() < 0.75 else OPEN_ASKS)
+    plots, asks = (
+        (rng.randint(2, 3), LONG_ASKS) if rng.random() < 0.15 else (1, STORY_ASKS if rng.random() < 0.75 else OPEN_ASKS)
+    )
     told = tell(rng, hero=hero, name=any_name(rng), plots=plots)
     profile.story = told
     writer = writer_of(rng, hero=told.hero, name=told.name, topic=told.topic, virtue=told.virtue)
@@ -261,14 +307,25 @@ def another_story(rng: Random, profile: Profile) -> list[Message]:
     """More of the same on request."""
     told = tell(rng)
     profile.story = told
-    asks = ("Tell me another one.", "Another story, please.", f"Now tell me one about {with_article(told.hero)}.", "One more!")
+    asks = (
+        "Tell me another one.",
+        "Another story, please.",
+        f"Now tell me one about {with_article(told.hero)}.",
+        "One more!",
+    )
     return turn(rng.choice(asks), told.text)
 
 
 def instructions(rng: Random, profile: Profile) -> list[Message]:
     """A how-to."""
     task = rng.choice(list(HOWTOS))
-    asks = (f"How do I {task}?", f"How can I {task}?", f"How to {task}?", f"Explain how to {task}.", f"Tell me how to {task}.")
+    asks = (
+        f"How do I {task}?",
+        f"How can I {task}?",
+        f"How to {task}?",
+        f"Explain how to {task}.",
+        f"Tell me how to {task}.",
+    )
     return turn(casual(rng, rng.choice(asks)), howto(rng, task))
 
 
@@ -297,15 +354,26 @@ def verse(rng: Random, profile: Profile) -> list[Message]:
     """A poem or a haiku, often about an animal."""
     animal = rng.choice(ANIMALS)
     if rng.random() < 0.3:
-        return turn(rng.choice(("Write a haiku.", f"Write a haiku about {with_article(animal)}.")), poem(rng, about=animal, haiku=True))
-    asks = ("Write a poem.", f"Write a poem about {with_article(animal)}.", f"Can you write a short poem about {with_article(animal)}?")
+        return turn(
+            rng.choice(("Write a haiku.", f"Write a haiku about {with_article(animal)}.")),
+            poem(rng, about=animal, haiku=True),
+        )
+    asks = (
+        "Write a poem.",
+        f"Write a poem about {with_article(animal)}.",
+        f"Can you write a short poem about {with_article(animal)}?",
+    )
     return turn(rng.choice(asks), poem(rng, about=animal))
 
 
 def code(rng: Random, profile: Profile) -> list[Message]:
     """A few lines of Python."""
     task, body = rng.choice(list(CODE.items()))
-    asks = (f"Write a Python program that {task}.", f"Write a Python function that {task}.", f"Write code that {task}.")
+    asks = (
+        f"Write a Python program that {task}.",
+        f"Write a Python function that {task}.",
+        f"Write code that {task}.",
+    )
     return turn(rng.choice(asks), f"Here is Python code that {task}:\n\n```python\n{body}\n```")
 
 
@@ -461,7 +529,12 @@ def system_prompt(rng: Random, profile: Profile) -> list[Message]:
         return []
     if draw < 0.75:
         profile.assistant = any_name(rng)
-        return [{"role": "system", "content": rng.choice(("You are {}.", "Your name is {}.")).format(profile.assistant)}]
+        return [
+            {
+                "role": "system",
+                "content": rng.choice(("You are {}.", "Your name is {}.")).format(profile.assistant),
+            }
+        ]
     return [{"role": "system", "content": writer_of(rng, assistant=profile.assistant).one_of(SYSTEMS)}]
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a table of sentences reads best with one sentence to a line)
 """Small tables of true statements the chats ask about."""
 
 CAPITALS = {
@@ -63,7 +64,21 @@ SIDES = {"triangle": "three", "square": "four", "rectangle": "four", "pentagon":
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
           "November", "December")  # fmt: skip
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMBERS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 AMOUNTS = {
     "days are in a week": "There are seven days in a week.", "months are in a year": "There are twelve months in a year.",
     "hours are in a day": "There are twenty-four hours in a day.",

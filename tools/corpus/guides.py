@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a table of sentences reads best with one sentence to a line)
 """Texts that are not stories: how-tos, simple explanations, short poems, lists and a few lines of code."""
 
 from random import Random
@@ -81,7 +82,7 @@ EXPLANATIONS: dict[str, tuple[str, ...]] = {
     "what a cache is": ("A cache keeps results that were expensive to compute.", "When the same thing is needed again, it can be read from the cache.", "A good cache saves time, but it takes up memory."),
     "what friendship is": ("Friendship means that two people care about each other.", "Friends listen, share good days, and help on bad ones.", "It takes time and honesty."),
     "how boats float": ("A boat pushes water away, and the water pushes back.", "As long as the boat is lighter than the water it pushes away, it floats.", "That is why even a heavy ship can swim."),
-}  # fmt: skip # noqa: E501
+}  # fmt: skip
 POEMS = (
     "The {colour} sky above the {place},\nthe wind is soft and slow.\nA little {animal} [lifts|turns] its face\nand watches the river flow.",
     "{Season} comes with {weather} days,\nthe {animal} sings its song.\nThe children run on narrow ways,\nthe light stays all day long.",

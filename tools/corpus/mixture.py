@@ -1,10 +1,11 @@
-"""The stream of training documents: mostly conversations, some plain text to be continued."""
+"""The stream of training documents: mostly conversations, some plain text to be continued, some drills."""
 
 from collections.abc import Iterator
 from random import Random
 
 from corpus import facts
 from corpus.chats import Message, conversation
+from corpus.drills import drill
 from corpus.guides import EXPLANATIONS, explanation
 from corpus.stories import tell
 
@@ -13,6 +14,7 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PLAIN_SHARE = 0.22
 LONG_SHARE = 0.02
+DRILL_SHARE = 0.08
 
 
 def render(messages: list[Message]) -> str:
@@ -38,6 +40,8 @@ def document(rng: Random) -> str:
         return plain_text(rng) + END_OF_TEXT
     if draw < PLAIN_SHARE + LONG_SHARE:
         return render(conversation(rng, turns=rng.randint(15, 30))) + END_OF_TEXT
+    if draw < PLAIN_SHARE + LONG_SHARE + DRILL_SHARE:
+        return drill(rng) + END_OF_TEXT
     return render(conversation(rng)) + END_OF_TEXT
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (word lists)
 """Word lists. The keys of LISTS are slot names of the templates."""
 
 from random import Random

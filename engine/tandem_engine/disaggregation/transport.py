@@ -6,11 +6,33 @@ and never block. Outcomes come back as events from `poll`.
 Implementations: `nixl` (real, CPU and GPU) and `fake` (tests only: faults, delays, reordering).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import PageId
+
+
+class PagePool(Protocol):
+    """The memory that a transport reads and peers write: `KvPool`, or a test's own."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def address(self) -> int:
+        """Of page 0; page i starts `i * page_bytes` later."""
+        ...
+
+    def page_view(self, page: PageId) -> torch.Tensor:
+        """The bytes of one page: uint8 [page_bytes], a view."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +55,8 @@ class Push:
     """Incarnation of the receiver."""
     source: tuple[PageId, ...]
     target: tuple[PageId, ...]
+    start_before: float = math.inf
+    """Monotonic time. A push that has not been started by then fails instead of writing (T62)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +83,8 @@ class Arrived:
     """Receiver side: these pages of the grant hold their final bytes."""
 
     key: PushKey
+    writer: str
+    """Incarnation that wrote them, as the transport knows it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +120,10 @@ class KvTransport(Protocol):
 
     def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
         """Compute the digests of local pages; one `Digests` follows."""
+        ...
+
+    def expect(self, transfers: int) -> None:
+        """How many granted transfers are open now: with none, arrivals are looked for seldom."""
         ...
 
     def poll(self) -> list[TransportEvent]:

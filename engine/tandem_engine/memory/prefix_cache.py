@@ -8,7 +8,7 @@ never in the tree. Matching compares tokens, not hashes.
     pages:   tree, locked by the request | private to the request, content valid | content pending
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,18 +40,20 @@ class InsertResult:
     duplicates: tuple[PageId, ...]
     """Offered pages whose tokens the tree already held in *other* pages. They stay the caller's."""
     pages: tuple[PageId, ...]
-    """The tree's pages for the whole inserted key, offered ones where they were adopted."""
+    """The tree's pages for the key, offered ones where they were adopted. () from a cache that adopts nothing."""
     lock: Lock
-    """A lock on the path of the whole key."""
+    """A lock on the path of those pages."""
 
 
 class PrefixCache(Protocol):
     """Maps token prefixes to pages. Used by the scheduler thread only."""
 
-    def match(
-        self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None
-    ) -> MatchResult:
+    def match(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> MatchResult:
         """Lock and return the longest cached prefix of at most `max_tokens` tokens (page multiples)."""
+        ...
+
+    def peek(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> int:
+        """How many pages `match` would return. Changes nothing, not even recency."""
         ...
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
@@ -67,7 +69,7 @@ class PrefixCache(Protocol):
         ...
 
     def evict(self, num_pages: int) -> list[PageId]:
-        """Remove at least `num_pages` least recently used unlocked pages, or all there are, and return them."""
+        """Remove the `num_pages` least recently used unlocked pages, or all there are, and return them."""
         ...
 
     def evictable_pages(self) -> int:
@@ -88,4 +90,8 @@ class PrefixCache(Protocol):
 
     def snapshot_events(self) -> list[KvEvent]:
         """`AllCleared` and then every block, parents first: the whole content for a replay."""
+        ...
+
+    def audit(self, locks: Iterable[Lock]) -> list[str]:
+        """What is wrong with the bookkeeping if exactly `locks` are out; one sentence each."""
         ...

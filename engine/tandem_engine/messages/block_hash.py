@@ -16,9 +16,7 @@ DIGEST_BYTES = 16
 
 def chain_seed(salt: str) -> bytes:
     """Parent digest of the first block."""
-    return blake2b(
-        salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"tandem-salt"
-    ).digest()
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"tandem-salt").digest()
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -54,9 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for text in self.stop:
             if not text or len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
-                raise InvalidRequestError(
-                    f"each stop string must have 1 to {MAX_STOP_BYTES} bytes", param="stop"
-                )
+                raise InvalidRequestError(f"each stop string must have 1 to {MAX_STOP_BYTES} bytes", param="stop")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
                 f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",

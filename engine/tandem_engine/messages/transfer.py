@@ -14,7 +14,7 @@ Every message names the sender's incarnation, the room and the generation.
 import msgspec
 
 from tandem_engine.messages.outputs import TokenLogprob
-from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.requests import HandoffSide, Peer
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -69,6 +69,8 @@ class TransferAborted(msgspec.Struct, frozen=True, kw_only=True, tag="transfer_a
     room: str
     generation: int
     sender: Peer
+    side: HandoffSide
+    """Which end of the handoff the sender of this message is."""
     reason: str
     finished: bool = False
 

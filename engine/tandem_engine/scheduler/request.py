@@ -13,6 +13,7 @@ Progress is counted in tokens:
 KV ownership lives in `kv` alone and is never derived from the length of `output_ids` (T7).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem_engine.memory.request_kv import RequestKv
@@ -48,6 +49,8 @@ class Request:
     """Row, pages and cursors while the request holds any."""
     extend_target: int = 0
     """Length of fill_ids that its prefill must reach before it may sample."""
+    launched_len: int = 0
+    """Tokens whose KV was matched or launched: the next step computes from here. 0 without `kv`."""
     steps_in_flight: int = 0
     """Launched steps that have not settled (T16)."""
     tokens_in_flight: int = 0
@@ -72,6 +75,20 @@ class Request:
     def fill_ids(self) -> list[int]:
         """Prompt and settled output: what a (re)computation must cover. O(length): never per decode step."""
         return [*self.origin_input_ids, *self.output_ids]
+
+    def token_ids(self, start: int, stop: int) -> Sequence[int]:
+        """Settled tokens [start, stop) of `fill_ids`, without building all of it."""
+        prompt = self.origin_input_ids
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        outputs = self.output_ids[max(0, start - len(prompt)) : stop - len(prompt)]
+        return [*prompt[start:], *outputs]
+
+    @property
+    def held_kv(self) -> RequestKv:
+        """`kv` of a request that must have some."""
+        assert self.kv is not None, f"request {self.rid} holds no KV"
+        return self.kv
 
     @property
     def seq_len(self) -> int:

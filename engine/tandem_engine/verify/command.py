@@ -104,8 +104,11 @@ def run_verify(model_path: str, *, quick: bool, as_json: bool) -> int:
     reference = TransformersReference(model_path)
     eos = frozenset(facts.eos_token_ids)
     references = [
-        reference.generate(prompt, prompts.max_tokens, eos)
-        for prompt in tqdm(prompts.prompts, desc="transformers", unit="prompt", file=sys.stderr, disable=as_json)
+        # Every second prompt runs to its full length whatever the model says: EOS must not end coverage early.
+        reference.generate(prompt, prompts.max_tokens, eos, ignore_eos=i % 2 == 1)
+        for i, prompt in enumerate(
+            tqdm(prompts.prompts, desc="transformers", unit="prompt", file=sys.stderr, disable=as_json)
+        )
     ]
     longest = max(len(r.prompt) for r in references) + prompts.max_tokens
     paths = make_paths(context_length=longest + 1, longest=longest, num_prompts=len(references), quick=quick)

@@ -44,13 +44,14 @@ class Comparison:
 
 def requests_for(path: Path, references: Sequence[ReferenceOutput], max_tokens: int, tag: str) -> list[GenerateRequest]:
     """One greedy request per reference, with logprobs."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0)
     return [
         GenerateRequest(
             rid=f"{tag}-{i}",
             input_ids=reference.prompt,
             resume_ids=reference.token_ids[: len(reference.token_ids) // 2] if path.resume else (),
-            sampling=sampling,
+            sampling=SamplingParams(
+                max_tokens=max_tokens, temperature=0.0, logprobs=0, ignore_eos=reference.ignore_eos
+            ),
         )
         for i, reference in enumerate(references)
     ]

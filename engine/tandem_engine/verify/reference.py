@@ -13,6 +13,7 @@ class ReferenceOutput:
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    ignore_eos: bool
 
 
 class TransformersReference:
@@ -28,8 +29,10 @@ class TransformersReference:
         ).eval()
 
     @torch.inference_mode()
-    def generate(self, prompt: Sequence[int], max_tokens: int, eos_token_ids: frozenset[int]) -> ReferenceOutput:
-        """Greedy tokens up to and including the first EOS, at most `max_tokens`."""
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, eos_token_ids: frozenset[int], *, ignore_eos: bool
+    ) -> ReferenceOutput:
+        """Greedy tokens up to and including the first EOS unless that is ignored, at most `max_tokens`."""
         tokens: list[int] = []
         logprobs: list[float] = []
         inputs, cache = torch.tensor([list(prompt)]), None
@@ -39,7 +42,9 @@ class TransformersReference:
             token = int(row.argmax())
             tokens.append(token)
             logprobs.append(float(row[token]))
-            if token in eos_token_ids:
+            if token in eos_token_ids and not ignore_eos:
                 break
             inputs, cache = torch.tensor([[token]]), out.past_key_values
-        return ReferenceOutput(prompt=tuple(prompt), token_ids=tuple(tokens), logprobs=tuple(logprobs))
+        return ReferenceOutput(
+            prompt=tuple(prompt), token_ids=tuple(tokens), logprobs=tuple(logprobs), ignore_eos=ignore_eos
+        )

@@ -1,0 +1,46 @@
+"""What the executor knows of attention.
+
+One step
+    1. `plan(batch)` turns a `ForwardBatch` into what all layers share: which tokens see which pages
+    2. the model calls the plan once per layer with that layer's q, k and v
+    3. the plan writes k and v to the pool, then attends over everything the pool holds for each sequence
+
+Contract of every backend
+    - A sequence's result depends on its own tokens alone: never, not by a bit, on its company in the batch
+      or on the number of threads.
+    - Only pages named in the batch's `page_table` are read and only slots in `out_cache_loc` written.
+    - The batch is a snapshot, so nothing shared with the scheduler is read after `plan` returned, and the
+      scheduler needs no fence against the layers (T4).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem_engine.forward.forward_batch import ForwardBatch
+
+
+class AttentionPlan(Protocol):
+    """Attention of one step; a model's `Attend`."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v at `out_cache_loc`, then compute causal softmax(q·Kᵀ / √head_dim)·V.
+
+        q is [T, heads, head_dim]; k and v are [T, kv_heads, head_dim]. Tokens may lie further apart than
+        heads * head_dim. Query head h reads K/V head h // (heads // kv_heads).
+
+        Returns [T, heads * head_dim] in q's dtype.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Attention over one `KvPool`. Called by the thread that runs forwards."""
+
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        """Prepare one step. Cheap beside a layer; the plan is used for this step only."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile or load what `plan` will need, so that no request waits for it. Touches no page."""
+        ...

@@ -1,0 +1,135 @@
+"""Queries that read K and V where they lie: which ones a step has, and the choice of threads to run them."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem_engine.attention import cpu_kernels
+from tandem_engine.attention.cpu_kernels import CHUNK, LENGTH, STATISTICS, TOKEN, Array, AttendKernel
+from tandem_engine.errors import ConfigError
+from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.memory.pool import KvPool
+
+PARALLEL_BYTES = 2 * 1024 * 1024
+"""K and V bytes of one layer from which waking other threads, some 40 µs, pays (ADR 0002)."""
+
+# numba has one thread pool per process and aborts the process when two threads enter it. Whoever finds it
+# taken computes alone, to the same bits.
+_thread_pool = threading.Lock()
+
+
+class Query(NamedTuple):
+    """One token that attends to the first `length` tokens of the sequence in `row` of the page table."""
+
+    token: int
+    row: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedQueries:
+    """The paged kernel's share of a step; arrays as `cpu_kernels.build_attend_serial` describes them."""
+
+    queries: Array
+    tasks: Array
+    page_table: Array
+
+    @property
+    def tokens(self) -> Tensor:
+        """[Q] int64 indices into the step's tokens."""
+        return torch.from_numpy(self.queries[:, TOKEN])
+
+    @property
+    def rows_read(self) -> int:
+        """K/V rows per head that all queries read together."""
+        return int(self.queries[:, LENGTH].sum())
+
+
+def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int) -> PagedQueries:
+    """`short` queries, then one for every DECODE sequence of `batch`, whose tokens start at `first_decode`."""
+    num_short, num_decode = len(short), batch.num_sequences - batch.num_extend
+    count = num_short + num_decode
+    queries = np.empty((count, 5), np.int64)
+    if short:
+        queries[:num_short, :3] = short
+    decode = queries[num_short:]
+    decode[:, TOKEN] = np.arange(first_decode, first_decode + num_decode)
+    decode[:, cpu_kernels.ROW] = np.arange(batch.num_extend, batch.num_sequences)
+    decode[:, LENGTH] = batch.seq_lens.numpy()[batch.num_extend :]
+    chunks = (queries[:, LENGTH] + (CHUNK - 1)) // CHUNK
+    end = np.cumsum(chunks)
+    first = end - chunks
+    queries[:, cpu_kernels.FIRST_TASK] = first
+    queries[:, cpu_kernels.END_TASK] = end
+    tasks = np.empty((int(chunks.sum()), 2), np.int64)
+    tasks[:, cpu_kernels.QUERY] = np.repeat(np.arange(count), chunks)
+    tasks[:, cpu_kernels.TASK_CHUNK] = np.arange(len(tasks)) - np.repeat(first, chunks)
+    return PagedQueries(queries=queries, tasks=tasks, page_table=batch.page_table.numpy())
+
+
+class PagedKernels:
+    """The compiled kernels bound to a pool of float32 or bfloat16 pages in host memory."""
+
+    def __init__(self, pool: KvPool, *, num_heads: int) -> None:
+        if pool.data.dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"attention on a CPU needs --dtype float32 or bfloat16, got {pool.data.dtype}")
+        # Threads that sleep when idle: those of OpenMP spin, beside torch's own spinning ones (ADR 0002).
+        if numba.config.THREADING_LAYER == "default":
+            numba.config.THREADING_LAYER = "workqueue"
+        self._dtype = pool.data.dtype
+        self._pages = _as_array(pool.data)
+        _, _, _, kv_heads, _, self._head_dim = pool.data.shape
+        self._row_bytes = 2 * kv_heads * self._head_dim * self._dtype.itemsize
+        self._num_heads = num_heads
+        self._kv_heads = kv_heads
+        self._serial = cpu_kernels.build_attend_serial(self._head_dim, num_heads // kv_heads)
+        self._parallel = cpu_kernels.build_attend_parallel(self._head_dim, num_heads // kv_heads)
+
+    def warm_up(self) -> None:
+        """Compile, by calls with nothing to do."""
+        row = torch.empty((0, self._kv_heads, self._head_dim), dtype=self._dtype)
+        self.store(0, row, row, np.empty(0, np.int64))
+        nothing = PagedQueries(
+            queries=np.empty((0, 5), np.int64),
+            tasks=np.empty((0, 2), np.int64),
+            page_table=np.empty((0, 1), np.int32),
+        )
+        q = torch.empty((0, self._num_heads, self._head_dim))
+        self._run(self._serial, 0, q, nothing)
+        with _thread_pool:
+            self._run(self._parallel, 0, q, nothing)
+
+    def store(self, layer: int, k: Tensor, v: Tensor, slots: Array) -> None:
+        """Write k and v [T, kv_heads, head_dim], any float dtype, to int64 slots [T] of one layer."""
+        keys, values = (_as_array(rows.to(self._dtype).contiguous()) for rows in (k, v))
+        cpu_kernels.store(self._pages, layer, keys, values, slots)
+
+    def attend(self, layer: int, q: Tensor, work: PagedQueries) -> Tensor:
+        """q [T, heads, head_dim], already scaled, to float32 of that shape: only the queries' tokens are set."""
+        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        worth_it = threads > 1 and work.rows_read * self._row_bytes >= PARALLEL_BYTES
+        if not worth_it or not _thread_pool.acquire(blocking=False):
+            return self._run(self._serial, layer, q, work)
+        try:
+            numba.set_num_threads(threads)
+            return self._run(self._parallel, layer, q, work)
+        finally:
+            _thread_pool.release()
+
+    def _run(self, kernel: AttendKernel, layer: int, q: Tensor, work: PagedQueries) -> Tensor:
+        partial = np.empty((len(work.tasks), q.shape[1], self._head_dim + STATISTICS), np.float32)
+        out = torch.empty(q.shape)
+        q_rows = q.float().contiguous().numpy()
+        kernel(self._pages, layer, q_rows, work.page_table, work.tasks, work.queries, partial, out.numpy())
+        return out
+
+
+def _as_array(tensor: Tensor) -> Array:
+    """The tensor's memory as numpy sees it; numpy knows no bfloat16, so its bits go as uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -1,0 +1,20 @@
+"""What the transfer stages count since start, for the engine's statistics."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class TransferCounters:
+    """Monotonic counts of one engine, both sides of transfers together."""
+
+    committed: int = 0
+    """Transfers received whole and verified."""
+    failed: int = 0
+    """Transfers that ended otherwise, on either side, aborts by the gateway excepted."""
+    bytes_received: int = 0
+    """Of committed transfers."""
+    digest_mismatches: int = 0
+    quarantined: int = 0
+    """Holds whose writer did not acknowledge in time."""
+    ignored: int = 0
+    """Messages and arrivals for transfers that are not, or no longer, this engine's."""

@@ -1,0 +1,387 @@
+"""The receiving side of a handoff: a prompt computed elsewhere continues here from its first token.
+
+Life of a request with `handoff.side` RECEIVE
+
+    accept ─▶ 1. waiting ─▶ 2. receiving ─▶ 3. verifying ─▶ 4. admitted (PREBUILT) ─▶ running
+                  │              │               │
+                  └──────────────┴───────────────┴──▶ failed, retryable; or aborted
+
+    1. waiting     no KV yet. In order of arrival each gets a row, the cached prefix and private pages for
+                   the rest, as soon as running requests can spare them (`Scheduler.spare_pages`)
+    2. receiving   the writer has a grant for the private pages. Writes and the handoff record come in
+                   any order, any number of times (T67, T71)
+    3. verifying   everything is here; the transport digests the pages. Until the digests match, no page
+                   is committed, so none reaches attention or the prefix cache (T62)
+    4. admitted    KV committed and cached; the first token stands in `output_ids` and is streamed again
+                   from here, so the client has it even if the prefill worker dies. Gateways drop doubles
+
+No wait is unbounded: 1 by `grant_timeout` from receipt, 2 and 3 by `grant_timeout` from the grant. A
+request that ends early leaves its pages to its hold (`holds`), and tells the writer (T63).
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tandem_engine.config import DisaggConfig
+from tandem_engine.disaggregation.counters import TransferCounters
+from tandem_engine.disaggregation.failures import ABORTED, transfer_failed
+from tandem_engine.disaggregation.holds import HoldTable, TransferHold
+from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.peers import PeerLink
+from tandem_engine.disaggregation.prealloc import PreallocQueue, Waiting
+from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.disaggregation.transport import Arrived, Digests, KvTransport
+from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.messages.outputs import Finish, FinishReason, TransferReport
+from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
+from tandem_engine.messages.transfer import DrainAck, HandoffRecord, TransferAborted, WriteGrant
+from tandem_engine.names import RequestId
+from tandem_engine.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Receiving:
+    """A request whose KV is on its way into the pages of `hold`."""
+
+    req: Request
+    kv: RequestKv
+    hold: TransferHold
+    tokens: tuple[int, ...]
+    first_token: int
+    """Where the granted pages start; before it the prefix was cached here."""
+    record: HandoffRecord | None = None
+    verifying: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class DecodeStage:
+    """Requests that wait for KV from a peer. Scheduler thread only."""
+
+    host: StageHost
+    transport: KvTransport
+    peers: PeerLink
+    config: DisaggConfig
+    page_bytes: int
+    holds: HoldTable
+    counters: TransferCounters
+    prealloc: PreallocQueue
+    _receiving: dict[RoomKey, Receiving] = field(default_factory=dict)
+    _greeted: set[str] = field(default_factory=set)
+    """Incarnations that were sent our `Hello`."""
+
+    # Called by the scheduler, through `HandoffStage`.
+
+    def accept(self, req: Request) -> bool:
+        """Keep `req` if it is to be received here."""
+        handoff = _receives(req)
+        if handoff is None:
+            return False
+        waiting = Waiting(
+            req=req,
+            handoff=handoff,
+            tokens=tuple(req.fill_ids),
+            deadline=self.host.clock.now() + self.config.grant_timeout,
+        )
+        problem = self._problem_with(waiting)
+        if problem is None:
+            self.prealloc.join(waiting)
+        else:
+            self._end(req, transfer_failed(problem))
+        return True
+
+    def tick(self) -> bool:
+        """Let time pass: give up what is overdue, grant what has room. True if anything moved."""
+        expired = self._expire_waiting()
+        granted = self._grant_in_order()
+        overdue = self._expire_holds()
+        return expired or granted or overdue
+
+    def abort(self, rid: RequestId) -> bool:
+        """End a request that is kept here. False when it is not."""
+        waiting = self.prealloc.of_request(rid)
+        if waiting is not None:
+            self._give_up_waiting(waiting, ABORTED)
+            return True
+        receiving = next((entry for entry in self._receiving.values() if entry.req.rid == rid), None)
+        if receiving is not None:
+            self._give_up(receiving, ABORTED, "aborted")
+            return True
+        return False
+
+    def aborted(self, req: Request) -> None:
+        """`req` ended somewhere in the scheduler: unless its transfer is over, the writer must know (T63)."""
+        handoff = _receives(req)
+        if handoff is None or req.transfer is not None:
+            return
+        key = room_key(handoff.room, handoff.generation)
+        if key not in self.holds:
+            self._tell(handoff.peer, key, "the receiver's request ended")
+
+    def live(self) -> Iterator[Request]:
+        """Requests kept here."""
+        yield from (waiting.req for waiting in self.prealloc)
+        yield from (receiving.req for receiving in self._receiving.values())
+
+    # What peers and the transport report.
+
+    def on_arrived(self, event: Arrived) -> None:
+        """A writer's notification. Arrivals for a transfer that is over are ignored (T65)."""
+        key = room_key(event.key.room, event.key.generation)
+        if not self.holds.arrived(key, writer=event.writer, first=event.key.first, count=event.key.count):
+            self.counters.ignored += 1
+            return
+        self._verify_if_complete(self._receiving[key])
+
+    def on_record(self, record: HandoffRecord) -> None:
+        """The writer's account of what it pushed, and the first token."""
+        receiving = self._from(record.sender, room_key(record.room, record.generation))
+        if receiving is None or receiving.record is not None:
+            self.counters.ignored += 1
+            return
+        problem = _problem_with_record(record, receiving)
+        if problem is not None:
+            self._fail(receiving, problem)
+            return
+        receiving.record = record
+        self._verify_if_complete(receiving)
+
+    def on_digests(self, event: Digests) -> None:
+        """Commit if every page is what the writer sent, or fail."""
+        receiving = self._receiving.get(room_key(event.room, event.generation))
+        if receiving is None or not receiving.verifying or receiving.record is None:
+            self.counters.ignored += 1
+            return
+        wrong = [
+            index
+            for index, (here, there) in enumerate(zip(event.digests, receiving.record.digests, strict=True))
+            if here != there
+        ]
+        if wrong:
+            self._refuse_pages(receiving, wrong)
+        else:
+            self._commit(receiving, receiving.record)
+
+    def on_abort(self, message: TransferAborted) -> None:
+        """The writer is done with the room without having finished the transfer."""
+        key = room_key(message.room, message.generation)
+        # It may have lost our pool with the connection; the next grant introduces us again.
+        self._greeted.discard(message.sender.incarnation)
+        finish = None if message.finished else transfer_failed(f"the prefill worker gave up: {message.reason}")
+        receiving = self._from(message.sender, key)
+        waiting = self.prealloc.in_room(key)
+        if receiving is not None:
+            self._give_up(receiving, finish, "the writer ended the transfer")
+        elif waiting is not None and waiting.handoff.peer.incarnation == message.sender.incarnation:
+            self._give_up_waiting(waiting, finish)
+        else:
+            self.counters.ignored += 1
+
+    def on_ack(self, message: DrainAck) -> None:
+        """The writer will not touch the pages of a room again."""
+        key = room_key(message.room, message.generation)
+        if not self.holds.acked(key, writer=message.sender.incarnation):
+            self.counters.ignored += 1
+
+    def peer_gone(self, incarnation: str) -> None:
+        """The peer is fenced: nothing of it will come or be written any more (T74)."""
+        self._greeted.discard(incarnation)
+        reason = f"prefill worker {incarnation} is gone"
+        for waiting in self.prealloc.from_peer(incarnation):
+            self._give_up_waiting(waiting, transfer_failed(reason))
+        for receiving in self._receiving_from(incarnation):
+            self._fail(receiving, reason)
+        self.holds.fence(incarnation)
+
+    # 1. waiting
+
+    def _problem_with(self, waiting: Waiting) -> str | None:
+        peer = waiting.handoff.peer
+        if peer.compat_hash != self.peers.me.compat_hash:
+            return f"prefill worker {peer.incarnation} holds KV of another shape"
+        if waiting.key in self.holds or self.prealloc.in_room(waiting.key) is not None:
+            return f"room {waiting.key} is in use"
+        return None
+
+    def _expire_waiting(self) -> bool:
+        overdue = self.prealloc.overdue()
+        for waiting in overdue:
+            self._give_up_waiting(waiting, transfer_failed("no KV memory became free in time"))
+        return bool(overdue)
+
+    def _grant_in_order(self) -> bool:
+        granted = False
+        while reserved := self.prealloc.reserve_next(under_way=len(self._receiving)):
+            self._grant(reserved.waiting, reserved.kv)
+            granted = True
+        return granted
+
+    def _grant(self, waiting: Waiting, kv: RequestKv) -> None:
+        waiting.req.kv = kv
+        hold = self.holds.grant(
+            waiting.key,
+            writer=waiting.handoff.peer,
+            pages=tuple(kv.private_pages),
+            valid_s=self.config.grant_timeout,
+        )
+        receiving = Receiving(req=waiting.req, kv=kv, hold=hold, tokens=waiting.tokens, first_token=kv.committed_len)
+        self._receiving[waiting.key] = receiving
+        if not self._send_grant(receiving):
+            self._fail(receiving, f"prefill worker {hold.writer.incarnation} cannot be reached")
+
+    def _send_grant(self, receiving: Receiving) -> bool:
+        hold = receiving.hold
+        if hold.writer.incarnation not in self._greeted:
+            if not self.peers.send(hold.writer, self.transport.hello()):
+                return False
+            self._greeted.add(hold.writer.incarnation)
+        grant = WriteGrant(
+            room=hold.key.room,
+            generation=hold.key.generation,
+            sender=self.peers.me,
+            writer=hold.writer.incarnation,
+            first_token=receiving.first_token,
+            pages=hold.pages,
+            valid_s=self.config.grant_timeout,
+        )
+        return self.peers.send(hold.writer, grant)
+
+    def _give_up_waiting(self, waiting: Waiting, finish: Finish | None) -> None:
+        self.prealloc.remove(waiting)
+        self._end(waiting.req, finish)
+
+    # 2. receiving, 3. verifying
+
+    def _verify_if_complete(self, receiving: Receiving) -> None:
+        if receiving.verifying or receiving.record is None or not receiving.hold.complete:
+            return
+        receiving.verifying = True
+        hold = receiving.hold
+        self.transport.digest(hold.key.room, hold.key.generation, hold.pages)
+
+    def _refuse_pages(self, receiving: Receiving, wrong: list[int]) -> None:
+        self.counters.digest_mismatches += 1
+        hold = receiving.hold
+        logger.error(
+            "room %r: %d of %d pages written by %s do not have the bytes that it sent, first is page %d",
+            str(hold.key),
+            len(wrong),
+            len(hold.pages),
+            hold.writer.incarnation,
+            wrong[0],
+        )
+        self._fail(receiving, f"{len(wrong)} of {len(hold.pages)} pages did not verify")
+
+    # 4. admitted
+
+    def _commit(self, receiving: Receiving, record: HandoffRecord) -> None:
+        req, kv, hold = receiving.req, receiving.kv, receiving.hold
+        self.holds.commit(hold.key)
+        del self._receiving[hold.key]
+        self.host.memory.commit(kv, len(receiving.tokens))
+        self.host.memory.checkpoint(kv, receiving.tokens)
+        self._take_over(req, receiving, record)
+        self.counters.committed += 1
+        self.counters.bytes_received += len(hold.pages) * self.page_bytes
+        stop = self.host.stop_of(req)
+        if stop is None:
+            self.host.admit_prebuilt(req)
+        else:
+            self.host.finish(req, stop)
+
+    def _take_over(self, req: Request, receiving: Receiving, record: HandoffRecord) -> None:
+        req.output_ids.extend(record.output_ids)
+        if req.sampling.logprobs is not None and record.logprobs is not None:
+            req.logprobs.extend(record.logprobs)
+        req.cached_tokens = record.cached_tokens
+        pages = len(receiving.hold.pages)
+        req.transfer = TransferReport(
+            pages=pages,
+            bytes=pages * self.page_bytes,
+            pages_reused=receiving.first_token // self.host.memory.page_size,
+            wait_s=self.host.clock.now() - receiving.hold.granted_at,
+        )
+
+    # Every way to end early.
+
+    def _expire_holds(self) -> bool:
+        overdue = self.holds.overdue()
+        for hold in overdue:
+            if hold.state.owns_pages:
+                self._ask_again(hold)
+            else:
+                self._fail(self._receiving[hold.key], "it took too long")
+        return bool(overdue)
+
+    def _ask_again(self, hold: TransferHold) -> None:
+        """No ack in time. The question or the answer may have been lost with a connection, so repeat it."""
+        self.counters.quarantined += 1
+        logger.warning(
+            "room %r: %s did not acknowledge the abort; %d pages stay in quarantine",
+            str(hold.key),
+            hold.writer.incarnation,
+            len(hold.pages),
+        )
+        self.holds.quarantine(hold)
+        self._tell(hold.writer, hold.key, "waiting for the drain ack")
+
+    def _fail(self, receiving: Receiving, reason: str) -> None:
+        self._give_up(receiving, transfer_failed(reason), reason)
+
+    def _give_up(self, receiving: Receiving, finish: Finish | None, reason: str) -> None:
+        """Pages to the hold, word to the writer, and the end of the request; None ends it silently."""
+        hold = receiving.hold
+        del self._receiving[hold.key]
+        receiving.req.kv = None
+        self.holds.drain(hold.key, self.host.memory.detach(receiving.kv))
+        self._tell(hold.writer, hold.key, reason)
+        self._end(receiving.req, finish)
+
+    def _end(self, req: Request, finish: Finish | None) -> None:
+        if finish is None:
+            self.host.release(req)
+            return
+        if finish.reason is FinishReason.ERROR:
+            self.counters.failed += 1
+        self.host.finish(req, finish)
+
+    def _tell(self, peer: Peer, key: RoomKey, reason: str) -> None:
+        self.peers.send(
+            peer,
+            TransferAborted(
+                room=key.room,
+                generation=key.generation,
+                sender=self.peers.me,
+                side=HandoffSide.RECEIVE,
+                reason=reason,
+            ),
+        )
+
+    def _from(self, sender: Peer, key: RoomKey) -> Receiving | None:
+        """The transfer in room `key`, if `sender` is its writer."""
+        receiving = self._receiving.get(key)
+        return receiving if receiving and receiving.hold.writer.incarnation == sender.incarnation else None
+
+    def _receiving_from(self, incarnation: str) -> list[Receiving]:
+        return [entry for entry in self._receiving.values() if entry.hold.writer.incarnation == incarnation]
+
+
+def _receives(req: Request) -> Handoff | None:
+    handoff = req.handoff
+    return handoff if handoff is not None and handoff.side is HandoffSide.RECEIVE else None
+
+
+def _problem_with_record(record: HandoffRecord, receiving: Receiving) -> str | None:
+    granted = len(receiving.hold.pages)
+    if record.first_token != receiving.first_token or record.pages != granted:
+        return (
+            f"the writer says it wrote {record.pages} pages from token {record.first_token}; "
+            f"{granted} from token {receiving.first_token} were granted"
+        )
+    if len(record.digests) != granted:
+        return f"{len(record.digests)} digests for {granted} pages"
+    if len(record.output_ids) != 1:
+        return f"{len(record.output_ids)} tokens handed over instead of one"
+    return None

@@ -1,0 +1,189 @@
+"""A transport between engines of one process, with faults on demand. For tests only.
+
+Nothing happens by itself: `FakeFabric.advance` moves time by one tick and delivers what is due, so a test
+decides between which two scheduler steps bytes land. Bytes are read from the source pages and written to
+the target pages when the push is delivered, not when it is asked for, so reuse of pages by either side
+while a push is outstanding shows as wrong bytes, exactly as with the real transport (T60).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.transport import (
+    Arrived,
+    Digests,
+    PagePool,
+    Push,
+    PushDone,
+    PushFailed,
+    PushKey,
+    TransportEvent,
+)
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import Hello
+from tandem_engine.names import PageId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fate:
+    """What becomes of one push. The default is a perfect fabric."""
+
+    delay: int = 0
+    """Ticks until the bytes move. Different delays reorder pushes."""
+    corrupt: bool = False
+    """One bit of the first page arrives wrong."""
+    silent: bool = False
+    """The bytes arrive and the receiver is not told."""
+    repeats: int = 0
+    """Further times that the receiver is told."""
+    fail: bool = False
+    """The push fails, this one alone."""
+    lose_peer: bool = False
+    """The push fails and the receiver is lost with it."""
+
+
+Fates = Callable[[Push], Fate]
+"""Decides the fate of each push when it starts."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Flight:
+    sender: "FakeTransport"
+    push: Push
+    fate: Fate
+    digests: tuple[int, ...]
+    due: int
+
+
+@dataclass(kw_only=True, slots=True)
+class FakeFabric:
+    """Connects the transports of one test."""
+
+    fates: Fates = field(default=lambda _push: Fate())
+    now: int = 0
+    endpoints: "dict[str, FakeTransport]" = field(default_factory=dict)
+    _flights: list[_Flight] = field(default_factory=list)
+
+    def join(self, me: Peer, pool: PagePool, clock: Clock) -> "FakeTransport":
+        """A transport for one engine."""
+        transport = FakeTransport(fabric=self, me=me, pool=pool, clock=clock)
+        self.endpoints[me.incarnation] = transport
+        return transport
+
+    def kill(self, incarnation: str) -> None:
+        """The engine's process dies: what it was sending or about to receive stops."""
+        del self.endpoints[incarnation]
+        self._flights = [flight for flight in self._flights if flight.sender.me.incarnation != incarnation]
+
+    def start(self, sender: "FakeTransport", push: Push) -> None:
+        fate = self.fates(push)
+        key = push.key
+        digests = page_digests(sender.pool, push.source, room=key.room, generation=key.generation, first=key.first)
+        flight = _Flight(sender=sender, push=push, fate=fate, digests=digests, due=self.now + fate.delay)
+        self._flights.append(flight)
+
+    def advance(self) -> None:
+        """One tick: deliver every push that is due."""
+        due = [flight for flight in self._flights if flight.due <= self.now]
+        self._flights = [flight for flight in self._flights if flight.due > self.now]
+        self.now += 1
+        for flight in due:
+            self._deliver(flight)
+
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def drop_flights(self, sender: "FakeTransport", peer: str) -> list[PushKey]:
+        """Stop what `sender` is pushing to `peer`."""
+        dropped = [f for f in self._flights if f.sender is sender and f.push.peer == peer]
+        self._flights = [flight for flight in self._flights if flight not in dropped]
+        return [flight.push.key for flight in dropped]
+
+    def _deliver(self, flight: _Flight) -> None:
+        sender, push, fate = flight.sender, flight.push, flight.fate
+        receiver = self.endpoints.get(push.peer)
+        if receiver is None or fate.lose_peer:
+            sender.lose(push.peer, push.key)
+            return
+        if fate.fail:
+            sender.events.append(PushFailed(key=push.key, reason="injected fault", peer_lost=False))
+            return
+        self._write(sender, receiver, flight)
+        sender.events.append(PushDone(key=push.key, digests=flight.digests, seconds=0.0))
+        for _ in range(0 if fate.silent else 1 + fate.repeats):
+            receiver.events.append(Arrived(key=push.key, writer=sender.me.incarnation))
+
+    def _write(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight) -> None:
+        push = flight.push
+        for source, target in zip(push.source, push.target, strict=True):
+            receiver.pool.page_view(target).copy_(sender.pool.page_view(source))
+        if flight.fate.corrupt:
+            receiver.pool.page_view(push.target[0])[0] ^= 1
+
+
+@dataclass(kw_only=True, slots=True)
+class FakeTransport:
+    """`KvTransport` of one engine on a `FakeFabric`."""
+
+    fabric: FakeFabric
+    me: Peer
+    pool: PagePool
+    clock: Clock
+    connected: set[str] = field(default_factory=set)
+    expected: int = 0
+    events: deque[TransportEvent] = field(default_factory=deque)
+    closed: bool = False
+
+    def hello(self) -> Hello:
+        return Hello(
+            sender=self.me,
+            nixl_metadata=b"",
+            pool_address=0,
+            page_bytes=self.pool.page_bytes,
+            num_pages=self.pool.num_pages,
+            device="DRAM",
+            device_id=0,
+        )
+
+    def connect(self, hello: Hello) -> None:
+        self.connected.add(hello.sender.incarnation)
+
+    def forget(self, incarnation: str) -> None:
+        self.connected.discard(incarnation)
+        for key in self.fabric.drop_flights(self, incarnation):
+            self.events.append(PushFailed(key=key, reason="forgotten", peer_lost=True))
+
+    def push(self, push: Push) -> None:
+        if push.peer not in self.connected:
+            self.events.append(PushFailed(key=push.key, reason="not connected", peer_lost=True))
+        elif self.clock.now() >= push.start_before:
+            self.events.append(PushFailed(key=push.key, reason="the grant expired", peer_lost=False))
+        else:
+            self.fabric.start(self, push)
+
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
+        digests = page_digests(self.pool, pages, room=room, generation=generation, first=0)
+        self.events.append(Digests(room=room, generation=generation, digests=digests))
+
+    def expect(self, transfers: int) -> None:
+        self.expected = transfers
+
+    def poll(self) -> list[TransportEvent]:
+        events = [*self.events]
+        self.events.clear()
+        return events
+
+    def fileno(self) -> int:
+        """Nothing to wait for: events come only from `FakeFabric.advance`."""
+        return -1
+
+    def close(self) -> None:
+        self.closed = True
+
+    def lose(self, peer: str, key: PushKey) -> None:
+        """The peer vanished while `key` was being written."""
+        self.events.append(PushFailed(key=key, reason="peer lost", peer_lost=True))
+        self.forget(peer)

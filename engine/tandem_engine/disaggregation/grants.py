@@ -1,0 +1,86 @@
+"""Write grants as the writing engine holds them.
+
+Life of a grant
+    1. early      it came before the gateway's request did; kept for as long as it is valid, within a bound
+    2. attached   to the room it belongs to; pushes may start until it expires
+    3. expired    no push may start any more (T62)
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import WriteGrant
+from tandem_engine.names import PageId
+
+EARLY_GRANTS = 1024
+"""Grants kept for rooms that are not known yet; beyond, the oldest goes and its room waits in vain."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """Pages of a peer that this engine may write to until `expires`."""
+
+    key: RoomKey
+    receiver: Peer
+    first_token: int
+    pages: tuple[PageId, ...]
+    expires: float
+    """Monotonic time here: durations cross processes, stamps do not (T75)."""
+
+    @staticmethod
+    def received(message: WriteGrant, clock: Clock) -> "Grant":
+        return Grant(
+            key=room_key(message.room, message.generation),
+            receiver=message.sender,
+            first_token=message.first_token,
+            pages=tuple(PageId(page) for page in message.pages),
+            expires=clock.now() + message.valid_s,
+        )
+
+    def problem(self, *, tokens: int, page_size: int, peer: str) -> str | None:
+        """Why this grant cannot serve a sequence of `tokens` tokens that goes to `peer`; None if it can."""
+        if self.receiver.incarnation != peer:
+            return f"grant by {self.receiver.incarnation} in a room with {peer}"
+        if not 0 <= self.first_token < tokens or self.first_token % page_size:
+            return f"grant from token {self.first_token} of {tokens}, pages have {page_size} tokens"
+        wanted = -(-(tokens - self.first_token) // page_size)
+        if len(self.pages) != wanted:
+            return f"grant of {len(self.pages)} pages where the prompt needs {wanted}"
+        if len(set(self.pages)) != len(self.pages):
+            return "grant names a page twice"
+        return None
+
+
+@dataclass(kw_only=True, slots=True)
+class EarlyGrants:
+    """Grants for rooms whose request has not come yet: two sockets, no order between them."""
+
+    clock: Clock
+    capacity: int = EARLY_GRANTS
+    _grants: OrderedDict[RoomKey, Grant] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def keep(self, grant: Grant) -> None:
+        self._grants[grant.key] = grant
+        if len(self._grants) > self.capacity:
+            self._grants.popitem(last=False)
+
+    def take(self, key: RoomKey) -> Grant | None:
+        """The grant of a room, if one is here and still valid."""
+        grant = self._grants.pop(key, None)
+        return grant if grant is not None and self.clock.now() < grant.expires else None
+
+    def drop_expired(self) -> None:
+        now = self.clock.now()
+        for key in [key for key, grant in self._grants.items() if now >= grant.expires]:
+            del self._grants[key]
+
+    def drop_from(self, incarnation: str) -> None:
+        """The receiver is dead."""
+        for key in [key for key, grant in self._grants.items() if grant.receiver.incarnation == incarnation]:
+            del self._grants[key]

@@ -1,0 +1,157 @@
+"""Holds: memory of the receiving engine that a peer may still write to.
+
+Life of a hold
+    1. granted      the request has pages; the write grant is on its way to the writer
+    2. receiving    at least one write has arrived
+    3. committed    every page arrived and every digest matched; the hold is over, the request owns the pages
+    4. draining     the transfer ended early; the pages left the request and wait for the writer's ack
+    5. quarantined  no ack in time; the pages wait until the writer acks after all or is fenced
+
+                                                          ┌──── ack ────▶ pages free
+    granted ──▶ receiving ──▶ committed                   │
+       └────────────┴─────── drain ──▶ draining ──────────┤
+                                          └─ deadline ─▶ quarantined ── ack, fence ──▶ pages free
+
+Only commit, an ack or fencing gives pages back, so a late write never lands in another request's page
+(T60). Deadlines are monotonic seconds. Acks count only from the writer that was granted the pages, in
+the generation they were granted in (T61); anything else about a hold that is over is ignored (T65).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.room_key import RoomKey
+from tandem_engine.messages.requests import Peer
+from tandem_engine.names import PageId
+
+GiveBack = Callable[[Sequence[PageId]], None]
+"""Takes pages that nobody will write to any more."""
+
+
+class HoldState(Enum):
+    GRANTED = "granted"
+    RECEIVING = "receiving"
+    COMMITTED = "committed"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+
+    @property
+    def owns_pages(self) -> bool:
+        """Whether the pages are the hold's own; before and after they are the request's."""
+        return self in (HoldState.DRAINING, HoldState.QUARANTINED)
+
+
+@dataclass(kw_only=True, slots=True)
+class TransferHold:
+    """Pages promised to one writer for one attempt at one request."""
+
+    key: RoomKey
+    writer: Peer
+    pages: tuple[PageId, ...]
+    granted_at: float
+    deadline: float
+    """Of the transfer while it lasts, then of the ack."""
+    state: HoldState = HoldState.GRANTED
+    arrived: set[int] = field(default_factory=set)
+    """Indices into `pages`. A set: arrivals may repeat and come in any order (T71)."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.pages)
+
+
+@dataclass(kw_only=True, slots=True)
+class HoldTable:
+    """All holds of an engine. Scheduler thread only."""
+
+    clock: Clock
+    give_back: GiveBack
+    drain_timeout: float
+    _holds: dict[RoomKey, TransferHold] = field(default_factory=dict)
+
+    def __contains__(self, key: RoomKey) -> bool:
+        return key in self._holds
+
+    def get(self, key: RoomKey) -> TransferHold | None:
+        return self._holds.get(key)
+
+    def grant(self, key: RoomKey, *, writer: Peer, pages: tuple[PageId, ...], valid_s: float) -> TransferHold:
+        """Begin a hold. The room must have none: a second attempt has another generation."""
+        assert key not in self._holds, f"room {key} has a hold already, {self._holds[key].state.value}"
+        assert pages, f"room {key} was granted no pages"
+        now = self.clock.now()
+        hold = TransferHold(key=key, writer=writer, pages=pages, granted_at=now, deadline=now + valid_s)
+        self._holds[key] = hold
+        return hold
+
+    def arrived(self, key: RoomKey, *, writer: str, first: int, count: int) -> bool:
+        """Note that pages [first, first + count) of the grant were written. False: not a live hold's."""
+        hold = self._holds.get(key)
+        if hold is None or hold.state.owns_pages or hold.writer.incarnation != writer:
+            return False
+        if not 0 <= first < first + count <= len(hold.pages):
+            return False
+        hold.state = HoldState.RECEIVING
+        hold.arrived.update(range(first, first + count))
+        return True
+
+    def commit(self, key: RoomKey) -> None:
+        """Everything arrived and was verified: the hold is over, its pages are the request's."""
+        hold = self._holds.pop(key)
+        assert hold.complete, f"room {key} committed with {len(hold.arrived)} of {len(hold.pages)} pages"
+        assert not hold.state.owns_pages, f"room {key} committed while {hold.state.value}"
+        hold.state = HoldState.COMMITTED
+
+    def drain(self, key: RoomKey, pages: Sequence[PageId]) -> None:
+        """The transfer ended early: take `pages`, which the request has given up, until it is safe."""
+        hold = self._holds[key]
+        assert not hold.state.owns_pages, f"room {key} drained twice, it is {hold.state.value}"
+        assert tuple(pages) == hold.pages, f"room {key} granted {hold.pages}, the request gave up {pages}"
+        hold.state = HoldState.DRAINING
+        hold.deadline = self.clock.now() + self.drain_timeout
+
+    def acked(self, key: RoomKey, *, writer: str) -> bool:
+        """The writer will not touch the pages again. False: no hold was waiting for this ack."""
+        hold = self._holds.get(key)
+        if hold is None or not hold.state.owns_pages or hold.writer.incarnation != writer:
+            return False
+        self._free(hold)
+        return True
+
+    def fence(self, incarnation: str) -> int:
+        """The writer is dead: free what waited for it. Returns the number of holds that were freed."""
+        fenced = [hold for hold in self._with_pages() if hold.writer.incarnation == incarnation]
+        for hold in fenced:
+            self._free(hold)
+        return len(fenced)
+
+    def overdue(self) -> list[TransferHold]:
+        """Holds past their deadline, in whatever state. Changes nothing."""
+        now = self.clock.now()
+        return [hold for hold in self._holds.values() if now >= hold.deadline]
+
+    def quarantine(self, hold: TransferHold) -> None:
+        """The ack of `hold` is overdue. Also renews the time after which the writer is asked again."""
+        assert hold.state.owns_pages, f"room {hold.key} quarantined while {hold.state.value}"
+        hold.state = HoldState.QUARANTINED
+        hold.deadline = self.clock.now() + self.drain_timeout
+
+    def open_transfers(self) -> int:
+        """Holds for which writes may be under way: all but the quarantined."""
+        return sum(hold.state is not HoldState.QUARANTINED for hold in self._holds.values())
+
+    def held_pages(self) -> Iterator[PageId]:
+        """Pages that belong to a hold and to no request (audit)."""
+        return (page for hold in self._with_pages() for page in hold.pages)
+
+    def quarantined_pages(self) -> int:
+        return sum(len(hold.pages) for hold in self._holds.values() if hold.state is HoldState.QUARANTINED)
+
+    def _with_pages(self) -> Iterator[TransferHold]:
+        return (hold for hold in self._holds.values() if hold.state.owns_pages)
+
+    def _free(self, hold: TransferHold) -> None:
+        del self._holds[hold.key]
+        self.give_back(hold.pages)

@@ -1,0 +1,28 @@
+"""What the transfer stages ask of the scheduler they are attached to."""
+
+from typing import Protocol
+
+from tandem_engine.clock import Clock
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.messages.outputs import Finish
+from tandem_engine.scheduler.request import Request
+
+
+class StageHost(Protocol):
+    """The scheduler, as far as transfers need it. See `Scheduler` for the contracts of the methods."""
+
+    @property
+    def memory(self) -> KvMemory: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    def admit_prebuilt(self, req: Request) -> None: ...
+
+    def stop_of(self, req: Request) -> Finish | None: ...
+
+    def release(self, req: Request, *, checkpoint: bool = True) -> None: ...
+
+    def finish(self, req: Request, finish: Finish) -> None: ...
+
+    def spare_pages(self) -> int: ...

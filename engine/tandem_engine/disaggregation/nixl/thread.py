@@ -1,0 +1,280 @@
+"""The thread that owns NIXL.
+
+    scheduler thread                              this thread
+    Connect, Forget, StartPush, Digest ─inbox──▶  carries them out in order
+    Expect (how closely to listen)                lets writes progress, listens for arrivals
+    poll ◀──outbox, wakeup descriptor───────────  PushDone, PushFailed, Arrived, Digests
+
+One turn: take a command, or wait for one as long as nothing is urgent; let outstanding writes progress;
+look for arrivals. An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
+B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.nixl.agent import NixlAgent, Write
+from tandem_engine.disaggregation.nixl.layout import Region, describe
+from tandem_engine.disaggregation.nixl.notification import decode_notification, encode_notification
+from tandem_engine.disaggregation.transport import (
+    Arrived,
+    Digests,
+    PagePool,
+    Push,
+    PushDone,
+    PushFailed,
+    PushKey,
+    TransportEvent,
+)
+from tandem_engine.errors import TransferError, WireError
+from tandem_engine.messages.transfer import Hello
+from tandem_engine.names import PageId
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE = 50e-6
+LONGEST_PAUSE = 1e-3
+"""Seconds between looks at outstanding writes: doubled while nothing happens."""
+EXPECTING_PAUSE = 1e-3
+"""While a peer may be writing here: its writes only progress when this side looks."""
+IDLE_PAUSE = 50e-3
+"""Otherwise. Connections of peers still need this side to look now and then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartPush:
+    push: Push
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    room: str
+    generation: int
+    pages: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    transfers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Command: TypeAlias = Connect | Forget | StartPush | Digest | Expect | Stop
+
+
+class Outbox:
+    """Events on their way to the scheduler thread, with a descriptor that is readable while there are any."""
+
+    def __init__(self) -> None:
+        self._events: deque[TransportEvent] = deque()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, event: TransportEvent) -> None:
+        self._events.append(event)
+        os.eventfd_write(self._wakeup, 1)
+
+    def take(self) -> list[TransportEvent]:
+        """Everything so far. Clears the descriptor first: an event put meanwhile makes it readable again."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def fileno(self) -> int:
+        return self._wakeup
+
+    def close(self) -> None:
+        os.close(self._wakeup)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outstanding:
+    push: Push
+    write: Write
+    digests: tuple[int, ...]
+    started: float
+
+
+@dataclass(kw_only=True, slots=True)
+class TransferThread:
+    """Runs `run` on a thread of its own; everything else here belongs to that thread."""
+
+    agent: NixlAgent
+    pool: PagePool
+    region: Region
+    clock: Clock
+    inbox: "queue.SimpleQueue[Command]"
+    outbox: Outbox
+    _peers: dict[str, Region] = field(default_factory=dict)
+    _outstanding: dict[PushKey, _Outstanding] = field(default_factory=dict)
+    _expected: int = 0
+    _pause: float = FIRST_PAUSE
+    _stopped: bool = False
+
+    def start(self) -> threading.Thread:
+        thread = threading.Thread(target=self.run, name="nixl", daemon=True)
+        thread.start()
+        return thread
+
+    def run(self) -> None:
+        while not self._stopped:
+            try:
+                self._turn()
+            except Exception:
+                # A bug, not a peer: give up what was under way rather than the worker's transfers for good.
+                logger.exception("transfer thread: unexpected error; outstanding pushes fail")
+                for outstanding in [*self._outstanding.values()]:
+                    self._fail(outstanding, "unexpected error in the transfer thread", peer_lost=False)
+        for peer in [*self._peers]:
+            self._lose(peer, "the transport is closing")
+        self.agent.close()
+
+    def _turn(self) -> None:
+        try:
+            self._carry_out(self.inbox.get(timeout=self._patience()))
+        except queue.Empty:
+            pass
+        else:
+            self._pause = FIRST_PAUSE
+        for outstanding in [*self._outstanding.values()]:
+            self._progress(outstanding)
+        for writer, notification in self.agent.arrivals():
+            self._arrived(writer, notification)
+
+    def _patience(self) -> float:
+        """Seconds to wait for a command before looking at NIXL again."""
+        if self._outstanding:
+            pause = self._pause
+            self._pause = min(2 * pause, LONGEST_PAUSE)
+            return pause
+        return EXPECTING_PAUSE if self._expected else IDLE_PAUSE
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case StartPush(push):
+                self._start(push)
+            case Digest(room, generation, pages):
+                digests = page_digests(self.pool, pages, room=room, generation=generation, first=0)
+                self.outbox.put(Digests(room=room, generation=generation, digests=digests))
+            case Expect(transfers):
+                self._expected = transfers
+            case Connect(hello):
+                self._connect(hello)
+            case Forget(incarnation):
+                self._lose(incarnation, "the peer was forgotten")
+            case Stop():
+                self._stopped = True
+
+    # Peers
+
+    def _connect(self, hello: Hello) -> None:
+        peer = hello.sender.incarnation
+        if peer in self._peers:
+            return
+        try:
+            self._peers[peer] = self._region_of(hello)
+            self.agent.add_peer(peer, hello.nixl_metadata)
+        except TransferError as error:
+            self._peers.pop(peer, None)
+            logger.warning("cannot connect to %r: %s", peer, error)
+
+    def _region_of(self, hello: Hello) -> Region:
+        """Raises `TransferError` for a pool that our pages do not fit into."""
+        if hello.page_bytes != self.region.page_bytes:
+            raise TransferError(f"its pages have {hello.page_bytes} bytes, ours {self.region.page_bytes}")
+        if hello.device not in ("DRAM", "VRAM"):
+            raise TransferError(f"its pool is on {hello.device!r}, not on DRAM or VRAM")
+        return Region(hello.pool_address, hello.page_bytes, hello.num_pages, hello.device, hello.device_id)
+
+    def _lose(self, peer: str, reason: str) -> None:
+        """End every push to `peer` and drop its mappings. Unknown peers are ignored."""
+        if self._peers.pop(peer, None) is None:
+            return
+        for outstanding in [*self._outstanding.values()]:
+            if outstanding.push.peer == peer:
+                self._fail(outstanding, reason, peer_lost=True)
+        self.agent.remove_peer(peer)
+
+    # Pushes
+
+    def _start(self, push: Push) -> None:
+        refusal = self._refusal(push)
+        if refusal is not None:
+            self.outbox.put(refusal)
+            return
+        there = self._peers[push.peer]
+        started = self.clock.now()
+        key = push.key
+        # Digested first: the write then finds the pages in the processor's cache.
+        digests = page_digests(self.pool, push.source, room=key.room, generation=key.generation, first=key.first)
+        descriptors = describe(self.region, push.source, there, push.target)
+        try:
+            write = self.agent.write(push.peer, descriptors, there.device, encode_notification(key))
+        except TransferError as error:
+            self.outbox.put(PushFailed(key=key, reason=str(error), peer_lost=True))
+            self._lose(push.peer, str(error))
+            return
+        self._outstanding[key] = _Outstanding(push=push, write=write, digests=digests, started=started)
+
+    def _refusal(self, push: Push) -> PushFailed | None:
+        there = self._peers.get(push.peer)
+        if there is None:
+            return PushFailed(key=push.key, reason=f"not connected to {push.peer}", peer_lost=True)
+        if self.clock.now() >= push.start_before:
+            return PushFailed(key=push.key, reason="the grant expired", peer_lost=False)
+        outside = next((page for page in push.target if not 0 < page < there.num_pages), None)
+        if outside is not None:
+            reason = f"page {outside} was granted, the pool of {push.peer} has pages 1 to {there.num_pages - 1}"
+            return PushFailed(key=push.key, reason=reason, peer_lost=False)
+        return None
+
+    def _progress(self, outstanding: _Outstanding) -> None:
+        key = outstanding.push.key
+        if key not in self._outstanding:
+            return
+        try:
+            done = self.agent.progress(outstanding.write)
+        except TransferError as error:
+            self._lose(outstanding.push.peer, str(error))
+            return
+        if done:
+            del self._outstanding[key]
+            self.agent.release(outstanding.write)
+            seconds = self.clock.now() - outstanding.started
+            self.outbox.put(PushDone(key=key, digests=outstanding.digests, seconds=seconds))
+
+    def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:
+        del self._outstanding[outstanding.push.key]
+        self.agent.release(outstanding.write)
+        self.outbox.put(PushFailed(key=outstanding.push.key, reason=reason, peer_lost=peer_lost))
+
+    # Arrivals
+
+    def _arrived(self, writer: str, notification: bytes) -> None:
+        try:
+            key = decode_notification(notification)
+        except WireError as error:
+            logger.warning("notification from %r dropped: %s", writer, error)
+            return
+        self.outbox.put(Arrived(key=key, writer=writer))

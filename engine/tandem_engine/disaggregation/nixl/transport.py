@@ -1,0 +1,95 @@
+"""`KvTransport` over NIXL: cuda_ipc or RDMA between GPUs, shared memory or TCP between CPUs.
+
+This half runs on the scheduler thread and only exchanges messages with `TransferThread`.
+"""
+
+import queue
+
+from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.nixl.agent import NixlAgent
+from tandem_engine.disaggregation.nixl.layout import Region
+from tandem_engine.disaggregation.nixl.thread import (
+    Command,
+    Connect,
+    Digest,
+    Expect,
+    Forget,
+    Outbox,
+    StartPush,
+    Stop,
+    TransferThread,
+)
+from tandem_engine.disaggregation.transport import PagePool, Push, TransportEvent
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import Hello
+from tandem_engine.names import DUMMY_PAGE, PageId
+
+CLOSE_TIMEOUT = 5.0
+"""Seconds for the thread to finish the write it is in."""
+
+
+class NixlTransport:
+    """Registers `pool` and serves it to peers under the name of this incarnation."""
+
+    def __init__(self, *, me: Peer, pool: PagePool, clock: Clock) -> None:
+        """Raises `TransportUnavailableError` when NIXL is not installed or cannot start here."""
+        self._region = region_of(pool)
+        agent = NixlAgent(me.incarnation, self._region)
+        self._hello = Hello(
+            sender=me,
+            nixl_metadata=agent.metadata,
+            pool_address=self._region.address,
+            page_bytes=self._region.page_bytes,
+            num_pages=self._region.num_pages,
+            device=self._region.device,
+            device_id=self._region.device_id,
+        )
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._outbox = Outbox()
+        self._expected = 0
+        self._closed = False
+        self._thread = TransferThread(
+            agent=agent, pool=pool, region=self._region, clock=clock, inbox=self._inbox, outbox=self._outbox
+        ).start()
+
+    def hello(self) -> Hello:
+        return self._hello
+
+    def connect(self, hello: Hello) -> None:
+        self._inbox.put(Connect(hello))
+
+    def forget(self, incarnation: str) -> None:
+        self._inbox.put(Forget(incarnation))
+
+    def push(self, push: Push) -> None:
+        self._inbox.put(StartPush(push))
+
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
+        self._inbox.put(Digest(room, generation, pages))
+
+    def expect(self, transfers: int) -> None:
+        if transfers != self._expected:
+            self._expected = transfers
+            self._inbox.put(Expect(transfers))
+
+    def poll(self) -> list[TransportEvent]:
+        return self._outbox.take()
+
+    def fileno(self) -> int:
+        return self._outbox.fileno()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._inbox.put(Stop())
+        self._thread.join(CLOSE_TIMEOUT)
+        if not self._thread.is_alive():
+            self._outbox.close()
+
+
+def region_of(pool: PagePool) -> Region:
+    """Where a pool lies, in NIXL's terms."""
+    device = pool.page_view(DUMMY_PAGE).device
+    kind = "VRAM" if device.type == "cuda" else "DRAM"
+    return Region(pool.address, pool.page_bytes, pool.num_pages, kind, device.index or 0)

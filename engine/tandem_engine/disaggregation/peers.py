@@ -1,0 +1,123 @@
+"""Messages between engines: one inbound socket, one outbound socket per peer incarnation.
+
+Life of a channel to a peer
+    1. opened    by the first message to that incarnation, at the endpoint the gateway or the peer named
+    2. used      sends never block; what a peer does not read is dropped and the caller told
+    3. closed    when the incarnation is fenced: superseded by a newer one, or its lease gone
+
+Inbound messages are trusted to come from this deployment (CURVE) but not to be current or well formed:
+those of a superseded incarnation, of an engine whose KV has another shape, or granted to another writer
+are counted and dropped here, so that the stages only see what concerns this engine (RELIABILITY B2.3).
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem_engine.disaggregation.incarnations import Incarnations
+from tandem_engine.errors import WireError
+from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import PeerMessage, WriteGrant
+
+logger = logging.getLogger(__name__)
+
+PeerInbound = RouterChannel[PeerMessage, PeerMessage]
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """A newer incarnation of the same worker has spoken: this one is dead."""
+
+    incarnation: str
+
+
+PeerEvent = PeerMessage | Superseded
+
+
+class PeerLink(Protocol):
+    """How the stages talk to other engines. Scheduler thread only; nothing blocks."""
+
+    @property
+    def me(self) -> Peer:
+        """This engine, as peers know it."""
+        ...
+
+    def send(self, peer: Peer, message: PeerMessage) -> bool:
+        """False when the message will certainly not arrive: dead incarnation or full queue."""
+        ...
+
+    def receive(self) -> Iterator[PeerEvent]:
+        """What has come since the last call, in order."""
+        ...
+
+    def fence(self, incarnation: str) -> None:
+        """The peer is gone: close the channel to it. Idempotent."""
+        ...
+
+
+class PeerChannels:
+    """`PeerLink` over ZMQ."""
+
+    def __init__(self, *, context: IpcContext, inbound: PeerInbound, me: Peer) -> None:
+        self._context = context
+        self._me = me
+        self._incarnations = Incarnations()
+        self._channels: dict[str, DealerChannel[PeerMessage]] = {}
+        self.inbound = inbound
+        """Owned by the caller's event loop for polling; closed here."""
+        self._dropped = 0
+
+    @property
+    def me(self) -> Peer:
+        return self._me
+
+    @property
+    def refused(self) -> int:
+        """Messages dropped since start: undecodable, stale, incompatible, or for somebody else."""
+        return self._dropped + self.inbound.refused
+
+    def send(self, peer: Peer, message: PeerMessage) -> bool:
+        if self._incarnations.is_superseded(peer):
+            return False
+        channel = self._channels.get(peer.incarnation)
+        if channel is None:
+            channel = DealerChannel(self._context, peer.endpoint, outbound=PeerMessage)
+            self._channels[peer.incarnation] = channel
+        return channel.send(message)
+
+    def receive(self) -> Iterator[PeerEvent]:
+        for _, message in self.inbound.receive():
+            try:
+                yield from self._admit(message)
+            except WireError as error:
+                self._drop(message, str(error))
+
+    def fence(self, incarnation: str) -> None:
+        channel = self._channels.pop(incarnation, None)
+        if channel is not None:
+            channel.close()
+
+    def close(self) -> None:
+        """Close every socket. Idempotent."""
+        for incarnation in [*self._channels]:
+            self.fence(incarnation)
+        self.inbound.close()
+
+    def _admit(self, message: PeerMessage) -> Iterator[PeerEvent]:
+        sender = message.sender
+        if sender.compat_hash != self._me.compat_hash:
+            raise WireError(f"its KV has shape {sender.compat_hash}, ours {self._me.compat_hash}")
+        if isinstance(message, WriteGrant) and message.writer != self._me.incarnation:
+            raise WireError(f"granted to {message.writer}")
+        accepted, superseded = self._incarnations.observe(sender)
+        if not accepted:
+            raise WireError("a newer incarnation of this worker has spoken")
+        if superseded is not None:
+            yield Superseded(superseded)
+        yield message
+
+    def _drop(self, message: PeerMessage, why: str) -> None:
+        self._dropped += 1
+        logger.warning("dropped %s from %r: %s", type(message).__name__, message.sender.incarnation, why)

@@ -1,0 +1,283 @@
+"""The sending side of a handoff: a prompt computed here continues on a peer.
+
+Life of a request with `handoff.side` SEND
+
+    accept ─▶ 1. computing ───────▶ 2. inflight ─────▶ 3. handed over
+              (scheduler's queues)  (kept here)
+                   │                     │
+                   └─────────────────────┴───────────▶ given up: the peer is told (T63, T64)
+
+    1. computing    like any other request. Each settled chunk is pushed into the granted pages at once,
+                    whole pages first; a grant that comes late finds everything settled so far
+    2. inflight     the prompt is computed and its first token streamed; the request keeps row and pages
+                    until the last push is done, at most `hold_timeout` for the grant to come and then
+                    for as long as the grant is good
+    3. handed over  the handoff record is out, the memory given back
+
+The client has its first token whatever becomes of the transfer, so a failure here ends nothing for it:
+the peer is told, fails its request as retryable, and the gateway sends prompt and tokens elsewhere.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tandem_engine.config import DisaggConfig
+from tandem_engine.disaggregation.counters import TransferCounters
+from tandem_engine.disaggregation.drains import AckDue, ClosedRooms, DrainBook
+from tandem_engine.disaggregation.failures import ABORTED
+from tandem_engine.disaggregation.grants import EarlyGrants, Grant
+from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.peers import PeerLink
+from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.disaggregation.send_room import SendRoom
+from tandem_engine.disaggregation.transport import KvTransport, PushDone, PushFailed
+from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
+from tandem_engine.messages.transfer import DrainAck, HandoffRecord, Hello, TransferAborted, WriteGrant
+from tandem_engine.names import RequestId
+from tandem_engine.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+PUSH_BYTES = 16 << 20
+"""Largest push. Long enough to run at full speed, short enough that an abort soon finds nothing outstanding."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PrefillStage:
+    """Requests whose KV goes to a peer. Scheduler thread only."""
+
+    host: StageHost
+    transport: KvTransport
+    peers: PeerLink
+    config: DisaggConfig
+    page_bytes: int
+    early: EarlyGrants
+    drains: DrainBook
+    closed: ClosedRooms
+    counters: TransferCounters
+    _rooms: dict[RoomKey, SendRoom] = field(default_factory=dict)
+    """Open rooms: computing and inflight."""
+    _kept: dict[RequestId, Request] = field(default_factory=dict)
+    """Requests in stage 2, those whose room was closed meanwhile included."""
+
+    # Called by the scheduler, through `HandoffStage`.
+
+    def open_room(self, req: Request) -> None:
+        """`req` is about to wait for its computation; if it is to be sent, note where."""
+        handoff = _sends(req)
+        if handoff is None:
+            return
+        key = room_key(handoff.room, handoff.generation)
+        if key in self.closed or key in self._rooms:
+            return
+        room = SendRoom(key=key, req=req, peer=handoff.peer, total=req.seq_len)
+        self._rooms[key] = room
+        grant = self.early.take(key)
+        if grant is not None:
+            self._attach(room, grant)
+
+    def chunk_settled(self, req: Request) -> None:
+        """More of the prompt is settled: push it."""
+        room = self._room_of(req)
+        if room is not None:
+            self._push(room)
+
+    def prefill_settled(self, req: Request) -> bool:
+        """Keep `req` until its KV is out, unless its first token was its last."""
+        if _sends(req) is None:
+            return False
+        room = self._room_of(req)
+        if req.finished is not None:
+            if room is not None:
+                self._close(room, "the output ended with its first token", finished=True)
+            return False
+        self._kept[req.rid] = req
+        if room is not None:
+            room.keep_until = self.host.clock.now() + self.config.hold_timeout
+            self._push(room)
+        return True
+
+    def tick(self) -> bool:
+        """Let time pass: hand over what is complete, give up what is overdue. True if anything moved."""
+        self.early.drop_expired()
+        now = self.host.clock.now()
+        for room in [*self._rooms.values()]:
+            if room.complete and room.keep_until is not None:
+                self._hand_over(room)
+            elif (overdue := self._overdue(room, now)) is not None:
+                self._fail(room, overdue)
+            else:
+                self._push(room)
+        return self._release_closed()
+
+    def abort(self, rid: RequestId) -> bool:
+        """End a request that is kept here. False when it is not."""
+        req = self._kept.pop(rid, None)
+        if req is None:
+            return False
+        self.host.finish(req, ABORTED)
+        return True
+
+    def aborted(self, req: Request) -> None:
+        """`req` ended somewhere in the scheduler, perhaps at admission: the peer must know (T63, T64)."""
+        handoff = _sends(req)
+        if handoff is None:
+            return
+        key = room_key(handoff.room, handoff.generation)
+        room = self._rooms.get(key)
+        if room is not None and room.req is req:
+            self._close(room, "the prefill worker's request ended")
+        elif room is None and key not in self.closed:
+            self.closed.add(key)
+            self._tell(handoff.peer, key, "the prefill worker refused the request")
+
+    def live(self) -> Iterator[Request]:
+        """Requests kept here."""
+        yield from self._kept.values()
+
+    # What peers and the transport report.
+
+    def on_hello(self, hello: Hello) -> None:
+        """A peer tells where its pool is."""
+        self.transport.connect(hello)
+
+    def on_grant(self, message: WriteGrant) -> None:
+        """A peer allows writes. Rooms the gateway has not told us about yet wait a while."""
+        grant = Grant.received(message, self.host.clock)
+        room = self._rooms.get(grant.key)
+        if grant.key in self.closed:
+            self._tell(grant.receiver, grant.key, "the room is closed")
+        elif room is None:
+            self.early.keep(grant)
+        elif room.grant is None:
+            self._attach(room, grant)
+        else:
+            self.counters.ignored += 1
+
+    def on_push_done(self, event: PushDone) -> None:
+        """Bytes are out."""
+        self._send_ack(self.drains.ended(event.key))
+        room = self._rooms.get(room_key(event.key.room, event.key.generation))
+        if room is not None and not room.done(event.key, event.digests):
+            self._fail(room, "pages were freed while they were being sent")
+
+    def on_push_failed(self, event: PushFailed) -> None:
+        """A push will write no more. With a lost peer, every push to it reports so."""
+        self._send_ack(self.drains.ended(event.key))
+        room = self._rooms.get(room_key(event.key.room, event.key.generation))
+        if room is not None:
+            del room.outstanding[event.key]
+            self._fail(room, event.reason)
+
+    def on_abort(self, message: TransferAborted) -> None:
+        """The receiver is done with the room: push no more, and ack once nothing is outstanding."""
+        key = room_key(message.room, message.generation)
+        room = self._rooms.get(key)
+        if room is None or room.peer.incarnation == message.sender.incarnation:
+            self.early.take(key)
+            self.closed.add(key)
+            self._rooms.pop(key, None)
+        self._send_ack(self.drains.ask(key, message.sender))
+
+    def peer_gone(self, incarnation: str) -> None:
+        """The peer is fenced: nobody will read what is sent to it (T74)."""
+        for room in [room for room in self._rooms.values() if room.peer.incarnation == incarnation]:
+            self._fail(room, f"decode worker {incarnation} is gone")
+        self.early.drop_from(incarnation)
+        self.drains.drop(incarnation)
+
+    # Pushing.
+
+    def _attach(self, room: SendRoom, grant: Grant) -> None:
+        problem = grant.problem(tokens=room.total, page_size=self.host.memory.page_size, peer=room.peer.incarnation)
+        if problem is not None:
+            self._fail(room, problem)
+            return
+        room.grant = grant
+        self._push(room)
+
+    def _push(self, room: SendRoom) -> None:
+        max_pages = max(1, PUSH_BYTES // self.page_bytes)
+        while (push := room.next_push(max_pages)) is not None:
+            room.started(push)
+            self.drains.started(push.key, push.peer)
+            self.transport.push(push)
+
+    def _hand_over(self, room: SendRoom) -> None:
+        req, grant = room.req, room.grant
+        assert grant is not None, f"room {room.key} is complete without a grant"
+        resumed_len = room.total - req.prompt_len
+        record = HandoffRecord(
+            room=room.key.room,
+            generation=room.key.generation,
+            sender=self.peers.me,
+            first_token=grant.first_token,
+            pages=len(grant.pages),
+            digests=room.all_digests(),
+            output_ids=tuple(req.output_ids[resumed_len:]),
+            logprobs=tuple(req.logprobs) if req.sampling.logprobs is not None else None,
+            cached_tokens=req.cached_tokens,
+        )
+        if self.peers.send(room.peer, record):
+            self._forget(room)
+        else:
+            self._fail(room, "the decode worker does not take messages")
+
+    # Every way to end.
+
+    def _overdue(self, room: SendRoom, now: float) -> str | None:
+        if room.grant is not None and now >= room.grant.expires:
+            return "the grant expired"
+        if room.grant is None and room.keep_until is not None and now >= room.keep_until:
+            return "no grant came"
+        return None
+
+    def _fail(self, room: SendRoom, reason: str) -> None:
+        self.counters.failed += 1
+        logger.warning("room %r: not handed to %s: %s", str(room.key), room.peer.incarnation, reason)
+        self._close(room, reason)
+
+    def _close(self, room: SendRoom, reason: str, *, finished: bool = False) -> None:
+        self._forget(room)
+        self._tell(room.peer, room.key, reason, finished=finished)
+
+    def _forget(self, room: SendRoom) -> None:
+        del self._rooms[room.key]
+        self.closed.add(room.key)
+
+    def _release_closed(self) -> bool:
+        """Let go of kept requests whose room is closed, handed over or not."""
+        leaving = [req for req in self._kept.values() if self._room_of(req) is None]
+        for req in leaving:
+            del self._kept[req.rid]
+            self.host.release(req)
+        return bool(leaving)
+
+    def _send_ack(self, due: AckDue | None) -> None:
+        if due is not None:
+            key, peer = due
+            self.peers.send(peer, DrainAck(room=key.room, generation=key.generation, sender=self.peers.me))
+
+    def _tell(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> None:
+        self.peers.send(
+            peer,
+            TransferAborted(
+                room=key.room,
+                generation=key.generation,
+                sender=self.peers.me,
+                side=HandoffSide.SEND,
+                reason=reason,
+                finished=finished,
+            ),
+        )
+
+    def _room_of(self, req: Request) -> SendRoom | None:
+        handoff = _sends(req)
+        room = None if handoff is None else self._rooms.get(room_key(handoff.room, handoff.generation))
+        return room if room is not None and room.req is req else None
+
+
+def _sends(req: Request) -> Handoff | None:
+    handoff = req.handoff
+    return handoff if handoff is not None and handoff.side is HandoffSide.SEND else None

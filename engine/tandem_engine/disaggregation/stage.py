@@ -1,0 +1,171 @@
+"""Both sides of handoffs as one queue stage.
+
+Every engine has both: which one a request meets is written in its `handoff`, and a role is only what the
+router offers to a worker. This is where messages from peers and events of the transport are told apart.
+
+    gateway request ─▶ accept ─┬─ RECEIVE ─▶ DecodeStage
+                               └─ SEND ────▶ PrefillStage
+    peer message, transport event ─▶ poll ─▶ the side that it concerns
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Self
+
+from tandem_engine.config import DisaggConfig
+from tandem_engine.disaggregation.counters import TransferCounters
+from tandem_engine.disaggregation.decode import DecodeStage
+from tandem_engine.disaggregation.drains import ClosedRooms, DrainBook
+from tandem_engine.disaggregation.grants import EarlyGrants
+from tandem_engine.disaggregation.holds import HoldTable
+from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
+from tandem_engine.disaggregation.prealloc import PreallocQueue
+from tandem_engine.disaggregation.prefill import PrefillStage
+from tandem_engine.disaggregation.transport import (
+    Arrived,
+    Digests,
+    KvTransport,
+    PushDone,
+    PushFailed,
+    TransportEvent,
+)
+from tandem_engine.messages.requests import HandoffSide
+from tandem_engine.messages.transfer import DrainAck, HandoffRecord, Hello, TransferAborted, WriteGrant
+from tandem_engine.names import PageId, RequestId
+from tandem_engine.scheduler.request import Request
+
+
+@dataclass(kw_only=True, slots=True)
+class HandoffStage:
+    """The `QueueStage` of disaggregation. Attach it to the scheduler it was built for."""
+
+    prefill: PrefillStage
+    decode: DecodeStage
+    transport: KvTransport
+    peers: PeerLink
+    counters: TransferCounters
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        host: StageHost,
+        transport: KvTransport,
+        peers: PeerLink,
+        config: DisaggConfig,
+        page_bytes: int,
+    ) -> Self:
+        """Both sides around one transport, one set of peers and one set of counters."""
+        counters = TransferCounters()
+        prefill = PrefillStage(
+            host=host,
+            transport=transport,
+            peers=peers,
+            config=config,
+            page_bytes=page_bytes,
+            early=EarlyGrants(clock=host.clock),
+            drains=DrainBook(),
+            closed=ClosedRooms(),
+            counters=counters,
+        )
+        holds = HoldTable(clock=host.clock, give_back=host.memory.give_back, drain_timeout=config.drain_timeout)
+        decode = DecodeStage(
+            host=host,
+            transport=transport,
+            peers=peers,
+            config=config,
+            page_bytes=page_bytes,
+            prealloc=PreallocQueue(host=host),
+            holds=holds,
+            counters=counters,
+        )
+        return cls(prefill=prefill, decode=decode, transport=transport, peers=peers, counters=counters)
+
+    # QueueStage
+
+    def accept(self, req: Request) -> bool:
+        if self.decode.accept(req):
+            return True
+        self.prefill.open_room(req)
+        return False
+
+    def poll(self) -> bool:
+        events = [*self.peers.receive()]
+        for event in events:
+            self._on_peer(event)
+        outcomes = self.transport.poll()
+        for outcome in outcomes:
+            self._on_transport(outcome)
+        handed_over = self.prefill.tick()
+        moved = self.decode.tick()
+        self.transport.expect(self.decode.holds.open_transfers())
+        return bool(events or outcomes or handed_over or moved)
+
+    def chunk_settled(self, req: Request) -> None:
+        self.prefill.chunk_settled(req)
+
+    def prefill_settled(self, req: Request) -> bool:
+        return self.prefill.prefill_settled(req)
+
+    def aborted(self, req: Request) -> None:
+        self.decode.aborted(req)
+        self.prefill.aborted(req)
+
+    def abort(self, rid: RequestId) -> bool:
+        return self.decode.abort(rid) or self.prefill.abort(rid)
+
+    def live(self) -> Iterator[Request]:
+        return chain(self.decode.live(), self.prefill.live())
+
+    def held_pages(self) -> Iterator[PageId]:
+        return self.decode.holds.held_pages()
+
+    # The owner of the loop
+
+    def peer_gone(self, incarnation: str) -> None:
+        """The worker service or a successor says that this incarnation is dead. Idempotent."""
+        self.decode.peer_gone(incarnation)
+        self.prefill.peer_gone(incarnation)
+        self.transport.forget(incarnation)
+        self.peers.fence(incarnation)
+
+    def transferring(self) -> int:
+        """Requests that wait here for KV from a peer."""
+        return sum(1 for _ in self.decode.live())
+
+    def inflight(self) -> int:
+        """Requests kept here until a peer has their KV."""
+        return sum(1 for _ in self.prefill.live())
+
+    def quarantined_pages(self) -> int:
+        return self.decode.holds.quarantined_pages()
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        match event:
+            case Hello():
+                self.prefill.on_hello(event)
+            case WriteGrant():
+                self.prefill.on_grant(event)
+            case HandoffRecord():
+                self.decode.on_record(event)
+            case DrainAck():
+                self.decode.on_ack(event)
+            case TransferAborted(side=HandoffSide.SEND):
+                self.decode.on_abort(event)
+            case TransferAborted():
+                self.prefill.on_abort(event)
+            case Superseded(incarnation):
+                self.peer_gone(incarnation)
+
+    def _on_transport(self, event: TransportEvent) -> None:
+        match event:
+            case PushDone():
+                self.prefill.on_push_done(event)
+            case PushFailed():
+                self.prefill.on_push_failed(event)
+            case Arrived():
+                self.decode.on_arrived(event)
+            case Digests():
+                self.decode.on_digests(event)

@@ -1,0 +1,116 @@
+"""A model that reads its KV: any mistake with rows and pages becomes a wrong token.
+
+The "KV" of a token is (token id, position). Attention reads slots [0, seq_len) through the page table,
+as real attention does, and the next token is a hash of what it found. A stale row, a page that two
+requests share, a double free or a late write changes the hash, so a test that compares outputs with
+`next_token` over the plain history finds it in milliseconds.
+
+Positions are hashed too: a page of the right tokens in the wrong place is also wrong.
+"""
+
+import struct
+from collections.abc import Sequence
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult, SampledLogprobs, SamplingBatch
+from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.names import DUMMY_PAGE
+
+
+def make_fake_pool(*, num_pages: int, page_size: int) -> KvPool:
+    """A pool whose K is a token id and whose V is a position. Page-major, so transfers can move its pages."""
+    return KvPool(
+        num_pages=num_pages,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        page_size=page_size,
+        dtype=torch.int64,
+        device="cpu",
+    )
+
+
+def next_token(
+    history: Sequence[int], *, vocab_size: int, noise: tuple[int, int] | None = None, suppress: Sequence[int] = ()
+) -> int:
+    """The token after `history`. `noise` is (seed, position) when sampling, None when greedy."""
+    tokens = np.asarray(history, dtype=np.int64)
+    digest = _digest(tokens, np.arange(len(tokens), dtype=np.int64))
+    return _token(digest, vocab_size, noise, suppress)
+
+
+class FakeModel:
+    """Runs `ForwardBatch`es over a fake pool. Batches run one after the other, in launch order."""
+
+    def __init__(self, *, pool: KvPool, vocab_size: int, max_rows: int = 1024) -> None:
+        self.pool = pool
+        self.vocab_size = vocab_size
+        self.forwards = 0
+        self._future_map = FutureMap(max_rows, debug=True)
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
+        """Store, attend, sample, publish."""
+        self.forwards += 1
+        self._store(batch)
+        tokens = tuple(self._sample(batch, index) for index in range(len(batch.sample_index)))
+        self._future_map.publish(batch.rows[batch.sample_index], torch.tensor(tokens, dtype=torch.int64))
+        return ForwardResult(step=batch.step, next_token_ids=tokens, logprobs=self._logprobs(batch.sampling, tokens))
+
+    def _store(self, batch: ForwardBatch) -> None:
+        slots = batch.out_cache_loc
+        assert len({*slots.tolist()}) == slots.numel(), f"step {batch.step} writes a slot twice"
+        assert int(slots.min()) // self.pool.page_size > DUMMY_PAGE, f"step {batch.step} writes to the dummy page"
+        ids = self._resolved(batch)
+        self.pool.store(0, ids.view(-1, 1, 1), batch.positions.view(-1, 1, 1), slots)
+
+    def _resolved(self, batch: ForwardBatch) -> torch.Tensor:
+        # torch's repeat_interleave starts a thread team, which costs a tiny batch more than all the rest.
+        rows = np.repeat(batch.rows.numpy(), batch.extend_lens.numpy())
+        return self._future_map.resolve(batch.input_ids, torch.from_numpy(rows))
+
+    def _sample(self, batch: ForwardBatch, index: int) -> int:
+        sampling = batch.sampling
+        greedy = sampling.all_greedy or float(sampling.temperature[index]) == 0.0
+        position = int(sampling.position[index])
+        sequence = int(batch.sample_index[index])
+        length = int(batch.seq_lens[sequence])
+        assert position == length, f"step {batch.step} samples position {position} after {length} tokens"
+        return _token(
+            self._read(batch.page_table[sequence], length),
+            self.vocab_size,
+            None if greedy else (int(sampling.seed[index]), position),
+            sampling.suppress[index] if sampling.suppress else (),
+        )
+
+    def _read(self, page_table: torch.Tensor, length: int) -> int:
+        """Digest of the KV of one sequence, as it stands in the pool now."""
+        pages = page_table[: -(-length // self.pool.page_size)].long()
+        keys, values = self.pool.key_value(0)
+        tokens, positions = keys[pages].view(-1)[:length], values[pages].view(-1)[:length]
+        return _digest(tokens.numpy(), positions.numpy())
+
+    def _logprobs(self, sampling: SamplingBatch, tokens: Sequence[int]) -> tuple[SampledLogprobs | None, ...]:
+        pairs = zip(sampling.logprobs, tokens, strict=False)
+        return tuple(None if wanted < 0 else self._logprob(token, wanted) for wanted, token in pairs)
+
+    def _logprob(self, token: int, wanted: int) -> SampledLogprobs:
+        top = tuple(((token + i) % self.vocab_size, -1.0 - i) for i in range(wanted))
+        return SampledLogprobs(logprob=-1.0 - token / self.vocab_size, top=top)
+
+
+def _digest(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> int:
+    return crc32(positions.tobytes(), crc32(tokens.tobytes()))
+
+
+def _token(digest: int, vocab_size: int, noise: tuple[int, int] | None, suppress: Sequence[int]) -> int:
+    if noise is not None:
+        digest = crc32(struct.pack("<qq", *noise), digest)
+    token = digest % vocab_size
+    while token in suppress:
+        token = (token + 1) % vocab_size
+    return token

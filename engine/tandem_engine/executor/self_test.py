@@ -1,0 +1,125 @@
+"""Does this model compute, and how fast? Asked once, before anybody depends on the engine.
+
+    1. kernels are compiled
+    2. a random prompt runs on pages the caller lends; its logits must be finite and not all the same
+       (a checkpoint of NaN, infinities or zeros loads well and serves garbage)
+    3. the same prompt is timed, then a decode step of its last token
+
+Nothing stays behind: the pages get their bytes back, no row is published, nothing is sampled.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem_engine.errors import CheckpointError
+from tandem_engine.executor.runner import ModelRunner
+from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
+from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.names import PADDING_ROW, PageId
+
+PROMPT_TOKENS = 256
+REPEATS = 2
+"""The best of so many is reported; the run that checks the logits has warmed caches before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfTestReport:
+    """What a router may expect of this engine until it has figures of its own."""
+
+    prompt_tokens: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    """One sequence alone, after `prompt_tokens`."""
+
+
+@torch.inference_mode()
+def self_test(
+    runner: ModelRunner,
+    *,
+    pages: Sequence[PageId],
+    page_size: int,
+    vocab_size: int,
+    prompt_tokens: int = PROMPT_TOKENS,
+) -> SelfTestReport:
+    """Run on `pages`, at least one, which nobody else uses meanwhile.
+
+    Args:
+        prompt_tokens: upper bound; no more are run than fit the pages.
+
+    Raises:
+        CheckpointError: the logits are not those of a working model.
+    """
+    assert pages, "a self-test needs a page"
+    length = min(prompt_tokens, len(pages) * page_size)
+    prompt = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+    extend = _batch(prompt, pages, page_size, extend_len=length)
+    decode = _batch(prompt, pages, page_size, extend_len=1)
+    runner.backend.warm_up()
+    before = _save(runner.pool, pages)
+    try:
+        check_logits(runner.logits(extend))
+        prefill_s = _best_time(runner, extend)
+        decode_s = _best_time(runner, decode)
+    finally:
+        _restore(runner.pool, pages, before)
+    return SelfTestReport(prompt_tokens=length, prefill_tokens_per_s=length / prefill_s, decode_step_s=decode_s)
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise `CheckpointError` for logits [S, V] that no working model gives."""
+    if not bool(logits.isfinite().all()):
+        raise CheckpointError("the model computes NaN or infinite logits: its weights are damaged")
+    if bool((logits == logits[:, :1]).all()):
+        raise CheckpointError("the model gives every token the same logit: its weights are zero or damaged")
+
+
+def _batch(prompt: Tensor, pages: Sequence[PageId], page_size: int, *, extend_len: int) -> ForwardBatch:
+    """The last `extend_len` tokens of `prompt` as one sequence on `pages`."""
+    length = len(prompt)
+    positions = torch.arange(length - extend_len, length)
+    page_table = torch.tensor([list(pages)], dtype=torch.int32)
+    is_decode = extend_len == 1
+    return ForwardBatch(
+        step=0,
+        mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
+        input_ids=prompt[-extend_len:],
+        positions=positions,
+        out_cache_loc=page_table[0, positions // page_size].long() * page_size + positions % page_size,
+        rows=torch.tensor([PADDING_ROW]),
+        seq_lens=torch.tensor([length]),
+        extend_lens=torch.tensor([extend_len]),
+        page_table=page_table,
+        num_extend=0 if is_decode else 1,
+        sample_index=torch.tensor([0]),
+        sampling=_no_sampling(),
+    )
+
+
+def _no_sampling() -> SamplingBatch:
+    empty, none = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    return SamplingBatch(
+        temperature=empty, top_k=none, top_p=empty, min_p=empty, seed=none, position=none, all_greedy=True
+    )
+
+
+def _best_time(runner: ModelRunner, batch: ForwardBatch) -> float:
+    """Seconds of the fastest of `REPEATS` runs."""
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        runner.logits(batch)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _save(pool: KvPool, pages: Sequence[PageId]) -> Tensor:
+    return pool.data[list(pages)]
+
+
+def _restore(pool: KvPool, pages: Sequence[PageId], data: Tensor) -> None:
+    pool.data[list(pages)] = data

@@ -1,0 +1,55 @@
+"""Tokens that the device has sampled and the host has not seen.
+
+    step N     publish: table[row] = sampled token             forward thread, right after sampling
+    step N+1   was planned before: its input ids say RESOLVE
+               resolve: RESOLVE ids are read from table[row]   forward thread, before the model runs
+
+Steps run in launch order on one thread or stream, so a row needs room for one token only. A row that is
+recycled is published anew before anybody resolves it; row 0 is padding.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch
+
+_CONSUMED = -1
+
+
+class FutureMap:
+    """The last sampled token of each `req_pool_idx`.
+
+    Args:
+        max_rows: rows besides padding; the largest usable `req_pool_idx`.
+        debug: poison what was read, and assert that nothing is read twice or before it was published.
+            Costs a device sync per step.
+    """
+
+    def __init__(self, max_rows: int, *, device: torch.device | str = "cpu", debug: bool = False) -> None:
+        self._tokens = torch.full((max_rows + 1,), _CONSUMED, dtype=torch.int64, device=device)
+        self._debug = debug
+
+    def resolve(self, input_ids: Tensor, token_rows: Tensor) -> Tensor:
+        """Input ids [T] with every RESOLVE replaced by the token of its row; `token_rows` is [T]."""
+        pending = input_ids == RESOLVE
+        resolved = torch.where(pending, self._tokens[token_rows], input_ids)
+        if self._debug:
+            self._consume(token_rows[pending])
+        return resolved
+
+    def publish(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Remember the sampled `token_ids` [S] of `rows` [S]."""
+        self._tokens[rows] = token_ids
+
+    def _consume(self, rows: Tensor) -> None:
+        missing = rows[self._tokens[rows] == _CONSUMED].tolist()
+        assert not missing, f"rows {missing} have no token to resolve: consumed already, or never published"
+        assert len(set(rows.tolist())) == len(rows), f"a row is resolved twice in one step: {rows.tolist()}"
+        self._tokens[rows] = _CONSUMED
+
+
+def token_rows(batch: ForwardBatch) -> Tensor:
+    """[T] the row of each token."""
+    if batch.num_extend == 0:
+        return batch.rows
+    return batch.rows.repeat_interleave(batch.extend_lens, output_size=batch.num_tokens)

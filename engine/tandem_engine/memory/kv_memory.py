@@ -1,0 +1,186 @@
+"""Rows, pages and prefix cache as one: all that the scheduler and the transfer stages need of KV memory.
+
+Life of a request's KV
+    1. begin        a row, and the longest cached prefix, locked
+    2. ensure       private pages for the tokens of the next step; the cache makes room
+    3. commit       the step settled: KV up to here may be sent, cached or reused
+    4. checkpoint   whole settled pages go to the cache while the request runs on (any number of times)
+    5. release      row, lock and private pages go back, after a last checkpoint if asked for
+       detach       the same, but private pages go to a transfer hold, and from there to `give_back`
+
+    tokens:  0 ........ cache_protected_len ........ committed_len ........ allocated_len
+    pages:   tree, locked by the request | private, content valid | private, content pending
+
+`release` and `detach` are the only ways out, and a second one is a bug (T37). Steps in flight are
+respected through `after_step`, the newest launched step with the request in it (None: no step in
+flight has it): what it may still write to waits in the fence (T77). The lock is given back at once, for
+such a step only reads the tree's pages and what it computes for this request is dropped.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from tandem_engine.memory.allocator import PageAllocator
+from tandem_engine.memory.prefix_cache import PrefixCache
+from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.memory.rows import ReqToTokenPool
+from tandem_engine.names import PageId
+
+
+@dataclass(kw_only=True, slots=True)
+class KvMemory:
+    """Moves pages between free list, tree, requests and holds. Scheduler thread only."""
+
+    rows: ReqToTokenPool
+    allocator: PageAllocator
+    cache: PrefixCache
+    page_size: int
+
+    def available_pages(self) -> int:
+        """Pages that `ensure` could get now: free or evictable. Fenced pages do not count."""
+        return self.allocator.available + self.cache.evictable_pages()
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def pages_of(self, kv: RequestKv) -> tuple[PageId, ...]:
+        """Pages of `kv` in token order, the tree's first."""
+        return tuple(kv.pages)
+
+    def cached_len(self, token_ids: Sequence[int], *, salt: str, max_match: int) -> int:
+        """Tokens that `begin` would find. Changes nothing."""
+        return self.cache.peek(token_ids, salt=salt, max_tokens=max_match) * self.page_size
+
+    def begin(self, token_ids: Sequence[int], *, salt: str, max_match: int) -> RequestKv | None:
+        """Take a row and lock the longest cached prefix of at most `max_match` tokens.
+
+        The caller passes the length less one, so that at least one token is computed (T33). None when
+        every row is taken; nothing is held then, nor after an exception (T36).
+        """
+        with ExitStack() as undo:
+            row = self.rows.alloc()
+            if row is None:
+                return None
+            undo.callback(self.rows.free, row)
+            match = self.cache.match(token_ids, salt=salt, max_tokens=max_match)
+            undo.callback(self.cache.unlock, match.lock)
+            self.rows.write(row, 0, match.pages)
+            undo.pop_all()
+        matched = len(match.pages) * self.page_size
+        return RequestKv(
+            row=row,
+            salt=salt,
+            page_size=self.page_size,
+            pages=list(match.pages),
+            cache_protected_len=matched,
+            committed_len=matched,
+            lock=match.lock,
+        )
+
+    def ensure(self, kv: RequestKv, total_tokens: int) -> bool:
+        """Make `kv` hold pages for `total_tokens`, evicting as needed. False, and nothing changed, if it cannot."""
+        self._assert_live(kv)
+        missing = self.pages_for(total_tokens) - len(kv.pages)
+        if missing <= 0:
+            return True
+        pages = self.reserve_pages(missing)
+        if pages is None:
+            return False
+        self.rows.write(kv.row, len(kv.pages), pages)
+        kv.pages += pages
+        return True
+
+    def reserve_pages(self, n: int) -> list[PageId] | None:
+        """Pages for a holder that is no request, until `give_back`. None if eviction cannot make room."""
+        shortfall = n - self.allocator.available
+        if shortfall > self.cache.evictable_pages():
+            return None
+        if shortfall > 0:
+            self.allocator.free(self.cache.evict(shortfall))
+        return self.allocator.alloc(n)
+
+    def commit(self, kv: RequestKv, committed_len: int) -> None:
+        """KV of tokens [0, committed_len) is final."""
+        self._assert_live(kv)
+        assert kv.committed_len <= committed_len <= kv.allocated_len, (
+            f"row {kv.row}: cannot commit {committed_len} tokens with {kv.committed_len} committed "
+            f"and {kv.allocated_len} allocated"
+        )
+        kv.committed_len = committed_len
+
+    def checkpoint(self, kv: RequestKv, token_ids: Sequence[int], *, after_step: int | None = None) -> None:
+        """Give the cache the whole settled pages of `token_ids[:committed_len]`; the request runs on.
+
+        Where the cache already had a page for the same tokens, the request changes over to that one and
+        its own goes back through the fence: a step in flight may still read it.
+        """
+        self._assert_live(kv)
+        whole = kv.committed_len // self.page_size
+        settled = whole * self.page_size
+        assert settled <= len(token_ids), f"row {kv.row}: {settled} settled tokens, {len(token_ids)} ids given"
+        if settled == kv.cache_protected_len:
+            return
+        inserted = self.cache.insert(token_ids[:settled], kv.pages[:whole], salt=kv.salt)
+        self._unlock(kv)
+        kv.lock = inserted.lock
+        kv.pages[: len(inserted.pages)] = inserted.pages
+        kv.cache_protected_len = len(inserted.pages) * self.page_size
+        self.rows.write(kv.row, 0, inserted.pages)
+        self._free(inserted.duplicates, after_step)
+
+    def release(self, kv: RequestKv, token_ids: Sequence[int], *, checkpoint: bool, after_step: int | None) -> None:
+        """Give back all that `kv` holds; with `checkpoint` the cache first adopts its whole settled pages."""
+        if checkpoint:
+            self.checkpoint(kv, token_ids, after_step=after_step)
+        self._free(self._let_go(kv, after_step), after_step)
+
+    def detach(self, kv: RequestKv) -> list[PageId]:
+        """Give back row and lock, and hand the private pages to a hold that outlives the request.
+
+        No step in flight may have this request in it. The pages come back through `give_back`.
+        """
+        return self._let_go(kv, None)
+
+    def give_back(self, pages: Sequence[PageId]) -> None:
+        """Pages from `detach` or `reserve_pages` that nobody will write to any more."""
+        self.allocator.free(pages)
+
+    def settled(self, step: int) -> None:
+        """`step` and all before it have settled: opens the fence for what waited for them."""
+        self.allocator.settled(step)
+        self.rows.settled(step)
+
+    def clear_cache(self) -> int:
+        """Empty the cache, but for what requests have locked. Returns the number of pages freed."""
+        pages = self.cache.clear()
+        self.allocator.free(pages)
+        return len(pages)
+
+    def _let_go(self, kv: RequestKv, after_step: int | None) -> list[PageId]:
+        """Row and lock back; the private pages are the caller's now."""
+        self._assert_live(kv)
+        kv.released = True
+        private, kv.pages = kv.private_pages, []
+        kv.cache_protected_len = kv.committed_len = 0
+        self._unlock(kv)
+        if after_step is None:
+            self.rows.free(kv.row)
+        else:
+            self.rows.free_after(after_step, kv.row)
+        return private
+
+    def _unlock(self, kv: RequestKv) -> None:
+        assert kv.lock is not None, f"row {kv.row} holds no lock"
+        lock, kv.lock = kv.lock, None
+        self.cache.unlock(lock)
+
+    def _free(self, pages: Sequence[PageId], after_step: int | None) -> None:
+        if after_step is None:
+            self.allocator.free(pages)
+        else:
+            self.allocator.free_after(after_step, pages)
+
+    def _assert_live(self, kv: RequestKv) -> None:
+        assert not kv.released, f"KV of row {kv.row} was released already"

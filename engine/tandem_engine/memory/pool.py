@@ -1,0 +1,74 @@
+"""The memory that holds K and V.
+
+One contiguous tensor, page first, so that a page is one run of bytes: a transfer moves it with a single
+descriptor and a digest reads it in a single pass.
+
+    data   [page, layer, 2, kv_head, slot, head_dim]      2 = K, V
+    page 0 is the dummy page: padding reads and writes it, so it must hold finite numbers (T38, T39)
+
+The pool knows nothing about who owns which page.
+"""
+
+import torch
+
+from tandem_engine.names import PageId
+
+
+class KvPool:
+    """K and V of every layer for `num_pages` pages of `page_size` tokens. Written by the forward and by peers."""
+
+    data: torch.Tensor
+    """[num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] of the pool's dtype, contiguous."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
+        # On a CPU zeros come from calloc: a page costs physical memory when it is first written, not here.
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self._bytes = self.data.view(num_pages, -1).view(torch.uint8)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers."""
+        return self._bytes.shape[1]
+
+    @property
+    def address(self) -> int:
+        """Where page 0 starts; page i starts `i * page_bytes` later."""
+        return self.data.data_ptr()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_pages * self.page_bytes
+
+    def key_value(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer as views, each [num_pages, num_kv_heads, page_size, head_dim]."""
+        return self.data[:, layer, 0], self.data[:, layer, 1]
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
+        """Write one layer's new K and V.
+
+        k, v           [T, num_kv_heads, head_dim], converted to the pool's dtype if they differ
+        out_cache_loc  [T] int64 slots, `page * page_size + offset`; distinct, but for padding in page 0
+        """
+        pages = out_cache_loc // self.page_size
+        slots = out_cache_loc % self.page_size
+        keys, values = self.key_value(layer)
+        keys[pages, :, slots] = k.to(keys.dtype)
+        values[pages, :, slots] = v.to(values.dtype)
+
+    def page_view(self, page: PageId) -> torch.Tensor:
+        """The bytes of one page: uint8 [page_bytes], a view."""
+        return self._bytes[page]

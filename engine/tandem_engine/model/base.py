@@ -1,0 +1,48 @@
+"""What the executor knows of a model: one forward over a flat run of tokens, attention passed in.
+
+Shapes use  T = tokens computed in this step, S = tokens whose logits are wanted, H = query heads,
+KV = key/value heads, D = head_dim. The model holds weights and nothing else: where keys and values live,
+which tokens belong together and what each may see is the business of the `Attend` it is given.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem_engine.config import ModelConfig
+
+
+class Attend(Protocol):
+    """Attention of one step, made by the executor from a `ForwardBatch`. Called once per layer, in order."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v of the step's tokens, then attend over everything stored for each token's sequence.
+
+        q is [T, H, D] and k is [T, KV, D], both rotated; v is [T, KV, D]. All are views in the model's
+        dtype: the last two dimensions are dense, but tokens may lie further apart than heads * D.
+        They are the callee's until it returns; the model does not read them again.
+
+        Returns [T, H * D] in the same dtype.
+        """
+        ...
+
+
+class CausalLM(Protocol):
+    """A decoder with its weights on one device. Immutable, so any thread may call it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, logits_index: Tensor) -> Tensor:
+        """Compute one step. The caller holds `torch.inference_mode`.
+
+        Args:
+            input_ids: [T] int64, each within the vocabulary.
+            positions: [T] int64, absolute position of each token in its sequence.
+            attend: called once per layer, in layer order.
+            logits_index: [S] int64, indices into T; S may be 0.
+
+        Returns:
+            float32 logits [S, vocab_size] of those tokens, in that order.
+        """
+        ...

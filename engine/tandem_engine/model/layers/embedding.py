@@ -1,0 +1,17 @@
+"""Token embedding."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Embedding:
+    """Rows of a [vocab, hidden] table."""
+
+    weight: Tensor
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 to a fresh [T, hidden] that the caller may write to."""
+        return F.embedding(token_ids, self.weight)

@@ -1,0 +1,103 @@
+"""From a model directory to weights in memory.
+
+    1. headers of all files are checked, and the tensors they name compared with the config
+    2. tensor by tensor: read, copied into its place in the target dtype, checked for NaN and infinity
+
+Projections that take the same input are stacked into one matrix as they are read, so that a block has four
+GEMMs instead of seven. Besides the weights themselves, memory holds one stored tensor at a time.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from tandem_engine.config import ModelConfig
+from tandem_engine.errors import CheckpointError, ConfigError
+from tandem_engine.model.base import CausalLM
+from tandem_engine.model.decoder import build_decoder
+from tandem_engine.model.directory import open_directory
+from tandem_engine.model.safetensors_file import StoredTensor
+from tandem_engine.model.shards import open_tensors
+from tandem_engine.model.tensor_names import EMBEDDING, expected_shapes, require_tensors
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(requested: str, config: ModelConfig) -> torch.dtype:
+    """The dtype of weights, activations and KV for the flag `--dtype`.
+
+    Raises:
+        ConfigError: `requested` is neither auto nor a supported dtype.
+    """
+    name = config.dtype if requested == "auto" else requested
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype must be auto, {', '.join(DTYPES)}, got {requested}")
+    return DTYPES[name]
+
+
+def load_model(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    *,
+    context_length: int | None = None,
+    progress: bool = True,
+) -> CausalLM:
+    """Load the weights in `path`, the directory that `config` was read from.
+
+    Args:
+        context_length: positions that will be used at most; None for all that the model can have.
+        progress: show a bar on standard error when that is a terminal.
+
+    Raises:
+        CheckpointError: a file is absent or broken, a tensor missing, superfluous, misshapen or not finite.
+    """
+    directory = open_directory(path)
+    tensors = open_tensors(directory)
+    require_tensors(config, tensors, where=directory.path)
+    positions = min(context_length or config.max_position, config.max_position)
+    total = sum(tensors[name].size for name in expected_shapes(config))
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="loading weights", disable=None if progress else True
+    ) as bar:
+        weights = WeightReader(tensors=tensors, dtype=dtype, device=torch.device(device), advance=bar.update)
+        return build_decoder(config, weights, positions=positions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightReader:
+    """Reads tensors that `require_tensors` has accepted, in the dtype and on the device of the model."""
+
+    tensors: Mapping[str, StoredTensor]
+    dtype: torch.dtype
+    device: torch.device
+    advance: Callable[[int], object]
+    """Told the bytes of every tensor read."""
+
+    def stacked(self, *names: str) -> torch.Tensor:
+        """The named tensors one below the other, along dimension 0; just the tensor when there is one."""
+        stored = [self.tensors[name] for name in names]
+        rows = [tensor.shape[0] for tensor in stored]
+        target = torch.empty((sum(rows), *stored[0].shape[1:]), dtype=self.dtype, device=self.device)
+        for part, tensor in zip(target.split_with_sizes(rows), stored, strict=True):
+            part.copy_(tensor.read())
+            self._require_sound(part, tensor)
+            self.advance(tensor.size)
+        return target
+
+    def _require_sound(self, values: torch.Tensor, tensor: StoredTensor) -> None:
+        """Checked after the cast, which can overflow to infinity too; min and max propagate NaN."""
+        least, most = (float(bound) for bound in torch.aminmax(values))
+        if not (math.isfinite(least) and math.isfinite(most)):
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name} holds NaN or infinity as {dtype}; "
+                "download the checkpoint again or choose another --dtype"
+            )
+        if least == most == 0.0 and tensor.name == EMBEDDING:
+            raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is all zero; the weights were never written")

@@ -1,0 +1,159 @@
+"""Safetensors files, checked before a byte of tensor data is read or allocated.
+
+    [ 8 bytes: N, little-endian ][ N bytes: JSON header ][ data: tensors back to back, no gaps ]
+
+The header comes from whoever made the file, so nothing in it is believed: every offset, size and shape is
+compared with the file's real size first. Tensors are then read into memory of our own (not mapped), so
+that a file replaced or truncated later can neither change weights nor kill the process.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+import torch
+
+from tandem_engine.errors import CheckpointError
+from tandem_engine.model.json_file import parse_json_object, shown
+
+MAX_HEADER = 100_000_000
+"""Bytes; the bound of the reference implementation."""
+LENGTH_FIELD = 8
+MAX_RANK = 8
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor of a file, not read yet. Its bytes are [offset, offset + size) of the file."""
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    def read(self) -> torch.Tensor:
+        """Read it into fresh memory.
+
+        Raises:
+            CheckpointError: the file changed since its header was checked.
+        """
+        data = torch.empty(self.size, dtype=torch.uint8)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                count = file.readinto(data.numpy().data)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: tensor {shown(self.name)} cannot be read: {error.strerror}") from error
+        if count != self.size:
+            raise CheckpointError(f"{self.path} was truncated while tensor {shown(self.name)} was read")
+        return data.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Header:
+    path: Path
+    data_start: int
+    data_size: int
+    fields: dict[str, object]
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name.
+
+    Raises:
+        CheckpointError: anything about the file is not as the format demands; names file and tensor.
+    """
+    header = _open_header(path)
+    tensors = [_parse_tensor(header, name, value) for name, value in header.fields.items() if name != "__metadata__"]
+    _require_back_to_back(header, tensors)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _open_header(path: Path) -> _Header:
+    try:
+        with path.open("rb") as file:
+            file_size = os.fstat(file.fileno()).st_size
+            length = _header_length(path, file, file_size)
+            fields = parse_json_object(file.read(length), where=f"the header of {path}")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    data_start = LENGTH_FIELD + length
+    return _Header(path=path, data_start=data_start, data_size=file_size - data_start, fields=fields)
+
+
+def _header_length(path: Path, file: BinaryIO, file_size: int) -> int:
+    if file_size < LENGTH_FIELD:
+        raise CheckpointError(f"{path} is empty or truncated ({file_size} bytes); download it again")
+    length = int.from_bytes(file.read(LENGTH_FIELD), "little")
+    if length > file_size - LENGTH_FIELD:
+        raise CheckpointError(
+            f"{path} is truncated or no safetensors file: its header claims {length} bytes, "
+            f"the file has {file_size}; download it again"
+        )
+    if length > MAX_HEADER:
+        raise CheckpointError(f"{path}: a header of {length} bytes exceeds the bound of {MAX_HEADER}")
+    return length
+
+
+def _parse_tensor(header: _Header, name: str, value: object) -> StoredTensor:
+    if not isinstance(value, dict):
+        _refuse(header, name, f"must be described by an object, got {shown(value)}")
+    dtype = _parse_dtype(header, name, value.get("dtype"))
+    shape = _parse_counts(header, name, "shape", value.get("shape"))
+    offsets = _parse_counts(header, name, "data_offsets", value.get("data_offsets"))
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        _refuse(header, name, f"has data_offsets {shown(offsets)}; expected a begin and an end after it")
+    begin, end = offsets
+    if end > header.data_size:
+        _refuse(header, name, f"ends at byte {end} of {header.data_size} bytes of data; the file is truncated")
+    expected = math.prod(shape) * dtype.itemsize
+    if end - begin != expected:
+        _refuse(header, name, f"of shape {shown(shape)} needs {shown(expected)} bytes but has {end - begin}")
+    return StoredTensor(
+        path=header.path,
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        offset=header.data_start + begin,
+        size=end - begin,
+    )
+
+
+def _parse_dtype(header: _Header, name: str, value: object) -> torch.dtype:
+    dtype = DTYPES.get(value) if isinstance(value, str) else None
+    if dtype is None:
+        _refuse(header, name, f"has dtype {shown(value)}; supported are {', '.join(DTYPES)}")
+    return dtype
+
+
+def _parse_counts(header: _Header, name: str, field: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_RANK:
+        _refuse(header, name, f"has {field} {shown(value)}; expected a list of at most {MAX_RANK} integers")
+    for item in value:
+        if type(item) is not int or not 0 <= item < 1 << 63:
+            _refuse(header, name, f"has {field} {shown(value)}; expected integers from 0 to 2**63 - 1")
+    return tuple(value)
+
+
+def _require_back_to_back(header: _Header, tensors: list[StoredTensor]) -> None:
+    """No tensor may share bytes with another, and no byte may belong to none."""
+    position, previous = header.data_start, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.size)):
+        if tensor.offset < position:
+            _refuse(header, tensor.name, f"overlaps {shown(previous)}")
+        if tensor.offset > position:
+            _refuse(header, tensor.name, f"leaves {tensor.offset - position} unused bytes before it")
+        position, previous = tensor.offset + tensor.size, tensor.name
+    unused = header.data_start + header.data_size - position
+    if unused:
+        raise CheckpointError(f"{header.path} has {unused} bytes that belong to no tensor")
+
+
+def _refuse(header: _Header, name: str, problem: str) -> NoReturn:
+    raise CheckpointError(f"{header.path}: tensor {shown(name)} {problem}")

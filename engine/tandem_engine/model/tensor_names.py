@@ -1,0 +1,86 @@
+"""The tensors a checkpoint must hold, under their Hugging Face names, and no others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem_engine.config import ModelConfig
+from tandem_engine.errors import CheckpointError
+from tandem_engine.model.json_file import shown
+from tandem_engine.model.safetensors_file import StoredTensor
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor that `config` implies, by name."""
+    table = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table, FINAL_NORM: (config.hidden_size,)}
+    if not config.tie_embeddings:
+        shapes[LM_HEAD] = table
+    block = dict(_block_shapes(config))
+    for layer in range(config.num_layers):
+        shapes |= {layer_prefix(layer) + name: shape for name, shape in block.items()}
+    return shapes
+
+
+def require_tensors(config: ModelConfig, tensors: dict[str, StoredTensor], *, where: Path) -> None:
+    """Compare what the files hold with what the config implies.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or belongs to no part of the model.
+    """
+    shapes = expected_shapes(config)
+    for name, shape in shapes.items():
+        stored = tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"the weights in {where} lack tensor {name}{_advice(name)}")
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"{stored.path}: tensor {name} has shape {list(stored.shape)}; config.json implies {list(shape)}"
+            )
+    for name, stored in tensors.items():
+        if name not in shapes and not _is_redundant(name, config):
+            raise CheckpointError(
+                f"{stored.path}: tensor {shown(name)} is no part of a {config.family} model as config.json "
+                "describes it; is this the config.json of another checkpoint?"
+            )
+
+
+def _block_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield from _linear("self_attn.q_proj", q, hidden, bias=config.attention_bias)
+    yield from _linear("self_attn.k_proj", kv, hidden, bias=config.attention_bias)
+    yield from _linear("self_attn.v_proj", kv, hidden, bias=config.attention_bias)
+    yield from _linear("self_attn.o_proj", hidden, q, bias=config.output_bias)
+    yield from _linear("mlp.gate_proj", inner, hidden, bias=config.mlp_bias)
+    yield from _linear("mlp.up_proj", inner, hidden, bias=config.mlp_bias)
+    yield from _linear("mlp.down_proj", hidden, inner, bias=config.mlp_bias)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", (config.head_dim,)
+        yield "self_attn.k_norm.weight", (config.head_dim,)
+
+
+def _linear(name: str, rows: int, columns: int, *, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Left over by older exporters: a copy of tied embeddings, and frequencies that config.json implies."""
+    return (config.tie_embeddings and name == LM_HEAD) or name.endswith(".rotary_emb.inv_freq")
+
+
+def _advice(name: str) -> str:
+    if name == LM_HEAD:
+        return "; set tie_word_embeddings to true in config.json if the model shares it with the embedding"
+    return "; download the checkpoint again"

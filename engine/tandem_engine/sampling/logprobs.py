@@ -1,0 +1,37 @@
+"""Logprobs of sampled tokens, for the rows that asked.
+
+They are raw: log_softmax of what the model said, before suppression, temperature and filters.
+"""
+
+from torch import Tensor
+
+from tandem_engine.forward.forward_batch import SampledLogprobs
+
+
+def sampled_logprobs(logits: Tensor, token_ids: Tensor, wanted: tuple[int, ...]) -> tuple[SampledLogprobs | None, ...]:
+    """Logprob of each sampled token and of the most likely ones.
+
+    Args:
+        logits: [S, V] float32, raw.
+        token_ids: [S] int64, what was sampled.
+        wanted: per row, how many of the most likely tokens to report; −1 for nothing at all.
+    """
+    result: list[SampledLogprobs | None] = [None] * len(wanted)
+    rows = [row for row, count in enumerate(wanted) if count >= 0]
+    logprobs = logits[rows].log_softmax(dim=1)
+    chosen = logprobs.gather(1, token_ids[rows][:, None]).squeeze(1).tolist()
+    for index, row in enumerate(rows):
+        top = _most_likely(logprobs[index], wanted[row])
+        result[row] = SampledLogprobs(logprob=chosen[index], top=top)
+    return tuple(result)
+
+
+def _most_likely(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` best (token id, logprob) of one row, best first, the lower id first among equals."""
+    if count == 0:
+        return ()
+    # topk orders equals as it likes, so it only tells how good one must be.
+    worst = logprobs.topk(min(count, len(logprobs))).values[-1]
+    ids = (logprobs >= worst).nonzero().squeeze(1)
+    values, order = logprobs[ids].sort(descending=True, stable=True)
+    return tuple(zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True))

@@ -1,0 +1,105 @@
+"""From logits to tokens, in one fixed order.
+
+    logits float32 ─▶ suppress ─▶ ÷ temperature ─▶ top-k, top-p, min-p ─▶ + noise ─▶ argmax
+          └─▶ raw logprobs                                        greedy rows ─▶ argmax
+
+A row's token is a function of its own logits, parameters, seed and position. Nothing here has state or
+looks across rows, so the same row gives the same token alone, in any batch, and on any worker.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem_engine.forward.forward_batch import SampledLogprobs, SamplingBatch
+from tandem_engine.sampling.filters import keep_thresholds
+from tandem_engine.sampling.logprobs import sampled_logprobs
+from tandem_engine.sampling.noise import gumbel, token_hashes
+
+FEW = 8
+"""Noise is drawn for kept tokens alone when they are at most one in this many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOutput:
+    """S rows in the order of the logits."""
+
+    token_ids: Tensor
+    """[S] int64"""
+    logprobs: tuple[SampledLogprobs | None, ...]
+    """[S], or empty when nobody asked."""
+
+
+class Sampler:
+    """Samples one token per row. Called by the thread that runs forwards."""
+
+    def __init__(self) -> None:
+        # Hashes of all token ids, made when the first row needs noise: a constant of the vocabulary.
+        self._hashes = torch.empty(0, dtype=torch.int32)
+
+    def sample(self, logits: Tensor, sampling: SamplingBatch) -> SampleOutput:
+        """logits [S, V] float32, left as they are. NaN is not looked for: the self-test is there for that."""
+        allowed = _suppress(logits, sampling.suppress) if sampling.suppress else logits
+        # The first of equals, as transformers has it.
+        token_ids = allowed.argmax(dim=1)
+        if not sampling.all_greedy:
+            rows = (sampling.temperature > 0.0).nonzero().squeeze(1)
+            if len(rows):
+                token_ids[rows] = self._draw(allowed, sampling, rows)
+        logprobs = sampled_logprobs(logits, token_ids, sampling.logprobs) if sampling.logprobs else ()
+        return SampleOutput(token_ids=token_ids, logprobs=logprobs)
+
+    def _draw(self, logits: Tensor, sampling: SamplingBatch, rows: Tensor) -> Tensor:
+        """Token ids [R] of the given rows [R], by the Gumbel-max rule over the tokens their filters keep."""
+        scaled = _scale(logits[rows], sampling.temperature[rows])
+        noise = RowNoise(self._vocabulary(scaled), sampling.seed[rows], sampling.position[rows])
+        thresholds = keep_thresholds(scaled, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
+        if thresholds is None:
+            return (noise.of_all() + scaled).argmax(dim=1)
+        kept = scaled >= thresholds[:, None]
+        scaled.masked_fill_(~kept, -torch.inf)
+        most = int(kept.sum(dim=1).max())
+        if most * FEW > scaled.shape[1]:
+            return (noise.of_all() + scaled).argmax(dim=1)
+        # In order of id, so that the first of equals is the one `of_all` would find.
+        ids = scaled.topk(most, dim=1).indices.sort(dim=1).values
+        winner = (noise.of(ids) + scaled.gather(1, ids)).argmax(dim=1, keepdim=True)
+        return ids.gather(1, winner).squeeze(1)
+
+    def _vocabulary(self, logits: Tensor) -> Tensor:
+        if len(self._hashes) != logits.shape[1] or self._hashes.device != logits.device:
+            self._hashes = token_hashes(torch.arange(logits.shape[1], device=logits.device))
+        return self._hashes
+
+
+@dataclass(frozen=True, slots=True)
+class RowNoise:
+    """Gumbel noise of R rows."""
+
+    hashes: Tensor
+    seed: Tensor
+    position: Tensor
+
+    def of_all(self) -> Tensor:
+        """[R, V]"""
+        return gumbel(self.seed, self.position, self.hashes)
+
+    def of(self, token_ids: Tensor) -> Tensor:
+        """[R, C], the same numbers that `of_all` has for `token_ids` [R, C]."""
+        return gumbel(self.seed, self.position, self.hashes[token_ids])
+
+
+def _suppress(logits: Tensor, suppress: tuple[tuple[int, ...], ...]) -> Tensor:
+    rows = [row for row, ids in enumerate(suppress) for _ in ids]
+    if not rows:
+        return logits
+    logits = logits.clone()
+    logits[rows, [token for ids in suppress for token in ids]] = -torch.inf
+    return logits
+
+
+def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Divide by the temperature with the largest moved to 0 first, so that no temperature overflows it."""
+    largest = logits.amax(dim=1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
+    return (logits - largest) / temperature[:, None]

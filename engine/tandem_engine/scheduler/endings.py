@@ -1,0 +1,74 @@
+"""How requests leave: the single release path (T37).
+
+wish     `to_finish` is set: abort, deadline. Nothing is torn down.
+fact     `finish`: the wish, or a stop condition, at a moment when the newest result is in
+release  row, pages and lock go back; pages that a step in flight may write to wait for it (T77)
+"""
+
+from dataclasses import dataclass
+
+from tandem_engine.errors import EngineError, InvalidRequestError
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.steps import Steps
+from tandem_engine.scheduler.stream import OutputStream
+from tandem_engine.scheduler.tally import Tally
+
+
+def error_finish(error: EngineError) -> Finish:
+    """The end that `error` means to a client. Only a request at fault is not worth another attempt."""
+    at_fault = isinstance(error, InvalidRequestError)
+    return Finish(
+        reason=FinishReason.ERROR,
+        error=str(error),
+        code=error.code,
+        param=error.param if isinstance(error, InvalidRequestError) else None,
+        retryable=not at_fault,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Endings:
+    """Finishes and releases requests, whoever asks for it."""
+
+    memory: KvMemory
+    queues: Queues
+    stream: OutputStream
+    steps: Steps
+    tally: Tally
+
+    def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True, first: bool = False) -> None:
+        """Make the end of `req` a fact: release its memory, tell the client, tell stages of a failure.
+
+        `checkpoint` leaves its settled pages in the prefix cache. `first` as in `OutputStream.send`.
+        """
+        assert req.finished is None, f"request {req.rid} finished twice: {req.finished} and {finish}"
+        req.finished = finish
+        if req.kv is None:
+            self.queues.waiting.discard(req)
+        self.release(req, checkpoint=checkpoint)
+        self.queues.forget(req)
+        self.stream.send(req, finish=finish, first=first)
+        self.tally.count_end(finish)
+        if finish.reason in {FinishReason.ABORT, FinishReason.ERROR}:
+            for stage in self.queues.stages:
+                stage.aborted(req)
+
+    def refuse(self, req: Request, error: EngineError) -> None:
+        """Answer a request that was never admitted. Stages hear of it, to tell the other worker (T63)."""
+        req.finished = error_finish(error)
+        self.stream.send(req, finish=req.finished)
+        self.tally.refused += 1
+        for stage in self.queues.stages:
+            stage.aborted(req)
+
+    def release(self, req: Request, *, checkpoint: bool) -> None:
+        """Give back row and pages. No-op for a request that has none."""
+        if req.kv is None:
+            return
+        kv, req.kv = req.kv, None
+        req.launched_len = 0
+        settled = req.token_ids(0, kv.committed_len)
+        self.memory.release(kv, settled, checkpoint=checkpoint, after_step=self.steps.newest_in_flight)

@@ -1,0 +1,144 @@
+"""Requests and aborts from outside.
+
+    GenerateRequest ─▶ Request ─▶ limits ─▶ a stage keeps it, or it waits
+                                     └────▶ refused: one output with an error, nothing else happens
+
+A refusal is an output, not an exception: the client waits for one, and a stage has to tell the other
+worker of a handoff (T63, T64).
+"""
+
+import logging
+from dataclasses import dataclass
+
+from tandem_engine.clock import Clock
+from tandem_engine.config import SchedulerConfig
+from tandem_engine.errors import DrainingError, EngineError, InvalidRequestError, QueueFullError
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.names import RequestId
+from tandem_engine.scheduler.endings import Endings
+from tandem_engine.scheduler.model_facts import ModelFacts
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Ingress:
+    """Turns messages into requests with a home, and wishes."""
+
+    config: SchedulerConfig
+    model: ModelFacts
+    capacity_tokens: int
+    """Tokens that the whole KV pool can hold."""
+    allow_stop_strings: bool
+    clock: Clock
+    queues: Queues
+    endings: Endings
+    tally: Tally
+    draining: bool = False
+
+    def add(self, message: GenerateRequest, client: bytes) -> Request | None:
+        """Give `message` a home. None when it was refused, or needs no computing."""
+        if self.knows(RequestId(message.rid)):
+            # An answer under this name would end the attempt that is running.
+            logger.warning("request %r arrived twice; the second is ignored", message.rid)
+            return None
+        req = self._request(message, client)
+        try:
+            self._check(req)
+        except EngineError as error:
+            self.endings.refuse(req, error)
+            return None
+        self.tally.requests += 1
+        if len(req.output_ids) >= req.sampling.max_tokens:
+            self.endings.finish(req, Finish(reason=FinishReason.LENGTH))
+            return None
+        if not any(stage.accept(req) for stage in self.queues.stages):
+            self.queues.requests[req.rid] = req
+            self.queues.waiting.join(req)
+        return req
+
+    def abort(self, rid: RequestId, wish: Finish) -> None:
+        """Record the wish; the next plan or settlement acts on it. Unknown ids are ignored (T10, T11)."""
+        req = self.queues.requests.get(rid)
+        if req is not None:
+            req.to_finish = req.to_finish or wish
+            self.queues.wishes.append(req)
+            return
+        for stage in self.queues.stages:
+            if stage.abort(rid):
+                return
+
+    def knows(self, rid: RequestId) -> bool:
+        """Whether an attempt of this name is alive here."""
+        return rid in self.queues.requests or any(req.rid == rid for req in self.queues.live())
+
+    def _request(self, message: GenerateRequest, client: bytes) -> Request:
+        now = self.clock.now()
+        return Request(
+            rid=RequestId(message.rid),
+            origin_input_ids=message.input_ids,
+            sampling=message.sampling,
+            resumed=len(message.resume_ids),
+            handoff=message.handoff,
+            cache_salt=message.cache_salt,
+            priority=message.priority,
+            client=client,
+            deadline=None if message.deadline_s is None else now + message.deadline_s,
+            arrived_at=now,
+            output_ids=list(message.resume_ids),
+            streamed=len(message.resume_ids),
+        )
+
+    def _check(self, req: Request) -> None:
+        if self.draining:
+            raise DrainingError("this worker is draining and takes no new requests")
+        if len(self.queues.waiting) >= self.config.max_queued_requests:
+            raise QueueFullError(
+                f"{len(self.queues.waiting)} requests are waiting, the limit is {self.config.max_queued_requests}"
+            )
+        req.sampling.check(vocab_size=self.model.vocab_size)
+        self._check_tokens("input_ids", req.origin_input_ids)
+        self._check_tokens("resume_ids", req.output_ids)
+        self._check_length(req)
+        if req.sampling.stop and not self.allow_stop_strings:
+            raise InvalidRequestError(
+                "stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop"
+            )
+
+    def _check_tokens(self, field: str, ids: tuple[int, ...] | list[int]) -> None:
+        if not ids:
+            return
+        outside = next((token for token in (min(ids), max(ids)) if not 0 <= token < self.model.vocab_size), None)
+        if outside is not None:
+            raise InvalidRequestError(
+                f"{field} has token id {outside}, the vocabulary ends at {self.model.vocab_size - 1}", param=field
+            )
+
+    def _check_length(self, req: Request) -> None:
+        limit = self.model.context_length
+        if not req.prompt_len:
+            raise InvalidRequestError("the prompt is empty; it needs at least one token", param="input_ids")
+        if req.prompt_len >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {req.prompt_len} tokens, this model's context of {limit} tokens leaves room "
+                f"for at most {limit - 1}",
+                param="input_ids",
+            )
+        if req.prompt_len + req.sampling.max_tokens > limit:
+            raise InvalidRequestError(
+                f"max_tokens is {req.sampling.max_tokens}, after a prompt of {req.prompt_len} tokens the context "
+                f"of {limit} tokens leaves room for {limit - req.prompt_len}",
+                param="max_tokens",
+            )
+        # The last token is sampled, never computed: it needs no KV.
+        needed = req.prompt_len + req.sampling.max_tokens - 1
+        if needed > self.capacity_tokens:
+            raise InvalidRequestError(
+                f"prompt and max_tokens need KV of {needed} tokens, this engine's whole pool holds "
+                f"{self.capacity_tokens}",
+                param="max_tokens",
+            )

@@ -1,0 +1,13 @@
+"""What the scheduler knows of the model: three facts, no architecture."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Limits that admission checks and tokens that end an output."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    context_length: int
+    """Longest prompt + output of one request, in tokens."""

@@ -1,0 +1,190 @@
+"""What the next step computes.
+
+    1. sweep      finished requests leave the running batch; wishes with nothing in flight become facts
+    2. decodes    requests that may take another token; pages for all of them, or some are retracted
+    3. extends    the chunked request first, then the queue in order, while tokens and pages last
+    4. together   in one MIXED step if allowed, else prefill before decode
+
+A plan moves requests between queues and takes memory, but touches no device; the result says what to
+launch. Nothing is remembered of why a request did not fit: the next plan asks again (T18).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from tandem_engine.clock import Clock
+from tandem_engine.config import SchedulerConfig
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.scheduler.endings import Endings
+from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
+from tandem_engine.scheduler.policy import Policy
+from tandem_engine.scheduler.prefill_adder import Admission, Extend, PrefillAdder, reserved_pages
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.retraction import Retraction, Room, sends_kv
+from tandem_engine.scheduler.tally import Tally
+
+MAX_PREFILL_STREAK = 4
+"""Steps without a decode that a running request endures while MIXED is off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """Work for one step; at least one of the two is not empty."""
+
+    extends: Sequence[Extend]
+    decodes: Sequence[Request]
+
+
+class Hold(Enum):
+    """Why there is nothing to launch."""
+
+    NOTHING = "nothing"
+    SETTLE_FIRST = "settle_first"
+    """Plan again when the step in flight has settled."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Planner:
+    """Chooses each step's requests."""
+
+    config: SchedulerConfig
+    memory: KvMemory
+    queues: Queues
+    policy: Policy
+    endings: Endings
+    retraction: Retraction
+    ratio: NewTokenRatio
+    clock: Clock
+    tally: Tally
+    prefill_streak: int = 0
+    """Steps in a row that made running requests wait."""
+
+    def plan(self, *, in_flight: bool) -> StepPlan | Hold:
+        """`in_flight`: a step was launched whose result is not settled."""
+        self._sweep()
+        decodes = [req for req in self.queues.running if may_decode(req)]
+        plan = self._mixed(decodes, in_flight) if self._joins(decodes) else self._prefill_first(decodes, in_flight)
+        if plan is Hold.NOTHING and not in_flight:
+            self._break_stall()
+        return plan
+
+    def _joins(self, decodes: Sequence[Request]) -> bool:
+        return self.config.enable_mixed_chunk and bool(decodes)
+
+    def _mixed(self, decodes: list[Request], in_flight: bool) -> StepPlan | Hold:
+        retracted = self.tally.retracted
+        room = self.retraction.make_room(decodes, in_flight=in_flight)
+        if room is Room.SETTLE_FIRST:
+            return Hold.SETTLE_FIRST
+        if room is Room.SHORT:
+            decodes = []
+        # A step that put a request back takes in no new one, or the two would change places for ever.
+        extends = self._extends(admit=not decodes or self.tally.retracted == retracted)
+        return self._step(extends, decodes)
+
+    def _prefill_first(self, decodes: list[Request], in_flight: bool) -> StepPlan | Hold:
+        if not decodes or self.prefill_streak < MAX_PREFILL_STREAK:
+            extends = self._extends(admit=True)
+            if extends:
+                self.prefill_streak += bool(decodes)
+                return self._step(extends, ())
+        room = self.retraction.make_room(decodes, in_flight=in_flight)
+        if room is Room.SETTLE_FIRST:
+            return Hold.SETTLE_FIRST
+        self.prefill_streak = 0
+        if room is Room.READY and decodes:
+            return self._step((), decodes)
+        return self._step(self._extends(admit=True), ())
+
+    def _step(self, extends: Sequence[Extend], decodes: Sequence[Request]) -> StepPlan | Hold:
+        if decodes:
+            self.ratio.decay()
+        return StepPlan(extends=extends, decodes=decodes) if extends or decodes else Hold.NOTHING
+
+    def _extends(self, *, admit: bool) -> list[Extend]:
+        """The prefill half of the step. `admit`: the queue may follow the chunked request."""
+        adder = self._adder(admit)
+        chunked = self.queues.chunked
+        if chunked is not None and chunked.to_finish is None:
+            admit = adder.resume(chunked) is Admission.OK and admit
+            self._house(adder.extends)
+            adder.may_chunk = self.queues.chunked is None
+        while admit and self._has_seat():
+            req = self.policy.first(self.queues.waiting)
+            if req is None or adder.add(req) is Admission.LATER:
+                break
+            self.queues.waiting.discard(req)
+            self._mark_scheduled(req)
+            self._house(adder.extends[-1:])
+            adder.may_chunk = self.queues.chunked is None
+        return adder.extends
+
+    def _adder(self, admit: bool) -> PrefillAdder:
+        admits = admit and len(self.queues.waiting) > 0
+        return PrefillAdder(
+            memory=self.memory,
+            tokens_left=self.config.max_prefill_tokens,
+            chunk_limit=self.config.chunked_prefill_size,
+            ratio=self.ratio.value,
+            reserved=self.reserved_pages() if admits else 0,
+            crowded=len(self.queues.requests) > len(self.queues.waiting) or self.queues.stage_keeps_any(),
+            may_chunk=self.queues.chunked is None,
+        )
+
+    def reserved_pages(self) -> int:
+        """Pages that admitted requests are expected to take beyond those they have."""
+        admitted = [req for req in self.queues.running if req.finished is None]
+        if self.queues.chunked is not None:
+            admitted.append(self.queues.chunked)
+        return reserved_pages(self.memory, admitted, self.ratio.value)
+
+    def _house(self, extends: Sequence[Extend]) -> None:
+        """Give the request of an extend its home for the time after this step."""
+        for extend in extends:
+            if not extend.samples:
+                self.queues.chunked = extend.req
+                continue
+            if self.queues.chunked is extend.req:
+                self.queues.chunked = None
+            # A stage will be asked to keep it once its token is known; until then it must not decode.
+            if not sends_kv(extend.req):
+                self.queues.running.append(extend.req)
+
+    def _has_seat(self) -> bool:
+        taken = len(self.queues.running) + (self.queues.chunked is not None)
+        return taken < self.config.max_running_requests
+
+    def _mark_scheduled(self, req: Request) -> None:
+        if req.first_scheduled_at is not None:
+            return
+        req.first_scheduled_at = self.clock.now()
+        req.cached_tokens = min(req.launched_len, req.prompt_len)
+        self.tally.prompt_tokens += req.prompt_len
+        self.tally.cached_tokens += req.cached_tokens
+
+    def _sweep(self) -> None:
+        """Finished rows leave whatever the last step did (T19); wishes of idle requests come true (T8)."""
+        self.queues.drop_finished()
+        wishes, self.queues.wishes = self.queues.wishes, []
+        for req in wishes:
+            if req.finished is not None or req.to_finish is None:
+                continue
+            if req.steps_in_flight:
+                self.queues.wishes.append(req)
+            else:
+                self.endings.finish(req, req.to_finish)
+        if wishes:
+            self.queues.drop_finished()
+
+    def _break_stall(self) -> None:
+        """End one request when the rest cannot go on: no step is in flight and no stage will give pages back."""
+        stuck = bool(self.queues.running) or self.queues.chunked is not None
+        if stuck and not self.queues.stage_keeps_any():
+            self.retraction.give_up_one()
+
+
+def may_decode(req: Request) -> bool:
+    """Whether one more token may be computed for a running request."""
+    return req.to_finish is None and req.remaining_tokens > 0

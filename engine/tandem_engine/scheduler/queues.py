@@ -1,0 +1,99 @@
+"""Where requests are.
+
+Every live request has exactly one home (T8):
+
+    waiting     needs an EXTEND; arrival order, with retracted and recomputed requests at its head
+    chunked     the one request whose prompt is partly computed
+    running     decodes, one token per step
+    leaving     its last chunk is in flight and a stage will be asked to keep it: never decodes here
+    a stage     lists it in `QueueStage.live`; it is in no queue of the scheduler
+
+`requests` names all but the last kind by rid, for aborts and the audit.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tandem_engine.names import PageId, RequestId
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.stage import QueueStage
+
+
+class WaitingQueue:
+    """First in, first out, with a second door at the head for those who had their turn already."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def head(self) -> Request | None:
+        return self._requests[0] if self._requests else None
+
+    def join(self, req: Request) -> None:
+        """A new request, behind all others."""
+        self._requests.append(req)
+
+    def return_to_head(self, req: Request) -> None:
+        """A request that had been admitted before; exempt from any cap (T12)."""
+        self._requests.appendleft(req)
+
+    def discard(self, req: Request) -> None:
+        """Take `req` out, wherever it stands, if it is here."""
+        if self.head is req:
+            self._requests.popleft()
+        elif req in self._requests:
+            self._requests.remove(req)
+
+
+@dataclass(kw_only=True, slots=True)
+class Queues:
+    """The homes of requests. The planner and the release path move requests between them."""
+
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    chunked: Request | None = None
+    running: list[Request] = field(default_factory=list)
+    """In admission order. May hold finished requests until the next plan filters them (T19)."""
+    wishes: list[Request] = field(default_factory=list)
+    """Requests whose `to_finish` was set since, or that were in flight when last looked at."""
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    stages: list[QueueStage] = field(default_factory=list)
+
+    def live(self) -> Iterator[Request]:
+        """Every request that is not finished, those that stages keep included."""
+        yield from self.requests.values()
+        for stage in self.stages:
+            yield from stage.live()
+
+    def stage_keeps_any(self) -> bool:
+        """Whether some stage has a request that will come back or go by itself."""
+        return any(True for stage in self.stages for _ in stage.live())
+
+    def held_pages(self) -> Iterator[PageId]:
+        """Pages in transfer holds."""
+        for stage in self.stages:
+            yield from stage.held_pages()
+
+    def forget(self, req: Request) -> None:
+        """`req` finished or left for a stage. Running rows are filtered by the next plan (T19)."""
+        self.requests.pop(req.rid, None)
+        if self.chunked is req:
+            self.chunked = None
+
+    def drop_finished(self) -> None:
+        """Filter the running batch. Each plan does, whatever path the step before took (T19)."""
+        if any(req.finished is not None for req in self.running):
+            self.running = [req for req in self.running if req.finished is None]
+
+    def waiting_tokens(self) -> int:
+        """Tokens that wait to be computed: the queue, and the rest of the chunked prompt."""
+        tokens = sum(req.seq_len for req in self.waiting)
+        if self.chunked is not None:
+            tokens += self.chunked.extend_target - self.chunked.launched_len
+        return tokens

@@ -1,0 +1,130 @@
+"""Room for the next token of every running request, made by putting some of them back.
+
+Admission guesses how long outputs get; here the guess meets the truth. The check is exact: one page for
+each request whose next token starts a page, against pages that are free or evictable. The same function
+decides whether anybody is retracted and when it is enough (T14).
+
+A retracted request gives everything back and returns to the head of the queue; its settled pages stay
+in the prefix cache until somebody needs them. It is never in flight: the planner asks to settle first,
+which also lets a request that is about to end do so and give up its pages for nothing (T15, T16).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from tandem_engine.config import SchedulerConfig
+from tandem_engine.errors import OutOfPagesError
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.messages.requests import HandoffSide
+from tandem_engine.scheduler.endings import Endings, error_finish
+from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
+from tandem_engine.scheduler.policy import Policy
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.tally import Tally
+
+
+class Room(Enum):
+    """Whether the running requests can take their next token."""
+
+    READY = "ready"
+    SETTLE_FIRST = "settle_first"
+    """Short, but a step is in flight whose result may change that."""
+    SHORT = "short"
+    """Short even with a single request: it waits for chunks and stages to give pages back."""
+
+
+def decode_pages_fit(memory: KvMemory, decodes: Sequence[Request]) -> bool:
+    """Whether each of `decodes` can have the page of its next token."""
+    needed = sum(req.launched_len >= req.held_kv.allocated_len for req in decodes)
+    return needed <= memory.available_pages()
+
+
+@dataclass(kw_only=True, slots=True)
+class Retraction:
+    """Makes room for a decode step."""
+
+    config: SchedulerConfig
+    memory: KvMemory
+    queues: Queues
+    policy: Policy
+    endings: Endings
+    ratio: NewTokenRatio
+    tally: Tally
+    decode_steps: int = 0
+    """Decode steps since the last forced retraction."""
+
+    def make_room(self, decodes: list[Request], *, in_flight: bool) -> Room:
+        """Retract until `decodes` fit, removing from it who was retracted, and take their pages."""
+        forced = self._force_is_due(decodes)
+        if in_flight and (forced or not decode_pages_fit(self.memory, decodes)):
+            return Room.SETTLE_FIRST
+        if forced:
+            self.decode_steps = 0
+            self._put_back(self.policy.victim(decodes), decodes)
+        while not decode_pages_fit(self.memory, decodes):
+            candidates = self._candidates(decodes)
+            if len(candidates) == 1:
+                return Room.SHORT
+            self._retract(self.policy.victim(candidates), decodes)
+        self._take_pages(decodes)
+        return Room.READY
+
+    def give_up_one(self) -> None:
+        """Nothing can run and nothing will change: end the request that gives way first (T13)."""
+        holders = [*self.queues.running]
+        if self.queues.chunked is not None:
+            holders.append(self.queues.chunked)
+        self._fail(self.policy.victim(holders), "the KV pool has no page left for its next token")
+
+    def _candidates(self, decodes: Sequence[Request]) -> list[Request]:
+        """Who may be put back. Pages of a chunk that is being sent must stay what they are (T70)."""
+        chunked = self.queues.chunked
+        if chunked is None or sends_kv(chunked):
+            return [*decodes]
+        return [*decodes, chunked]
+
+    def _retract(self, req: Request, decodes: list[Request]) -> None:
+        self.ratio.reset()
+        req.retractions += 1
+        if req.retractions <= self.config.max_retractions:
+            self._put_back(req, decodes)
+            return
+        if req in decodes:
+            decodes.remove(req)
+        self._fail(req, f"it was put back {self.config.max_retractions} times for want of KV pages")
+
+    def _put_back(self, req: Request, decodes: list[Request]) -> None:
+        """Give back everything and wait at the head of the queue."""
+        assert not req.steps_in_flight, f"request {req.rid} retracted with {req.steps_in_flight} steps in flight"
+        if req in decodes:
+            decodes.remove(req)
+            self.queues.running.remove(req)
+        else:
+            self.queues.chunked = None
+        self.endings.release(req, checkpoint=True)
+        self.queues.waiting.return_to_head(req)
+        self.tally.retracted += 1
+
+    def _fail(self, req: Request, why: str) -> None:
+        error = OutOfPagesError(f"request {req.rid} ended early: {why}")
+        self.endings.finish(req, error_finish(error))
+
+    def _take_pages(self, decodes: Sequence[Request]) -> None:
+        for req in decodes:
+            kv = req.held_kv
+            if req.launched_len >= kv.allocated_len:
+                granted = self.memory.ensure(kv, req.launched_len + 1)
+                assert granted, f"no page for token {req.launched_len} of {req.rid} after the check passed"
+        if decodes:
+            self.decode_steps += 1
+
+    def _force_is_due(self, decodes: Sequence[Request]) -> bool:
+        every = self.config.force_retract_every
+        return bool(every and decodes) and self.decode_steps >= every
+
+
+def sends_kv(req: Request) -> bool:
+    """Whether its KV goes to another worker, from where its pages are now."""
+    return req.handoff is not None and req.handoff.side is HandoffSide.SEND

@@ -1,0 +1,190 @@
+"""Host truth of one step, and the frozen device view built from it.
+
+    StepPlan ──▶ ScheduleBatch (requests, cursors) ──build──▶ ForwardBatch (tensors)
+
+The view copies everything it shows, the page table rows included: requests and rows change while the
+forward runs, and the forward must not notice (T2, T3). Work per request is a few list appends; all that
+grows with the number of tokens is done by numpy.
+
+    sequences    extends in plan order, then decodes
+    samplers     the sequences that yield a token: last chunks and decodes, in the same order
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, SamplingBatch
+from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.scheduler.prefill_adder import Extend
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.stop import StopRule
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleBatch:
+    """Who takes part in a step. Kept until the step has settled."""
+
+    step: int
+    extends: Sequence[Extend]
+    decodes: Sequence[Request]
+
+    @property
+    def mode(self) -> ForwardMode:
+        if not self.extends:
+            return ForwardMode.DECODE
+        return ForwardMode.MIXED if self.decodes else ForwardMode.EXTEND
+
+    @property
+    def samplers(self) -> list[Request]:
+        return [*(extend.req for extend in self.extends if extend.samples), *self.decodes]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*(extend.req for extend in self.extends), *self.decodes]
+
+    @property
+    def extend_tokens(self) -> int:
+        return sum(extend.stop - extend.start for extend in self.extends)
+
+    def mark_launched(self) -> None:
+        """Advance the cursors of requests past this step. After `build`: input ids depend on them."""
+        for extend in self.extends:
+            extend.req.launched_len = extend.stop
+            extend.req.steps_in_flight += 1
+            extend.req.tokens_in_flight += extend.samples
+        for req in self.decodes:
+            req.launched_len += 1
+            req.steps_in_flight += 1
+            req.tokens_in_flight += 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingColumns:
+    """Sampling parameters of a list of requests: the same in every step that has the same samplers."""
+
+    samplers: list[Request]
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+    logprobs: tuple[int, ...]
+    all_greedy: bool
+    any_min_tokens: bool
+
+    @staticmethod
+    def of(samplers: list[Request]) -> "SamplingColumns":
+        params = [req.sampling for req in samplers]
+        wanted = tuple(-1 if p.logprobs is None else p.logprobs for p in params)
+        return SamplingColumns(
+            samplers=samplers,
+            temperature=torch.tensor([0.0 if p.greedy else p.temperature for p in params], dtype=torch.float32),
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            seed=torch.tensor([p.seed for p in params], dtype=torch.int64),
+            logprobs=wanted if any(n >= 0 for n in wanted) else (),
+            all_greedy=all(p.greedy for p in params),
+            any_min_tokens=any(p.min_tokens for p in params),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchBuilder:
+    """Makes `ForwardBatch`es. Keeps the sampling tensors of the last one while its samplers stay the same."""
+
+    memory: KvMemory
+    stop: StopRule
+    columns: SamplingColumns = field(default_factory=lambda: SamplingColumns.of([]))
+
+    def build(self, batch: ScheduleBatch) -> ForwardBatch:
+        """The device view of `batch`, before `mark_launched`."""
+        rows, starts, lens, sample_index = self._sequences(batch)
+        seq_lens = starts + lens
+        positions = _ranges(starts, lens)
+        table = self.memory.rows.table.numpy()
+        return ForwardBatch(
+            step=batch.step,
+            mode=batch.mode,
+            input_ids=torch.from_numpy(self._input_ids(batch)),
+            positions=torch.from_numpy(positions),
+            out_cache_loc=torch.from_numpy(self._slots(table, np.repeat(rows, lens), positions)),
+            rows=torch.from_numpy(rows),
+            seq_lens=torch.from_numpy(seq_lens),
+            extend_lens=torch.from_numpy(lens),
+            # Indexing by an array copies: this is the snapshot.
+            page_table=torch.from_numpy(table[rows, : self.memory.pages_for(int(seq_lens.max()))]),
+            num_extend=len(batch.extends),
+            sample_index=torch.from_numpy(sample_index),
+            sampling=self._sampling(batch.samplers, seq_lens[sample_index]),
+        )
+
+    def _sequences(self, batch: ScheduleBatch) -> tuple[Ints, Ints, Ints, Ints]:
+        """Per sequence row, first position and length; and which sequences sample."""
+        rows, starts, lens, sampled = [], [], [], []
+        for index, extend in enumerate(batch.extends):
+            rows.append(extend.req.held_kv.row)
+            starts.append(extend.start)
+            lens.append(extend.stop - extend.start)
+            if extend.samples:
+                sampled.append(index)
+        for req in batch.decodes:
+            rows.append(req.held_kv.row)
+            starts.append(req.launched_len)
+        lens += [1] * len(batch.decodes)
+        sampled += range(len(batch.extends), len(rows))
+        return _ints(rows), _ints(starts), _ints(lens), _ints(sampled)
+
+    def _input_ids(self, batch: ScheduleBatch) -> Ints:
+        """Known tokens; `RESOLVE` for a decode whose last token is still being computed."""
+        ids: list[int] = []
+        for extend in batch.extends:
+            ids += extend.req.token_ids(extend.start, extend.stop)
+        ids += [RESOLVE if req.tokens_in_flight else req.output_ids[-1] for req in batch.decodes]
+        return _ints(ids)
+
+    def _slots(self, table: npt.NDArray[np.int32], rows: Ints, positions: Ints) -> Ints:
+        page_size = self.memory.page_size
+        pages: Ints = table[rows, positions // page_size].astype(np.int64)
+        return pages * page_size + positions % page_size
+
+    def _sampling(self, samplers: list[Request], positions: Ints) -> SamplingBatch:
+        if samplers != self.columns.samplers:
+            self.columns = SamplingColumns.of(samplers)
+        columns = self.columns
+        return SamplingBatch(
+            temperature=columns.temperature,
+            top_k=columns.top_k,
+            top_p=columns.top_p,
+            min_p=columns.min_p,
+            seed=columns.seed,
+            position=torch.from_numpy(positions),
+            suppress=self._suppressed(samplers) if columns.any_min_tokens else (),
+            logprobs=columns.logprobs,
+            all_greedy=columns.all_greedy,
+        )
+
+    def _suppressed(self, samplers: Sequence[Request]) -> tuple[tuple[int, ...], ...]:
+        suppressed = tuple(
+            self.stop.suppressed(req.sampling, len(req.output_ids) + req.tokens_in_flight) for req in samplers
+        )
+        return suppressed if any(suppressed) else ()
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
+
+
+def _ranges(starts: Ints, lens: Ints) -> Ints:
+    """[start, start + len) of every sequence, one after the other."""
+    first = np.cumsum(lens) - lens
+    offsets: Ints = np.arange(int(lens.sum()), dtype=np.int64) + np.repeat(starts - first, lens)
+    return offsets

@@ -1,0 +1,301 @@
+"""The scheduler: composes the parts and gives them one surface.
+
+    add, abort ─▶ ingress ─▶ queues ─▶ planner ─▶ loop ─▶ executor
+                     │         ▲                    │
+                  stages ──────┘     stream ◀─ settlement
+
+Life of a turn (`step`)
+    1. deadlines that passed become wishes
+    2. stages exchange messages and move requests
+    3. the loop plans, launches and settles
+    4. outputs leave, one delivery per client
+    5. audit, when idle
+
+One thread calls everything here. Nothing blocks but the wait for a launched step.
+
+What a stage calls back, from inside its own methods:
+
+    admit_prebuilt, recompute, finish    for a request that `accept` kept; each takes it over
+    release, finish                      for one that `prefill_settled` kept: its KV was sent, or it failed
+"""
+
+from tandem_engine.clock import Clock
+from tandem_engine.config import SchedulerConfig
+from tandem_engine.executor.interface import ModelExecutor
+from tandem_engine.memory.conservation import ConservationReport
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.names import RequestId
+from tandem_engine.scheduler.deadlines import Deadlines
+from tandem_engine.scheduler.endings import Endings
+from tandem_engine.scheduler.health import Health
+from tandem_engine.scheduler.ingress import Ingress
+from tandem_engine.scheduler.loop import Loop
+from tandem_engine.scheduler.model_facts import ModelFacts
+from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
+from tandem_engine.scheduler.planner import Planner
+from tandem_engine.scheduler.policy import Fcfs, Policy
+from tandem_engine.scheduler.prefill_adder import expected_pages
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.retraction import Retraction
+from tandem_engine.scheduler.schedule_batch import BatchBuilder
+from tandem_engine.scheduler.settle import Settlement
+from tandem_engine.scheduler.stage import QueueStage
+from tandem_engine.scheduler.steps import Steps
+from tandem_engine.scheduler.stop import DecodeText, StopRule
+from tandem_engine.scheduler.stream import OutputStream, Sink
+from tandem_engine.scheduler.tally import SchedulerStats, Tally
+
+ABORTED = Finish(reason=FinishReason.ABORT)
+OVERDUE = Finish(reason=FinishReason.ABORT, error="the deadline passed", code="deadline_exceeded")
+
+
+class Scheduler:
+    """Continuous batching over one executor and one KV memory."""
+
+    def __init__(
+        self,
+        *,
+        memory: KvMemory,
+        executor: ModelExecutor,
+        config: SchedulerConfig,
+        model: ModelFacts,
+        clock: Clock,
+        sink: Sink,
+        decode_text: DecodeText | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        """`decode_text` turns output ids into text; without it requests with stop strings are refused."""
+        self.memory = memory
+        self.config = config
+        self.clock = clock
+        self._capacity_tokens = (memory.allocator.num_pages - 1) * memory.page_size
+        self._context_length = min(model.context_length, config.context_length)
+        facts = ModelFacts(
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            context_length=self._context_length,
+        )
+        self.tally = Tally()
+        self.queues = Queues()
+        self._policy = policy or Fcfs()
+        self._steps = Steps()
+        self._stop = StopRule(model=facts, decode_text=decode_text)
+        self._ratio = NewTokenRatio(config=config)
+        self._stream = OutputStream(sink=sink)
+        self._deadlines = Deadlines()
+        self._endings = Endings(
+            memory=memory, queues=self.queues, stream=self._stream, steps=self._steps, tally=self.tally
+        )
+        self._ingress = Ingress(
+            config=config,
+            model=facts,
+            capacity_tokens=self._capacity_tokens,
+            allow_stop_strings=decode_text is not None,
+            clock=clock,
+            queues=self.queues,
+            endings=self._endings,
+            tally=self.tally,
+        )
+        self._planner = self._build_planner()
+        self._loop = self._build_loop(executor)
+        self._health = Health(config=config, memory=memory, queues=self.queues, tally=self.tally)
+
+    def _build_planner(self) -> Planner:
+        retraction = Retraction(
+            config=self.config,
+            memory=self.memory,
+            queues=self.queues,
+            policy=self._policy,
+            endings=self._endings,
+            ratio=self._ratio,
+            tally=self.tally,
+        )
+        return Planner(
+            config=self.config,
+            memory=self.memory,
+            queues=self.queues,
+            policy=self._policy,
+            endings=self._endings,
+            retraction=retraction,
+            ratio=self._ratio,
+            clock=self.clock,
+            tally=self.tally,
+        )
+
+    def _build_loop(self, executor: ModelExecutor) -> Loop:
+        settlement = Settlement(
+            memory=self.memory,
+            queues=self.queues,
+            steps=self._steps,
+            stop=self._stop,
+            endings=self._endings,
+            stream=self._stream,
+            clock=self.clock,
+            tally=self.tally,
+        )
+        return Loop(
+            overlap=self.config.enable_overlap,
+            planner=self._planner,
+            builder=BatchBuilder(memory=self.memory, stop=self._stop),
+            executor=executor,
+            settlement=settlement,
+            steps=self._steps,
+            clock=self.clock,
+            tally=self.tally,
+        )
+
+    # The owner of the loop calls these.
+
+    def attach(self, stage: QueueStage) -> None:
+        """Add a queue stage. Stages are asked in the order in which they were attached."""
+        self.queues.stages.append(stage)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Longest prompt + max_tokens that is accepted: the context, or the pool if that is smaller."""
+        return min(self._context_length, self._capacity_tokens + 1)
+
+    def add(self, message: GenerateRequest, client: bytes = b"") -> None:
+        """Accept a request, or refuse it with an output that says why. Raises nothing for the client's fault.
+
+        Refusals: invalid_request (with the field), queue_full and draining (both worth another attempt).
+        A second request under a live rid is ignored.
+        """
+        req = self._ingress.add(message, client)
+        if req is not None:
+            self._deadlines.watch(req)
+        self._stream.flush()
+
+    def abort(self, rid: RequestId) -> None:
+        """Wish for the end of a request, wherever it is. Unknown ids are ignored (T10)."""
+        self._ingress.abort(rid, ABORTED)
+        self._stream.flush()
+
+    def abort_client(self, client: bytes) -> None:
+        """Abort every request of a client that is gone."""
+        for req in [req for req in self.queues.live() if req.client == client]:
+            self.abort(req.rid)
+
+    def step(self) -> bool:
+        """One turn. True when something moved; False means that only a message or a deadline can change that."""
+        self.tally.loops += 1
+        before = self.tally.moves
+        for req in self._deadlines.overdue(self.clock.now()):
+            self._ingress.abort(req.rid, OVERDUE)
+        polled = [stage.poll() for stage in self.queues.stages]
+        self._loop.turn()
+        self._stream.flush()
+        self._health.after_turn(idle=self.idle)
+        return any(polled) or self.tally.moves != before
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that are here finish."""
+        self._ingress.draining = True
+
+    def abort_all(self) -> None:
+        """Wish for the end of every request."""
+        for req in list(self.queues.live()):
+            self.abort(req.rid)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs, is in flight or is kept by a stage."""
+        return not self.queues.requests and self._loop.in_flight is None and not self.queues.stage_keeps_any()
+
+    def audit(self) -> ConservationReport:
+        """The five sets of pages, and what is wrong with them."""
+        return self._health.audit()
+
+    def stats(self) -> SchedulerStats:
+        """Numbers for `messages.control.EngineStats`."""
+        tally = self.tally
+        queues = self.queues
+        return SchedulerStats(
+            loop_count=tally.loops,
+            running=len(queues.requests) - len(queues.waiting),
+            waiting=len(queues.waiting),
+            waiting_tokens=queues.waiting_tokens(),
+            prefill_tokens_per_s=tally.prefill_tokens_per_s,
+            decode_step_s=tally.decode_step_s,
+            prompt_tokens_total=tally.prompt_tokens,
+            cached_tokens_total=tally.cached_tokens,
+            output_tokens_total=tally.output_tokens,
+            requests_total=tally.requests,
+            aborted_total=tally.aborted,
+            failed_total=tally.failed,
+            refused_total=tally.refused,
+            retracted_total=tally.retracted,
+            engine_errors_total=tally.engine_errors,
+            audit_failures_total=tally.audit_failures,
+            overlap_hidden_s=tally.overlap_hidden_s,
+            schedule_s=tally.schedule_s,
+        )
+
+    # Stages call these.
+
+    def admit_prebuilt(self, req: Request) -> None:
+        """`req` joins the running batch at the next plan; the stage gives it up.
+
+        The stage has set `req.kv`, with KV of all tokens but the newest committed; at least one token in
+        `req.output_ids`; and `req.streamed`, those that somebody else sends to the client. `req.transfer`
+        goes out with the next output. An output that is complete already (`stop_of`) belongs to `finish`.
+        """
+        assert req.output_ids, f"prebuilt request {req.rid} has no token to continue from"
+        kv = req.held_kv
+        assert kv.committed_len == req.seq_len - 1, (
+            f"prebuilt request {req.rid} of {req.seq_len} tokens has KV of {kv.committed_len}"
+        )
+        assert req.remaining_tokens > 0, f"prebuilt request {req.rid} has its {len(req.output_ids)} tokens already"
+        req.extend_target = req.launched_len = kv.committed_len
+        self.queues.requests[req.rid] = req
+        self.queues.running.append(req)
+        if req.to_finish is not None:
+            self.queues.wishes.append(req)
+
+    def stop_of(self, req: Request) -> Finish | None:
+        """How the newest token of `req.output_ids` ends the output, None if it does not."""
+        *outputs, newest = req.output_ids
+        cut = self._stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=outputs, run=(newest,))
+        return cut.finish
+
+    def recompute(self, req: Request) -> None:
+        """`req` is computed here from its tokens: it goes to the head of the queue, exempt from the cap.
+
+        For a transfer that failed. What KV it has is given back first.
+        """
+        self._endings.release(req, checkpoint=False)
+        self.queues.requests[req.rid] = req
+        self.queues.waiting.return_to_head(req)
+        if req.to_finish is not None:
+            self.queues.wishes.append(req)
+
+    def release(self, req: Request, *, checkpoint: bool = True) -> None:
+        """Give back row and pages of a request that a stage keeps. The only way to do so; no-op without KV.
+
+        `checkpoint` leaves its settled whole pages in the prefix cache. The client hears nothing.
+        """
+        self._endings.release(req, checkpoint=checkpoint)
+
+    def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True) -> None:
+        """End a request that a stage keeps: release it, tell the client, call `aborted` if it failed."""
+        self._endings.finish(req, finish, checkpoint=checkpoint)
+
+    def spare_pages(self) -> int:
+        """Free and evictable pages beyond what admitted requests and the head of the queue are expected to take.
+
+        May be negative. A stage that reserves pages for requests to come stays within it, so that it
+        neither pushes running requests into retraction nor starves the queue.
+        """
+        spare = self.memory.available_pages() - self._planner.reserved_pages()
+        head = self.queues.waiting.head
+        if head is not None:
+            spare -= expected_pages(self.memory, head, head.seq_len, self._ratio.value)
+        return spare
+
+    @property
+    def step_in_flight(self) -> int | None:
+        """Newest launched step that has not settled: what freed memory has to wait for."""
+        return self._steps.newest_in_flight

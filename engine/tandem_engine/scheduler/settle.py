@@ -1,0 +1,183 @@
+"""Results become facts: the only place where tokens reach requests.
+
+For each request of a settled step, in this order
+    1. counters   one step less in flight
+    2. ended      a request that finished meanwhile is skipped altogether, its reply included (T9)
+    3. commit     the KV of the step is final
+    4. wish       an abort that came after the launch is obeyed before the token is looked at (T6)
+    5. chunk      stages may send the new pages; whole prompts enter the prefix cache
+    6. token      appended up to the first stop, streamed; a stop releases the request
+    7. handoff    a stage may keep a request whose prompt is done
+
+In overlap mode the next step is in flight meanwhile, perhaps with a request that ends here: its surplus
+token falls to rule 2 when that step settles, and pages it may write to wait until then (T77).
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tandem_engine.clock import Clock
+from tandem_engine.errors import EngineError
+from tandem_engine.forward.forward_batch import ForwardResult, SampledLogprobs
+from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.messages.outputs import TokenLogprob
+from tandem_engine.scheduler.endings import Endings, error_finish
+from tandem_engine.scheduler.prefill_adder import Extend
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.retraction import sends_kv
+from tandem_engine.scheduler.schedule_batch import ScheduleBatch
+from tandem_engine.scheduler.steps import Steps
+from tandem_engine.scheduler.stop import StopRule
+from tandem_engine.scheduler.stream import OutputStream
+from tandem_engine.scheduler.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """New tokens of one request from one step: a run of one, unless they were drafted."""
+
+    run: tuple[int, ...]
+    logprobs: tuple[SampledLogprobs | None, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class Settlement:
+    """Applies one result to the requests of its batch."""
+
+    memory: KvMemory
+    queues: Queues
+    steps: Steps
+    stop: StopRule
+    endings: Endings
+    stream: OutputStream
+    clock: Clock
+    tally: Tally
+
+    def settle(self, batch: ScheduleBatch, result: ForwardResult) -> None:
+        """Take in the result of `batch`."""
+        assert result.step == batch.step, f"result of step {result.step} for batch {batch.step}"
+        self._close(batch)
+        self._measure(batch, result)
+        sampled = _sampled(result)
+        for extend in batch.extends:
+            self._extend(extend, next(sampled) if extend.samples else None)
+        for req in batch.decodes:
+            self._decode(req, next(sampled))
+        surplus = next(sampled, None)
+        assert surplus is None, f"step {batch.step} sampled more tokens than it has sampling sequences"
+
+    def fail(self, batch: ScheduleBatch, error: BaseException) -> None:
+        """The forward of `batch` raised: its requests fail, all others go on."""
+        logger.error("step %d failed with %d requests", batch.step, len(batch.requests), exc_info=error)
+        self._close(batch)
+        self.tally.engine_errors += 1
+        finish = error_finish(EngineError(f"the model step raised {type(error).__name__}"))
+        for extend in batch.extends:
+            self._landed(extend.req, samples=extend.samples)
+        for req in batch.decodes:
+            self._landed(req, samples=True)
+        for req in batch.requests:
+            if req.finished is None:
+                self.endings.finish(req, req.to_finish or finish, checkpoint=False)
+
+    def _close(self, batch: ScheduleBatch) -> None:
+        """The device is done with this step, so what waited for it is free, before anything is released."""
+        self.steps.settle(batch.step)
+        self.memory.settled(batch.step)
+        self.tally.settled += 1
+
+    def _landed(self, req: Request, *, samples: bool) -> None:
+        req.steps_in_flight -= 1
+        req.tokens_in_flight -= samples
+        assert req.steps_in_flight >= 0 <= req.tokens_in_flight, (
+            f"request {req.rid}: {req.steps_in_flight} steps and {req.tokens_in_flight} tokens in flight"
+        )
+
+    def _extend(self, extend: Extend, sampled: Sampled | None) -> None:
+        req = extend.req
+        self._landed(req, samples=sampled is not None)
+        if req.finished is not None:
+            return
+        self.memory.commit(req.held_kv, extend.stop)
+        if req.to_finish is not None:
+            self.endings.finish(req, req.to_finish)
+            return
+        if sampled is not None and not sends_kv(req):
+            self._cache(req)
+        for stage in self.queues.stages:
+            stage.chunk_settled(req)
+        if sampled is not None and req.finished is None:
+            self._tokens(req, sampled)
+            self._hand_off(req)
+
+    def _decode(self, req: Request, sampled: Sampled) -> None:
+        self._landed(req, samples=True)
+        if req.finished is not None:
+            return
+        # The step computed KV of the newest settled token; the one it sampled has none yet.
+        self.memory.commit(req.held_kv, req.seq_len)
+        if req.to_finish is not None:
+            self.endings.finish(req, req.to_finish)
+            return
+        self._tokens(req, sampled)
+
+    def _cache(self, req: Request) -> None:
+        """Let others share the prompt while its output goes on.
+
+        A request whose pages are being sent does so when it is released: this may exchange pages for
+        equal ones of the tree and give its own back, and the sender reads them outside any step.
+        """
+        kv = req.held_kv
+        settled = req.token_ids(0, kv.committed_len)
+        self.memory.checkpoint(kv, settled, after_step=self.steps.newest_in_flight)
+
+    def _tokens(self, req: Request, sampled: Sampled) -> None:
+        cut = self.stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=req.output_ids, run=sampled.run)
+        req.output_ids += sampled.run[: cut.keep]
+        if req.sampling.logprobs is not None:
+            req.logprobs += _wire_logprobs(sampled.logprobs[: cut.keep])
+        self.tally.output_tokens += cut.keep
+        first = req.first_token_at is None
+        if first:
+            req.first_token_at = self.clock.now()
+        if cut.finish is None:
+            self.stream.send(req, first=first)
+        else:
+            self.endings.finish(req, cut.finish, first=first)
+
+    def _hand_off(self, req: Request) -> None:
+        """Offer a request with a computed prompt to the stages; without a taker it decodes here."""
+        answers = [stage.prefill_settled(req) for stage in self.queues.stages]
+        kept = any(answers)
+        if req.finished is not None:
+            assert not kept, f"a stage kept request {req.rid}, which had finished"
+        elif kept:
+            assert not req.steps_in_flight, f"request {req.rid} left while in flight"
+            self.queues.forget(req)
+        elif sends_kv(req):
+            self.queues.running.append(req)
+
+    def _measure(self, batch: ScheduleBatch, result: ForwardResult) -> None:
+        if batch.mode is ForwardMode.EXTEND:
+            self.tally.measure_prefill(batch.extend_tokens, result.compute_s)
+        elif batch.mode is ForwardMode.DECODE:
+            self.tally.measure_decode(result.compute_s)
+
+
+def _sampled(result: ForwardResult) -> Iterator[Sampled]:
+    """What each sampling sequence got, in batch order."""
+    if not result.logprobs:
+        return (Sampled(run=(token,)) for token in result.next_token_ids)
+    pairs = zip(result.next_token_ids, result.logprobs, strict=True)
+    return (Sampled(run=(token,), logprobs=(logprob,)) for token, logprob in pairs)
+
+
+def _wire_logprobs(logprobs: Sequence[SampledLogprobs | None]) -> Iterator[TokenLogprob]:
+    for logprob in logprobs:
+        assert logprob is not None, "a request asked for logprobs and its step returned none"
+        yield TokenLogprob(logprob=logprob.logprob, top=logprob.top)

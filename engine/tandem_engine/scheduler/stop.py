@@ -1,0 +1,93 @@
+"""Where an output ends.
+
+One function cuts a run of new tokens at its first end; ordinary decoding is a run of length one. The
+cut applies to ids, logprobs, text and usage alike (T50), and the earliest position in the run wins
+whatever its reason (T48).
+
+At one position the order is: EOS, stop ids, stop strings, then length. So a stop string that completes
+with the last allowed token ends the output as `stop` and is cut from the text; it would leak to the
+client if length won.
+
+A token that ends the output belongs to it: it is streamed and counted. Text is cut by the detokenizer,
+which `Finish.matched_stop` tells where.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.scheduler.model_facts import ModelFacts
+
+DecodeText: TypeAlias = Callable[[Sequence[int]], str]
+"""Token ids → text. Called with a short window of output tokens, never with a whole output."""
+
+CONTEXT_TOKENS = 4
+"""Tokens decoded ahead of a stop-string window: a window may start inside a character."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """`keep` tokens of the run belong to the output; `finish` is set if the last of them ends it."""
+
+    keep: int
+    finish: Finish | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRule:
+    """Stop conditions of every request on this engine."""
+
+    model: ModelFacts
+    decode_text: DecodeText | None = None
+
+    def cut_at_stop(
+        self, sampling: SamplingParams, *, prompt_len: int, outputs: Sequence[int], run: Sequence[int]
+    ) -> Cut:
+        """Cut `run`, the tokens sampled after `outputs`, behind the first token that ends the output."""
+        for keep, token in enumerate(run, start=1):
+            finish = self._end_at(sampling, prompt_len, len(outputs) + keep, token)
+            if sampling.stop and (finish is None or finish.reason is FinishReason.LENGTH):
+                finish = self._stop_string(sampling, outputs, run[:keep]) or finish
+            if finish is not None:
+                return Cut(keep=keep, finish=finish)
+        return Cut(keep=len(run), finish=None)
+
+    def suppressed(self, sampling: SamplingParams, generated: int) -> tuple[int, ...]:
+        """Ids that may not be sampled after `generated` output tokens: those that stop, below min_tokens."""
+        if generated >= sampling.min_tokens:
+            return ()
+        eos = () if sampling.ignore_eos else self.model.eos_token_ids
+        return tuple(sorted({*eos, *sampling.stop_token_ids}))
+
+    def _end_at(self, sampling: SamplingParams, prompt_len: int, generated: int, token: int) -> Finish | None:
+        """End by the `generated`-th output token alone."""
+        if generated > sampling.min_tokens:
+            if token in self.model.eos_token_ids and not sampling.ignore_eos:
+                return Finish(reason=FinishReason.STOP)
+            if token in sampling.stop_token_ids:
+                return Finish(reason=FinishReason.STOP, matched_stop=token)
+        if generated >= sampling.max_tokens or prompt_len + generated >= self.model.context_length:
+            return Finish(reason=FinishReason.LENGTH)
+        return None
+
+    def _stop_string(self, sampling: SamplingParams, outputs: Sequence[int], run: Sequence[int]) -> Finish | None:
+        """End by a stop string that the last token of `run` completes.
+
+        Every token but the last of `run` was checked before, so the window need not be longer than the
+        longest stop string, at no less than one byte per token, and the run (T49).
+        """
+        if len(outputs) + len(run) <= sampling.min_tokens:
+            return None
+        assert self.decode_text is not None, "admission refuses stop strings without a tokenizer"
+        longest = max(len(text.encode("utf-8", "surrogatepass")) for text in sampling.stop)
+        width = longest + len(run) + CONTEXT_TOKENS
+        window = [*outputs[-width:], *run][-width:]
+        text = self.decode_text(window)
+        matches = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
+        if not matches:
+            return None
+        seen = len(self.decode_text(window[:-1]).rstrip("\N{REPLACEMENT CHARACTER}"))
+        fresh = [(at, stop) for at, stop in matches if text.rfind(stop) + len(stop) > seen]
+        return Finish(reason=FinishReason.STOP, matched_stop=min(fresh)[1]) if fresh else None

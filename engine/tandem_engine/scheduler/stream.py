@@ -1,0 +1,65 @@
+"""What clients are told: one `TokenOutput` per request and settled step, one delivery per client and step.
+
+`index` is the absolute position in the output, so a receiver that sees a position twice, after a
+resumption or from both workers of a handoff, keeps the first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
+from tandem_engine.scheduler.request import Request
+
+Sink: TypeAlias = Callable[[bytes, tuple[TokenOutput, ...]], None]
+"""Takes the outputs of one step for one client. Called on the scheduler thread; must not block."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OutputStream:
+    """Collects outputs during a step and delivers them at its end."""
+
+    sink: Sink
+    pending: dict[bytes, list[TokenOutput]] = field(default_factory=dict)
+
+    def send(self, req: Request, *, finish: Finish | None = None, first: bool = False) -> None:
+        """Queue what `req` has that was not streamed, and how it ended.
+
+        `first` adds the timings, the cache hit and the transfer: once, with the first tokens of this
+        worker.
+        """
+        output = self._output(req, finish, first)
+        req.streamed = max(req.streamed, len(req.output_ids))
+        self.pending.setdefault(req.client, []).append(output)
+
+    def flush(self) -> None:
+        """Deliver everything that is pending."""
+        if not self.pending:
+            return
+        pending, self.pending = self.pending, {}
+        for client, outputs in pending.items():
+            self.sink(client, tuple(outputs))
+
+    def _output(self, req: Request, finish: Finish | None, first: bool) -> TokenOutput:
+        tokens = tuple(req.output_ids[req.streamed :])
+        computed_here = first and req.first_scheduled_at is not None
+        return TokenOutput(
+            rid=req.rid,
+            index=req.streamed,
+            token_ids=tokens,
+            logprobs=self._logprobs(req, len(tokens)),
+            finish=finish,
+            cached_tokens=req.cached_tokens if computed_here else None,
+            transfer=req.transfer if first else None,
+            queue_s=_elapsed(req.arrived_at, req.first_scheduled_at) if first else None,
+            prefill_s=_elapsed(req.first_scheduled_at, req.first_token_at) if first else None,
+        )
+
+    def _logprobs(self, req: Request, tokens: int) -> tuple[TokenLogprob, ...] | None:
+        if req.sampling.logprobs is None:
+            return None
+        return tuple(req.logprobs[len(req.logprobs) - tokens :])
+
+
+def _elapsed(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

@@ -1,0 +1,82 @@
+"""Counters of the scheduler, and the numbers it reports from them."""
+
+from dataclasses import dataclass
+
+from tandem_engine.messages.outputs import Finish, FinishReason
+
+WEIGHT = 0.1
+"""Weight of the newest measurement in the moving means."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerStats:
+    """The scheduler's share of `messages.control.EngineStats`, under the same names."""
+
+    loop_count: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    output_tokens_total: int
+    requests_total: int
+    aborted_total: int
+    failed_total: int
+    """Ended by an error; refused ones are not counted here."""
+    refused_total: int
+    retracted_total: int
+    engine_errors_total: int
+    """Steps whose forward raised."""
+    audit_failures_total: int
+    overlap_hidden_s: float
+    schedule_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """Totals since start; durations in seconds."""
+
+    loops: int = 0
+    launched: int = 0
+    settled: int = 0
+    requests: int = 0
+    refused: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    retracted: int = 0
+    engine_errors: int = 0
+    audit_failures: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    schedule_s: float = 0.0
+    overlap_hidden_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+
+    @property
+    def moves(self) -> int:
+        """Grows whenever the scheduler got something done."""
+        return self.launched + self.settled + self.finished + self.retracted
+
+    def count_end(self, finish: Finish) -> None:
+        self.finished += 1
+        self.aborted += finish.reason is FinishReason.ABORT
+        self.failed += finish.reason is FinishReason.ERROR
+
+    def measure_prefill(self, tokens: int, compute_s: float) -> None:
+        """A step that computed prompt tokens alone."""
+        if compute_s > 0.0:
+            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, tokens / compute_s)
+
+    def measure_decode(self, compute_s: float) -> None:
+        """A step that computed one token for each of its requests."""
+        if compute_s > 0.0:
+            self.decode_step_s = _mean(self.decode_step_s, compute_s)
+
+
+def _mean(mean: float, value: float) -> float:
+    return value if mean == 0.0 else mean + WEIGHT * (value - mean)

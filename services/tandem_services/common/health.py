@@ -1,0 +1,49 @@
+"""Liveness and readiness of a process.
+
+/live    the process answers; never depends on anything else, or a broken dependency restarts the fleet
+/ready   every check passes and the process is not draining; false takes it out of load balancing
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+Check = Callable[[], str | None]
+"""Returns None when all is well, else one sentence that says what is missing. Must not block."""
+
+
+class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `/ready` and `/health`."""
+
+    status: str
+    """ok, draining or unavailable."""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def http_status(self) -> int:
+        return 200 if self.ok else 503
+
+
+class Health:
+    """Readiness checks by name. Not thread-safe: belongs to the event loop of its process."""
+
+    def __init__(self) -> None:
+        self._checks: dict[str, Check] = {}
+        self._draining = False
+
+    def add_check(self, name: str, check: Check) -> None:
+        self._checks[name] = check
+
+    def drain(self) -> None:
+        """Report not ready from now on, so that no new work is sent here."""
+        self._draining = True
+
+    def report(self) -> HealthReport:
+        if self._draining:
+            return HealthReport(status="draining", reasons=("shutting down",))
+        failed = [f"{name}: {reason}" for name, check in self._checks.items() if (reason := check()) is not None]
+        return HealthReport(status="unavailable", reasons=tuple(failed)) if failed else HealthReport(status="ok")

@@ -1,0 +1,77 @@
+"""Log lines: one event per line, as JSON or as text, safe to read in a terminal.
+
+Facts go in `extra={"fields": {...}}`, not into the message, so that a message stays greppable. Control
+characters never reach the output unescaped: a client's text cannot forge a line or move a cursor.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, TextIO
+
+MAX_QUOTED_CHARACTERS = 200
+"""Of a client's value that is repeated in a message."""
+
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_ESCAPES |= {0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+class LogFormat(StrEnum):
+    JSON = "json"
+    PLAIN = "plain"
+
+
+def escape(text: str) -> str:
+    """`text` on one line, control characters and lone surrogates made visible."""
+    return text.translate(_ESCAPES).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def quoted(value: object) -> str:
+    """A client's value, escaped and short enough to repeat in an error message."""
+    text = escape(str(value)[: MAX_QUOTED_CHARACTERS + 1])
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else text[:MAX_QUOTED_CHARACTERS] + "…"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class PlainFormatter(logging.Formatter):
+    """`time level logger message key=value …`, for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
+        line = escape(f"{time} {record.levelname:<7} {record.name} {record.getMessage()}{fields}")
+        if record.exc_info:
+            line += "\n" + "\n".join(map(escape, self.formatException(record.exc_info).splitlines()))
+        return line
+
+
+def configure_logging(log_format: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Send everything to one handler (stderr by default). Call once, at process start."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else PlainFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields = record.__dict__.get("fields")
+    return fields if isinstance(fields, Mapping) else {}

@@ -1,0 +1,37 @@
+"""What every service's metrics share: buckets, the exposition, and labels that cannot multiply.
+
+A registry is built by whoever builds the process and passed down; nothing registers itself globally.
+"""
+
+from collections.abc import Collection
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Buckets for durations of whole requests and of their phases."""
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+"""Buckets for the time between two tokens."""
+
+OTHER = "other"
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with the process's own memory, CPU, file descriptors and garbage collections."""
+    registry = CollectorRegistry(auto_describe=True)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The exposition for `GET /metrics`, to be served as `CONTENT_TYPE`."""
+    return generate_latest(registry)
+
+
+def bounded_label(value: str, known: Collection[str]) -> str:
+    """`value` when known, else "other": what a client sends must not become a time series."""
+    return value if value in known else OTHER

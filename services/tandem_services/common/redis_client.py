@@ -1,0 +1,247 @@
+"""One Redis connection pool with a deadline per command and a circuit breaker.
+
+    closed ──3 failures in a row──▶ open ──0.5 s──▶ half-open ──one command──▶ closed, or open again
+
+Redis holds hints only (RELIABILITY B2.8), so nothing here retries or waits: a command is answered within
+its deadline or fails with `RedisUnavailableError`, and the caller goes on without. Everything that keeps
+Redis from answering counts alike: refused, hung, LOADING, READONLY, OOM, NOPERM, MOVED, bytes that are no
+Redis protocol.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeAlias
+from urllib.parse import urlsplit, urlunsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import RedisError, ResponseError
+
+from tandem_engine.clock import Clock, MonotonicClock
+from tandem_engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ROUTING_TIMEOUT_S = 0.02
+"""The most that any request waits for Redis (RELIABILITY B3.17)."""
+
+BACKGROUND_TIMEOUT_S = 1.0
+"""For heartbeats and index updates, which nobody waits for."""
+
+COMPLAIN_EVERY_S = 60.0
+"""A broken Redis costs one log line a minute (RELIABILITY E6.72)."""
+
+Argument: TypeAlias = str | bytes | int | float
+Reply: TypeAlias = bytes | int | Sequence["Reply"] | None
+
+
+class RedisUnavailableError(Exception):
+    """Redis gave no usable answer in time. The message never contains a password."""
+
+
+class FunctionMissingError(RedisUnavailableError):
+    """Redis answers, but the function library is not loaded."""
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass(kw_only=True, slots=True)
+class CircuitBreaker:
+    """Stops asking a server that does not answer, and asks again with one command at a time."""
+
+    clock: Clock = field(default_factory=MonotonicClock)
+    failures_to_open: int = 3
+    open_s: float = 0.5
+    state: BreakerState = BreakerState.CLOSED
+    _failures: int = 0
+    _retry_at: float = 0.0
+
+    @property
+    def would_admit(self) -> bool:
+        return self.state is BreakerState.CLOSED or self.clock.now() >= self._retry_at
+
+    def admit(self) -> bool:
+        """Whether the next command may be sent. In the open state one command per `open_s` may."""
+        if not self.would_admit:
+            return False
+        if self.state is not BreakerState.CLOSED:
+            # The trial may be cancelled and never report back; the next one is due after `open_s` anyway.
+            self.state = BreakerState.HALF_OPEN
+            self._retry_at = self.clock.now() + self.open_s
+        return True
+
+    def succeeded(self) -> None:
+        self.state = BreakerState.CLOSED
+        self._failures = 0
+
+    def failed(self) -> None:
+        self._failures += 1
+        if self._failures >= self.failures_to_open:
+            self.state = BreakerState.OPEN
+            self._retry_at = self.clock.now() + self.open_s
+
+
+@dataclass(kw_only=True, slots=True)
+class RarelyLogged:
+    """Lets one message through per `every_s`, and says how many it held back."""
+
+    clock: Clock
+    every_s: float = COMPLAIN_EVERY_S
+    _next_at: float = float("-inf")
+    _held_back: int = 0
+
+    def warning(self, message: str) -> None:
+        if self.clock.now() < self._next_at:
+            self._held_back += 1
+            return
+        logger.warning("%s (%d similar since the last line)", message, self._held_back)
+        self._next_at = self.clock.now() + self.every_s
+        self._held_back = 0
+
+
+class FilePassword(CredentialProvider):
+    """Reads the password at every connect, so that a rotated Secret needs no restart."""
+
+    def __init__(self, username: str | None, path: Path) -> None:
+        self._username = username
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._path.read_text("utf-8").strip()
+        return (self._username, password) if self._username else (password,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RedisAddress:
+    """Where Redis is. `repr` and `str` never show the password."""
+
+    url: str = field(repr=False)
+    """redis://, rediss:// (TLS; options as in redis-py, e.g. ?ssl_ca_certs=/etc/ca.pem) or unix://."""
+    password_file: Path | None = None
+    """Takes the place of a password in the URL."""
+
+    def __post_init__(self) -> None:
+        if urlsplit(self.url).scheme not in {"redis", "rediss", "unix"}:
+            raise ConfigError(
+                f"--redis {self}: a Redis URL starts with redis://, rediss:// or unix://, "
+                "e.g. redis://user:password@host:6379/0"
+            )
+        if self.password_file is not None and not self.password_file.is_file():
+            raise ConfigError(f"--redis-password-file {self.password_file}: no such file")
+
+    def __str__(self) -> str:
+        return mask_password(self.url)
+
+    def connect(self) -> "Redis":
+        """A client that has not connected yet. Raises `ConfigError` for a URL that cannot be parsed."""
+        url, credentials = self.url, None
+        if self.password_file is not None:
+            parts = urlsplit(url)
+            credentials = FilePassword(parts.username, self.password_file)
+            url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        try:
+            return Redis.from_url(
+                url,
+                credential_provider=credentials,
+                # RESP2 needs no handshake; replies are the same bytes for every server version.
+                protocol=2,
+                # One attempt: the deadline of the whole command is ours, and so is the next try.
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=None,
+                socket_connect_timeout=None,
+                socket_keepalive=True,
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--redis {self}: not a Redis URL ({error})") from error
+
+
+def mask_password(url: str) -> str:
+    """`url` with its password replaced by `***`."""
+    parts = urlsplit(url)
+    userinfo, at, host = parts.netloc.rpartition("@")
+    if at and ":" in userinfo:
+        userinfo = userinfo.partition(":")[0] + ":***"
+    return urlunsplit(parts._replace(netloc=userinfo + at + host, query=""))
+
+
+class RedisClient:
+    """Sends commands, each with one deadline. Raises `RedisUnavailableError`, never a redis-py error."""
+
+    def __init__(self, address: RedisAddress, *, timeout_s: float, breaker: CircuitBreaker | None = None) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self.breaker = breaker or CircuitBreaker()
+        self.failures = 0
+        """Commands without a usable answer since start, those that the breaker refused not counted."""
+        self._redis = address.connect()
+        self._log = RarelyLogged(clock=self.breaker.clock)
+
+    @property
+    def available(self) -> bool:
+        """False while the breaker would refuse a command."""
+        return self.breaker.would_admit
+
+    async def command(self, *args: Argument) -> Reply:
+        """Send one command. Raises `RedisUnavailableError`, or `FunctionMissingError` for an unknown FCALL."""
+        if not self.breaker.admit():
+            raise RedisUnavailableError(f"Redis at {self.address} did not answer lately")
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                reply = await self._send(*args)
+        except ResponseError as error:
+            if "Function not found" in str(error):
+                raise FunctionMissingError(str(error)) from error
+            raise self._failed(error) from error
+        # ValueError and the like: redis-py's parser on bytes that are no Redis protocol (E6.73).
+        except (RedisError, OSError, ValueError, IndexError, TypeError) as error:
+            raise self._failed(error) from error
+        self.breaker.succeeded()
+        return reply
+
+    async def require(self, *, wait_s: float) -> None:
+        """Return once Redis answers a PING; raise `RedisUnavailableError` naming the fix after `wait_s`."""
+        deadline = self.breaker.clock.now() + wait_s
+        while True:
+            try:
+                async with asyncio.timeout(max(self.timeout_s, BACKGROUND_TIMEOUT_S)):
+                    await self._send("PING")
+                self.breaker.succeeded()
+                return
+            except (RedisError, OSError, ValueError, IndexError, TypeError) as error:
+                if self.breaker.clock.now() >= deadline:
+                    raise RedisUnavailableError(
+                        f"cannot use Redis at {self.address}: {_reason(error)}. "
+                        "Start it, or correct --redis (TANDEM_REDIS_URL)"
+                    ) from error
+            await asyncio.sleep(0.2)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _send(self, *args: Argument) -> Reply:
+        reply: Reply = await self._redis.execute_command(*args)  # type: ignore[no-untyped-call]
+        return reply
+
+    def _failed(self, error: Exception) -> RedisUnavailableError:
+        self.failures += 1
+        self.breaker.failed()
+        message = f"Redis at {self.address}: {_reason(error)}"
+        self._log.warning(message)
+        return RedisUnavailableError(message)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

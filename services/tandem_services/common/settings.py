@@ -1,0 +1,77 @@
+"""The only place of the services that reads the process environment; read once at start.
+
+Every value here is the default of a flag: the flag wins. Secrets are files, so that they show up neither
+in the environment nor on a command line (RELIABILITY C1).
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "TANDEM_"
+
+KNOWN = {
+    "TANDEM_REDIS_URL": "redis://, rediss:// or unix:// address of Redis",
+    "TANDEM_REDIS_PASSWORD_FILE": "file with the Redis password",
+    "TANDEM_CLUSTER": "name of the deployment within Redis",
+    "TANDEM_CURVE_KEYS": "file with the key pair of worker and gateway sockets",
+    "TANDEM_API_KEYS": "file with the hashed API keys of the gateway",
+    "TANDEM_WORKER_ID": "stable name of this worker; the pod name",
+    "TANDEM_HOST": "address that other pods reach this process at; the pod IP",
+    "TANDEM_LOG_LEVEL": "debug, info, warning or error",
+    "TANDEM_TEST_FAULTS": "read by the engine: lets tests inject transfer faults",
+}
+"""Every variable that means something to Tandem, with what it means."""
+
+_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+"""Kubernetes adds such variables for every Service of the namespace, ours (`tandem-…`) included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The environment of a service process. None: not set."""
+
+    redis_url: str | None = None
+    redis_password_file: Path | None = None
+    cluster: str = "default"
+    curve_keys: Path | None = None
+    api_keys: Path | None = None
+    worker_id: str | None = None
+    host: str | None = None
+    log_level: str = "info"
+    warnings: tuple[str, ...] = ()
+    """One sentence per TANDEM_ variable that means nothing, for the log."""
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings of this process, or of the given variables. An empty value is the same as none."""
+    variables = os.environ if environ is None else environ
+    values = {name: value for name, value in variables.items() if name.startswith(PREFIX) and value}
+    return Settings(
+        redis_url=values.get("TANDEM_REDIS_URL"),
+        redis_password_file=_path(values, "TANDEM_REDIS_PASSWORD_FILE"),
+        cluster=values.get("TANDEM_CLUSTER", "default"),
+        curve_keys=_path(values, "TANDEM_CURVE_KEYS"),
+        api_keys=_path(values, "TANDEM_API_KEYS"),
+        worker_id=values.get("TANDEM_WORKER_ID"),
+        host=values.get("TANDEM_HOST"),
+        log_level=values.get("TANDEM_LOG_LEVEL", "info").lower(),
+        warnings=tuple(_unknown(name) for name in sorted(values) if not _is_known(name)),
+    )
+
+
+def _is_known(name: str) -> bool:
+    return name in KNOWN or any(match.end() == len(name) for match in _SERVICE_LINK.finditer(name))
+
+
+def _path(values: Mapping[str, str], name: str) -> Path | None:
+    return Path(values[name]) if name in values else None
+
+
+def _unknown(name: str) -> str:
+    nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
+    advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(KNOWN)}"
+    return f"environment variable {name} means nothing to Tandem; {advice}"

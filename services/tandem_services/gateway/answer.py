@@ -1,0 +1,209 @@
+"""Answering a generation request: plan it, run it, write it, account for it.
+
+    body ─▶ plan ─▶ job ─▶ pieces ─▶ whole JSON or events
+                     └───── record: explain, metrics, one log line, whatever the end
+
+Until the first piece exists nothing has been written, so an error until then has an HTTP status. After it,
+an error is one `data: {"error": …}` event before `[DONE]`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from tandem_engine.clock import Clock
+from tandem_services.common.errors import timed_out
+from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage
+from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
+from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
+from tandem_services.gateway.disconnect import run_until_disconnect
+from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error, error_json
+from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
+from tandem_services.gateway.generation import Generator, Job
+from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.openai_schemas import Usage
+from tandem_services.gateway.plan import GenerationPlan
+from tandem_services.gateway.request_body import read_body
+from tandem_services.gateway.sse import EventStream, send_json
+
+logger = logging.getLogger(__name__)
+
+
+class Planner(Protocol):
+    """One endpoint's requests and answers."""
+
+    endpoint: str
+
+    async def plan(self, body: bytes) -> GenerationPlan: ...
+
+    def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Answering:
+    """What generation endpoints share. One per gateway."""
+
+    generator: Generator
+    journal: RequestJournal
+    metrics: GatewayMetrics
+    clock: Clock
+    timeout_s: float
+    """Longest life of a request."""
+
+
+class GenerationEndpoint:
+    """ASGI application of one generation route."""
+
+    def __init__(self, planner: Planner, answering: Answering) -> None:
+        self._planner = planner
+        self._shared = answering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(Request(scope, receive))
+        await run_until_disconnect(self._serve(body, identity_of(scope), send), receive)
+
+    async def _serve(self, body: bytes, identity: RequestIdentity, send: Send) -> None:
+        plan = await self._planner.plan(body)
+        record = _new_record(plan, identity, self._planner.endpoint)
+        self._shared.journal.open(record)
+        job = Job(
+            plan=plan,
+            record=record,
+            arrived=identity.arrived,
+            deadline=identity.arrived + self._shared.timeout_s,
+        )
+        answer = Answer(job, self._planner.format(plan, identity.request_id, record.created), self._shared, send)
+        self._shared.metrics.running.inc()
+        try:
+            await (answer.stream() if plan.stream else answer.whole())
+            record.status = 200 if record.error is None else record.status
+        except asyncio.CancelledError:
+            record.status = CLIENT_CLOSED_REQUEST
+            raise
+        except Exception as error:
+            refusal = as_api_error(error) or UNEXPECTED
+            record.status, record.error = refusal.status, str(refusal)
+            raise
+        finally:
+            self._shared.metrics.running.dec()
+            record.e2e_s = self._shared.clock.now() - identity.arrived
+            self._shared.metrics.finished(record)
+            log_finished(record)
+
+
+class Answer:
+    """One answer being written."""
+
+    def __init__(self, job: Job, answer_format: AnswerFormat, shared: Answering, send: Send) -> None:
+        self._job = job
+        self._format = answer_format
+        self._shared = shared
+        self._send = send
+
+    async def whole(self) -> None:
+        """Gather everything, then answer once."""
+        choices = [WholeChoice(index=c.index, texts=[c.echo]) for c in self._job.plan.choices]
+        async with _time_limit(self._remaining()):
+            await self._gather(choices)
+        await send_json(self._send, 200, self._format.whole(choices, self._usage()))
+
+    async def stream(self) -> None:
+        """Answer while it is generated. Raises only before the first event."""
+        events = EventStream(self._send)
+        try:
+            async with _time_limit(self._remaining()):
+                await self._write_events(events)
+        except Exception as error:  # the status is out: the client learns in the stream
+            if not events.started:
+                raise
+            await self._write_failure(events, error)
+            return
+        usage = [self._format.usage_chunk(self._usage())] if self._job.plan.include_usage else []
+        await events.finish(usage)
+
+    async def _gather(self, choices: list[WholeChoice]) -> None:
+        if not self._job.plan.generate:
+            for choice in choices:
+                choice.finish = ChoiceFinish("length", None)
+            return
+        async with aclosing(self._shared.generator.pieces(self._job)) as batches:
+            async for batch in batches:
+                for piece in batch:
+                    choices[piece.index].add(piece)
+
+    async def _write_events(self, events: EventStream) -> None:
+        if not self._job.plan.generate:
+            await events.write(self._echo_events())
+            return
+        opened: set[int] = set()
+        async with aclosing(self._shared.generator.pieces(self._job)) as batches:
+            async for batch in batches:
+                await events.write([event for piece in batch for event in self._piece_events(piece, opened)])
+
+    def _piece_events(self, piece: ChoicePiece, opened: set[int]) -> list[bytes]:
+        usage = self._usage() if self._job.plan.continuous_usage else None
+        chunk = self._format.chunk(piece, usage)
+        if piece.index in opened:
+            return [chunk]
+        opened.add(piece.index)
+        opening = self._format.opening(self._job.plan.choices[piece.index], usage)
+        return [chunk] if opening is None else [opening, chunk]
+
+    def _echo_events(self) -> list[bytes]:
+        opened: set[int] = set()
+        ends = [ChoicePiece(choice.index, "", 0, [], ChoiceFinish("length", None)) for choice in self._job.plan.choices]
+        return [event for piece in ends for event in self._piece_events(piece, opened)]
+
+    async def _write_failure(self, events: EventStream, error: Exception) -> None:
+        refusal = as_api_error(error)
+        if refusal is None:
+            logger.error(
+                "stream failed unexpectedly",
+                exc_info=error,
+                extra={"fields": {"request_id": self._job.record.request_id}},
+            )
+            refusal = UNEXPECTED
+        self._job.record.status, self._job.record.error = refusal.status, str(refusal)
+        await events.finish([error_json(refusal)])
+
+    def _remaining(self) -> float:
+        return max(self._job.deadline - self._shared.clock.now(), 0.0)
+
+    def _usage(self) -> Usage:
+        record = self._job.record
+        return make_usage(
+            prompt_tokens=record.prompt_tokens,
+            completion_tokens=record.output_tokens,
+            cached_tokens=record.cached_tokens,
+        )
+
+
+@asynccontextmanager
+async def _time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raises `ApiError` 504 in the caller when the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise timed_out("The request did not finish before its deadline.") from error
+
+
+def _new_record(plan: GenerationPlan, identity: RequestIdentity, endpoint: str) -> RequestRecord:
+    return RequestRecord(
+        request_id=identity.request_id,
+        client_request_id=identity.client_request_id,
+        endpoint=endpoint,
+        model=plan.model,
+        stream=plan.stream,
+        prompt_tokens=plan.prompt_tokens,
+        n=plan.n,
+        created=int(time.time()),
+        choices=[ChoiceRecord(index=choice.index) for choice in plan.choices],
+    )

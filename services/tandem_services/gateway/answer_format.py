@@ -1,0 +1,67 @@
+"""How an answer is written: what chat and completions have in common is `AnswerFormat`."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece, ScoredToken
+from tandem_services.gateway.openai_schemas import PromptTokensDetails, Usage
+from tandem_services.gateway.plan import PlannedChoice
+
+_encoder = msgspec.json.Encoder()
+encode_json = _encoder.encode
+"""JSON of any struct."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WholeChoice:
+    """All pieces of one choice, put together."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    finish: ChoiceFinish | None = None
+
+    def add(self, piece: ChoicePiece) -> None:
+        self.texts.append(piece.text)
+        self.scored += piece.scored
+        self.finish = piece.finish
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class AnswerFormat(Protocol):
+    """JSON of one answer; made for one request."""
+
+    def opening(self, choice: PlannedChoice, usage: Usage | None) -> bytes | None:
+        """The chunk before the first piece of a choice, if there is one."""
+        ...
+
+    def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
+        """One piece of one choice; `usage` when the client wants it in every chunk."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The chunk without choices that ends a stream with `include_usage`."""
+        ...
+
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+def make_usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+    )
+
+
+def stop_reason(finish: ChoiceFinish | None) -> int | str | msgspec.UnsetType | None:
+    """vLLM's extension: what ended the choice; absent until it has ended."""
+    return msgspec.UNSET if finish is None else finish.stop

@@ -1,0 +1,166 @@
+"""One attempt at one choice: the same request on one decode worker, or on a prefill and a decode worker.
+
+    prefill ── token 0 ──────────────▶ ┐
+    decode  ── token 0 again, 1, 2, … ▶ ┴─ TokenSequence ─▶ next() ─▶ the choice
+
+Outputs are taken up by the connections' readers at once and handed on when the choice asks: a slow client
+delays nobody else, and what has gathered meanwhile goes out in one piece.
+
+An attempt ends with a finish, or fails: `AttemptFailedError` when another worker may do better. The prefill
+worker matters until the decode worker has spoken; what happens to it later is ignored.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tandem_engine.messages.outputs import Finish, FinishReason, TokenOutput
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_services.common.errors import bad_request, timed_out
+from tandem_services.gateway.engine_client import EngineConnection
+from tandem_services.gateway.explain import ChoiceRecord
+from tandem_services.gateway.token_sequence import Accepted, SequenceGapError, TokenSequence
+
+GAP_TIMEOUT_S = 2.0
+"""The first token may come this much later on one connection than later ones on the other."""
+
+
+DEADLINE_EXCEEDED = "deadline_exceeded"
+"""The engine's code for a request that it aborted in time, not in error."""
+
+
+class FailureCause(StrEnum):
+    WORKER_LOST = "worker_lost"
+    WORKER_ERROR = "worker_error"
+    OVERLOADED = "overloaded"
+    OUTPUT_LOST = "output_lost"
+
+
+class AttemptFailedError(Exception):
+    """This attempt is over. When `retryable`, another one can continue after the tokens received so far."""
+
+    def __init__(
+        self, cause: FailureCause, incarnation: str, *, code: str | None = None, retryable: bool = True
+    ) -> None:
+        super().__init__(f"{cause.value} on {incarnation}")
+        self.cause = cause
+        self.incarnation = incarnation
+        """The worker that reported the failure, or is it."""
+        self.code = code
+        """The engine's own code, when it gave one."""
+        self.retryable = retryable
+
+
+@dataclass(eq=False, slots=True)
+class Side:
+    """One of the attempt's workers; the listener of its connection."""
+
+    attempt: "Attempt"
+    connection: EngineConnection
+    is_prefill: bool
+    spoke: bool = False
+    ended: bool = False
+
+    def on_output(self, output: TokenOutput) -> None:
+        self.attempt.arrived(self, output)
+
+    def on_lost(self) -> None:
+        self.attempt.arrived(self, None)
+
+
+class Attempt:
+    """Single consumer: only the task of the choice calls `next` and `close`."""
+
+    __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_wake")
+
+    def __init__(self, rid: str, start: int, record: ChoiceRecord) -> None:
+        self._rid = rid
+        self._record = record
+        self._sequence = TokenSequence(start)
+        self._sides: list[Side] = []
+        self._arrivals: list[tuple[Side, TokenOutput | None]] = []
+        self._wake: asyncio.Future[None] | None = None
+
+    def submit(self, connection: EngineConnection, request: GenerateRequest, *, is_prefill: bool) -> None:
+        """Send `request` to one worker. Raises `AttemptFailedError` when it cannot be sent."""
+        side = Side(self, connection, is_prefill)
+        if not connection.submit(request, side):
+            raise AttemptFailedError(FailureCause.WORKER_LOST, connection.worker.incarnation)
+        self._sides.append(side)
+
+    def arrived(self, side: Side, output: TokenOutput | None) -> None:
+        """Called by a connection's reader; None means that the worker is lost."""
+        self._arrivals.append((side, output))
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def next(self) -> Accepted:
+        """At least one new token, or the finish. Raises `AttemptFailedError`, or `ApiError` for the client."""
+        while True:
+            if not self._arrivals:
+                await self._wait()
+            accepted = self._take()
+            if accepted.token_ids or accepted.finish is not None:
+                return accepted
+
+    def close(self) -> None:
+        """Stop whatever is still running, on both workers. Idempotent."""
+        decoding = any(side.spoke for side in self._sides if not side.is_prefill)
+        for side in self._sides:
+            abort = not side.ended and not (side.is_prefill and decoding)
+            side.connection.forget(self._rid, abort=abort)
+        self._sides.clear()
+
+    async def _wait(self) -> None:
+        self._wake = asyncio.get_running_loop().create_future()
+        if not self._sequence.has_gap:
+            await self._wake
+            return
+        try:
+            await asyncio.wait_for(self._wake, GAP_TIMEOUT_S)
+        except TimeoutError as error:
+            raise self._output_lost() from error
+
+    def _take(self) -> Accepted:
+        arrivals, self._arrivals = self._arrivals, []
+        accepted = Accepted([], [], None)
+        for side, output in arrivals:
+            if side.is_prefill and self._decode_spoke():
+                continue
+            if output is None:
+                raise AttemptFailedError(FailureCause.WORKER_LOST, side.connection.worker.incarnation)
+            self._note(side, output)
+            if output.finish is not None and output.finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+                raise _failure(output.finish, side.connection.worker.incarnation)
+            try:
+                accepted = self._sequence.accept(output, accepted)
+            except SequenceGapError as error:
+                raise self._output_lost() from error
+            if accepted.finish is not None:
+                return accepted
+        return accepted
+
+    def _note(self, side: Side, output: TokenOutput) -> None:
+        side.spoke = True
+        side.ended = output.finish is not None
+        if output.transfer is not None or output.prefill_s is not None or output.cached_tokens is not None:
+            self._record.note_output(output)
+
+    def _decode_spoke(self) -> bool:
+        return any(side.spoke for side in self._sides if not side.is_prefill)
+
+    def _output_lost(self) -> AttemptFailedError:
+        return AttemptFailedError(FailureCause.OUTPUT_LOST, self._sides[-1].connection.worker.incarnation)
+
+
+def _failure(finish: Finish, incarnation: str) -> Exception:
+    """What an ERROR or ABORT finish means for the choice."""
+    if finish.code == DEADLINE_EXCEEDED:
+        return timed_out("The request did not finish before its deadline.")
+    if finish.reason is FinishReason.ABORT:
+        # Nobody listens to an attempt that the gateway aborted itself: this worker is shutting down.
+        return AttemptFailedError(FailureCause.WORKER_ERROR, incarnation, code=finish.code)
+    if finish.code == "invalid_request":
+        return bad_request(finish.error or "The model worker refused the request.", finish.param)
+    cause = FailureCause.OVERLOADED if finish.code == "queue_full" else FailureCause.WORKER_ERROR
+    return AttemptFailedError(cause, incarnation, code=finish.code, retryable=finish.retryable)

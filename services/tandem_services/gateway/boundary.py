@@ -1,0 +1,128 @@
+"""The outermost layer of every HTTP request: its id, its bounds, its last word.
+
+1. bounds      too many or too large headers, or too long a URL, are refused before routing
+2. identity    our own id, unique for the life of the fleet; the client's X-Request-Id is echoed when it
+               sent a sane one, otherwise ours is its value
+3. last word   whatever a handler raises becomes an error response, or a log line when the client is gone
+4. counting    one metric per answer
+"""
+
+import logging
+import re
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem_engine.clock import Clock
+from tandem_services.common.errors import ApiError
+from tandem_services.common.metrics import bounded_label
+from tandem_services.gateway.disconnect import ClientGoneError
+from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error, send_error
+from tandem_services.gateway.limits import (
+    MAX_HEADER_BYTES,
+    MAX_HEADER_FIELDS,
+    MAX_REQUEST_ID_CHARACTERS,
+    MAX_URL_BYTES,
+)
+from tandem_services.gateway.metrics import GatewayMetrics
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+_SANE_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
+_SCOPE_KEY = "tandem_request"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestIdentity:
+    """Who is being answered, since when (the gateway's clock)."""
+
+    request_id: str
+    client_request_id: str | None
+    arrived: float
+
+
+def identity_of(scope: Scope) -> RequestIdentity:
+    """The identity that `RequestBoundary` gave to this request."""
+    identity: RequestIdentity = scope[_SCOPE_KEY]
+    return identity
+
+
+class RequestBoundary:
+    """ASGI middleware. `endpoints` are the paths that may become metric labels."""
+
+    def __init__(self, app: ASGIApp, *, clock: Clock, metrics: GatewayMetrics, endpoints: Collection[str]) -> None:
+        self._app = app
+        self._clock = clock
+        self._metrics = metrics
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        identity = _identify(scope, self._clock.now())
+        scope[_SCOPE_KEY] = identity
+        answer = _Answer(send, identity)
+        try:
+            _check_head(scope)
+            await self._app(scope, receive, answer.send)
+        except ClientGoneError:
+            answer.status = CLIENT_CLOSED_REQUEST
+            self._metrics.disconnects.inc()
+        except Exception as error:  # noqa: BLE001  # the boundary of one request: others must go on
+            await self._refuse(answer, identity, error)
+        finally:
+            self._metrics.answered(bounded_label(scope["path"], self._endpoints), answer.status)
+
+    async def _refuse(self, answer: "_Answer", identity: RequestIdentity, error: Exception) -> None:
+        refusal = as_api_error(error)
+        if refusal is None:
+            logger.error(
+                "request failed unexpectedly",
+                exc_info=error,
+                extra={"fields": {"request_id": identity.request_id}},
+            )
+            refusal = UNEXPECTED
+        if not answer.started:
+            await send_error(answer.send, refusal)
+
+
+class _Answer:
+    """Watches what is sent, and adds the request id to it."""
+
+    def __init__(self, send: Send, identity: RequestIdentity) -> None:
+        self._send = send
+        self._id = (identity.client_request_id or identity.request_id).encode("ascii")
+        self.started = False
+        self.status = 500
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            self.status = message["status"]
+            message = {**message, "headers": [*message["headers"], (b"x-request-id", self._id)]}
+        await self._send(message)
+
+
+def _identify(scope: Scope, now: float) -> RequestIdentity:
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    return RequestIdentity(
+        request_id=uuid.uuid4().hex,
+        client_request_id=given if _SANE_ID.fullmatch(given) else None,
+        arrived=now,
+    )
+
+
+def _check_head(scope: Scope) -> None:
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADER_FIELDS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        raise ApiError(
+            431,
+            f"request headers are limited to {MAX_HEADER_FIELDS} fields and {MAX_HEADER_BYTES} bytes",
+            kind="RequestHeaderFieldsTooLargeError",
+        )
+    if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
+        raise ApiError(414, f"the URL is limited to {MAX_URL_BYTES} bytes", kind="UriTooLongError")

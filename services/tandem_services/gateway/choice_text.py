@@ -1,0 +1,97 @@
+"""From the tokens of one choice to its text, counts and finish.
+
+One cut decides everything (T50): the token that completes a stop string is the last one in text, logprobs
+and usage alike. Here the earliest event wins (T48): a stop string inside a piece that also carries the
+engine's finish ends the choice as `stop`.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.tokenizer.output_text import OutputText
+from tandem_engine.tokenizer.vocabulary import Vocabulary
+from tandem_services.gateway.token_sequence import Accepted
+
+
+class ScoredToken(NamedTuple):
+    """A token with its logprobs and where its text begins in the output, in characters."""
+
+    token_id: int
+    logprob: TokenLogprob
+    offset: int
+
+
+class ChoiceFinish(NamedTuple):
+    """How a choice ended, in OpenAI's words."""
+
+    reason: str
+    """stop or length."""
+    stop: int | str | None
+    """The stop string or stop id that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePiece:
+    """What one choice adds to the answer."""
+
+    index: int
+    text: str
+    tokens: int
+    """Output tokens of the choice so far."""
+    scored: list[ScoredToken]
+    finish: ChoiceFinish | None
+
+
+class ChoiceText:
+    """Turns the accepted tokens of choice `index` into pieces of its answer."""
+
+    def __init__(
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        sampling: SamplingParams,
+        *,
+        skip_special_tokens: bool,
+        keep_stop: bool,
+    ) -> None:
+        self.index = index
+        self._keep_stop = keep_stop
+        self._output = OutputText(vocabulary, sampling, skip_special_tokens=skip_special_tokens, keep_stop=keep_stop)
+        self._tokens = 0
+        self._unsent: list[ScoredToken] = []
+
+    def absorb(self, accepted: Accepted) -> ChoicePiece | None:
+        """The next piece, or None while all new text is held back. Nothing follows a piece with a finish."""
+        text = ""
+        shown = len(accepted.token_ids) - self._hidden_tokens(accepted.finish)
+        for position, token_id in enumerate(accepted.token_ids):
+            self._tokens += 1
+            if accepted.logprobs:
+                self._unsent.append(ScoredToken(token_id, accepted.logprobs[position], self._output.characters))
+            if position >= shown:
+                continue
+            piece, matched = self._output.push(token_id)
+            text += piece
+            if matched is not None:
+                return self._piece(text, ChoiceFinish("stop", matched))
+        if accepted.finish is not None:
+            return self._last_piece(text, accepted.finish)
+        return self._piece(text, None) if text else None
+
+    def _hidden_tokens(self, finish: Finish | None) -> int:
+        """A stop token ends the output and is not part of its text; it counts all the same."""
+        if finish is None or finish.reason is not FinishReason.STOP or self._keep_stop:
+            return 0
+        return 0 if isinstance(finish.matched_stop, str) else 1
+
+    def _last_piece(self, text: str, finish: Finish) -> ChoicePiece:
+        rest, matched = self._output.flush()
+        if matched is not None:
+            return self._piece(text + rest, ChoiceFinish("stop", matched))
+        return self._piece(text + rest, ChoiceFinish(finish.reason.value, finish.matched_stop))
+
+    def _piece(self, text: str, finish: ChoiceFinish | None) -> ChoicePiece:
+        scored, self._unsent = self._unsent, []
+        return ChoicePiece(self.index, text, self._tokens, scored, finish)

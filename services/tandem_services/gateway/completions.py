@@ -1,0 +1,185 @@
+"""`POST /v1/completions`: its requests as plans and its answers as JSON."""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.tokenizer.vocabulary import Vocabulary
+from tandem_services.common.errors import bad_request
+from tandem_services.common.logs import quoted
+from tandem_services.gateway import logprobs
+from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, encode_json, stop_reason
+from tandem_services.gateway.choice_text import ChoicePiece, ScoredToken
+from tandem_services.gateway.limits import (
+    MAX_OUTPUT_TOKENS,
+    MAX_PROMPTS,
+    check_choices,
+    check_context,
+    check_token_ids,
+)
+from tandem_services.gateway.openai_schemas import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    PromptItem,
+    Usage,
+)
+from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.prompts import PromptEncoder
+from tandem_services.gateway.request_body import decode_body
+from tandem_services.gateway.translate import (
+    check_common_fields,
+    completion_logprobs,
+    fit_output,
+    generation_plan,
+    sampling_params,
+)
+
+DEFAULT_MAX_TOKENS = 16
+
+Prompt = str | list[int]
+
+
+class CompletionPlanner:
+    """Validates completion requests. Nothing is sent before `plan` has returned."""
+
+    endpoint = "/v1/completions"
+
+    def __init__(self, prompts: PromptEncoder) -> None:
+        self._prompts = prompts
+        self._decoder = msgspec.json.Decoder(CompletionRequest)
+
+    async def plan(self, body: bytes) -> GenerationPlan:
+        """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
+        request = decode_body(self._decoder, body)
+        self._prompts.model.check_name(request.model)
+        check_common_fields(request)
+        prompts = split_prompts(request.prompt)
+        n = 1 if request.n is None else request.n
+        check_choices(n, len(prompts))
+        wanted = _wanted_tokens(request)
+        # Ranges are checked before any prompt is encoded.
+        sampling = sampling_params(
+            request,
+            max_tokens=wanted or DEFAULT_MAX_TOKENS,
+            logprobs=completion_logprobs(request),
+            vocab_size=self._prompts.tokenizer.vocab_size,
+        )
+        choices = [await self._choice(request, prompt, wanted, sampling) for prompt in prompts]
+        return generation_plan(request, self._prompts.model.name, choices, n=n, generate=wanted != 0)
+
+    def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
+        return CompletionFormat(f"cmpl-{request_id}", created, plan, self._prompts.tokenizer.vocabulary)
+
+    async def _choice(
+        self, request: CompletionRequest, prompt: Prompt, wanted: int | None, sampling: SamplingParams
+    ) -> PlannedChoice:
+        input_ids = await self._encode(request, prompt)
+        context_length = self._prompts.context_length()
+        check_context(len(input_ids), wanted or 0, context_length, "prompt")
+        vocab_size = self._prompts.tokenizer.vocab_size
+        return PlannedChoice(
+            index=0,
+            input_ids=input_ids,
+            sampling=fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size),
+            echo=self._echo(prompt) if request.echo else "",
+        )
+
+    async def _encode(self, request: CompletionRequest, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            check_token_ids(prompt, self._prompts.tokenizer.vocab_size, "prompt")
+            return tuple(prompt)
+        add_special_tokens = request.add_special_tokens is not False
+        return await self._prompts.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self._prompts.tokenizer.decode(prompt)
+
+
+def split_prompts(prompt: str | list[PromptItem] | None) -> Sequence[Prompt]:
+    """The four shapes of `prompt` as a list of texts or id lists. Raises `ApiError` 400 for empty ones."""
+    if prompt is None or len(prompt) == 0:
+        raise bad_request("prompt must not be empty", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return [ids]
+    if len(prompt) > MAX_PROMPTS:
+        raise bad_request(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(prompt)}", "prompt")
+    return [_one_prompt(item, position) for position, item in enumerate(prompt)]
+
+
+def _one_prompt(item: PromptItem, position: int) -> Prompt:
+    if isinstance(item, int):
+        raise bad_request(f"prompt[{position}]: token ids and texts cannot be mixed", "prompt")
+    if not item:
+        raise bad_request(f"prompt[{position}] must not be empty", "prompt")
+    return item
+
+
+class CompletionFormat:
+    """`text_completion` objects of one answer, whole or in chunks."""
+
+    def __init__(self, answer_id: str, created: int, plan: GenerationPlan, vocabulary: Vocabulary) -> None:
+        self._id = answer_id
+        self._created = created
+        self._model = plan.model
+        self._vocabulary = vocabulary
+        self._top = plan.choices[0].sampling.logprobs
+        self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
+
+    def opening(self, choice: PlannedChoice, usage: Usage | None) -> bytes | None:
+        if not choice.echo:
+            return None
+        return self._chunk(CompletionChoice(index=choice.index, text=choice.echo), usage)
+
+    def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
+        choice = CompletionChoice(
+            index=piece.index,
+            text=piece.text,
+            logprobs=self._logprobs(piece.scored) if piece.scored else None,
+            finish_reason=None if piece.finish is None else piece.finish.reason,
+            stop_reason=stop_reason(piece.finish),
+        )
+        return self._chunk(choice, usage)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._response([], usage)
+
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
+        return self._response([self._whole_choice(choice) for choice in choices], usage)
+
+    def _chunk(self, choice: CompletionChoice, usage: Usage | None) -> bytes:
+        return self._response([choice], self._no_usage if usage is None else usage)
+
+    def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
+        return encode_json(
+            CompletionResponse(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+        )
+
+    def _whole_choice(self, choice: WholeChoice) -> CompletionChoice:
+        assert choice.finish is not None, f"choice {choice.index} has not finished"
+        return CompletionChoice(
+            index=choice.index,
+            text=choice.text,
+            logprobs=self._logprobs(choice.scored),
+            finish_reason=choice.finish.reason,
+            stop_reason=choice.finish.stop,
+        )
+
+    def _logprobs(self, scored: list[ScoredToken]) -> CompletionLogprobs | None:
+        return None if self._top is None else logprobs.completion_logprobs(scored, self._vocabulary, self._top)
+
+
+def _wanted_tokens(request: CompletionRequest) -> int | None:
+    wanted = request.max_tokens
+    lowest = 0 if request.echo else 1
+    if wanted is not None and not lowest <= wanted <= MAX_OUTPUT_TOKENS:
+        raise bad_request(
+            f"max_tokens must be between {lowest} and {MAX_OUTPUT_TOKENS}, got {quoted(wanted)}", "max_tokens"
+        )
+    return wanted

@@ -1,0 +1,40 @@
+"""Configuration of a gateway: frozen, from flags. Durations are seconds."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_services.common.logs import LogFormat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayConfig:
+    """Everything a gateway is built from."""
+
+    model_path: Path
+    """Folder with tokenizer.json; weights are not read."""
+    model_name: str
+    """Name clients use."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    cluster: str = "default"
+    """Separates deployments in one Redis."""
+    curve_keys: Path | None = None
+    """Key file of the deployment; None only where every socket is on loopback."""
+    local_prefill_tokens: int = 16
+    """A decode worker that lacks at most this many prompt tokens computes them itself."""
+    request_timeout_s: float = 600.0
+    max_attempts: int = 3
+    """Attempts at one choice, on different workers where possible."""
+    recovery_s: float = 8.0
+    """A choice that lost its worker waits this long for another one."""
+    ping_interval_s: float = 1.0
+    unanswered_pings: int = 3
+    """A worker that owes this many answers is dead."""
+    explain_records: int = 4096
+    """Requests that can be explained."""
+    tokenizer_threads: int = 2
+    drain_timeout_s: float = 120.0
+    """On SIGTERM running requests have this long to finish."""
+    keep_alive_s: int = 75
+    log_format: LogFormat = LogFormat.PLAIN

@@ -1,0 +1,243 @@
+"""The life of one choice: from a prompt to its last token, over as many workers as it takes.
+
+    1. choose    the router names a decode worker and perhaps a prefill worker, and reserves the load
+    2. send      to both at once, same room; ids carry the attempt, so late answers are recognised
+    3. receive   tokens in order, each once (`Attempt`, `TokenSequence`)
+    4. retry     on a lost worker or a retryable error: the attempt is aborted everywhere, the worker is
+                 excluded, and the tokens received so far are sent along as `resume_ids`. Sampling noise is a
+                 function of (seed, position), so the text goes on as if nothing had happened (B2.1)
+    5. release   the reservation, on every path
+
+Whatever ends the iteration, a client that leaves included, runs the `finally` that aborts the attempt.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import msgspec
+
+from tandem_engine.clock import Clock
+from tandem_engine.errors import TransferError
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_services.common.errors import ApiError, internal_error, unavailable
+from tandem_services.gateway.attempt import Attempt, AttemptFailedError, FailureCause
+from tandem_services.gateway.engine_client import EnginePool
+from tandem_services.gateway.explain import ChoiceRecord
+from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.token_sequence import Accepted
+from tandem_services.router.choice import Choice, NoWorkersError, RouteQuery, WorkerView
+
+logger = logging.getLogger(__name__)
+
+
+class PairChooser(Protocol):
+    """What the gateway needs of the router."""
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        """Reserve and return the best workers. Raises `NoWorkersError` when nobody can take it now."""
+        ...
+
+    async def release(self, choice: Choice) -> None:
+        """Give the reservation back. Called exactly once per choice."""
+        ...
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """All live workers, from memory."""
+        ...
+
+    def mark_dead(self, incarnation: str) -> None:
+        """The connection to this worker was lost: do not choose it for a while, whatever the registry says."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryPolicy:
+    """How long a choice fights for its life."""
+
+    max_attempts: int = 3
+    recovery_s: float = 8.0
+    """After a failure, wait this long for a worker to appear before giving up."""
+    poll_s: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoiceRequest:
+    """One choice of one client request, ready to be sent."""
+
+    request_id: str
+    index: int
+    model: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str
+    priority: int
+    deadline: float
+    """Monotonic time of the gateway's clock."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Dispatcher:
+    """Runs choices. One per gateway."""
+
+    chooser: PairChooser
+    engines: EnginePool
+    clock: Clock
+    policy: RetryPolicy
+    metrics: GatewayMetrics
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def run(self, request: ChoiceRequest, record: ChoiceRecord) -> AsyncGenerator[Accepted, None]:
+        """New tokens as they come; the last piece carries the finish. Close the generator to abort.
+
+        Raises `ApiError` when no attempt succeeded.
+        """
+        progress = _Progress()
+        while len(progress.received) < request.sampling.max_tokens:
+            choice = await self._choose(request, progress)
+            outcome = record.begin_attempt(choice, resumed_tokens=len(progress.received))
+            attempt = Attempt(_attempt_id(request, progress), len(progress.received), record)
+            try:
+                self._send(attempt, request, choice, progress)
+                while True:
+                    accepted = await attempt.next()
+                    progress.received += accepted.token_ids
+                    if accepted.finish is not None:
+                        outcome.outcome = "finished"
+                    yield accepted
+                    if accepted.finish is not None:
+                        return
+            except AttemptFailedError as failure:
+                outcome.outcome = failure.cause.value
+                self._note_failure(request, choice, progress, failure)
+            except ApiError:
+                outcome.outcome = "refused"
+                raise
+            finally:
+                attempt.close()
+                if outcome.outcome == "running":
+                    outcome.outcome = "stopped"
+                self.metrics.attempts.labels(outcome=outcome.outcome).inc()
+                self._in_background(self.chooser.release(choice))
+        # The worker died between its last token and its finish.
+        yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
+
+    async def settle(self) -> None:
+        """Wait for releases under way. Call at shutdown."""
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _send(self, attempt: Attempt, request: ChoiceRequest, choice: Choice, progress: "_Progress") -> None:
+        decode, prefill = choice.decode, choice.prefill
+        alone = GenerateRequest(
+            rid=_attempt_id(request, progress),
+            input_ids=request.input_ids,
+            sampling=request.sampling,
+            resume_ids=tuple(progress.received),
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            deadline_s=max(request.deadline - self.clock.now(), 0.0),
+        )
+        if prefill is None:
+            attempt.submit(self.engines.connect(decode), alone, is_prefill=False)
+            return
+        receive = _with_handoff(alone, HandoffSide.RECEIVE, progress.attempts, peer=prefill)
+        send = _with_handoff(alone, HandoffSide.SEND, progress.attempts, peer=decode)
+        attempt.submit(self.engines.connect(decode), receive, is_prefill=False)
+        attempt.submit(self.engines.connect(prefill), send, is_prefill=True)
+
+    async def _choose(self, request: ChoiceRequest, progress: "_Progress") -> Choice:
+        give_up_at = self.clock.now() + self.policy.recovery_s
+        while True:
+            try:
+                return await self._choose_once(request, progress)
+            except NoWorkersError as error:
+                # A new request may be refused at once; one that has begun deserves some patience.
+                if progress.attempts == 0 or self.clock.now() >= give_up_at:
+                    raise unavailable(
+                        "No worker can take the request now. Try again later.", retry_after=error.retry_after
+                    ) from error
+            await asyncio.sleep(self.policy.poll_s)
+
+    async def _choose_once(self, request: ChoiceRequest, progress: "_Progress") -> Choice:
+        query = RouteQuery(
+            request_id=_attempt_id(request, progress),
+            model=request.model,
+            token_ids=(*request.input_ids, *progress.received),
+            cache_salt=request.cache_salt,
+            max_tokens=request.sampling.max_tokens - len(progress.received),
+            exclude=frozenset(progress.failed),
+        )
+        try:
+            return await self.chooser.choose(query)
+        except NoWorkersError:
+            if not progress.failed:
+                raise
+        # A live worker that has failed this request once is better than none; the dead stay excluded.
+        return await self.chooser.choose(replace(query, exclude=frozenset()))
+
+    def _note_failure(
+        self, request: ChoiceRequest, choice: Choice, progress: "_Progress", failure: AttemptFailedError
+    ) -> None:
+        """Decide whether there is another attempt; raises `ApiError` when there is none."""
+        progress.attempts += 1
+        progress.failed.add(_at_fault(choice, failure))
+        fields = {
+            "request_id": request.request_id,
+            "choice": request.index,
+            "attempt": progress.attempts,
+            "cause": failure.cause.value,
+            "worker": failure.incarnation,
+            "code": failure.code,
+        }
+        logger.warning("attempt failed", extra={"fields": fields})
+        if not failure.retryable or progress.attempts >= self.policy.max_attempts:
+            raise _gave_up(failure) from failure
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        # The client's last chunk must not wait for the registry.
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Progress:
+    """What one choice has achieved so far, over all its attempts."""
+
+    received: list[int] = field(default_factory=list)
+    attempts: int = 0
+    """Attempts that have failed."""
+    failed: set[str] = field(default_factory=set)
+    """Incarnations to avoid."""
+
+
+def _attempt_id(request: ChoiceRequest, progress: _Progress) -> str:
+    return f"{request.request_id}-{request.index}-{progress.attempts}"
+
+
+def _with_handoff(request: GenerateRequest, side: HandoffSide, generation: int, *, peer: WorkerView) -> GenerateRequest:
+    address = Peer(
+        worker_id=peer.worker_id,
+        incarnation=peer.incarnation,
+        endpoint=peer.peer_endpoint,
+        compat_hash=peer.compat_hash,
+    )
+    handoff = Handoff(side=side, room=request.rid, generation=generation, peer=address)
+    return msgspec.structs.replace(request, handoff=handoff)
+
+
+def _at_fault(choice: Choice, failure: AttemptFailedError) -> str:
+    """The worker to avoid next time. A receiver that reports a failed transfer is well: its sender is not."""
+    if failure.code == TransferError.code and choice.prefill is not None:
+        return choice.prefill.incarnation
+    return failure.incarnation
+
+
+def _gave_up(failure: AttemptFailedError) -> ApiError:
+    if failure.cause is FailureCause.OVERLOADED:
+        return unavailable("All workers are at their limit. Try again later.", retry_after=1.0)
+    return internal_error("The model workers failed while generating. Try again.")

@@ -1,0 +1,182 @@
+"""Connections to engines: one per worker incarnation, shared by all requests.
+
+Life of a connection
+    1. opened     on the first request that goes there
+    2. in use     a reader hands every output to the listener of its rid; unknown rids are ignored (T10)
+    3. watched    while requests are open, a ping goes out each interval
+    4. dead       the socket went away, pings stay unanswered, or the engine sends what is no message:
+                  the router and every listener are told at once, the socket is closed
+
+Silence is judged in unanswered pings, not in seconds: an event loop that was itself blocked sends none in
+that time, and a long queue on the engine answers them, so neither looks like death.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem_engine.errors import WireError
+from tandem_engine.ipc.channels import AsyncDealerChannel, IpcContext
+from tandem_engine.messages.outputs import EngineReply, OutputBatch, TokenOutput
+from tandem_engine.messages.requests import AbortRequest, EngineRequest, GenerateRequest, Ping
+from tandem_services.router.choice import WorkerView
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LivenessTiming:
+    """When a silent engine is given up."""
+
+    ping_interval_s: float = 1.0
+    unanswered_pings: int = 3
+
+
+class Listener(Protocol):
+    """Where the outputs of one rid go. Called on the event loop; must not block or raise."""
+
+    def on_output(self, output: TokenOutput) -> None: ...
+
+    def on_lost(self) -> None:
+        """The engine is dead. Called once, after the last output."""
+        ...
+
+
+class EngineConnection:
+    """The socket to one incarnation. `on_dead` is called once, before the listeners are told."""
+
+    def __init__(
+        self,
+        worker: WorkerView,
+        context: IpcContext,
+        timing: LivenessTiming,
+        on_dead: Callable[["EngineConnection", str], None],
+    ) -> None:
+        self.worker = worker
+        self._timing = timing
+        self._on_dead = on_dead
+        self._listeners: dict[str, Listener] = {}
+        self._unanswered = 0
+        self._closed = False
+        self._channel: AsyncDealerChannel[EngineReply, EngineRequest] = AsyncDealerChannel(
+            context, worker.request_endpoint, inbound=EngineReply, outbound=EngineRequest
+        )
+        self._tasks = [
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._watch_socket()),
+            asyncio.create_task(self._ping()),
+        ]
+
+    @property
+    def idle(self) -> bool:
+        return not self._listeners
+
+    def submit(self, request: GenerateRequest, listener: Listener) -> bool:
+        """Send a request and listen for its outputs. False when the engine takes no more messages or is dead."""
+        if self._closed:
+            return False
+        if self.idle:
+            self._unanswered = 0
+        self._listeners[request.rid] = listener
+        if self._channel.send(request):
+            return True
+        self._listeners.pop(request.rid)
+        return False
+
+    def forget(self, rid: str, *, abort: bool) -> None:
+        """Listen to `rid` no longer; `abort` tells the engine to stop it. Harmless when it has ended."""
+        self._listeners.pop(rid, None)
+        if abort and not self._closed:
+            self._channel.send(AbortRequest(rid=rid))
+
+    def close(self) -> None:
+        """Close the socket without telling anybody. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._channel.close()
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                reply = await self._channel.receive()
+            except WireError as error:
+                logger.warning("engine sent an unreadable message", extra={"fields": {"error": str(error)}})
+                self._die("unreadable message")
+                return
+            self._unanswered = 0
+            if isinstance(reply, OutputBatch):
+                self._deliver(reply)
+
+    def _deliver(self, batch: OutputBatch) -> None:
+        for output in batch.outputs:
+            listener = self._listeners.get(output.rid)
+            if listener is not None:
+                listener.on_output(output)
+
+    async def _watch_socket(self) -> None:
+        await self._channel.disconnected()
+        self._die("connection lost")
+
+    async def _ping(self) -> None:
+        for nonce in itertools.count():
+            await asyncio.sleep(self._timing.ping_interval_s)
+            if self.idle:
+                continue
+            if self._unanswered >= self._timing.unanswered_pings:
+                self._die("no answer to pings")
+                return
+            self._unanswered += 1
+            self._channel.send(Ping(nonce=nonce))
+
+    def _die(self, reason: str) -> None:
+        if self._closed:
+            return
+        self.close()
+        listeners, self._listeners = self._listeners, {}
+        self._on_dead(self, reason)
+        for listener in listeners.values():
+            listener.on_lost()
+
+
+@dataclass(kw_only=True, slots=True)
+class EnginePool:
+    """All connections of a gateway, by incarnation. Belongs to one event loop."""
+
+    context: IpcContext
+    timing: LivenessTiming
+    on_dead: Callable[[str], None]
+    """Told the incarnation of every worker that was found dead."""
+    _connections: dict[str, EngineConnection] = field(default_factory=dict)
+
+    def connect(self, worker: WorkerView) -> EngineConnection:
+        """The connection to `worker`, opened when there is none."""
+        connection = self._connections.get(worker.incarnation)
+        if connection is None:
+            self._retire_older(worker)
+            connection = EngineConnection(worker, self.context, self.timing, self._bury)
+            self._connections[worker.incarnation] = connection
+        return connection
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _retire_older(self, worker: WorkerView) -> None:
+        for connection in list(self._connections.values()):
+            if connection.worker.worker_id == worker.worker_id and connection.idle:
+                connection.close()
+                del self._connections[connection.worker.incarnation]
+
+    def _bury(self, connection: EngineConnection, reason: str) -> None:
+        incarnation = connection.worker.incarnation
+        self._connections.pop(incarnation, None)
+        self.on_dead(incarnation)
+        logger.warning("worker lost", extra={"fields": {"worker": incarnation, "reason": reason}})

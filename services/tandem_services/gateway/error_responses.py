@@ -1,0 +1,43 @@
+"""Errors as OpenAI shapes them: `{"error": {message, type, param, code}}`, all four keys, fixed sentences."""
+
+import math
+
+from starlette.types import Send
+
+from tandem_engine.errors import InvalidRequestError
+from tandem_services.common.errors import ApiError, bad_request, internal_error
+from tandem_services.common.logs import escape
+from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.openai_schemas import ErrorBody, ErrorResponse
+from tandem_services.gateway.sse import send_json
+
+UNEXPECTED = internal_error("The gateway failed while answering. The request id tells operators where to look.")
+
+MAX_MESSAGE_CHARACTERS = 1000
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """The client's view of an error made on purpose; None for one that nobody expected."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return bad_request(str(error), error.param)
+    return None
+
+
+def error_json(error: ApiError) -> bytes:
+    body = ErrorBody(
+        message=escape(str(error)[:MAX_MESSAGE_CHARACTERS]),
+        type=error.kind,
+        param=error.param,
+        code=error.reason,
+    )
+    return encode_json(ErrorResponse(error=body))
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    headers = []
+    if error.retry_after is not None:
+        seconds = max(1, math.ceil(error.retry_after))
+        headers.append((b"retry-after", str(seconds).encode("ascii")))
+    await send_json(send, error.status, error_json(error), headers)

@@ -1,0 +1,172 @@
+"""What happened to recent requests, for `GET /v1/requests/{id}/explain` and for one log line each.
+
+A record is made when a request is accepted and filled while it runs, so that a request can be explained
+before it ends. Records are bounded in number; the oldest is dropped. They hold no text and no addresses.
+"""
+
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from tandem_engine.messages.outputs import TokenOutput, TransferReport
+from tandem_services.router.choice import Choice, ScoreTerm
+
+logger = logging.getLogger(__name__)
+
+
+class AttemptRecord(msgspec.Struct, kw_only=True):
+    """One attempt at one choice. Workers are named by incarnation."""
+
+    decode: str
+    prefill: str | None
+    """None: the decode worker computed the prompt itself."""
+    source: str
+    """redis or local: who decided."""
+    terms: tuple[ScoreTerm, ...]
+    """Predicted seconds that made the choice."""
+    matched_tokens: int
+    """Prompt tokens predicted to be cached."""
+    resumed_tokens: int
+    """Output tokens that earlier attempts had already produced."""
+    outcome: str = "running"
+    """running, finished, cancelled, or why it failed."""
+
+
+class ChoiceRecord(msgspec.Struct, kw_only=True):
+    """One choice of a request. Durations are seconds; None until known."""
+
+    index: int
+    attempts: list[AttemptRecord] = []
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache of the worker that computed the prompt."""
+    transfer: TransferReport | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    ttft_s: float | None = None
+    """From accepting the request to the first token."""
+    finish_reason: str | None = None
+
+    def begin_attempt(self, choice: Choice, *, resumed_tokens: int) -> AttemptRecord:
+        attempt = AttemptRecord(
+            decode=choice.decode.incarnation,
+            prefill=None if choice.prefill is None else choice.prefill.incarnation,
+            source=choice.source.value,
+            terms=choice.terms,
+            matched_tokens=choice.matched_tokens,
+            resumed_tokens=resumed_tokens,
+        )
+        self.attempts.append(attempt)
+        return attempt
+
+    def note_output(self, output: TokenOutput) -> None:
+        """Keep the facts of an output. Those about the prompt count once: for the first attempt."""
+        if self.cached_tokens is None:
+            self.cached_tokens = output.cached_tokens
+        if self.queue_s is None:
+            self.queue_s = output.queue_s
+        if self.prefill_s is None:
+            self.prefill_s = output.prefill_s
+        if output.transfer is not None:
+            self.transfer = output.transfer
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """One request of a client, with all its choices."""
+
+    request_id: str
+    client_request_id: str | None
+    """X-Request-Id of the client, when it sent one."""
+    endpoint: str
+    model: str
+    stream: bool
+    prompt_tokens: int
+    n: int
+    """Choices per prompt."""
+    created: int
+    """Unix seconds."""
+    choices: list[ChoiceRecord]
+    status: int | None = None
+    """HTTP status; 499 when the client went away, None while running."""
+    error: str | None = None
+    e2e_s: float | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(choice.output_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the first choice of each prompt: the other choices find what the first has computed."""
+        return sum(choice.cached_tokens or 0 for choice in self.choices[:: self.n])
+
+
+class RequestJournal:
+    """The last `capacity` records by request id, and by the id that the client gave."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._aliases: dict[str, str] = {}
+
+    def open(self, record: RequestRecord) -> None:
+        self._records[record.request_id] = record
+        if record.client_request_id is not None:
+            self._aliases[record.client_request_id] = record.request_id
+        while len(self._records) > self._capacity:
+            _, oldest = self._records.popitem(last=False)
+            self._drop_alias(oldest)
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        """By our id, by the id of the response (`chatcmpl-…`, `cmpl-…`), or by the client's own id.
+
+        Of several requests with the same client id, the newest.
+        """
+        bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        record = self._records.get(bare)
+        return record or self._records.get(self._aliases.get(request_id, ""))
+
+    def _drop_alias(self, record: RequestRecord) -> None:
+        alias = record.client_request_id
+        if alias is not None and self._aliases.get(alias) == record.request_id:
+            del self._aliases[alias]
+
+
+def log_finished(record: RequestRecord) -> None:
+    """One INFO line with the facts that `explain` answers, flat enough to query."""
+    logger.info("request finished", extra={"fields": _summary(record)})
+
+
+def _summary(record: RequestRecord) -> dict[str, Any]:
+    attempts = [attempt for choice in record.choices for attempt in choice.attempts]
+    transfers = [choice.transfer for choice in record.choices if choice.transfer is not None]
+    first = record.choices[0] if record.choices else ChoiceRecord(index=0)
+    return {
+        "request_id": record.request_id,
+        "client_request_id": record.client_request_id,
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "stream": record.stream,
+        "status": record.status,
+        "error": record.error,
+        "choices": len(record.choices),
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "attempts": len(attempts),
+        "prefill": [attempt.prefill for attempt in attempts],
+        "decode": [attempt.decode for attempt in attempts],
+        "source": [attempt.source for attempt in attempts],
+        "outcome": [attempt.outcome for attempt in attempts],
+        "predicted_s": [round(sum(term.seconds for term in attempt.terms), 6) for attempt in attempts],
+        "pages_moved": sum(transfer.pages for transfer in transfers),
+        "bytes_moved": sum(transfer.bytes for transfer in transfers),
+        "pages_reused": sum(transfer.pages_reused for transfer in transfers),
+        "finish_reason": [choice.finish_reason for choice in record.choices],
+        "queue_s": first.queue_s,
+        "prefill_s": first.prefill_s,
+        "ttft_s": first.ttft_s,
+        "e2e_s": record.e2e_s,
+    }

@@ -1,0 +1,131 @@
+"""All choices of one request at once: dispatched, turned to text, and merged as their tokens come.
+
+Closing the iteration, or cancelling whoever iterates, aborts every choice on every worker. The first
+choice that fails fails the request.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from tandem_engine.clock import Clock
+from tandem_engine.tokenizer.vocabulary import Vocabulary
+from tandem_services.gateway.choice_text import ChoicePiece, ChoiceText
+from tandem_services.gateway.dispatch import ChoiceRequest, Dispatcher
+from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
+from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One accepted request: what to do, where to note it, and by when. Times are the gateway's clock."""
+
+    plan: GenerationPlan
+    record: RequestRecord
+    arrived: float
+    deadline: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Generator:
+    """Runs jobs. One per gateway."""
+
+    dispatcher: Dispatcher
+    vocabulary: Vocabulary
+    clock: Clock
+    metrics: GatewayMetrics
+
+    async def pieces(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
+        """Pieces of all choices; each list is what has gathered since the last one. Close it when done."""
+        if len(job.plan.choices) == 1:
+            async with aclosing(self._choice(job, job.plan.choices[0])) as pieces:
+                async for piece in pieces:
+                    yield [piece]
+            return
+        async with aclosing(self._merged(job)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def _merged(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
+        arrived: asyncio.Queue[ChoicePiece | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._feed(job, choice, arrived)) for choice in job.plan.choices]
+        unfinished = len(tasks)
+        try:
+            while unfinished:
+                batch = await _gathered(arrived)
+                unfinished -= sum(piece.finish is not None for piece in batch)
+                yield batch
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _feed(self, job: Job, choice: PlannedChoice, arrived: "asyncio.Queue[ChoicePiece | Exception]") -> None:
+        try:
+            async with aclosing(self._choice(job, choice)) as pieces:
+                async for piece in pieces:
+                    arrived.put_nowait(piece)
+        except Exception as error:  # noqa: BLE001  # raised again by whoever merges the choices
+            arrived.put_nowait(error)
+
+    async def _choice(self, job: Job, choice: PlannedChoice) -> AsyncGenerator[ChoicePiece, None]:
+        record = job.record.choices[choice.index]
+        text = ChoiceText(
+            choice.index,
+            self.vocabulary,
+            choice.sampling,
+            skip_special_tokens=job.plan.skip_special_tokens,
+            keep_stop=job.plan.keep_stop,
+        )
+        last_token_at: float | None = None
+        async with aclosing(self.dispatcher.run(_choice_request(job, choice), record)) as outputs:
+            async for accepted in outputs:
+                if accepted.token_ids:
+                    last_token_at = self._time_tokens(job, record, last_token_at, len(accepted.token_ids))
+                piece = text.absorb(accepted)
+                if piece is None:
+                    continue
+                _note_piece(record, piece)
+                yield piece
+                if piece.finish is not None:
+                    return
+
+    def _time_tokens(self, job: Job, record: ChoiceRecord, last: float | None, count: int) -> float:
+        now = self.clock.now()
+        if last is None:
+            record.ttft_s = now - job.arrived
+        else:
+            self.metrics.itl.observe((now - last) / count)
+        return now
+
+
+async def _gathered(arrived: "asyncio.Queue[ChoicePiece | Exception]") -> list[ChoicePiece]:
+    """At least one piece, and all that have come meanwhile. Raises what a choice has raised."""
+    batch: list[ChoicePiece] = []
+    while not batch or not arrived.empty():
+        item = await arrived.get()
+        if isinstance(item, Exception):
+            raise item
+        batch.append(item)
+    return batch
+
+
+def _choice_request(job: Job, choice: PlannedChoice) -> ChoiceRequest:
+    return ChoiceRequest(
+        request_id=job.record.request_id,
+        index=choice.index,
+        model=job.plan.model,
+        input_ids=choice.input_ids,
+        sampling=choice.sampling,
+        cache_salt=job.plan.cache_salt,
+        priority=job.plan.priority,
+        deadline=job.deadline,
+    )
+
+
+def _note_piece(record: ChoiceRecord, piece: ChoicePiece) -> None:
+    record.output_tokens = piece.tokens
+    if piece.finish is not None:
+        record.finish_reason = piece.finish.reason

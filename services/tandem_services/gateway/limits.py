@@ -1,0 +1,117 @@
+"""Every bound on what a client may ask for, in one place. Checked before anything is allocated or sent.
+
+Bounds on single sampling parameters live in `tandem_engine.messages.sampling`, where the engine checks
+them again.
+"""
+
+from collections.abc import Sequence
+
+from tandem_services.common.errors import ApiError, bad_request
+from tandem_services.common.logs import quoted
+
+MAX_BODY_BYTES = 32 << 20
+MAX_HEADER_FIELDS = 64
+MAX_HEADER_BYTES = 32 << 10
+MAX_URL_BYTES = 8 << 10
+MAX_REQUEST_ID_CHARACTERS = 128
+
+MAX_PROMPTS = 1024
+MAX_CHOICES = 128
+"""n, and n times the number of prompts."""
+MAX_MESSAGES = 2048
+MAX_STOP_STRINGS = 4
+MAX_OUTPUT_TOKENS = 2**31 - 1
+MAX_CHAT_TOP_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
+MAX_CACHE_SALT_CHARACTERS = 1024
+MAX_USER_CHARACTERS = 512
+MAX_METADATA_ENTRIES = 16
+MAX_METADATA_KEY_CHARACTERS = 64
+MAX_METADATA_VALUE_CHARACTERS = 512
+
+INLINE_ENCODE_CHARACTERS = 4096
+"""Longer texts are encoded in a thread: about a millisecond of the event loop's time."""
+
+
+def check_choices(n: int, prompts: int) -> None:
+    if not 1 <= n <= MAX_CHOICES:
+        raise bad_request(f"n must be between 1 and {MAX_CHOICES}, got {quoted(n)}", "n")
+    if prompts > MAX_PROMPTS:
+        raise bad_request(f"prompt takes at most {MAX_PROMPTS} prompts, got {prompts}", "prompt")
+    if n * prompts > MAX_CHOICES:
+        raise bad_request(f"n times prompts must be at most {MAX_CHOICES}, got {n} × {prompts}", "n")
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise bad_request(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}", "stop")
+
+
+def check_cache_salt(salt: str | None) -> None:
+    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARACTERS:
+        raise bad_request(
+            f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARACTERS} characters, got {len(salt)}", "cache_salt"
+        )
+
+
+def check_user(user: str | None) -> None:
+    if user is not None and len(user) > MAX_USER_CHARACTERS:
+        raise bad_request(f"user must have at most {MAX_USER_CHARACTERS} characters, got {len(user)}", "user")
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA_ENTRIES:
+        raise bad_request(f"metadata takes at most {MAX_METADATA_ENTRIES} entries, got {len(metadata)}", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARACTERS or len(value) > MAX_METADATA_VALUE_CHARACTERS:
+            raise bad_request(
+                f"metadata keys have at most {MAX_METADATA_KEY_CHARACTERS} characters and values at most "
+                f"{MAX_METADATA_VALUE_CHARACTERS}",
+                "metadata",
+            )
+
+
+def check_priority(priority: int) -> None:
+    if not -(2**63) <= priority < 2**63:
+        raise bad_request(f"priority must be a 64-bit integer, got {quoted(priority)}", "priority")
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    for position, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise bad_request(
+                f"{param}[{position}]: token id {quoted(token)} is out of vocabulary, ids are 0 to {vocab_size - 1}",
+                "prompt",
+            )
+
+
+def check_context(prompt_tokens: int, max_tokens: int, context_length: int, param: str) -> None:
+    """`max_tokens` is what the client asked for; 0 when it left the choice to us."""
+    if prompt_tokens == 0:
+        raise bad_request(f"{param} has no tokens", param)
+    # A prompt that fills the context leaves no room for even one token.
+    if prompt_tokens + max(max_tokens, 1) > context_length:
+        raise context_exceeded(
+            f"you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {param}, "
+            f"{max_tokens} in the completion)",
+            context_length,
+            param,
+        )
+
+
+def check_text_length(text: str, longest_token: int, context_length: int, param: str) -> None:
+    """Refuse a text that cannot fit however it is cut into tokens, without encoding it."""
+    fewest = len(text) // max(longest_token, 1)
+    if fewest >= context_length:
+        raise context_exceeded(f"you requested at least {fewest} tokens in the {param}", context_length, param)
+
+
+def context_exceeded(requested: str, context_length: int, param: str) -> ApiError:
+    return bad_request(
+        f"This model's maximum context length is {context_length} tokens. However, {requested}. "
+        f"Please reduce the length of the {param} or completion.",
+        param,
+        reason="context_length_exceeded",
+    )

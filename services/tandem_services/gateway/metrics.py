@@ -1,0 +1,70 @@
+"""Metrics of a gateway. Names follow vLLM's, with our prefix; label values are bounded."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from tandem_services.common.metrics import REQUEST_SECONDS, TOKEN_SECONDS
+from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
+
+
+class GatewayMetrics:
+    """All series of one gateway, registered in `registry`. `model` is the only model label there will be."""
+
+    def __init__(self, registry: CollectorRegistry, *, model: str) -> None:
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
+            family = Histogram(f"tandem_gateway_{name}_seconds", text, ["model"], buckets=buckets, registry=registry)
+            return family.labels(model=model)
+
+        def total(name: str, text: str) -> Counter:
+            return Counter(f"tandem_gateway_{name}_total", text, ["model"], registry=registry).labels(model=model)
+
+        self._model = model
+        self._requests = Counter(
+            "tandem_gateway_requests_total",
+            "HTTP requests answered, by status code; 499 is a client that left",
+            ["model", "endpoint", "code"],
+            registry=registry,
+        )
+        self.attempts = Counter(
+            "tandem_gateway_attempts_total",
+            "Attempts at choices, by outcome; every one but finished and stopped cost time",
+            ["outcome"],
+            registry=registry,
+        )
+        self.running = Gauge(
+            "tandem_gateway_num_requests_running", "Generation requests being answered", registry=registry
+        )
+        self.ttft = seconds("time_to_first_token", "From a request's arrival to its first token")
+        self.itl = seconds("inter_token_latency", "Between two tokens of a choice", TOKEN_SECONDS)
+        self.e2e = seconds("e2e_request_latency", "From a request's arrival to its last byte")
+        self.queue = seconds("request_queue_time", "On the worker, from receipt to the first scheduled step")
+        self.prefill = seconds("request_prefill_time", "On the worker, from the first step to the first token")
+        self.prompt_tokens = total("prompt_tokens", "Prompt tokens of finished requests")
+        self.cached_tokens = total("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
+        self.output_tokens = total("generation_tokens", "Tokens generated and accepted")
+        self.disconnects = total("client_disconnects", "Requests whose client left before the end")
+        self.moved_pages = total("transferred_pages", "KV pages moved from prefill to decode workers")
+        self.moved_bytes = total("transferred_bytes", "KV bytes moved from prefill to decode workers")
+
+    def answered(self, endpoint: str, status: int) -> None:
+        self._requests.labels(model=self._model, endpoint=endpoint, code=str(status)).inc()
+
+    def finished(self, record: RequestRecord) -> None:
+        """Count what a finished request has used."""
+        self.prompt_tokens.inc(record.prompt_tokens)
+        self.cached_tokens.inc(record.cached_tokens)
+        self.output_tokens.inc(record.output_tokens)
+        if record.e2e_s is not None:
+            self.e2e.observe(record.e2e_s)
+        for choice in record.choices:
+            self._count_choice(choice)
+
+    def _count_choice(self, choice: ChoiceRecord) -> None:
+        if choice.ttft_s is not None:
+            self.ttft.observe(choice.ttft_s)
+        if choice.queue_s is not None:
+            self.queue.observe(choice.queue_s)
+        if choice.prefill_s is not None:
+            self.prefill.observe(choice.prefill_s)
+        if choice.transfer is not None:
+            self.moved_pages.inc(choice.transfer.pages)
+            self.moved_bytes.inc(choice.transfer.bytes)

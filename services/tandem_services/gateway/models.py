@@ -1,0 +1,45 @@
+"""The model that a gateway serves: its name, its tokenizer, and how long its context is."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.errors import bad_request, not_found
+from tandem_services.common.logs import quoted
+from tandem_services.gateway.openai_schemas import ModelCard, ModelList
+from tandem_services.router.choice import WorkerView
+
+
+@dataclass(kw_only=True, slots=True)
+class ServedModel:
+    """One model. `workers` lists the live workers, from memory."""
+
+    name: str
+    tokenizer: TextTokenizer
+    workers: Callable[[], tuple[WorkerView, ...]]
+    created: int = field(default_factory=lambda: int(time.time()))
+    longest_token: int = field(init=False)
+    """Bytes of the longest token: no token covers more characters than this."""
+
+    def __post_init__(self) -> None:
+        self.longest_token = max(map(len, self.tokenizer.vocabulary.token_bytes), default=1)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and output that every live worker can take; None without workers."""
+        lengths = [worker.context_length for worker in self.workers() if worker.model == self.name]
+        return min(lengths, default=None)
+
+    def check_name(self, name: str | None) -> None:
+        """Raises `ApiError` 400 without a name and 404 for any other model."""
+        if not name:
+            raise bad_request("model is required", "model")
+        if name != self.name:
+            raise not_found(f"The model '{quoted(name)}' does not exist.", "model", reason="model_not_found")
+
+    def card(self) -> ModelCard:
+        return ModelCard(id=self.name, created=self.created, root=self.name, max_model_len=self.context_length)
+
+    def listing(self) -> ModelList:
+        return ModelList(data=[self.card()])

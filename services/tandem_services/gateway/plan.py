@@ -1,0 +1,40 @@
+"""A validated request: everything that was asked for, checked and in token ids. Nothing has been sent yet."""
+
+from dataclasses import dataclass
+
+from tandem_engine.messages.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedChoice:
+    """One choice of the answer."""
+
+    index: int
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    echo: str = ""
+    """Text that the answer begins with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationPlan:
+    """One request of a client."""
+
+    model: str
+    choices: tuple[PlannedChoice, ...]
+    """Ordered by index: prompt by prompt, `n` choices each."""
+    n: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    generate: bool = True
+    """False: the answer is the echo alone (max_tokens 0)."""
+    cache_salt: str = ""
+    priority: int = 0
+    skip_special_tokens: bool = True
+    keep_stop: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counts once, however many choices it has."""
+        return sum(len(choice.input_ids) for choice in self.choices[:: self.n])

@@ -1,0 +1,106 @@
+"""From HTTP bytes to a request struct, refusing everything else with a sentence that says why.
+
+The body is counted while it arrives, so that one without a Content-Length cannot fill the memory either.
+"""
+
+import logging
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from tandem_services.common.errors import ApiError, bad_request
+from tandem_services.common.logs import quoted
+from tandem_services.gateway.disconnect import ClientGoneError
+from tandem_services.gateway.limits import MAX_BODY_BYTES
+
+logger = logging.getLogger(__name__)
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_AT_PATH = re.compile(r" - at `\$\.?(.*?)`$")
+_MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises `ApiError` 400, 413 or 415; `ClientGoneError` when it stops half-way."""
+    _check_content_headers(request)
+    chunks: list[bytes] = []
+    received = 0
+    try:
+        async for chunk in request.stream():
+            received += len(chunk)
+            _check_size(received)
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
+    return b"".join(chunks)
+
+
+def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    """Raises `ApiError` 400 naming the field at fault as `param`."""
+    if not body.strip():
+        raise bad_request("request body is empty")
+    body = body.removeprefix(_BYTE_ORDER_MARK)
+    try:
+        request = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _wrong_shape(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise bad_request(f"request body is not valid JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise bad_request("request body is not valid UTF-8") from error
+    except RecursionError as error:
+        raise bad_request("request body is nested too deeply") from error
+    if logger.isEnabledFor(logging.DEBUG):
+        _log_unknown_fields(request, body)
+    return request
+
+
+def _check_content_headers(request: Request) -> None:
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise _unsupported_type(f"Content-Encoding {quoted(encoding)} is not supported, send the body as it is")
+    media, _, parameters = request.headers.get("content-type", "application/json").partition(";")
+    media = media.strip().lower()
+    if media != "application/json":
+        raise _unsupported_type(f"Content-Type must be application/json, got {quoted(media)}")
+    charset = re.search(r'charset\s*=\s*"?([^";\s]+)', parameters, re.IGNORECASE)
+    if charset and charset[1].lower() not in ("utf-8", "utf8"):
+        raise bad_request(f"charset must be utf-8, got {quoted(charset[1])}")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal():
+        _check_size(int(length[:20]))
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"request body is larger than {MAX_BODY_BYTES} bytes", kind="RequestEntityTooLargeError")
+
+
+def _unsupported_type(message: str) -> ApiError:
+    return ApiError(415, message, kind="UnsupportedMediaTypeError")
+
+
+def _wrong_shape(detail: str) -> ApiError:
+    """msgspec's "Expected `int | null`, got `str` - at `$.n`" as a sentence about `n`."""
+    path = _AT_PATH.search(detail)
+    what = (detail[: path.start()] if path else detail).replace("`", "")
+    what = what.replace(" | null", "").replace(" | ", " or ")
+    what = quoted(what[:1].lower() + what[1:])
+    missing = _MISSING_FIELD.match(detail)
+    if missing:
+        name = f"{path[1]}.{missing[1]}" if path else missing[1]
+        return bad_request(f"{name} is required", name)
+    if path is None:
+        return bad_request(f"request body must be a JSON object: {what}")
+    name = quoted(path[1])
+    return bad_request(f"{name}: {what}", name)
+
+
+def _log_unknown_fields(request: msgspec.Struct, body: bytes) -> None:
+    unknown = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys() - request.__struct_fields__
+    if unknown:
+        logger.debug("ignored unknown request fields", extra={"fields": {"names": sorted(map(quoted, unknown))}})

@@ -1,0 +1,92 @@
+"""Running a gateway: router, sockets, HTTP server, in this order; stopped in the reverse one.
+
+A SIGTERM stops accepting, lets running requests finish within the drain time, then ends.
+"""
+
+import logging
+import socket
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from tandem_engine.ipc.channels import IpcContext, KeyPair
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.errors import StartupError
+from tandem_services.common.logs import configure_logging
+from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+from tandem_services.gateway.app import create_app
+from tandem_services.gateway.config import GatewayConfig
+from tandem_services.router.router import Router, RouterConfig
+
+__all__ = ["GatewayConfig", "serve"]
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+
+
+def serve(config: GatewayConfig) -> int:
+    """Serve until a signal. Returns the exit status. Raises `StartupError`, `ConfigError`, `CheckpointError`."""
+    configure_logging(config.log_format)
+    tokenizer = TextTokenizer.load(config.model_path)
+    keys = None if config.curve_keys is None else KeyPair.load(config.curve_keys)
+    with listen(config.host, config.port) as listener:
+        uvloop.run(_serve(config, tokenizer, keys, listener))
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `StartupError` when the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit it: a token must not wait for the acknowledgement of the last one.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise StartupError(f"cannot listen on {host}:{port} ({error}): choose another --host or --port") from error
+    listener.listen(BACKLOG)
+    return listener
+
+
+def http_server(app: FastAPI, config: GatewayConfig) -> uvicorn.Server:
+    """The HTTP server of a gateway; run it with `serve(sockets=[...])`."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=config.keep_alive_s,
+            timeout_graceful_shutdown=int(config.drain_timeout_s),
+        )
+    )
+
+
+async def _serve(
+    config: GatewayConfig, tokenizer: TextTokenizer, keys: KeyPair | None, listener: socket.socket
+) -> None:
+    router = Router(
+        RouterConfig(
+            redis=RedisAddress(url=config.redis_url),
+            cluster=config.cluster,
+            local_prefill_tokens=config.local_prefill_tokens,
+        )
+    )
+    context = IpcContext(keys)
+    try:
+        await router.start()
+        app = create_app(config, router, context, tokenizer)
+        logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
+        await http_server(app, config).serve(sockets=[listener])
+    except RedisUnavailableError as error:
+        raise StartupError(str(error)) from error
+    finally:
+        await router.stop()
+        context.close()

@@ -1,0 +1,47 @@
+"""Server-sent events over plain ASGI: one `data:` line per JSON document, `[DONE]` at the end.
+
+The status goes out with the first event, so that whatever fails before it still has a status of its own.
+Events that are ready together leave in one write.
+"""
+
+from collections.abc import Iterable
+
+from starlette.types import Send
+
+DONE = b"data: [DONE]\n\n"
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies that buffer whole responses would undo streaming.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream:
+    """One streamed response. `send` waits while the client does not read, which bounds our buffers."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def write(self, documents: Iterable[bytes]) -> None:
+        await self._write(b"".join([b"data: " + document + b"\n\n" for document in documents]), last=False)
+
+    async def finish(self, documents: Iterable[bytes]) -> None:
+        """Write the last events and `[DONE]`."""
+        events = [b"data: " + document + b"\n\n" for document in documents]
+        await self._write(b"".join(events) + DONE, last=True)
+
+    async def _write(self, body: bytes, *, last: bool) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """A whole response with a JSON body."""
+    fixed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode("ascii"))]
+    await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,70 @@
+"""The output of one choice as a gap-free sequence, whatever order and how often its parts arrive.
+
+Prefill and decode worker both send the first token, on two connections; a retried attempt starts where
+the last one ended. A position is accepted once, and only when all before it are there (B2.2): no token is
+missing or doubled.
+"""
+
+from typing import NamedTuple
+
+from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
+
+MAX_WAITING_OUTPUTS = 256
+"""Outputs that may wait for an earlier one. Only the first token can be late, so more means one was lost."""
+
+
+class Accepted(NamedTuple):
+    """New tokens in order. `logprobs` is empty when the request asked for none."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish: Finish | None
+
+
+class SequenceGapError(Exception):
+    """An output was lost: later ones pile up behind a missing position."""
+
+
+class TokenSequence:
+    """Accepts outputs from position `start` on."""
+
+    __slots__ = ("_next", "_waiting")
+
+    def __init__(self, start: int) -> None:
+        self._next = start
+        self._waiting: dict[int, TokenOutput] = {}
+
+    @property
+    def has_gap(self) -> bool:
+        return bool(self._waiting)
+
+    def accept(self, output: TokenOutput, into: Accepted) -> Accepted:
+        """`into` with what `output` adds, and what had been waiting for it. Raises `SequenceGapError`."""
+        if output.index > self._next:
+            self._keep_for_later(output)
+            return into
+        into = self._append(output, into)
+        while self._waiting and into.finish is None:
+            ready = next((index for index in self._waiting if index <= self._next), None)
+            if ready is None:
+                break
+            into = self._append(self._waiting.pop(ready), into)
+        return into
+
+    def _append(self, output: TokenOutput, into: Accepted) -> Accepted:
+        end = output.index + len(output.token_ids)
+        if end < self._next:
+            return into
+        known = self._next - output.index
+        into.token_ids.extend(output.token_ids[known:])
+        if output.logprobs is not None:
+            into.logprobs.extend(output.logprobs[known:])
+        self._next = end
+        return into if output.finish is None else into._replace(finish=output.finish)
+
+    def _keep_for_later(self, output: TokenOutput) -> None:
+        if len(self._waiting) >= MAX_WAITING_OUTPUTS:
+            raise SequenceGapError(f"{len(self._waiting)} outputs wait for position {self._next}")
+        longest = self._waiting.get(output.index)
+        if longest is None or len(output.token_ids) >= len(longest.token_ids):
+            self._waiting[output.index] = output

@@ -1,0 +1,66 @@
+"""`POST /tokenize` and `POST /detokenize`, with vLLM's shapes."""
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem_services.common.errors import bad_request
+from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.limits import check_token_ids
+from tandem_services.gateway.openai_schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from tandem_services.gateway.prompts import PromptEncoder, template_messages
+from tandem_services.gateway.request_body import decode_body, read_body
+
+
+class Tokenization:
+    """Both routes. A missing `model` means the one there is."""
+
+    def __init__(self, prompts: PromptEncoder) -> None:
+        self._prompts = prompts
+        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
+        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
+        asked = decode_body(self._tokenize, await read_body(request))
+        self._check_model(asked.model)
+        ids = list(await self._encode(asked))
+        vocabulary = self._prompts.tokenizer.vocabulary
+        answer = TokenizeResponse(
+            count=len(ids),
+            max_model_len=self._prompts.model.context_length,
+            tokens=ids,
+            token_strs=[vocabulary.bytes_of(i).decode("utf-8", "replace") for i in ids]
+            if asked.return_token_strs
+            else None,
+        )
+        return Response(encode_json(answer), media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids, control tokens included; U+FFFD for bytes that are not UTF-8."""
+        asked = decode_body(self._detokenize, await read_body(request))
+        self._check_model(asked.model)
+        check_token_ids(asked.tokens, self._prompts.tokenizer.vocab_size, "tokens")
+        text = self._prompts.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+        return Response(encode_json(DetokenizeResponse(prompt=text)), media_type="application/json")
+
+    async def _encode(self, asked: TokenizeRequest) -> tuple[int, ...]:
+        if (asked.prompt is None) == (asked.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if asked.prompt is not None:
+            return await self._prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        return await self._prompts.encode_chat(
+            template_messages(asked.messages),
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            add_special_tokens=bool(asked.add_special_tokens),
+            variables=asked.chat_template_kwargs,
+        )
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None:
+            self._prompts.model.check_name(name)

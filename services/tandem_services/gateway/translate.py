@@ -1,0 +1,132 @@
+"""OpenAI's request fields as Tandem's messages. Pure: decides and checks, allocates and sends nothing."""
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from tandem_engine.messages.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from tandem_services.common.errors import bad_request
+from tandem_services.common.logs import quoted
+from tandem_services.gateway.limits import (
+    MAX_CHAT_TOP_LOGPROBS,
+    MAX_COMPLETION_LOGPROBS,
+    check_cache_salt,
+    check_metadata,
+    check_priority,
+    check_stop,
+    check_user,
+)
+from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
+from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.unsupported import refuse_unsupported
+
+_SEED_RANGE = 1 << 64
+_SEED_LOWEST = -(1 << 63)
+
+
+def check_common_fields(request: GenerationFields) -> None:
+    """What can be said about a request before its prompt is known."""
+    refuse_unsupported(request)
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options is only allowed with stream=true", "stream_options")
+    check_user(request.user)
+    check_metadata(request.metadata)
+    check_cache_salt(request.cache_salt)
+    check_priority(request.priority or 0)
+    check_stop(stop_strings(request))
+
+
+def stop_strings(request: GenerationFields) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def sampling_params(
+    request: GenerationFields, *, max_tokens: int, logprobs: int | None, vocab_size: int
+) -> SamplingParams:
+    """Raises `InvalidRequestError` naming the field that is out of range."""
+    top_k = request.top_k or 0
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=0 if top_k == -1 else top_k,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        stop=stop_strings(request),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+    )
+    sampling.check(vocab_size=vocab_size)
+    return sampling
+
+
+def fit_output(sampling: SamplingParams, room: int, *, vocab_size: int) -> SamplingParams:
+    """At most `room` output tokens, the rest of the context. Raises as `sampling_params` when that is too few."""
+    if sampling.max_tokens <= room:
+        return sampling
+    fitted = msgspec.structs.replace(sampling, max_tokens=room)
+    fitted.check(vocab_size=vocab_size)
+    return fitted
+
+
+def generation_plan(
+    request: GenerationFields, model: str, prompts: Sequence[PlannedChoice], *, n: int, generate: bool = True
+) -> GenerationPlan:
+    """`prompts` hold one choice each; every prompt gets `n`, whose seeds follow one another."""
+    options = request.stream_options
+    return GenerationPlan(
+        model=model,
+        choices=tuple(
+            _nth_choice(prompt, position * n + nth, nth) for position, prompt in enumerate(prompts) for nth in range(n)
+        ),
+        n=n,
+        stream=bool(request.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        generate=generate,
+        cache_salt=request.cache_salt or "",
+        priority=request.priority or 0,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        keep_stop=bool(request.include_stop_str_in_output),
+    )
+
+
+def chat_logprobs(request: ChatRequest) -> int | None:
+    """Number of alternatives per token; None when no logprobs were asked for."""
+    top = request.top_logprobs
+    if top is None:
+        return 0 if request.logprobs else None
+    if not request.logprobs:
+        raise bad_request("top_logprobs is only allowed with logprobs=true", "top_logprobs")
+    if not 0 <= top <= min(MAX_CHAT_TOP_LOGPROBS, MAX_TOP_LOGPROBS):
+        raise bad_request(
+            f"top_logprobs must be between 0 and {MAX_CHAT_TOP_LOGPROBS}, got {quoted(top)}", "top_logprobs"
+        )
+    return top
+
+
+def completion_logprobs(request: CompletionRequest) -> int | None:
+    """As `chat_logprobs`, for the older field that is a number."""
+    top = request.logprobs
+    if top is None:
+        return None
+    if not 0 <= top <= MAX_COMPLETION_LOGPROBS:
+        raise bad_request(f"logprobs must be between 0 and {MAX_COMPLETION_LOGPROBS}, got {quoted(top)}", "logprobs")
+    if request.echo:
+        raise bad_request("logprobs together with echo is not supported yet", "logprobs")
+    return top
+
+
+def _nth_choice(prompt: PlannedChoice, index: int, nth: int) -> PlannedChoice:
+    seed = (prompt.sampling.seed + nth - _SEED_LOWEST) % _SEED_RANGE + _SEED_LOWEST
+    return PlannedChoice(
+        index=index,
+        input_ids=prompt.input_ids,
+        sampling=msgspec.structs.replace(prompt.sampling, seed=seed),
+        echo=prompt.echo,
+    )

@@ -1,0 +1,106 @@
+"""Request fields that would change the answer and that this version does not implement.
+
+They are refused with their name unless their value asks for nothing: an ignored field would be a wrong
+answer with status 200. Fields that are not listed and not known are accepted and ignored.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tandem_services.common.errors import bad_request
+
+
+class UnsupportedFields(msgspec.Struct, kw_only=True):
+    """Fields of chat and completion requests that are refused unless neutral."""
+
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    length_penalty: Any = None
+    logit_bias: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    prompt_logprobs: Any = None
+    logprob_token_ids: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    use_beam_search: Any = None
+    truncate_prompt_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    stream_interval: Any = None
+    kv_transfer_params: Any = None
+    prompt_embeds: Any = None
+    image_embeds: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    lora_path: Any = None
+    suffix: Any = None
+    best_of: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    reasoning_effort: Any = None
+    include_reasoning: Any = None
+    thinking_token_budget: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    audio: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "stream_interval": (1,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none",),
+    "include_reasoning": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "modalities": (["text"],),
+}
+"""Values, beside null, that mean "as if the field were absent"."""
+
+_FIELDS = tuple(UnsupportedFields.__struct_fields__)
+
+
+def refuse_unsupported(fields: UnsupportedFields) -> None:
+    """Raise a 400 naming the first field whose value is not neutral."""
+    values = msgspec.structs.asdict(fields)
+    for name in _FIELDS:
+        value = values[name]
+        if value is not None and not _is_neutral(name, value):
+            raise bad_request(f"{name} is not supported yet; leave it out", name)
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    # JSON's true is not 1: a penalty of `true` is a mistake, not a default.
+    return any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL.get(name, ())
+    )

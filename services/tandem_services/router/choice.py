@@ -1,0 +1,106 @@
+"""What the gateway asks the router and what it gets. The router's public vocabulary."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a worker is offered for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Source(StrEnum):
+    """Who decided."""
+
+    REDIS = "redis"
+    """With the shared index and everybody's reservations."""
+    LOCAL = "local"
+    """From this gateway's last view, because Redis was away or slow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerView:
+    """One incarnation of a worker, as a gateway needs to know it."""
+
+    worker_id: str
+    incarnation: str
+    """`worker_id@number`: the process, not the address."""
+    role: Role
+    request_endpoint: str
+    peer_endpoint: str
+    compat_hash: str
+    """Workers with different hashes hold KV in different shapes and are never paired."""
+    context_length: int
+    page_size: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTerm:
+    """One summand of a choice's price, for `explain`."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteQuery:
+    """One attempt that needs a worker."""
+
+    request_id: str
+    model: str
+    token_ids: tuple[int, ...]
+    """Prompt and, on a resumed attempt, the output so far."""
+    cache_salt: str = ""
+    max_tokens: int = 256
+    """Output tokens the request may still produce."""
+    exclude: frozenset[str] = frozenset()
+    """Incarnations that this request has already failed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Load that a choice adds to one worker."""
+
+    incarnation: str
+    queue_tokens: int
+    sequences: int
+    room_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a choice reserved. Opaque to the gateway, which gives it back through `Router.release`."""
+
+    bucket: int | None
+    """Bucket of the shared reservation (Redis milliseconds); None when nothing was reserved in Redis."""
+    claims: tuple[Claim, ...]
+    serial: int = 0
+    """Number of the choice within its router, so that releasing twice counts once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Where one attempt goes."""
+
+    request_id: str
+    decode: WorkerView
+    prefill: WorkerView | None
+    """None: the decode worker computes the prompt itself."""
+    source: Source
+    terms: tuple[ScoreTerm, ...]
+    """Predicted seconds; their sum is what was minimised."""
+    matched_tokens: int
+    """Prompt tokens predicted to be cached on the worker that computes the prompt. A hint, never a promise."""
+    reservation: Reservation
+
+
+class NoWorkersError(Exception):
+    """No live worker can take the request now. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

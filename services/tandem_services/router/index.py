@@ -1,0 +1,136 @@
+"""The prefix index in Redis: workers publish what they cache, gateways ask for the best choice.
+
+An update names the revision it builds on (see scripts/index.lua); `route` matches, prices, chooses and
+reserves in one round trip (see scripts/route.lua).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.choice import Claim, Reservation, ScoreTerm
+from tandem_services.router.keys import Keys
+from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.registry import decode_reply, model_digest
+from tandem_services.router.scoring import Demand
+
+
+class UpdateKind(StrEnum):
+    """First byte of an event on its way to the index."""
+
+    STORED = "S"
+    REMOVED = "R"
+    CLEARED = "C"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexUpdate:
+    """Blocks that entered or left one worker's prefix cache."""
+
+    kind: UpdateKind
+    hashes: tuple[bytes, ...] = ()
+
+    def pack(self) -> bytes:
+        return self.kind.encode("ascii") + b"".join(self.hashes)
+
+
+class Applied(StrEnum):
+    """How the index took an update."""
+
+    APPLIED = "applied"
+    REPEATED = "repeated"
+    """It had been applied before: an answer got lost. As good as applied."""
+    GAP = "gap"
+    """The index does not stand where the update starts. Publish everything again, beginning with CLEARED."""
+
+
+class _RouteReply(msgspec.Struct, frozen=True, kw_only=True):
+    class Made(msgspec.Struct, frozen=True):
+        bucket: int
+        claims: tuple[tuple[str, int, int, int], ...]
+
+    status: str
+    dropped: int
+    decode: str = ""
+    prefill: str | None = None
+    matched: int = 0
+    terms: dict[str, float] = {}
+    reservation: Made | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routed:
+    """A choice by incarnations; who they are is the membership's business."""
+
+    decode: str
+    prefill: str | None
+    matched_tokens: int
+    terms: tuple[ScoreTerm, ...]
+    reservation: Reservation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockIndex:
+    """Calls the index functions. All methods raise `RedisUnavailableError`."""
+
+    library: FunctionLibrary
+    keys: Keys
+
+    async def apply(
+        self, incarnation: str, updates: Sequence[IndexUpdate], *, builds_on: int, revision: int
+    ) -> Applied:
+        """Apply `updates` in order. A CLEARED first makes `builds_on` irrelevant."""
+        reply = await self.library.call(
+            "apply_kv_events",
+            (self.keys.blocks(incarnation), self.keys.cursor(incarnation)),
+            builds_on,
+            revision,
+            *(update.pack() for update in updates),
+        )
+        if not isinstance(reply, bytes):
+            raise RedisUnavailableError(f"apply_kv_events answered {reply!r}")
+        return Applied(reply.decode("ascii"))
+
+    async def route(
+        self, *, model: str, demand: Demand, page_size: int, chain: bytes, exclude: frozenset[str], seed: int
+    ) -> Routed | None:
+        """Choose and reserve; None when no live worker qualifies. `chain`: 16-byte digests of the prompt's pages."""
+        reply = decode_reply(
+            await self.library.call(
+                "route_and_reserve",
+                self.keys.shared,
+                self.keys.prefix,
+                model_digest(model),
+                demand.prompt_tokens,
+                demand.output_tokens,
+                page_size,
+                demand.local_prefill_tokens,
+                seed,
+                chain,
+                *exclude,
+            ),
+            _RouteReply,
+        )
+        if reply.reservation is None:
+            return None
+        return Routed(
+            decode=reply.decode,
+            prefill=reply.prefill,
+            matched_tokens=reply.matched,
+            terms=tuple(ScoreTerm(name, seconds) for name, seconds in sorted(reply.terms.items())),
+            reservation=Reservation(
+                reply.reservation.bucket, tuple(Claim(*claim) for claim in reply.reservation.claims)
+            ),
+        )
+
+    async def release(self, reservation: Reservation) -> None:
+        """Take back what `route` reserved, before it expires by itself."""
+        if reservation.bucket is None:
+            return
+        claims: list[str | int] = []
+        for claim in reservation.claims:
+            claims += (claim.incarnation, claim.queue_tokens, claim.sequences, claim.room_tokens)
+        await self.library.call("release", self.keys.shared, self.keys.prefix, reservation.bucket, *claims)

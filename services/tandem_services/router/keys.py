@@ -1,0 +1,111 @@
+"""Every Redis key and every time-to-live of the registry and the prefix index, with the reason beside each.
+
+All keys start with `tandem:{cluster}:`. The braces are a hash tag, so on a Redis Cluster all keys of one
+deployment share a slot and one Function may touch them.
+
+    fleet                HASH  incarnation → routing row (scripts/fleet_row.lua) with its reservations: one read
+                               per routing decision
+    owner                HASH  worker_id → the incarnation that holds the name
+    worker:<worker_id>   HASH  the same worker for people and for the operator, readable fields
+    fenced               ZSET  incarnation → when its sentence may be forgotten
+    meta                 HASH  epoch, generation, deployment, last_call, swept_at, amnesty_until
+    blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
+    cursor:<incarnation> STR   revision of the last index update that was applied to the set above
+
+Why one set per incarnation and not one key per block: the entries of a dead incarnation vanish with one
+UNLINK or one expiry instead of a sweep over millions of keys; publishing n blocks is one SADD; and a
+routing decision costs a binary search per worker, which starts where the previous worker's match ended.
+
+Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HMGET HSET HDEL HGETALL HKEYS HINCRBY
+ZADD ZSCORE ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING, and
+FUNCTION LOAD unless an administrator loads the library (`router.library`). For instance:
+
+    ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
+        +exists +hlen +hget +hmget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore
+        +sadd +srem +sismember +get +set +unlink +pexpire
+"""
+
+import re
+from dataclasses import dataclass
+
+from tandem_engine.errors import ConfigError
+
+HEARTBEAT_S = 1.0
+"""How often a worker reports and a gateway refreshes its view."""
+
+LEASE_MS = 3_000
+"""Three heartbeats: one may be lost and one late before a worker is no longer offered."""
+
+FENCE_AFTER_MS = 10_000
+"""Without a heartbeat for this long an incarnation is fenced for good. Longer than the lease, because being
+fenced costs a restart: peers drop its NIXL agent and reuse pages it might still write to (T60)."""
+
+FENCED_MEMORY_MS = 3_600_000
+"""A fenced incarnation is recognised for an hour: longer than any process stays suspended by accident."""
+
+INDEX_TTL_MS = 60_000
+"""Blocks outlive the lease, so that a short loss of Redis costs no replay. Every heartbeat and every index
+update refreshes it."""
+
+FLEET_TTL_MS = 3_600_000
+"""The shared hashes are removed an hour after the last worker of a cluster has gone."""
+
+RESERVATION_MS = 2_000
+"""A request has reached its worker and is in that worker's report by then (delivery, 0.5 s statistics,
+1 s heartbeat). Later the reservation would only count it twice."""
+
+RESERVATION_BUCKET_MS = 250
+"""Reservations of one worker are summed per quarter second: no key per request, nothing to sweep."""
+
+SWEEP_EVERY_MS = 1_000
+"""Dead rows are looked for once a second by whoever calls first, not in every heartbeat."""
+
+SWEEP_STEP = 64
+"""Incarnations retired in one sweep, so that no call blocks Redis for long."""
+
+MAX_WORKERS = 4_096
+"""A fleet hash with more fields is rubbish (RELIABILITY E6.70) and is dropped; workers come back by heartbeat."""
+
+MAX_CHAIN_BLOCKS = 65_536
+"""Longest chain one routing call looks at (1 MiB of digests)."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Key names of one deployment. Raises `ConfigError` for a cluster name that cannot be part of a key."""
+
+    cluster: str
+
+    def __post_init__(self) -> None:
+        check_name("--cluster", self.cluster)
+
+    @property
+    def prefix(self) -> str:
+        return f"tandem:{{{self.cluster}}}:"
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """KEYS of every registry function, in the order the scripts expect."""
+        return tuple(self.prefix + name for name in ("fleet", "owner", "fenced", "meta"))
+
+    def worker(self, worker_id: str) -> str:
+        return f"{self.prefix}worker:{worker_id}"
+
+    def blocks(self, incarnation: str) -> str:
+        return f"{self.prefix}blocks:{incarnation}"
+
+    def cursor(self, incarnation: str) -> str:
+        return f"{self.prefix}cursor:{incarnation}"
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise `ConfigError` unless `name` is 1–128 letters, digits, dots, dashes or underscores."""
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(f"{what} must be 1 to 128 letters, digits, dots, dashes or underscores, got {name[:200]!r}")
+
+
+def worker_id_of(incarnation: str) -> str:
+    """`worker_id` of `worker_id@number`."""
+    return incarnation.rpartition("@")[0]

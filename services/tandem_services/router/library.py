@@ -1,0 +1,75 @@
+"""The Redis Function library: one source built from `scripts/`, named after its own content.
+
+1. The source is the constants of `keys` and `scoring`, then the scripts in the order of their dependence.
+2. Library and function names carry a digest of the source, so that gateways and workers of two releases
+   work side by side during a rollout, each with its own functions on the same keys.
+3. Whoever calls first loads it, and so does whoever finds it gone (Redis came back empty). A Redis user
+   without FUNCTION LOAD needs it loaded by an administrator: `library_source()` is what to load.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from importlib.resources import files
+
+from tandem_services.common.redis_client import Argument, FunctionMissingError, RedisClient, Reply
+from tandem_services.router import keys, scoring
+
+SCRIPTS = ("state", "fleet_row", "index", "lease", "score", "route")
+
+CONSTANTS: Mapping[str, float] = {
+    "LEASE_MS": keys.LEASE_MS,
+    "FENCE_AFTER_MS": keys.FENCE_AFTER_MS,
+    "FENCED_MEMORY_MS": keys.FENCED_MEMORY_MS,
+    "INDEX_TTL_MS": keys.INDEX_TTL_MS,
+    "FLEET_TTL_MS": keys.FLEET_TTL_MS,
+    "RESERVATION_MS": keys.RESERVATION_MS,
+    "RESERVATION_BUCKET_MS": keys.RESERVATION_BUCKET_MS,
+    "SWEEP_EVERY_MS": keys.SWEEP_EVERY_MS,
+    "SWEEP_STEP": keys.SWEEP_STEP,
+    "MAX_WORKERS": keys.MAX_WORKERS,
+    "MAX_CHAIN_BLOCKS": keys.MAX_CHAIN_BLOCKS,
+    "HANDOFF_S": scoring.HANDOFF_S,
+    "NO_ROOM_S": scoring.NO_ROOM_S,
+    "TIE_S": scoring.TIE_S,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySource:
+    """What FUNCTION LOAD takes, and the name it declares."""
+
+    name: str
+    text: str
+
+
+def library_source(constants: Mapping[str, float] = CONSTANTS) -> LibrarySource:
+    """The library, named `tandem_` and eight hex digits of its content's digest."""
+    folder = files("tandem_services.router") / "scripts"
+    scripts = [(folder / f"{name}.lua").read_text("utf-8") for name in SCRIPTS]
+    body = "\n".join((*(f"local {name} = {value}" for name, value in constants.items()), *scripts))
+    name = "tandem_" + blake2b(body.encode(), digest_size=4).hexdigest()
+    return LibrarySource(name, f"#!lua name={name}\nlocal VERSION = '{name}'\n{body}")
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionLibrary:
+    """Calls functions of the library, and loads it where it is missing.
+
+    All methods raise `RedisUnavailableError` when Redis does not answer in time or refuses.
+    """
+
+    client: RedisClient
+    source: LibrarySource = field(default_factory=library_source)
+
+    async def load(self) -> None:
+        await self.client.command("FUNCTION", "LOAD", "REPLACE", self.source.text)
+
+    async def call(self, function: str, keys: tuple[str, ...], *args: Argument) -> Reply:
+        """FCALL; a missing library is loaded and the call repeated once."""
+        fcall = ("FCALL", f"{self.source.name}_{function}", len(keys), *keys, *args)
+        try:
+            return await self.client.command(*fcall)
+        except FunctionMissingError:
+            await self.load()
+        return await self.client.command(*fcall)

@@ -1,0 +1,94 @@
+"""A gateway's view of the fleet: the last snapshot, corrected by what the gateway sees itself.
+
+1. Each heartbeat a snapshot from Redis replaces the view.
+2. Redis away: the view stays as it is; workers whose heartbeats cannot be seen remain usable.
+3. Redis back but wiped (new epoch), or with rubbish in the registry: workers of the old view stay for one
+   lease, in which the living ones register again; then only the new registry counts.
+4. `mark_dead`: the gateway lost the connection. The worker is left out until it is gone from the registry,
+   or has been there for another `FORGIVE_S`: then it was the network, and it gets another chance.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tandem_engine.clock import Clock
+from tandem_services.router.choice import WorkerView
+from tandem_services.router.keys import LEASE_MS
+from tandem_services.router.registry import FleetSnapshot, WorkerRecord, WorkerState
+
+FORGIVE_S = 10.0
+"""As long as it takes until a silent incarnation is fenced for good (`keys.FENCE_AFTER_MS`)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Membership:
+    """The workers a gateway may use. Not thread-safe; lives on the event loop."""
+
+    clock: Clock
+    _records: dict[str, WorkerRecord] = field(default_factory=dict)
+    _marked_dead: dict[str, float] = field(default_factory=dict)
+    _epoch: str = ""
+    _recovering_until: float = float("-inf")
+
+    @property
+    def recovering(self) -> bool:
+        """The registry lost entries a moment ago and is not complete yet."""
+        return self.clock.now() < self._recovering_until
+
+    @property
+    def dead(self) -> frozenset[str]:
+        """Incarnations that this gateway found dead and the registry does not know to be gone."""
+        return frozenset(self._marked_dead)
+
+    def update(self, snapshot: FleetSnapshot) -> None:
+        """Take over what the registry says."""
+        if snapshot.rubbish or (self._epoch and snapshot.epoch != self._epoch):
+            self._recovering_until = self.clock.now() + LEASE_MS / 1000
+        self._epoch = snapshot.epoch
+        seen = {record.view.incarnation: record for record in snapshot.workers}
+        kept = self._survivors(seen.values()) if self.recovering else {}
+        self._records = kept | seen
+        self._forgive(seen)
+
+    def mark_dead(self, incarnation: str) -> None:
+        """The gateway lost its connection to this incarnation."""
+        self._marked_dead.setdefault(incarnation, self.clock.now())
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """Everybody in the view but the dead; draining and stalled workers included."""
+        return tuple(r.view for r in self._records.values() if r.view.incarnation not in self._marked_dead)
+
+    def find(self, incarnation: str) -> WorkerRecord | None:
+        return self._records.get(incarnation)
+
+    def candidates(self, model: str, *, prompt_tokens: int, exclude: frozenset[str]) -> list[WorkerRecord]:
+        """Workers that may be offered for a prompt of this length."""
+        return [
+            record
+            for incarnation, record in self._records.items()
+            if record.state is WorkerState.READY
+            and record.view.model == model
+            and record.view.context_length > prompt_tokens
+            and incarnation not in exclude
+            and incarnation not in self._marked_dead
+        ]
+
+    def page_size(self, model: str) -> int | None:
+        """Page size of most workers of the model: the others' caches cannot be matched with the same chain."""
+        sizes = Counter(r.view.page_size for r in self._records.values() if r.view.model == model)
+        return sizes.most_common(1)[0][0] if sizes else None
+
+    def _survivors(self, seen: Iterable[WorkerRecord]) -> dict[str, WorkerRecord]:
+        """Records of before the wipe whose worker has not come back under another incarnation."""
+        back = {record.view.worker_id for record in seen}
+        return {key: r for key, r in self._records.items() if r.view.worker_id not in back}
+
+    def _forgive(self, seen: dict[str, WorkerRecord]) -> None:
+        now = self.clock.now()
+        self._marked_dead = {
+            incarnation: since
+            for incarnation, since in self._marked_dead.items()
+            if (incarnation in seen and now - since < FORGIVE_S)
+            or (incarnation not in seen and incarnation in self._records)
+        }

@@ -1,0 +1,237 @@
+"""Chooses workers for requests. The one entry point for a gateway.
+
+1. `start` requires Redis once, loads the function library and takes the first view of the fleet.
+2. A background task refreshes the view every heartbeat.
+3. `choose` hashes the prompt, asks Redis in one round trip, and looks the answer up in the view. Redis
+   away, slow or answering nonsense: the last view decides (RELIABILITY B3.16–20). No request fails
+   because of Redis, and none waits for it longer than the routing deadline.
+4. `release` when an attempt has ended, however it ended.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from random import Random
+
+from tandem_engine.clock import Clock, MonotonicClock
+from tandem_engine.messages.block_hash import chain_hashes, chain_seed
+from tandem_services.common.redis_client import (
+    BACKGROUND_TIMEOUT_S,
+    ROUTING_TIMEOUT_S,
+    RedisAddress,
+    RedisClient,
+    RedisUnavailableError,
+)
+from tandem_services.router.choice import Choice, NoWorkersError, Reservation, RouteQuery, Source, WorkerView
+from tandem_services.router.index import BlockIndex, Routed
+from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATION_MS, Keys
+from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
+from tandem_services.router.membership import Membership
+from tandem_services.router.registry import Registry
+from tandem_services.router.scoring import ASSUMED_PREFILL_RATE, Demand
+
+logger = logging.getLogger(__name__)
+
+MAX_RESERVED_OUTPUT = 512
+"""Few requests use all of a generous max_tokens; room is reserved for no more than this many output tokens."""
+
+RETRY_AFTER_S = 2.0
+"""A worker that just vanished is back, or replaced by another, after about this long at best."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    redis: RedisAddress
+    cluster: str = "default"
+    local_prefill_tokens: int = 16
+    """A decode worker computes a prompt alone when it lacks no more tokens than this."""
+    routing_timeout_s: float = ROUTING_TIMEOUT_S
+    start_timeout_s: float = 30.0
+    """How long `start` waits for Redis."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RouterCounters:
+    """Since start, for the metrics endpoint."""
+
+    redis: int = 0
+    local: int = 0
+    none: int = 0
+    rubbish: int = 0
+    """Values in Redis that made no sense (RELIABILITY E6.70)."""
+    refresh_failures: int = 0
+
+
+class Router:
+    """See the module docstring. All methods belong to one event loop."""
+
+    def __init__(self, config: RouterConfig, *, clock: Clock | None = None, random: Random | None = None) -> None:
+        self.counters = RouterCounters()
+        self._config = config
+        self._clock = clock or MonotonicClock()
+        self._random = random or Random()
+        keys = Keys(config.cluster)
+        self._routing = RedisClient(config.redis, timeout_s=config.routing_timeout_s)
+        self._background = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
+        self._index = BlockIndex(library=FunctionLibrary(self._routing), keys=keys)
+        self._registry = Registry(library=FunctionLibrary(self._background), keys=keys)
+        self._membership = Membership(clock=self._clock)
+        self._own = OwnLoad(clock=self._clock)
+        self._local = LocalRouting(own=self._own, random=self._random)
+        self._chosen_at: dict[int, float] = {}
+        """Choices not released yet, by serial."""
+        self._serial = 0
+        self._refresher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises `RedisUnavailableError`, with the fix in its message, when Redis cannot be used at all."""
+        await self._background.require(wait_s=self._config.start_timeout_s)
+        await self.refresh()
+        self._refresher = asyncio.create_task(self._refresh_for_ever(), name="router-refresh")
+
+    async def stop(self) -> None:
+        if self._refresher is not None:
+            self._refresher.cancel()
+            await asyncio.gather(self._refresher, return_exceptions=True)
+        await self._routing.close()
+        await self._background.close()
+
+    async def refresh(self) -> None:
+        """Take the registry's view now. Raises `RedisUnavailableError`."""
+        snapshot = await self._registry.snapshot()
+        self.counters.rubbish += snapshot.rubbish
+        self._membership.update(snapshot)
+        self._own.forget_all_but({worker.incarnation for worker in self._membership.workers()})
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """The fleet as last seen, without those that `mark_dead` named."""
+        return self._membership.workers()
+
+    @property
+    def redis_failures(self) -> int:
+        """Routing calls without a usable answer since start."""
+        return self._routing.failures
+
+    def mark_dead(self, incarnation: str) -> None:
+        """The gateway lost its connection to this worker: do not choose it."""
+        self._membership.mark_dead(incarnation)
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        """Where to send one attempt. Raises `NoWorkersError` when nobody can take it now."""
+        query = replace(query, exclude=query.exclude | self._membership.dead)
+        choice = await self._choose_in_redis(query) or self._choose_locally(query)
+        if choice is None:
+            self.counters.none += 1
+            raise NoWorkersError(
+                f"no worker for model {query.model[:100]!r} can take a prompt of {len(query.token_ids)} tokens now",
+                retry_after=RETRY_AFTER_S,
+            )
+        self._note(choice)
+        return choice
+
+    async def release(self, choice: Choice) -> None:
+        """The attempt has ended, or never began. Releasing twice counts once."""
+        chosen_at = self._chosen_at.pop(choice.reservation.serial, None)
+        if chosen_at is None:
+            return
+        self._own.remove(choice.reservation.claims)
+        if choice.reservation.bucket is None or self._clock.now() - chosen_at > RESERVATION_MS / 1000:
+            return
+        try:
+            await self._index.release(choice.reservation)
+        except RedisUnavailableError:
+            logger.debug("reservation of %s expires by itself", choice.request_id)
+
+    async def _choose_in_redis(self, query: RouteQuery) -> Choice | None:
+        """None when Redis cannot tell: the caller decides locally."""
+        page_size = self._membership.page_size(query.model)
+        if page_size is None or not self._routing.available:
+            return None
+        chain = chain_hashes(
+            query.token_ids[: page_size * MAX_CHAIN_BLOCKS], page_size, parent=chain_seed(query.cache_salt)
+        )
+        try:
+            routed = await self._index.route(
+                model=query.model,
+                demand=self._demand(query),
+                page_size=page_size,
+                chain=b"".join(chain),
+                exclude=query.exclude,
+                seed=self._random.getrandbits(31),
+            )
+            return None if routed is None else await self._resolve(query, routed)
+        except RedisUnavailableError:
+            return None
+
+    async def _resolve(self, query: RouteQuery, routed: Routed) -> Choice | None:
+        """Addresses of the chosen incarnations. One that registered since the last view needs a new view."""
+        chosen = {routed.decode, routed.prefill} - {None}
+        if any(self._membership.find(incarnation) is None for incarnation in chosen if incarnation):
+            await self.refresh()
+        decode = self._membership.find(routed.decode)
+        prefill = None if routed.prefill is None else self._membership.find(routed.prefill)
+        if decode is None or (prefill is None and routed.prefill is not None):
+            return None
+        self.counters.redis += 1
+        return Choice(
+            request_id=query.request_id,
+            decode=decode.view,
+            prefill=None if prefill is None else prefill.view,
+            source=Source.REDIS,
+            terms=routed.terms,
+            matched_tokens=routed.matched_tokens,
+            reservation=replace(routed.reservation, serial=self._next_serial()),
+        )
+
+    def _choose_locally(self, query: RouteQuery) -> Choice | None:
+        demand = self._demand(query)
+        records = self._membership.candidates(query.model, prompt_tokens=demand.prompt_tokens, exclude=query.exclude)
+        option = self._local.choose(records, demand, self._first_block(query)) if records else None
+        if option is None:
+            return None
+        self.counters.local += 1
+        return Choice(
+            request_id=query.request_id,
+            decode=option.decode.view,
+            prefill=None if option.prefill is None else option.prefill.view,
+            source=Source.LOCAL,
+            terms=option.terms,
+            matched_tokens=0,
+            reservation=Reservation(None, claims_of(option, demand), self._next_serial()),
+        )
+
+    def _first_block(self, query: RouteQuery) -> bytes | None:
+        page_size = self._membership.page_size(query.model) or 1
+        first = chain_hashes(query.token_ids[:page_size], page_size, parent=chain_seed(query.cache_salt))
+        return first[0] if first else None
+
+    def _demand(self, query: RouteQuery) -> Demand:
+        return Demand(
+            prompt_tokens=len(query.token_ids),
+            output_tokens=min(query.max_tokens, MAX_RESERVED_OUTPUT),
+            local_prefill_tokens=self._config.local_prefill_tokens,
+        )
+
+    def _note(self, choice: Choice) -> None:
+        rates = {}
+        for claim in choice.reservation.claims:
+            record = self._membership.find(claim.incarnation)
+            rates[claim.incarnation] = record.load.prefill_rate if record else ASSUMED_PREFILL_RATE
+        self._own.add(choice.reservation.claims, rates)
+        self._chosen_at[choice.reservation.serial] = self._clock.now()
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    async def _refresh_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                await self.refresh()
+            except RedisUnavailableError:
+                self.counters.refresh_failures += 1
+            except Exception:
+                # A task boundary: a view that stops refreshing would go unnoticed until workers are gone.
+                logger.exception("refreshing the view of the fleet failed")

@@ -1,0 +1,99 @@
+-- One field of `fleet`: all that a routing decision reads about one worker, in one string.
+--
+--   lease_ms d, report_ms d               Redis time: end of the lease; when the load below was measured
+--   role B (1 prefill, 2 decode, 3 both), offered B (0 while draining or stalled)
+--   page_size I4, context_length I4, model c8, compat c16
+--   queue_tokens d, token_s d (seconds to compute a prompt token), sequences d, step_s d, room_tokens d,
+--   max_sequences d, transfer_token_s d   packed with the line before by registry.py; 90 bytes
+--   then any number of reservations: load that routing added and the report does not cover yet
+--     bucket d (start in ms), queue tokens I4, sequences I4, room tokens I4
+--
+-- Reservations are summed per quarter second. One stops counting when the report is younger than it, or after
+-- RESERVATION_MS; whoever writes the row drops it then, so a row holds a dozen at most and nothing is swept.
+
+local ROW = '<ddBBI4I4c8c16ddddddd'
+local ROW_BYTES = 106
+local PAYLOAD_BYTES = 90
+local RESERVATION = '<dI4I4I4'
+local RESERVATION_BYTES = 20
+
+local ROLE_PREFILL = 1
+local ROLE_DECODE = 2
+local ROLE_BOTH = 3
+
+local function well_sized(row)
+  return #row >= ROW_BYTES and (#row - ROW_BYTES) % RESERVATION_BYTES == 0
+end
+
+-- A lease ends at most one lease from now; one that claims more is rubbish or from before a clock jump.
+local function lease_state(row, now)
+  if not well_sized(row) then return 'rubbish', 0 end
+  local lease_ms = struct.unpack('<d', row)
+  if not (lease_ms <= now + LEASE_MS) then return 'rubbish', 0 end
+  if lease_ms >= now then return 'live', lease_ms end
+  return 'lapsed', lease_ms
+end
+
+local function counts(bucket, now, report_ms)
+  local ended = bucket + RESERVATION_BUCKET_MS
+  return bucket <= now and ended > report_ms and ended > now - RESERVATION_MS
+end
+
+-- Live and offered workers only, with the reserved load added to the reported; else nil.
+-- The comparisons with math.huge and 0 also refuse NaN.
+local function decode_row(incarnation, row, now)
+  if not well_sized(row) then return nil end
+  local lease_ms, report_ms, role, offered, page_size, context_length, model, compat,
+    queue_tokens, token_s, sequences, step_s, room_tokens, max_sequences, transfer_token_s = struct.unpack(ROW, row)
+  if offered ~= 1 or not (lease_ms >= now and lease_ms <= now + LEASE_MS) then return nil end
+  if not (queue_tokens >= 0 and token_s >= 0 and sequences >= 0 and step_s >= 0 and transfer_token_s >= 0
+      and queue_tokens + token_s + sequences + step_s + transfer_token_s < math.huge) then return nil end
+  for first = ROW_BYTES + 1, #row, RESERVATION_BYTES do
+    local bucket, queue, added, room = struct.unpack(RESERVATION, row, first)
+    if counts(bucket, now, report_ms) then
+      queue_tokens, sequences, room_tokens = queue_tokens + queue, sequences + added, room_tokens - room
+    end
+  end
+  -- The last line is filled in by route.lua; named here, so that the table is allocated once.
+  return {
+    incarnation = incarnation, row = row, role = role, page_size = page_size, context_length = context_length, model = model, compat = compat,
+    queue_tokens = queue_tokens, token_s = token_s, sequences = sequences, step_s = step_s,
+    room_tokens = room_tokens, max_sequences = max_sequences, transfer_token_s = transfer_token_s,
+    matched = 0, compute_s = 0, hold_s = 0, receive_s = 0, alone_s = 0,
+  }
+end
+
+-- The reservations of `row` that still count against a report of `report_ms`, as they are stored.
+local function standing_reservations(row, now, report_ms)
+  if not row or not well_sized(row) then return '' end
+  local kept = {}
+  for first = ROW_BYTES + 1, #row, RESERVATION_BYTES do
+    if counts(struct.unpack('<d', row, first), now, report_ms) then
+      kept[#kept + 1] = string.sub(row, first, first + RESERVATION_BYTES - 1)
+    end
+  end
+  return table.concat(kept)
+end
+
+local function clamp(value)
+  return math.max(0, math.min(value, 4294967295))
+end
+
+-- `row` with the reservation of one bucket changed, and without those that no longer count.
+local function with_reservation(row, now, bucket, queue, sequences, room)
+  local _, report_ms = struct.unpack('<dd', row)
+  local standing = standing_reservations(row, now, report_ms)
+  local parts, found = {string.sub(row, 1, ROW_BYTES)}, false
+  for first = 1, #standing, RESERVATION_BYTES do
+    local at, q, s, r = struct.unpack(RESERVATION, standing, first)
+    if at == bucket then
+      q, s, r, found = q + queue, s + sequences, r + room, true
+    end
+    parts[#parts + 1] = struct.pack(RESERVATION, at, clamp(q), clamp(s), clamp(r))
+  end
+  -- Taking back what no longer counts must not add anything.
+  if not found and queue >= 0 and sequences >= 0 then
+    parts[#parts + 1] = struct.pack(RESERVATION, bucket, clamp(queue), clamp(sequences), clamp(room))
+  end
+  return table.concat(parts)
+end

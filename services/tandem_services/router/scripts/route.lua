@@ -1,0 +1,132 @@
+-- One routing decision: match, price, choose, reserve. One round trip, atomic, so that a burst through
+-- many gateways sees each other's reservations.
+
+local function read_query(args)
+  local exclude = {}
+  for i = 9, #args do exclude[args[i]] = true end
+  return {
+    model = args[2], prompt_tokens = tonumber(args[3]), output_tokens = tonumber(args[4]),
+    block_size = tonumber(args[5]), local_prefill_tokens = tonumber(args[6]), chain = args[8], exclude = exclude,
+  }
+end
+
+-- Workers of the model that can hold the prompt, with matched prompt tokens and prices.
+local function eligible(state, query)
+  local rows = redis.call('HGETALL', state.fleet)
+  local search = chain_search(query.chain)
+  local workers = {}
+  for i = 1, #rows, 2 do
+    local worker = not query.exclude[rows[i]] and decode_row(rows[i], rows[i + 1], state.now)
+    if worker and worker.model == query.model and worker.context_length > query.prompt_tokens then
+      -- Pages of another size than the chain's cannot match.
+      if worker.page_size == query.block_size then
+        local blocks = search(state, state.prefix .. 'blocks:' .. rows[i])
+        worker.matched = math.min(blocks * query.block_size, query.prompt_tokens)
+      end
+      price(worker, query)
+      workers[#workers + 1] = worker
+    end
+  end
+  return workers
+end
+
+-- Prefill ends and decode ends by compat hash: workers of different hashes are never paired.
+local function by_compat(workers)
+  local groups = {}
+  for _, worker in ipairs(workers) do
+    local group = groups[worker.compat]
+    if not group then
+      group = {prefills = {}, decodes = {}}
+      groups[worker.compat] = group
+    end
+    if worker.role ~= ROLE_DECODE then group.prefills[#group.prefills + 1] = worker end
+    if worker.role ~= ROLE_PREFILL then group.decodes[#group.decodes + 1] = worker end
+  end
+  return groups
+end
+
+-- A decode worker computes the prompt itself when little is missing or when nobody else could.
+local function may_serve_alone(worker, group, query)
+  return worker.role == ROLE_BOTH or #group.prefills == 0
+    or query.prompt_tokens - worker.matched <= query.local_prefill_tokens
+end
+
+-- Every "alone" and the best pair of each compat hash. A pair costs what its two ends cost, so the best one is
+-- the best of both lists, and the product of the lists need not be walked.
+local function options(groups, query)
+  local found = {}
+  for _, group in pairs(groups) do
+    for _, decode in ipairs(group.decodes) do
+      if may_serve_alone(decode, group, query) then
+        found[#found + 1] = {cost = decode.alone_s, decode = decode}
+      end
+    end
+    if #group.prefills > 0 and #group.decodes > 0 then
+      local prefill, decode = cheapest(group.prefills, 'compute_s'), cheapest(group.decodes, 'receive_s')
+      -- The same worker at both ends is "alone" with a transfer added, and "alone" is on the list.
+      if prefill ~= decode then
+        found[#found + 1] = {cost = prefill.compute_s + decode.receive_s, prefill = prefill, decode = decode}
+      end
+    end
+  end
+  return found
+end
+
+-- {worker, queue tokens, sequences, room tokens} for each worker of the choice.
+local function claims_of(choice, query)
+  local computing = choice.prefill or choice.decode
+  local uncached = math.max(1, query.prompt_tokens - computing.matched)
+  local room = query.prompt_tokens + query.output_tokens
+  if not choice.prefill then return {{choice.decode, uncached, 1, room}} end
+  return {{choice.prefill, uncached, 0, query.prompt_tokens}, {choice.decode, 0, 1, room}}
+end
+
+local function reserve(state, claims)
+  local bucket = state.now - state.now % RESERVATION_BUCKET_MS
+  for _, claim in ipairs(claims) do
+    local worker = claim[1]
+    redis.call('HSET', state.fleet, worker.incarnation,
+      with_reservation(worker.row, state.now, bucket, claim[2], claim[3], claim[4]))
+    claim[1] = worker.incarnation
+  end
+  return {bucket = bucket, claims = claims}
+end
+
+-- route_and_reserve
+-- ARGV: 1 prefix, 2 model (8-byte digest), 3 prompt tokens, 4 output tokens to keep room for, 5 block size of
+--       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated),
+--       9… incarnations to leave out
+-- Returns msgpack {status = chosen | none, decode, prefill, matched, terms, reservation, dropped}.
+--   matched: prompt tokens found on the worker that computes the prompt.
+local function route_and_reserve(keys, args)
+  local state = open(keys, args)
+  math.randomseed(tonumber(args[7]))
+  local query = read_query(args)
+  local found = options(by_compat(eligible(state, query)), query)
+  if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
+  local choice = cheapest(found, 'cost')
+  return cmsgpack.pack({
+    status = 'chosen', decode = choice.decode.incarnation,
+    prefill = choice.prefill and choice.prefill.incarnation,
+    matched = (choice.prefill or choice.decode).matched, terms = terms_of(choice, query),
+    reservation = reserve(state, claims_of(choice, query)), dropped = state.dropped,
+  })
+end
+
+-- release: take back a reservation, when the attempt ended before the worker reported it. What no longer
+-- counts is left alone.
+-- ARGV: 1 prefix, 2 bucket, then per worker: incarnation, queue tokens, sequences, room tokens. Returns 1.
+local function release(keys, args)
+  local state = open(keys, args)
+  for i = 3, #args, 4 do
+    local row = redis.call('HGET', state.fleet, args[i])
+    if row and well_sized(row) then
+      redis.call('HSET', state.fleet, args[i], with_reservation(row, state.now, tonumber(args[2]),
+        -tonumber(args[i + 1]), -tonumber(args[i + 2]), -tonumber(args[i + 3])))
+    end
+  end
+  return 1
+end
+
+register('route_and_reserve', route_and_reserve)
+register('release', release)

@@ -1,0 +1,54 @@
+-- What every function shares: the four keys, the clock, and protection from rubbish.
+--
+-- KEYS of every registry function: 1 fleet, 2 owner, 3 fenced, 4 meta.
+-- ARGV[1] is the key prefix; worker:<id>, blocks:<incarnation> and cursor:<incarnation> are derived from
+-- it and lie in the same hash slot.
+
+local EXPECTED_TYPES = {'hash', 'hash', 'zset', 'hash'}
+
+local function register(name, callback)
+  redis.register_function(VERSION .. '_' .. name, callback)
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- 1 when a key of another type had to be dropped, else 0.
+local function drop_unless(key, expected)
+  local kind = redis.call('TYPE', key).ok
+  if kind == expected or kind == 'none' then return 0 end
+  redis.call('UNLINK', key)
+  return 1
+end
+
+-- The registry as one table. A key that somebody filled with another type is dropped and counted.
+local function open(keys, args)
+  local dropped = 0
+  for i, key in ipairs(keys) do
+    dropped = dropped + drop_unless(key, EXPECTED_TYPES[i])
+  end
+  if redis.call('HLEN', keys[1]) > MAX_WORKERS then
+    redis.call('UNLINK', keys[1])
+    dropped = dropped + 1
+  end
+  return {
+    fleet = keys[1], owner = keys[2], fenced = keys[3], meta = keys[4],
+    prefix = args[1], now = now_ms(), dropped = dropped,
+  }
+end
+
+local function meta_number(state, field)
+  return tonumber(redis.call('HGET', state.meta, field) or '') or 0
+end
+
+local function worker_of(incarnation)
+  return string.match(incarnation, '^(.+)@(%d+)$')
+end
+
+-- Numbers are decimal and beyond the precision of a Lua number: compared as text.
+local function newer(number, other)
+  if #number ~= #other then return #number > #other end
+  return number > other
+end

@@ -1,0 +1,75 @@
+"""The engine as a child process.
+
+1. Started with the flags of the worker; it dies with this process, however this process dies.
+2. Its exit is the worker's exit: `wait` returns the moment it happens (RELIABILITY B3.31, 32).
+3. Stopped by message first (`Shutdown`), then by SIGTERM, then by SIGKILL.
+"""
+
+import asyncio
+import contextlib
+import logging
+from asyncio.subprocess import Process
+from dataclasses import dataclass
+
+from tandem_engine.ipc.parent import die_with_parent
+from tandem_services.common.errors import StartupError
+from tandem_services.worker.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+TERMINATE_GRACE_S = 5.0
+"""From SIGTERM to SIGKILL: time to abort requests and to close sockets."""
+
+
+@dataclass(slots=True)
+class EngineChild:
+    """A running engine process."""
+
+    process: Process
+
+    @classmethod
+    async def start(cls, config: WorkerConfig, *, incarnation: str, control: str) -> "EngineChild":
+        """Raises `StartupError` when the command cannot be started at all."""
+        argv = engine_argv(config, incarnation=incarnation, control=control)
+        try:
+            # The child sets it again, after exec; this covers its imports, which take seconds.
+            process = await asyncio.create_subprocess_exec(*argv, preexec_fn=die_with_parent)
+        except OSError as error:
+            raise StartupError(f"cannot start the engine with {argv[0]}: {error}") from error
+        return cls(process)
+
+    async def wait(self) -> int:
+        """The exit status; negative is the signal that ended it."""
+        return await self.process.wait()
+
+    async def stop(self, *, grace_s: float) -> int:
+        """Wait `grace_s` for an exit that was asked for by message, then insist. Returns the exit status."""
+        for insist, patience in (
+            (self.process.terminate, grace_s),
+            (self.process.kill, TERMINATE_GRACE_S),
+        ):
+            try:
+                return await asyncio.wait_for(self.process.wait(), patience)
+            except TimeoutError:
+                logger.warning("engine process %d does not exit; insisting", self.process.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    insist()
+        return await self.process.wait()
+
+
+def engine_argv(config: WorkerConfig, *, incarnation: str, control: str) -> list[str]:
+    """Command line of the engine: the worker's own settings, then the engine flags verbatim."""
+    argv = [
+        *config.engine_command,
+        *("--model", config.model_path),
+        *("--role", config.role.value),
+        *("--worker-id", config.worker_id),
+        *("--incarnation", incarnation),
+        *("--host", config.host),
+        *("--request-port", str(config.request_port)),
+        *("--peer-port", str(config.peer_port)),
+        *("--control", control),
+    ]
+    if config.curve_keys is not None:
+        argv += ["--curve-keys", str(config.curve_keys)]
+    return [*argv, *config.engine_flags]

@@ -1,0 +1,118 @@
+"""What the engine says about itself, turned into what the registry is told.
+
+The heartbeat comes from this process, so it alone would prove nothing about the engine: `loop_count` in the
+statistics proves that the scheduler loop turns (RELIABILITY B3.33).
+"""
+
+from dataclasses import dataclass
+
+from tandem_engine.clock import Clock
+from tandem_engine.messages.control import EngineReady, EngineStats
+from tandem_services.router.choice import WorkerView
+from tandem_services.router.registry import WorkerRecord, WorkerState
+from tandem_services.router.scoring import Load
+from tandem_services.worker.config import WorkerConfig
+
+STALL_S = 3.0
+"""Without progress for this long while there is work, or without any report, the worker is not offered."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoadMonitor:
+    """The last statistics of one engine, and when its loop last made progress."""
+
+    clock: Clock
+    draining: bool = False
+    stats: EngineStats | None = None
+    _stats_at: float = 0.0
+    _progress_at: float = 0.0
+
+    def begin(self) -> None:
+        """The engine is ready; its first statistics are due."""
+        self._stats_at = self._progress_at = self.clock.now()
+
+    def update(self, stats: EngineStats) -> None:
+        now = self.clock.now()
+        if self.stats is None or stats.loop_count != self.stats.loop_count or not _busy(stats):
+            self._progress_at = now
+        self.stats = stats
+        self._stats_at = now
+
+    @property
+    def report_age_s(self) -> float:
+        return self.clock.now() - self._stats_at
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the engine has shown no sign of life."""
+        return self.clock.now() - min(self._stats_at, self._progress_at)
+
+    @property
+    def state(self) -> WorkerState:
+        if self.draining:
+            return WorkerState.DRAINING
+        return WorkerState.STALLED if self.stalled_s > STALL_S else WorkerState.READY
+
+    def idle_since(self, moment: float) -> bool:
+        """Whether statistics from after `moment` (monotonic seconds) show no request anywhere."""
+        return self.stats is not None and self._stats_at >= moment and not _busy(self.stats)
+
+
+def describe(config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, health_endpoint: str) -> WorkerRecord:
+    """What the registry is told with each heartbeat."""
+    geometry, stats = ready.geometry, monitor.stats
+    details: dict[str, str | int | float] = {
+        "transport": ready.transport,
+        "total_pages": ready.total_pages,
+        "fingerprint": geometry.fingerprint,
+        "dtype": geometry.dtype,
+        "health_endpoint": health_endpoint,
+    }
+    if stats is not None:
+        details |= {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "transferring": stats.transferring,
+            "free_pages": stats.free_pages,
+            "evictable_pages": stats.evictable_pages,
+            "quarantined_pages": stats.quarantined_pages,
+            "loop_count": stats.loop_count,
+        }
+    return WorkerRecord(view=_view(config, ready), state=monitor.state, load=_load(ready, stats), details=details)
+
+
+def _view(config: WorkerConfig, ready: EngineReady) -> WorkerView:
+    return WorkerView(
+        worker_id=config.worker_id,
+        incarnation=ready.incarnation,
+        role=config.role,
+        request_endpoint=ready.request_endpoint,
+        peer_endpoint=ready.peer_endpoint,
+        compat_hash=ready.compat_hash,
+        context_length=ready.context_length,
+        page_size=ready.geometry.page_size,
+        model=config.model_name,
+    )
+
+
+def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
+    page_size = ready.geometry.page_size
+    load = Load(
+        prefill_rate=max(ready.prefill_tokens_per_s, 1.0),
+        room_tokens=ready.total_pages * page_size,
+        max_sequences=max(ready.max_running_requests, 1),
+        token_bytes=ready.geometry.page_bytes / page_size,
+    )
+    if stats is None:
+        return load
+    if stats.prefill_tokens_per_s > 0:
+        load.prefill_rate = stats.prefill_tokens_per_s
+    load.queue_tokens = stats.waiting_tokens
+    load.sequences = stats.running + stats.waiting + stats.transferring
+    load.step_s = stats.decode_step_s
+    load.room_tokens = (stats.free_pages + stats.evictable_pages) * page_size
+    return load
+
+
+def _busy(stats: EngineStats) -> bool:
+    return stats.running + stats.waiting + stats.transferring + stats.inflight > 0

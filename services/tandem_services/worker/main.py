@@ -1,0 +1,49 @@
+"""Entry point of a worker: signals, exit status, and the order of opening and closing."""
+
+import asyncio
+import logging
+import signal
+import tempfile
+from pathlib import Path
+
+from tandem_engine.clock import MonotonicClock
+from tandem_engine.errors import ConfigError
+from tandem_engine.ipc.channels import IpcContext, KeyPair
+from tandem_services.common.errors import StartupError
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.worker.config import WorkerConfig
+from tandem_services.worker.service import EXIT_FAILED, WorkerService
+
+logger = logging.getLogger(__name__)
+
+EXIT_USAGE = 2
+
+
+def run_worker(config: WorkerConfig) -> int:
+    """Run one worker until it is drained or cannot go on; returns the exit status.
+
+    0 drained · 1 failed, restart it · 2 a flag cannot work · 3 the engine refused model or flags
+    """
+    try:
+        keys = KeyPair.load(config.curve_keys) if config.curve_keys is not None else None
+        return asyncio.run(_run(config, keys))
+    except ConfigError as error:
+        logger.error("%s", error)
+        return EXIT_USAGE
+    except (RedisUnavailableError, StartupError) as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
+
+
+async def _run(config: WorkerConfig, keys: KeyPair | None) -> int:
+    context = IpcContext(keys)
+    try:
+        # Mode 0700: nobody else may speak on the control channel.
+        with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
+            service = WorkerService(config, context, Path(folder), MonotonicClock())
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, service.drain)
+            return await service.run()
+    finally:
+        context.close()

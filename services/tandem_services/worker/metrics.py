@@ -1,0 +1,93 @@
+"""Prometheus metrics of a worker, computed from the engine's last statistics when they are scraped.
+
+Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. No label but none: one process is
+one engine.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tandem_engine.messages.control import EngineStats
+
+PREFIX = "tandem_worker_"
+
+
+def _usage(stats: EngineStats) -> float:
+    if stats.total_pages == 0:
+        return 0.0
+    return 1.0 - (stats.free_pages + stats.evictable_pages) / stats.total_pages
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("num_requests_running", "Requests in the running batch.", lambda s: s.running),
+    ("num_requests_waiting", "Requests waiting to be scheduled.", lambda s: s.waiting),
+    ("num_requests_transferring", "Requests waiting for KV pages from a peer.", lambda s: s.transferring),
+    ("num_requests_inflight", "Requests whose KV pages are being sent to a peer.", lambda s: s.inflight),
+    ("waiting_prompt_tokens", "Prompt tokens not yet computed.", lambda s: s.waiting_tokens),
+    ("kv_cache_usage_perc", "Share of KV pages that are neither free nor evictable, 0 to 1.", _usage),
+    ("kv_pages_total", "KV pages of the pool.", lambda s: s.total_pages),
+    ("kv_pages_free", "KV pages on the free list.", lambda s: s.free_pages),
+    ("kv_pages_evictable", "KV pages that only the prefix cache holds.", lambda s: s.evictable_pages),
+    ("kv_pages_quarantined", "KV pages kept until a silent writer is fenced.", lambda s: s.quarantined_pages),
+    ("prefill_tokens_per_second", "Measured prefill rate.", lambda s: s.prefill_tokens_per_s),
+    ("decode_step_seconds", "Recent mean duration of a decode step.", lambda s: s.decode_step_s),
+)
+
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("scheduler_steps", "Turns of the scheduler loop.", lambda s: s.loop_count),
+    ("prompt_tokens", "Prompt tokens of finished prefills.", lambda s: s.prompt_tokens_total),
+    ("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens_total),
+    ("generation_tokens", "Output tokens.", lambda s: s.output_tokens_total),
+    ("requests", "Requests accepted.", lambda s: s.requests_total),
+    ("requests_aborted", "Requests aborted.", lambda s: s.aborted_total),
+    ("num_preemptions", "Retractions of running requests.", lambda s: s.retracted_total),
+    ("kv_transfers", "KV transfers committed.", lambda s: s.transfers_total),
+    ("kv_transfer_failures", "KV transfers that failed.", lambda s: s.transfer_failures_total),
+    ("kv_transfer_bytes", "Bytes of committed KV transfers.", lambda s: s.transfer_bytes_total),
+    ("kv_digest_mismatches", "Transferred pages whose digest did not match.", lambda s: s.digest_mismatches_total),
+    ("schedule_seconds", "Time spent scheduling.", lambda s: s.schedule_s),
+    ("schedule_hidden_seconds", "Of it, while a forward was computing.", lambda s: s.overlap_hidden_s),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceNumbers:
+    """What the worker service itself counts."""
+
+    registered: bool
+    offered: bool
+    index_replays: int
+    redis_failures: int
+
+
+class WorkerCollector(Collector):
+    """Reads the current numbers at each scrape; before the first statistics only the service's own."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None], service: Callable[[], ServiceNumbers]) -> None:
+        self._stats = stats
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        numbers = self._service()
+        yield _gauge("registered", "1 when a heartbeat was accepted since start.", numbers.registered)
+        yield _gauge("offered", "1 when the router may choose this worker.", numbers.offered)
+        yield _counter("index_replays", "Replays of the prefix cache to the index.", numbers.index_replays)
+        yield _counter("redis_failures", "Redis commands without a usable answer.", numbers.redis_failures)
+        stats = self._stats()
+        if stats is None:
+            return
+        for name, text, value in _GAUGES:
+            yield _gauge(name, text, value(stats))
+        for name, text, value in _COUNTERS:
+            yield _counter(name, text, value(stats))
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, text, value=value)

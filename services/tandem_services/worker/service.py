@@ -1,0 +1,274 @@
+"""One worker: an engine process, its lease, its index, its health port.
+
+Start    Redis answers → health port → engine process → `EngineReady` → heartbeats, index feed
+Serve    the engine talks to gateways and peers itself; this process only reports, and passes on orders
+Drain    SIGTERM or POST /drain: not ready, state `draining` in the registry at once, `Drain` to the engine,
+         wait until it is idle or the bound is over, `Shutdown`, deregister, exit 0
+End      the engine exits, or the lease is lost (fenced): deregister at once and exit non-zero, so that
+         whoever restarts pods restarts this one as a new incarnation
+
+The parts share nothing but the event loop; this module wires them and decides when it is over.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from tandem_engine.clock import Clock
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.messages.control import (
+    Drain,
+    EngineFailed,
+    EngineReady,
+    PeerGone,
+    ReplayCache,
+    Shutdown,
+)
+from tandem_services.common.health import Health
+from tandem_services.common.metrics import new_registry
+from tandem_services.common.redis_client import BACKGROUND_TIMEOUT_S, BreakerState, RedisClient
+from tandem_services.router.index import BlockIndex
+from tandem_services.router.keys import Keys
+from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
+from tandem_services.worker.config import WorkerConfig, new_incarnation
+from tandem_services.worker.control import EngineLink, Subscribers
+from tandem_services.worker.engine_process import EngineChild
+from tandem_services.worker.health import HealthServer, WorkerProbes
+from tandem_services.worker.index_feed import IndexFeed
+from tandem_services.worker.load import LoadMonitor, describe
+from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
+from tandem_services.worker.peers import PeerWatch
+from tandem_services.worker.registration import Consequences, Registration
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 1.0
+"""A request routed here just before the drain may still be on its way: idle counts only after this."""
+
+IDLE_POLL_S = 0.1
+SHUTDOWN_GRACE_S = 10.0
+"""The engine closes its transports after `Shutdown`."""
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_ENGINE_REFUSED = 3
+"""The engine said why it cannot start: a checkpoint or a flag that cannot work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a worker ends. The sentence is for the log."""
+
+    status: int
+    reason: str
+
+
+class WorkerService:
+    """One incarnation of one worker. `run` once."""
+
+    def __init__(self, config: WorkerConfig, context: IpcContext, folder: Path, clock: Clock) -> None:
+        self.incarnation = new_incarnation(config.worker_id)
+        self._config = config
+        self._clock = clock
+        self._redis = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
+        self._link = EngineLink(context=context, folder=folder)
+        self._monitor = LoadMonitor(clock=clock)
+        self._health = Health()
+        self._ready: EngineReady | None = None
+        self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._feed, self._registration = self._build_registration(context)
+        self._health_server = HealthServer(self._probes(), config.health_host, config.health_port)
+
+    async def run(self) -> int:
+        """Serve until drained, fenced or without an engine; returns the exit status.
+
+        Raises `RedisUnavailableError` or `StartupError` when the worker cannot start at all.
+        """
+        try:
+            await self._redis.require(wait_s=self._config.redis_start_timeout_s)
+            child = await EngineChild.start(self._config, incarnation=self.incarnation, control=self._link.endpoint)
+            self._start(self._health_server.run_until_closed(), "health")
+            self._start(self._link.run(self._subscribers()), "control")
+            self._start(self._watch_engine(child), "engine")
+            self._start(self._limit_start(), "start-limit")
+            ending = await self._ending
+            log = logger.info if ending.status == EXIT_OK else logger.error
+            log("worker %s ends: %s", self.incarnation, ending.reason)
+            await self._stop(child)
+            return ending.status
+        finally:
+            await self._close()
+
+    def drain(self) -> None:
+        """Begin to drain. Again: end without waiting any longer."""
+        if self._ready is None or self._monitor.draining:
+            self._end(Ending(EXIT_OK, "stopped before it was idle"))
+            return
+        logger.info("draining %s", self.incarnation)
+        self._monitor.draining = True
+        self._health.drain()
+        self._registration.state_changed()
+        self._start(self._finish_and_end(), "drain")
+
+    # Wiring
+
+    def _build_registration(self, context: IpcContext) -> tuple[IndexFeed, Registration]:
+        keys, library = Keys(self._config.cluster), FunctionLibrary(self._redis)
+        feed = IndexFeed(
+            index=BlockIndex(library=library, keys=keys),
+            incarnation=self.incarnation,
+            clock=self._clock,
+            ask_replay=lambda: self._link.order(ReplayCache()),
+            reachable=lambda: self._redis.breaker.state is BreakerState.CLOSED,
+        )
+        registration = Registration(
+            registry=Registry(library=library, keys=keys),
+            deployment=_deployment(context),
+            describe=self._describe,
+            report_age_s=lambda: self._monitor.report_age_s,
+            feed=feed,
+            peers=PeerWatch(clock=self._clock, own=self.incarnation),
+            clock=self._clock,
+            consequences=Consequences(
+                peer_gone=self._tell_peer_gone,
+                lost=lambda reason: self._end(Ending(EXIT_FAILED, reason)),
+            ),
+        )
+        return feed, registration
+
+    def _probes(self) -> WorkerProbes:
+        self._health.add_check("engine", lambda: "loading the model" if self._ready is None else None)
+        self._health.add_check("scheduler", self._check_progress)
+        self._health.add_check("registry", lambda: None if self._registration.registered else "not registered")
+        metrics = new_registry()
+        metrics.register(WorkerCollector(lambda: self._monitor.stats, self._numbers))
+        return WorkerProbes(
+            health=self._health,
+            registry=metrics,
+            stalled_s=lambda: 0.0 if self._ready is None else self._monitor.stalled_s,
+            audit=self._link.audit,
+            drain=self.drain,
+        )
+
+    def _subscribers(self) -> Subscribers:
+        return Subscribers(
+            ready=self._engine_ready,
+            failed=self._engine_failed,
+            stats=self._monitor.update,
+            kv_events=self._feed.accept,
+        )
+
+    # Reports of the engine
+
+    def _engine_ready(self, ready: EngineReady) -> None:
+        if ready.incarnation != self.incarnation:
+            self._end(Ending(EXIT_FAILED, f"the engine calls itself {ready.incarnation}"))
+            return
+        logger.info("engine of %s is ready at %s", self.incarnation, ready.request_endpoint)
+        self._ready = ready
+        self._monitor.begin()
+        self._start(self._registration.run(), "registration")
+        self._start(self._feed.run(), "index-feed")
+
+    def _engine_failed(self, failed: EngineFailed) -> None:
+        self._end(Ending(EXIT_ENGINE_REFUSED, f"the engine cannot start ({failed.code}): {failed.message}"))
+
+    def _describe(self) -> WorkerRecord:
+        assert self._ready is not None, "heartbeats begin when the engine is ready"
+        return describe(self._config, self._ready, self._monitor, health_endpoint=self._health_server.endpoint)
+
+    def _numbers(self) -> ServiceNumbers:
+        return ServiceNumbers(
+            registered=self._registration.registered,
+            offered=self._ready is not None and self._monitor.state is WorkerState.READY,
+            index_replays=self._feed.replays,
+            redis_failures=self._redis.failures,
+        )
+
+    def _check_progress(self) -> str | None:
+        if self._ready is None or self._monitor.state is not WorkerState.STALLED:
+            return None
+        return f"no progress for {self._monitor.stalled_s:.0f} s"
+
+    # Endings
+
+    async def _watch_engine(self, child: EngineChild) -> None:
+        status = await child.wait()
+        # A refusal with its reason may still be in the socket.
+        await asyncio.sleep(IDLE_POLL_S)
+        if not self._stopping:
+            self._end(Ending(EXIT_FAILED, f"the engine process exited with status {status}"))
+
+    async def _limit_start(self) -> None:
+        await asyncio.sleep(self._config.start_timeout_s)
+        if self._ready is None:
+            self._end(Ending(EXIT_FAILED, f"the engine was not ready within {self._config.start_timeout_s:.0f} s"))
+
+    async def _finish_and_end(self) -> None:
+        await self._link.order(Drain())
+        began = self._clock.now()
+        while not self._monitor.idle_since(began + SETTLE_S):
+            if self._clock.now() - began > self._config.drain_timeout_s:
+                logger.warning("%s is not idle after %.0f s", self.incarnation, self._config.drain_timeout_s)
+                break
+            await asyncio.sleep(IDLE_POLL_S)
+        self._end(Ending(EXIT_OK, "drained"))
+
+    def _end(self, ending: Ending) -> None:
+        if not self._ending.done():
+            self._ending.set_result(ending)
+
+    async def _stop(self, child: EngineChild) -> None:
+        """Off the registry first, so that nobody is sent here any more; then the engine."""
+        self._stopping = True
+        await self._cancel_tasks(keep={"health", "engine"})
+        if self._ready is not None:
+            await self._registration.leave()
+        if child.process.returncode is None:
+            if self._ready is not None:
+                await self._link.order(Shutdown())
+                await child.stop(grace_s=SHUTDOWN_GRACE_S)
+            else:
+                await child.stop(grace_s=0.0)
+
+    async def _close(self) -> None:
+        self._health_server.close()
+        await self._cancel_tasks(keep={"health"})
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._link.close()
+        await self._redis.close()
+
+    # Tasks
+
+    def _start(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("task %s failed", task.get_name(), exc_info=task.exception())
+            self._end(Ending(EXIT_FAILED, f"its {task.get_name()} task failed"))
+
+    async def _cancel_tasks(self, keep: set[str]) -> None:
+        cancelled = [task for task in self._tasks if task.get_name() not in keep]
+        for task in cancelled:
+            task.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+
+    def _tell_peer_gone(self, incarnation: str) -> None:
+        logger.info("peer %s is gone", incarnation)
+        self._start(self._link.order(PeerGone(incarnation=incarnation)), "peer-gone")
+
+
+def _deployment(context: IpcContext) -> str:
+    """Two deployments have different keys; without keys there is one, on this machine."""
+    key = b"insecure" if context.keys is None else context.keys.public
+    return blake2b(key, digest_size=16).hexdigest()

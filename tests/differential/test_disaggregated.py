@@ -1,0 +1,192 @@
+"""Two engines and a faulty fabric against one engine and none: the same greedy output, or an error worth retrying.
+
+The fake model reads its KV, so a page that is missing, torn, stale or another request's becomes a wrong
+token. Faults hit pushes (delay, reorder, repeat, corrupt, lose the notification, fail, lose the peer), peer
+messages, and requests (aborts); pools are small enough that requests wait, and are retracted, for memory.
+"""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from tandem_engine.disaggregation.fake import Fate
+from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.transfer import Hello, TransferAborted
+from tandem_engine.names import RequestId
+from tandem_testing.disagg_pair import DRAIN_TIMEOUT, Pair, Side, make_pair
+
+REQUESTS = 14
+TURN_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Probabilities, per push, per message and per request."""
+
+    delay: float = 0.0
+    corrupt: float = 0.0
+    silent: float = 0.0
+    repeat: float = 0.0
+    fail: float = 0.0
+    lose_peer: float = 0.0
+    lose_message: float = 0.0
+    abort: float = 0.0
+
+
+NONE = Trouble()
+SLOW = Trouble(delay=0.6, repeat=0.3)
+HOSTILE = Trouble(
+    delay=0.5, corrupt=0.1, silent=0.05, repeat=0.2, fail=0.05, lose_peer=0.05, lose_message=0.05, abort=0.2
+)
+
+
+def make_trouble(pair: Pair, trouble: Trouble, dice: random.Random) -> None:
+    def happens(probability: float) -> bool:
+        return dice.random() < probability
+
+    def fate(_push: object) -> Fate:
+        return Fate(
+            delay=dice.randrange(1, 12) if happens(trouble.delay) else 0,
+            corrupt=happens(trouble.corrupt),
+            silent=happens(trouble.silent),
+            repeats=2 if happens(trouble.repeat) else 0,
+            fail=happens(trouble.fail),
+            lose_peer=happens(trouble.lose_peer),
+        )
+
+    pair.fabric.fates = fate
+    pair.network.lost = lambda _message: happens(trouble.lose_message)
+
+
+def drive(pair: Pair, trouble: Trouble, dice: random.Random) -> list[str]:
+    """Submit requests over time, with shared prefixes, abort some, and run until both engines rest."""
+    shared = [dice.randrange(1, 90) for _ in range(9)]
+    waiting = [f"r{i}" for i in range(REQUESTS)]
+    rids = [*waiting]
+    doomed = {rid for rid in rids if dice.random() < trouble.abort}
+    for _ in range(3000):
+        if waiting and dice.random() < 0.4:
+            submit(pair, waiting.pop(0), shared, dice)
+        started = [rid for rid in doomed if rid not in waiting]
+        if started and dice.random() < 0.2:
+            abort(pair, started[0])
+            doomed.discard(started[0])
+        pair.turn()
+        pair.pass_time(TURN_SECONDS)
+        if not waiting and not doomed and pair.at_rest():
+            return rids
+    raise AssertionError("not at rest")
+
+
+def submit(pair: Pair, rid: str, shared: list[int], dice: random.Random) -> None:
+    prompt = [*shared[: dice.choice([0, 4, 9])], *(dice.randrange(1, 90) for _ in range(dice.randrange(1, 20)))]
+    max_tokens = dice.choice([1, 2, 6, 12])
+    ends = [pair.submit_prefill, pair.submit_decode]
+    dice.shuffle(ends)
+    for end in ends:
+        end(rid, tuple(prompt), max_tokens=max_tokens, ignore_eos=dice.random() < 0.5)
+
+
+def abort(pair: Pair, rid: str) -> None:
+    for side in (pair.prefill, pair.decode):
+        side.engine.scheduler.abort(RequestId(rid))
+
+
+def client_view(pair: Pair, rid: str) -> list[int]:
+    """Tokens as a gateway merges them: by position, from either worker, the first to come kept."""
+    merged: dict[int, int] = {}
+    for side in (pair.prefill, pair.decode):
+        received = side.engine.received.get(rid)
+        for output in received.outputs if received else ():
+            for offset, token in enumerate(output.token_ids):
+                seen = merged.setdefault(output.index + offset, token)
+                assert seen == token, f"{rid}: the workers disagree at position {output.index + offset}"
+    return [merged[position] for position in sorted(merged)]
+
+
+def finishes(pair: Pair, rid: str) -> list[FinishReason]:
+    return [side.finish(rid).reason for side in (pair.prefill, pair.decode) if side.finish(rid) is not None]
+
+
+def assert_right_or_retryable(pair: Pair, rid: str) -> bool:
+    """No wrong token, ever; and an end that the gateway can act on. True when the output is complete."""
+    tokens, expected = client_view(pair, rid), pair.expected(rid)
+    assert tokens == expected[: len(tokens)], f"{rid}: {tokens} instead of {expected}"
+    errors = [side.finish(rid) for side in (pair.prefill, pair.decode) if failed(side, rid)]
+    assert all(error.retryable for error in errors)
+    complete = bool({FinishReason.STOP, FinishReason.LENGTH} & {*finishes(pair, rid)})
+    assert not complete or tokens == expected
+    assert complete or errors or FinishReason.ABORT in finishes(pair, rid), f"{rid} ended without a word"
+    return complete
+
+
+def failed(side: Side, rid: str) -> bool:
+    finish = side.finish(rid)
+    return finish is not None and finish.reason is FinishReason.ERROR
+
+
+ENGINES = {
+    "plain": {},
+    "overlap": {"enable_overlap": True, "chunked_prefill_size": 4},
+    "mixed": {"enable_overlap": True, "enable_mixed_chunk": True, "chunked_prefill_size": 8},
+    "no radix": {"radix": False, "chunked_prefill_size": 4},
+    "small pages": {"page_size": 1, "usable_pages": 160, "enable_overlap": True},
+    "tight": {"usable_pages": 14, "enable_overlap": True, "chunked_prefill_size": 4, "max_rows": 4},
+    "retracting": {"force_retract_every": 3, "enable_overlap": True, "chunked_prefill_size": 4},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("trouble", [NONE, SLOW, HOSTILE], ids=["no faults", "slow", "hostile"])
+@pytest.mark.parametrize("seed", range(3))
+def test_two_engines_give_the_output_of_one_or_an_error_worth_retrying(engine, trouble, seed):
+    dice = random.Random(f"{engine}{trouble}{seed}")
+    pair = make_pair(**ENGINES[engine])
+    make_trouble(pair, trouble, dice)
+    rids = drive(pair, trouble, dice)
+    complete = [rid for rid in rids if assert_right_or_retryable(pair, rid)]
+    if trouble is not HOSTILE and engine != "tight":
+        assert complete == rids
+    pair.assert_clean()
+
+
+def test_every_ack_lost_means_quarantine_and_not_a_wrong_token():  # T60, T61
+    dice = random.Random(7)
+    trouble = Trouble(delay=0.9, abort=0.7)
+    pair = make_pair(usable_pages=40, enable_overlap=True, chunked_prefill_size=4)
+    make_trouble(pair, trouble, dice)
+    pair.network.lost = lambda message: isinstance(message, TransferAborted)
+    rids: list[str] = []
+    shared = [1, 2, 3, 4, 5]
+    for i in range(10):
+        rids.append(f"r{i}")
+        submit(pair, rids[-1], shared, dice)
+        pair.turn(2)
+        if dice.random() < trouble.abort:
+            abort(pair, rids[-1])
+        pair.turn(6)
+    for _ in range(300):
+        pair.turn()
+        pair.pass_time(TURN_SECONDS)
+    assert pair.decode.stage.quarantined_pages() > 0
+    for rid in rids:
+        tokens = client_view(pair, rid)
+        assert tokens == pair.expected(rid)[: len(tokens)]
+    pair.decode.stage.peer_gone(pair.prefill.peer.incarnation)
+    pair.pass_time(DRAIN_TIMEOUT)
+    pair.turn(5)
+    pair.assert_clean()
+
+
+def test_a_lost_greeting_costs_one_request_and_is_repeated():
+    pair = make_pair()
+    pair.network.lost = lambda message: isinstance(message, Hello)
+    pair.submit("first")
+    pair.run(seconds_per_turn=TURN_SECONDS)
+    assert pair.decode.finish("first").retryable
+    pair.network.lost = lambda _message: False
+    pair.submit("second")
+    pair.run(seconds_per_turn=TURN_SECONDS)
+    assert pair.decode.tokens("second") == pair.expected("second")
+    pair.assert_clean()

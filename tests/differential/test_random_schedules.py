@@ -1,0 +1,109 @@
+"""Random arrivals and aborts against random engines: no output depends on either."""
+
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
+
+PREFIX = tuple(range(20, 38))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, how many steps after the one before it comes, and when it is aborted, if at all."""
+
+    message: GenerateRequest
+    gap: int
+    abort_after: int | None
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[Arrival]:
+    count = draw(st.integers(1, 7))
+    return [draw(arrival(f"r{number}")) for number in range(count)]
+
+
+def arrival(rid: str) -> st.SearchStrategy[Arrival]:
+    own = st.lists(st.integers(1, 60), min_size=1, max_size=30)
+    prompt = st.builds(lambda shared, tail: [*PREFIX[:shared], *tail], st.integers(0, len(PREFIX)), own)
+    message = st.builds(
+        make_message,
+        st.just(rid),
+        prompt,
+        max_tokens=st.integers(1, 24),
+        min_tokens=st.just(0),
+        ignore_eos=st.booleans(),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 3),
+        stop=st.sampled_from([(), ("ab",), ("c", "dd")]),
+        cache_salt=st.sampled_from(["", "tenant"]),
+        priority=st.integers(0, 1),
+    )
+    return st.builds(Arrival, message, st.integers(0, 6), st.none() | st.integers(0, 25))
+
+
+engines = st.fixed_dictionaries(
+    {
+        "enable_overlap": st.booleans(),
+        "radix": st.booleans(),
+        "page_size": st.sampled_from([1, 2, 4, 8]),
+        "enable_mixed_chunk": st.booleans(),
+        "chunked_prefill_size": st.sampled_from([1, 3, 7, 64]),
+        "max_prefill_tokens": st.sampled_from([5, 16, 64]),
+        "max_running_requests": st.sampled_from([1, 2, 16]),
+        "max_rows": st.sampled_from([2, 3, 16]),
+        "init_new_token_ratio": st.sampled_from([0.1, 0.7]),
+        "force_retract_every": st.sampled_from([0, 0, 1, 4]),
+        "max_retractions": st.just(1000),
+    }
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=arrivals(), config=engines, spare=st.integers(0, 20))
+def test_no_output_depends_on_arrivals_aborts_or_configuration(plan, config, spare):
+    longest = max(len(arrival.message.input_ids) + arrival.message.sampling.max_tokens for arrival in plan)
+    engine = make_engine(usable_pages=-(-longest // config["page_size"]) + spare, context_length=128, **config)
+    run(engine, plan)
+    engine.assert_nothing_held()
+    for entry in plan:
+        check(engine, entry)
+
+
+def run(engine: Engine, plan: list[Arrival]) -> None:
+    aborts: list[tuple[int, str]] = []
+    now = 0
+    for entry in plan:
+        now = advance(engine, now, now + entry.gap, aborts)
+        engine.add(entry.message)
+        if entry.abort_after is not None:
+            aborts.append((now + entry.abort_after, entry.message.rid))
+    advance(engine, now, now + 30, aborts)
+    engine.run()
+
+
+def advance(engine: Engine, now: int, until: int, aborts: list[tuple[int, str]]) -> int:
+    while now < until:
+        for _, rid in [due for due in aborts if due[0] == now]:
+            engine.scheduler.abort(rid)
+        engine.step()
+        now += 1
+    return now
+
+
+def check(engine: Engine, entry: Arrival) -> None:
+    rid = entry.message.rid
+    expected = expected_output(entry.message)
+    got = engine.output(rid)
+    finish = engine.finish(rid)
+    assert finish is not None, f"{rid} never ended"
+    if finish.reason is FinishReason.ABORT:
+        assert entry.abort_after is not None
+        assert got == expected[: len(got)]
+    else:
+        assert finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
+        assert got == expected

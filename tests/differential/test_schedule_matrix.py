@@ -1,0 +1,136 @@
+"""However a request is scheduled, its output is the same.
+
+Every engine runs the fake model that reads its KV, so the outputs prove that each forward saw exactly
+the history of its request. The reference computes each request alone from its plain token history.
+"""
+
+from itertools import product
+
+import pytest
+
+from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_testing.fake_executors import ThreadedExecutor
+from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
+
+WHOLE = 10_000
+Case = tuple[bool, bool, int, int, bool]
+"""Overlap, radix cache, page size, chunk size, MIXED."""
+AXES = ([False, True], [False, True], [1, 4, 16], [1, 7, 64, WHOLE], [False, True])
+MATRIX: list[Case] = list(product(*AXES))
+HALF = [case for case in MATRIX if sum(axis.index(value) for axis, value in zip(AXES, case, strict=True)) % 2 == 0]
+"""Every pair of values of two axes still meets."""
+
+
+def name(case: Case) -> str:
+    overlap, radix, page, chunk, mixed = case
+    return (
+        f"{'overlap' if overlap else 'normal'}-{'radix' if radix else 'nocache'}-page{page}-"
+        f"chunk{chunk}-{'mixed' if mixed else 'separate'}"
+    )
+
+
+SHARED = tuple(range(10, 43))
+"""A prefix of two whole pages and a bit, at the largest page size."""
+
+
+def workload() -> list[GenerateRequest]:
+    """Short and long, shared and own prefixes, greedy and sampled, with every way to end."""
+    return [
+        make_message("long", range(1, 90), max_tokens=9),
+        make_message("shared-1", [*SHARED, 50, 51], max_tokens=12),
+        make_message("one-token", [5], max_tokens=6),
+        make_message("shared-2", [*SHARED, 52], max_tokens=20, ignore_eos=False),
+        make_message("same", [*SHARED, 50, 51], max_tokens=12),
+        make_message("sampled", range(3, 20), max_tokens=15, temperature=0.9, seed=7),
+        make_message("single", [*SHARED], max_tokens=1),
+        make_message("resumed", SHARED[:9], max_tokens=14, resume=(4, 9, 2)),
+        make_message("minimum", [8, 8, 8], max_tokens=18, min_tokens=9, ignore_eos=False, stop_token_ids=(3, 4, 5)),
+        make_message("string", [9, 1], max_tokens=30, stop=("ab", "qx", "z")),
+    ]
+
+
+def engine_of(case: Case, **overrides: object) -> Engine:
+    overlap, radix, page_size, chunk, mixed = case
+    settings = {"usable_pages": 1 + 640 // page_size, **overrides}
+    return make_engine(
+        enable_overlap=overlap,
+        radix=radix,
+        page_size=page_size,
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=max(chunk, 64),
+        enable_mixed_chunk=mixed,
+        **settings,
+    )
+
+
+def run_staggered(engine: Engine, messages: list[GenerateRequest]) -> None:
+    """A new request every third step, so that prefills meet decodes in every phase."""
+    for message in messages:
+        engine.add(message)
+        engine.step(3)
+    engine.run()
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=name)
+def test_same_output_however_it_is_scheduled(case):
+    engine = engine_of(case)
+    run_staggered(engine, workload())
+    engine.assert_expected()
+    engine.assert_nothing_held()
+
+
+@pytest.mark.parametrize("case", HALF, ids=name)
+def test_same_output_when_requests_are_retracted_again_and_again(case):  # T7, T16
+    engine = engine_of(case, force_retract_every=3)
+    run_staggered(engine, workload())
+    assert engine.scheduler.tally.retracted > 5
+    engine.assert_expected()
+    engine.assert_nothing_held()
+
+
+@pytest.mark.parametrize("case", HALF, ids=name)
+def test_same_output_when_memory_is_tight(case):  # T12, T14
+    page_size = case[2]
+    pages = {1: 100, 4: 25, 16: 7}[page_size]
+    engine = engine_of(case, usable_pages=pages, init_new_token_ratio=0.1, max_retractions=200)
+    run_staggered(engine, workload())
+    engine.assert_expected()
+    engine.assert_nothing_held()
+
+
+@pytest.mark.parametrize("case", HALF, ids=name)
+def test_aborts_leave_no_trace_in_other_outputs(case):  # T1, T6, T8
+    engine = engine_of(case)
+    messages = workload()
+    for number, message in enumerate(messages):
+        engine.add(message)
+        engine.step(2)
+        if number % 2:
+            engine.scheduler.abort(messages[number - 1].rid)
+    engine.run()
+    engine.assert_nothing_held()
+    for message in messages:
+        expected = expected_output(message)
+        got = engine.output(message.rid)
+        finish = engine.finish(message.rid)
+        assert got == expected[: len(got)], message.rid
+        assert got == expected or finish.reason is FinishReason.ABORT, message.rid
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_same_output_whenever_the_device_happens_to_run(seed, mixed):
+    engine = make_engine(
+        enable_overlap=True,
+        enable_mixed_chunk=mixed,
+        chunked_prefill_size=7,
+        usable_pages=30,
+        init_new_token_ratio=0.1,
+        max_retractions=200,
+        executor=lambda model: ThreadedExecutor(model, seed=seed),
+    )
+    run_staggered(engine, workload())
+    engine.executor.shutdown()
+    engine.assert_expected()
+    engine.assert_nothing_held()

@@ -1,0 +1,191 @@
+"""Real NIXL on CPU memory: pages move, losses are reported, nothing hangs."""
+
+import select
+
+import msgspec
+import pytest
+import torch
+
+from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.transport import Arrived, Digests, PushDone, PushFailed
+from tandem_engine.names import PageId
+from tandem_testing.disagg_nixl import Node, make_push, nixl_node, remote_receiver
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with nixl_node("p", fill=1) as sender, nixl_node("d") as receiver:
+        receiver.transport.expect(1)
+        sender.transport.connect(receiver.transport.hello())
+        yield sender, receiver
+
+
+@pytest.fixture
+def sender(pair) -> Node:
+    pair[0].events.clear()
+    return pair[0]
+
+
+@pytest.fixture
+def receiver(pair) -> Node:
+    pair[1].events.clear()
+    pair[1].pool.data.zero_()
+    return pair[1]
+
+
+def paint(node: Node, *pages: int) -> None:
+    for page in pages:
+        node.pool.data[page].fill_(page)
+
+
+def page_ids(*pages: int) -> tuple[PageId, ...]:
+    return tuple(PageId(page) for page in pages)
+
+
+def same(here: Node, page: int, there: Node, other: int) -> bool:
+    return torch.equal(here.pool.page_view(PageId(page)), there.pool.page_view(PageId(other)))
+
+
+def test_pages_arrive_where_they_were_granted_and_nowhere_else(sender, receiver):
+    paint(sender, 3, 4, 9)
+    sender.transport.push(make_push(receiver.name, (3, 4, 9), (20, 21, 11)))
+    assert [event.key for event in receiver.wait_for(Arrived)] == [event.key for event in sender.wait_for(PushDone)]
+    assert same(sender, 3, receiver, 20)
+    assert same(sender, 4, receiver, 21)
+    assert same(sender, 9, receiver, 11)
+    assert {*receiver.pool.data.flatten(1).any(1).nonzero().flatten().tolist()} == {11, 20, 21}
+
+
+def test_an_arrival_names_the_writer_and_the_pages(sender, receiver):
+    sender.transport.push(make_push(receiver.name, (1, 2), (5, 6), room="a|b\N{SNOWMAN}", first=7))
+    sender.wait_for(PushDone)
+    (arrived,) = receiver.wait_for(Arrived)
+    assert arrived.writer == sender.name
+    assert (arrived.key.room, arrived.key.first, arrived.key.count) == ("a|b\N{SNOWMAN}", 7, 2)
+
+
+def test_both_sides_compute_the_same_digests(sender, receiver):
+    paint(sender, 1, 2)
+    sender.transport.push(make_push(receiver.name, (1, 2), (8, 4)))
+    receiver.wait_for(Arrived)
+    receiver.transport.digest("room", 1, (PageId(8), PageId(4)))
+    (there,) = receiver.wait_for(Digests)
+    (done,) = sender.wait_for(PushDone)
+    assert there.digests == done.digests
+    assert done.digests == page_digests(sender.pool, page_ids(1, 2), room="room", generation=1, first=0)
+
+
+def test_many_pushes_at_once_all_end(sender, receiver):
+    for i in range(50):
+        sender.transport.push(make_push(receiver.name, (1 + i,), (64 - i,), first=i))
+    assert {event.key.first for event in sender.wait_for(PushDone, 50)} == {*range(50)}
+    assert {event.key.first for event in receiver.wait_for(Arrived, 50)} == {*range(50)}
+
+
+def test_the_descriptor_is_readable_while_there_are_events_and_only_then(sender, receiver):
+    sender.wait_for(PushDone, 0)
+    assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
+    sender.transport.push(make_push(receiver.name, (1,), (1,)))
+    assert select.select([sender.transport.fileno()], [], [], 20)[0] != []
+    sender.wait_for(PushDone)
+    assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
+
+
+def test_greeting_a_peer_twice_changes_nothing(sender, receiver):  # nixl 2109
+    sender.transport.connect(receiver.transport.hello())
+    sender.transport.push(make_push(receiver.name, (1,), (1,)))
+    sender.wait_for(PushDone)
+
+
+def test_a_push_is_not_started_after_its_grant_expired(sender, receiver):  # T62
+    paint(sender, 1)
+    sender.transport.push(make_push(receiver.name, (1,), (1,), start_before=0.0))
+    (failed,) = sender.wait_for(PushFailed)
+    assert (failed.reason, failed.peer_lost) == ("the grant expired", False)
+    assert not receiver.pool.data.any()
+
+
+@pytest.mark.parametrize("page", [0, 65])
+def test_a_page_outside_the_peers_pool_is_never_written(sender, receiver, page):
+    sender.transport.push(make_push(receiver.name, (1,), (page,)))
+    (failed,) = sender.wait_for(PushFailed)
+    assert f"page {page} was granted" in failed.reason
+    assert not failed.peer_lost
+
+
+def test_a_push_to_a_stranger_fails(sender):
+    sender.transport.push(make_push("x@1", (1,), (1,)))
+    (failed,) = sender.wait_for(PushFailed)
+    assert failed.peer_lost
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"nixl_metadata": b"rubbish"}, {"nixl_metadata": b""}, {"page_bytes": 1}, {"device": "TAPE"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_hello_that_cannot_be_used_leaves_its_sender_a_stranger(sender, receiver, changed):
+    with nixl_node("other") as other:
+        sender.transport.connect(msgspec.structs.replace(other.transport.hello(), **changed))
+        sender.transport.push(make_push(other.name, (1,), (1,)))
+        (failed,) = sender.wait_for(PushFailed)
+        assert "not connected" in failed.reason
+        sender.transport.push(make_push(receiver.name, (1,), (1,)))
+        sender.wait_for(PushDone)
+
+
+def test_metadata_of_another_agent_is_refused(sender, receiver):
+    with nixl_node("victim") as victim, nixl_node("impostor") as impostor:
+        stolen = msgspec.structs.replace(
+            impostor.transport.hello(), nixl_metadata=victim.transport.hello().nixl_metadata
+        )
+        sender.transport.connect(stolen)
+        sender.transport.push(make_push(impostor.name, (1,), (1,)))
+        (failed,) = sender.wait_for(PushFailed)
+        assert "not connected" in failed.reason
+
+
+def test_a_forgotten_peer_is_a_stranger_until_it_greets_again():  # T74
+    with nixl_node("p") as sender, nixl_node("d") as receiver:
+        receiver.transport.expect(1)
+        sender.transport.connect(receiver.transport.hello())
+        sender.transport.push(make_push(receiver.name, (1,), (1,)))
+        sender.wait_for(PushDone)
+        sender.transport.forget(receiver.name)
+        sender.transport.push(make_push(receiver.name, (1,), (1,), first=1))
+        sender.wait_for(PushFailed)
+        sender.transport.connect(receiver.transport.hello())
+        sender.transport.push(make_push(receiver.name, (1,), (1,), first=2))
+        sender.wait_for(PushDone, 2)
+
+
+def test_a_restarted_peer_is_another_peer(sender):
+    for number in (1, 2):
+        with nixl_node("restarts", number) as receiver:
+            receiver.transport.expect(1)
+            sender.transport.connect(receiver.transport.hello())
+            sender.transport.push(make_push(f"restarts@{number}", (1,), (1,), first=number))
+            sender.wait_for(PushDone, number)
+        sender.transport.forget(f"restarts@{number}")
+
+
+def test_pushing_to_a_killed_process_fails_instead_of_hanging(sender, receiver):
+    with remote_receiver("doomed") as doomed:
+        sender.transport.connect(doomed.hello)
+        sender.transport.push(make_push("doomed@1", (1,), (1,)))
+        sender.wait_for(PushDone)
+        doomed.kill()
+        sender.transport.push(make_push("doomed@1", (1,), (1,), first=1))
+        (failed,) = sender.wait_for(PushFailed)
+        assert failed.peer_lost
+    sender.transport.push(make_push(receiver.name, (1,), (1,), first=2))
+    sender.wait_for(PushDone, 2)
+
+
+def test_closing_with_a_write_under_way_ends_and_is_idempotent():
+    with nixl_node("p") as sender, nixl_node("d") as receiver:
+        sender.transport.connect(receiver.transport.hello())
+        sender.transport.push(make_push(receiver.name, (1,), (1,)))
+        sender.transport.close()
+        sender.transport.close()
+        receiver.transport.close()

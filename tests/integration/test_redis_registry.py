@@ -1,0 +1,214 @@
+"""Leases, fencing and snapshots against a real Redis."""
+
+import asyncio
+import time
+
+import pytest
+
+from tandem_services.router import keys
+from tandem_services.router.choice import Role
+from tandem_services.router.registry import LeaseStatus, WorkerState
+from tandem_services.router.scoring import Demand
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
+from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
+
+pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+
+SHORT = {"LEASE_MS": 150, "FENCE_AFTER_MS": 300, "SWEEP_EVERY_MS": 0}
+"""Lease and fencing periods that a test can wait for."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = RedisServer.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def fleet(server):
+    server.command("FLUSHALL")
+    workers = Fleet(server)
+    yield workers
+    await workers.close()
+
+
+@pytest.fixture
+async def brief(server):
+    server.command("FLUSHALL")
+    workers = Fleet(server, **SHORT)
+    yield workers
+    await workers.close()
+
+
+async def names(workers: Fleet) -> set[str]:
+    return {record.view.incarnation for record in (await workers.registry.snapshot()).workers}
+
+
+async def until(condition, *, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_heartbeat_registers_everything_a_gateway_needs_to_know(fleet):
+    record = make_record("w1", Role.DECODE, load=make_load(queue_tokens=7, sequences=3, transfer_rate=5e8))
+    reply = await fleet.beat(record)
+    assert reply.status is LeaseStatus.RENEWED
+    assert reply.members == ("w1@1",)
+    (seen,) = (await fleet.registry.snapshot()).workers
+    assert seen == record
+
+
+async def test_members_are_told_only_when_they_change(fleet):
+    fleet.generation = (await fleet.beat(make_record("w1"))).generation
+    assert (await fleet.beat(make_record("w1"))).members is None
+    await fleet.beat(make_record("w2"))
+    assert set((await fleet.beat(make_record("w1"))).members) == {"w1@1", "w2@1"}
+
+
+async def test_a_lease_ends_without_heartbeats(brief):
+    await brief.beat(make_record("w1"))
+    assert await names(brief) == {"w1@1"}
+
+    async def gone() -> bool:
+        return await names(brief) == set()
+
+    await until(gone)
+
+
+async def test_a_lapsed_incarnation_may_come_back_until_it_is_fenced(server):
+    server.command("FLUSHALL")
+    workers = Fleet(server, LEASE_MS=50, FENCE_AFTER_MS=60_000, SWEEP_EVERY_MS=0)
+    await workers.beat(make_record("w1"))
+
+    async def lapsed() -> bool:
+        return await names(workers) == set()
+
+    await until(lapsed)
+    assert (await workers.beat(make_record("w1"))).status is LeaseStatus.RENEWED
+    assert await names(workers) == {"w1@1"}
+    await workers.close()
+
+
+async def test_an_incarnation_that_was_silent_for_too_long_is_fenced_for_good(server, brief):  # RELIABILITY B3.10
+    await brief.beat(make_record("zombie"))
+    await brief.cache(make_record("zombie"), chain_of(tuple(range(64))))
+
+    async def fenced() -> bool:
+        members = (await brief.beat(make_record("w2"))).members
+        return members is not None and "zombie@1" not in members
+
+    await until(fenced)
+    reply = await brief.beat(make_record("zombie"))
+    assert reply.status is LeaseStatus.FENCED
+    assert server.command("EXISTS", brief.keys.blocks("zombie@1")) == ":0\r\n"
+    assert (await brief.beat(make_record("zombie", number=2))).status is LeaseStatus.RENEWED
+
+
+async def test_nobody_is_fenced_because_redis_itself_hung(server):  # RELIABILITY B3.17
+    server.command("FLUSHALL")
+    workers = Fleet(server, **SHORT)
+    for name in ("w1", "w2"):
+        await workers.beat(make_record(name))
+    server.pause()
+    await asyncio.sleep(0.5)
+    server.resume()
+    # The first heartbeat after the hang finds the other worker silent for longer than the fencing period.
+    for name in ("w1", "w2", "w1"):
+        assert (await workers.beat(make_record(name))).status is LeaseStatus.RENEWED
+    assert await names(workers) == {"w1@1", "w2@1"}
+    await workers.close()
+
+
+async def test_the_newest_incarnation_of_a_name_wins_and_the_older_is_told(fleet):  # RELIABILITY B3.50
+    old, new = make_record("w1", number=9), make_record("w1", number=10)
+    await fleet.beat(old)
+    await fleet.cache(old, chain_of(tuple(range(64))))
+    assert (await fleet.beat(new)).members == ("w1@10",)
+    reply = await fleet.beat(old)
+    assert (reply.status, reply.by) == (LeaseStatus.FENCED, "w1@10")
+    assert await names(fleet) == {"w1@10"}
+
+
+async def test_an_older_number_cannot_take_a_live_name_even_when_redis_forgot_who_was_first(fleet):
+    await fleet.beat(make_record("w1", number=10**18 + 1))
+    reply = await fleet.beat(make_record("w1", number=10**18))
+    assert reply.status is LeaseStatus.FENCED
+
+
+async def test_deregistering_is_final(fleet):
+    await fleet.beat(make_record("w1"))
+    await fleet.registry.deregister("w1@1")
+    await fleet.registry.deregister("w1@1")
+    assert await names(fleet) == set()
+    assert (await fleet.beat(make_record("w1"))).status is LeaseStatus.FENCED
+
+
+async def test_draining_and_stalled_workers_are_seen_and_not_chosen(fleet):
+    await fleet.beat(make_record("a", state=WorkerState.DRAINING))
+    await fleet.beat(make_record("b", state=WorkerState.STALLED))
+    assert await names(fleet) == {"a@1", "b@1"}
+    assert await route(fleet) is None
+
+
+async def route(workers: Fleet):
+    demand = Demand(prompt_tokens=10, output_tokens=1, local_prefill_tokens=16)
+    return await workers.index.route(model=MODEL, demand=demand, page_size=PAGE, chain=b"", exclude=frozenset(), seed=1)
+
+
+async def test_another_deployment_with_the_same_cluster_name_is_refused(fleet):  # RELIABILITY E6.74
+    await fleet.beat(make_record("w1"), deployment="ours")
+    reply = await fleet.beat(make_record("x1"), deployment="theirs")
+    assert (reply.status, reply.by) == (LeaseStatus.FOREIGN, "ours")
+    assert await names(fleet) == {"w1@1"}
+
+
+async def test_clusters_do_not_see_each_other(server, fleet):
+    other = Fleet(server, cluster="other")
+    await fleet.beat(make_record("w1"))
+    await other.beat(make_record("w2"), deployment="theirs")
+    assert await names(fleet) == {"w1@1"}
+    assert await names(other) == {"w2@1"}
+    await other.close()
+
+
+async def test_everything_written_has_a_time_to_live(server, fleet):
+    await fleet.beat(make_record("w1"))
+    await fleet.cache(make_record("w1"), chain_of(tuple(range(64))))
+    await fleet.beat(make_record("w2"))
+    await fleet.registry.deregister("w2@1")
+    written = [line for line in server.command("KEYS", "*").split("\r\n") if line.startswith("tandem:")]
+    assert len(written) == 7
+    for key in written:
+        assert int(server.command("PTTL", key).strip()[1:]) > 0, key
+
+
+async def test_a_wiped_registry_has_a_new_epoch_and_fills_by_heartbeats(server, fleet):
+    await fleet.beat(make_record("w1"))
+    before = (await fleet.registry.snapshot()).epoch
+    server.wipe()
+    empty = await fleet.registry.snapshot()
+    assert empty.workers == ()
+    assert empty.epoch != before
+    await fleet.beat(make_record("w1"))
+    assert await names(fleet) == {"w1@1"}
+
+
+async def test_a_user_with_only_the_documented_commands_can_do_everything(server, fleet):
+    words = (keys.__doc__ or "").partition("-@all")[2].split()
+    rules = [word for word in words if word.startswith("+")]
+    assert len(rules) > 10, "the ACL example has moved"
+    server.command("ACL", "SETUSER", "tandem", "reset", "on", ">secret", "~tandem:{default}:*", "-@all", *rules)
+    user = Fleet(server, user="tandem:secret")
+    await user.client.require(wait_s=0)
+    record = make_record("w1")
+    assert (await user.beat(record)).status is LeaseStatus.RENEWED
+    await user.cache(record, chain_of(tuple(range(64))))
+    routed = await route(user)
+    assert routed is not None
+    await user.index.release(routed.reservation)
+    assert await names(user) == {"w1@1"}
+    await user.registry.deregister("w1@1")
+    await user.close()

@@ -1,0 +1,211 @@
+"""What the router chooses with a real Redis: locality, pairing, exclusion, spreading."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.router.choice import NoWorkersError, Role, RouteQuery, Source
+from tandem_services.router.router import Router, RouterConfig
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
+from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_load, make_record
+
+pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+
+PROMPT = tuple(range(20 * PAGE))
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = RedisServer.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def fleet(server):
+    server.command("FLUSHALL")
+    workers = Fleet(server)
+    yield workers
+    await workers.close()
+
+
+def make_router(server: RedisServer, seed: int = 1) -> Router:
+    return Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S), random=Random(seed))
+
+
+@pytest.fixture
+async def router(server):
+    gateway = make_router(server)
+    await gateway.start()
+    yield gateway
+    await gateway.stop()
+
+
+def query(**changes) -> RouteQuery:
+    fields = {"request_id": "r", "model": MODEL, "token_ids": PROMPT, "max_tokens": 16}
+    return RouteQuery(**fields | changes)
+
+
+async def join(fleet: Fleet, router: Router, *records) -> None:
+    for record in records:
+        await fleet.beat(record)
+    await router.refresh()
+
+
+async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):
+    await join(fleet, router, make_record("p", Role.PREFILL), make_record("d", Role.DECODE))
+    choice = await router.choose(query())
+    assert choice.source is Source.REDIS
+    assert choice.prefill is not None
+    assert (choice.prefill.worker_id, choice.decode.worker_id) == ("p", "d")
+    assert {term.name for term in choice.terms} == {
+        "prefill_queue",
+        "prefill_compute",
+        "transfer",
+        "decode_load",
+        "decode_room",
+    }
+
+
+async def test_a_worker_that_has_the_prefix_is_preferred_until_its_queue_costs_more(fleet, router):
+    home, other = make_record("home"), make_record("other")
+    await join(fleet, router, home, other)
+    await fleet.cache(home, chain_of(PROMPT))
+    choice = await router.choose(query())
+    assert choice.decode.worker_id == "home"
+    assert choice.matched_tokens == len(PROMPT)
+    await fleet.beat(make_record("home", load=make_load(queue_tokens=400)))
+    await router.release(choice)
+    assert (await router.choose(query())).decode.worker_id == "other"
+
+
+async def test_prompts_of_another_tenant_match_nothing(fleet, router):
+    home = make_record("home")
+    await join(fleet, router, home)
+    await fleet.cache(home, chain_of(PROMPT, salt="a"))
+    assert (await router.choose(query(cache_salt="a"))).matched_tokens == len(PROMPT)
+    assert (await router.choose(query(cache_salt="b"))).matched_tokens == 0
+
+
+async def test_a_decode_worker_that_lacks_little_computes_alone(fleet, router):
+    decode = make_record("d", Role.DECODE)
+    await join(fleet, router, make_record("p", Role.PREFILL), decode)
+    await fleet.cache(decode, chain_of(PROMPT)[:-1])
+    choice = await router.choose(query())
+    assert choice.prefill is None
+    assert choice.matched_tokens == len(PROMPT) - PAGE
+
+
+async def test_a_decode_worker_computes_alone_when_no_prefill_worker_lives(fleet, router):  # RELIABILITY B3.12
+    await join(fleet, router, make_record("d", Role.DECODE))
+    assert (await router.choose(query())).prefill is None
+
+
+async def test_a_prefill_worker_alone_cannot_serve(fleet, router):
+    await join(fleet, router, make_record("p", Role.PREFILL))
+    with pytest.raises(NoWorkersError) as caught:
+        await router.choose(query())
+    assert caught.value.retry_after > 0
+
+
+async def test_workers_of_different_geometry_are_never_paired(fleet, router):  # RELIABILITY B3.51
+    await join(
+        fleet,
+        router,
+        make_record("p-old", Role.PREFILL, compat_hash="old"),
+        make_record("d-new", Role.DECODE, compat_hash="new"),
+        make_record("d-old", Role.DECODE, compat_hash="old", load=make_load(sequences=20)),
+    )
+    for number in range(40):
+        choice = await router.choose(query(token_ids=tuple(range(number, number + 100))))
+        hashes = {choice.decode.compat_hash} | ({choice.prefill.compat_hash} if choice.prefill else set())
+        assert len(hashes) == 1
+        await router.release(choice)
+
+
+async def test_excluded_and_dead_workers_are_not_chosen(fleet, router):
+    await join(fleet, router, make_record("a"), make_record("b"), make_record("c"))
+    router.mark_dead("c@1")
+    for _ in range(10):
+        assert (await router.choose(query(exclude=frozenset({"a@1"})))).decode.worker_id == "b"
+    assert {worker.worker_id for worker in router.workers()} == {"a", "b"}
+
+
+async def test_excluding_everybody_is_an_error_and_not_a_hang(fleet, router):
+    await join(fleet, router, make_record("a"))
+    with pytest.raises(NoWorkersError):
+        await router.choose(query(exclude=frozenset({"a@1"})))
+
+
+async def test_another_model_and_too_long_prompts_find_nobody(fleet, router):
+    await join(fleet, router, make_record("a", context_length=len(PROMPT)))
+    for bad in (query(), query(model="other", token_ids=(1, 2))):
+        with pytest.raises(NoWorkersError):
+            await router.choose(bad)
+
+
+async def test_a_burst_spreads_over_equal_workers_across_gateways(server, fleet, router):  # llm-d-router 2515
+    second = make_router(server, seed=2)
+    await second.start()
+    records = [make_record(f"p{n}", Role.PREFILL) for n in range(4)]
+    records += [make_record(f"d{n}", Role.DECODE) for n in range(4)]
+    await join(fleet, router, *records)
+    await second.refresh()
+    prefills: Counter[str] = Counter()
+    decodes: Counter[str] = Counter()
+    for number in range(20):
+        for gateway in (router, second):
+            choice = await gateway.choose(query(token_ids=tuple(range(number, number + 300))))
+            assert choice.prefill is not None
+            prefills[choice.prefill.worker_id] += 1
+            decodes[choice.decode.worker_id] += 1
+    await second.stop()
+    assert max(prefills.values()) - min(prefills.values()) <= 1, prefills
+    assert max(decodes.values()) - min(decodes.values()) <= 1, decodes
+
+
+async def test_released_load_no_longer_weighs(fleet, router):
+    await join(fleet, router, make_record("a"))
+    first = await router.choose(query())
+    await router.release(first)
+    await router.release(first)
+    second = await router.choose(query())
+    assert {t.name: t.seconds for t in second.terms}["prefill_queue"] == 0
+
+
+async def test_a_report_takes_the_place_of_reservations(fleet, router):
+    await join(fleet, router, make_record("a"))
+    await router.choose(query())
+    queued = {t.name: t.seconds for t in (await router.choose(query())).terms}["prefill_queue"]
+    assert queued == pytest.approx(len(PROMPT) / 1000)
+    # A report of now covers all that was reserved before the current quarter second.
+    fleet_row = fleet.keys.prefix + "fleet"
+    row = await fleet.client.command("HGET", fleet_row, "a@1")
+    assert isinstance(row, bytes)
+    assert len(row) > 106
+    await fleet.beat(make_record("a"), report_age_s=-1.0)
+    third = {t.name: t.seconds for t in (await router.choose(query())).terms}["prefill_queue"]
+    assert third == 0
+
+
+async def test_a_worker_without_room_is_the_last_resort(fleet, router):
+    full = make_record("full", load=make_load(room_tokens=10))
+    busy = make_record("busy", load=make_load(sequences=60))
+    await join(fleet, router, full, busy)
+    assert (await router.choose(query())).decode.worker_id == "busy"
+    router.mark_dead("busy@1")
+    assert (await router.choose(query())).decode.worker_id == "full"
+
+
+async def test_a_worker_that_registered_since_the_last_view_is_found(fleet, router):
+    await join(fleet, router, make_record("a", load=make_load(sequences=50)))
+    await fleet.beat(make_record("b"))
+    assert (await router.choose(query())).decode.worker_id == "b"
+
+
+async def test_short_and_empty_prompts_can_be_routed(fleet, router):
+    await join(fleet, router, make_record("a"))
+    for tokens in ((), (1,), tuple(range(PAGE))):
+        assert (await router.choose(query(token_ids=tokens))).decode.worker_id == "a"

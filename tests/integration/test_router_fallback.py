@@ -1,0 +1,188 @@
+"""Redis killed, hung, wiped, read-only, full, speaking nonsense: routing goes on (RELIABILITY B3.16–20, E6)."""
+
+import asyncio
+import time
+from random import Random
+
+import pytest
+
+from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+from tandem_services.router.choice import Role, RouteQuery, Source
+from tandem_services.router.router import Router, RouterConfig
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
+from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
+
+pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+
+PROMPT = tuple(range(10 * PAGE))
+RECORDS = (make_record("p", Role.PREFILL), make_record("d1", Role.DECODE), make_record("d2", Role.DECODE))
+
+
+@pytest.fixture
+def server():
+    process = RedisServer.start()
+    yield process
+    process.resume()
+    process.stop()
+
+
+@pytest.fixture
+async def fleet(server):
+    workers = Fleet(server)
+    yield workers
+    await workers.close()
+
+
+@pytest.fixture
+async def router(server, fleet):
+    gateway = Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=0.25), random=Random(1))
+    await gateway.start()
+    for record in RECORDS:
+        await fleet.beat(record)
+    await gateway.refresh()
+    yield gateway
+    await gateway.stop()
+
+
+def query(**changes) -> RouteQuery:
+    fields = {"request_id": "r", "model": MODEL, "token_ids": PROMPT, "max_tokens": 16}
+    return RouteQuery(**fields | changes)
+
+
+async def until_source(router: Router, source: Source, *, beat=None) -> None:
+    """Choose until `source` decides; every choice on the way must succeed."""
+    deadline = time.monotonic() + 20
+    while (choice := await router.choose(query())).source is not source:
+        await router.release(choice)
+        assert time.monotonic() < deadline, f"never chosen by {source}"
+        if beat is not None:
+            await beat()
+        await asyncio.sleep(0.05)
+    await router.release(choice)
+
+
+async def beat_all(fleet: Fleet) -> None:
+    for record in RECORDS:
+        try:
+            await fleet.beat(record)
+        except RedisUnavailableError:
+            return
+
+
+async def test_a_killed_redis_costs_no_request_and_comes_back_by_itself(server, fleet, router):  # B3.16
+    server.kill()
+    for _ in range(20):
+        choice = await router.choose(query())
+        assert choice.source is Source.LOCAL
+        assert choice.prefill is not None
+        await router.release(choice)
+    server.restart()
+    await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
+    assert {worker.worker_id for worker in router.workers()} == {"p", "d1", "d2"}
+
+
+async def test_a_hung_redis_is_given_up_after_few_time_outs(server, router):  # B3.17
+    server.pause()
+    sources = [(await router.choose(query())).source for _ in range(50)]
+    assert set(sources) == {Source.LOCAL}
+    # All but the first few were refused by the breaker without waiting.
+    assert router.redis_failures <= 6
+    server.resume()
+
+
+async def test_a_wiped_redis_loses_functions_and_registry_but_no_request(server, fleet, router):
+    server.wipe()
+    for _ in range(5):
+        await router.refresh()
+        assert (await router.choose(query())).decode.worker_id in {"d1", "d2"}
+    await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
+
+
+async def test_workers_that_do_not_come_back_after_a_wipe_are_forgotten(server, fleet, router):
+    server.wipe()
+    await fleet.beat(RECORDS[0])
+    await fleet.beat(RECORDS[1])
+    deadline = time.monotonic() + 15
+    while {worker.worker_id for worker in router.workers()} != {"p", "d1"}:
+        assert time.monotonic() < deadline
+        await fleet.beat(RECORDS[0])
+        await fleet.beat(RECORDS[1])
+        await router.refresh()
+        await asyncio.sleep(0.2)
+
+
+async def test_a_read_only_replica_is_as_good_as_none(server, router):  # B3.18
+    server.command("REPLICAOF", "127.0.0.1", "1")
+    assert (await router.choose(query())).source is Source.LOCAL
+    server.command("REPLICAOF", "NO", "ONE")
+
+
+async def test_a_full_redis_is_as_good_as_none(server, fleet, router):  # B3.18
+    server.command("CONFIG", "SET", "maxmemory", "1")
+    assert (await router.choose(query())).source is Source.LOCAL
+    server.command("CONFIG", "SET", "maxmemory", "0")
+    await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
+
+
+@pytest.mark.parametrize("key", ["fleet", "owner", "meta", "worker:d1", "fenced"])
+async def test_poisoned_keys_cost_no_request(server, fleet, router, key):  # B3.19, E6.70
+    server.command("DEL", fleet.keys.prefix + key)
+    server.command("RPUSH", fleet.keys.prefix + key, "rubbish")
+    for _ in range(5):
+        await router.refresh()
+        assert (await router.choose(query())).decode.worker_id in {"d1", "d2"}
+    await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
+
+
+async def test_an_index_that_points_to_the_wrong_worker_is_a_cache_miss(server, fleet, router):
+    await fleet.cache(RECORDS[1], chain_of(PROMPT))
+    server.command("RENAME", fleet.keys.blocks("d1@1"), fleet.keys.blocks("nobody@7"))
+    choice = await router.choose(query())
+    assert choice.prefill is not None
+    assert choice.matched_tokens == 0
+
+
+async def test_without_redis_equal_prompts_go_to_the_same_worker_and_load_spreads(server, router):
+    server.kill()
+    first = await router.choose(query())
+    await router.release(first)
+    assert (await router.choose(query())).decode == first.decode
+    chosen = [await router.choose(query(token_ids=tuple(range(n, n + 100)))) for n in range(30)]
+    counts = [sum(c.decode.worker_id == name for c in chosen) for name in ("d1", "d2")]
+    assert min(counts) >= 10, counts
+
+
+async def test_without_redis_a_dead_worker_is_left_out(server, router):  # B3.20
+    server.kill()
+    router.mark_dead("d1@1")
+    for _ in range(10):
+        assert (await router.choose(query())).decode.worker_id == "d2"
+
+
+async def test_a_server_that_speaks_nonsense_is_given_up(router):  # E6.73
+    answers = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$x\r\n", b"*-7\r\n", b"\xff" * 100 + b"\r\n", b""]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(answers[number])
+        await writer.drain()
+        writer.close()
+
+    for number in range(len(answers)):
+        nonsense = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = nonsense.sockets[0].getsockname()[1]
+        gateway = Router(RouterConfig(redis=RedisAddress(url=f"redis://127.0.0.1:{port}/0"), start_timeout_s=0))
+        with pytest.raises(RedisUnavailableError, match="TANDEM_REDIS_URL"):
+            await gateway.start()
+        await gateway.stop()
+        nonsense.close()
+        await nonsense.wait_closed()
+
+
+async def test_starting_without_redis_is_one_clear_error_without_the_password():
+    gateway = Router(RouterConfig(redis=RedisAddress(url="redis://me:secret@127.0.0.1:1/0"), start_timeout_s=0))
+    with pytest.raises(RedisUnavailableError) as caught:
+        await gateway.start()
+    assert "secret" not in str(caught.value)
+    assert "redis://me:***@127.0.0.1:1/0" in str(caught.value)
+    await gateway.stop()

@@ -1,0 +1,162 @@
+"""Logits of every family and rotary scaling equal those of transformers, whole, chunked and decoded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem_engine.model.base import CausalLM
+from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.model.layers.rotary import attention_scale, inverse_frequencies
+from tandem_engine.model.loader import load_model
+from tandem_engine.model.rope_fields import read_rope
+from tandem_testing.dense_attention import DenseAttend
+from tandem_testing.tiny_checkpoints import TINY_MODELS, VOCAB_SIZE, write_tiny_checkpoint
+
+ATOL = 1e-4
+
+
+@dataclass
+class Pair:
+    """The same weights in both implementations."""
+
+    name: str
+    ours: CausalLM
+    theirs: torch.nn.Module
+
+
+def load_pair(name: str, path: Path, dtype: torch.dtype) -> Pair:
+    from transformers import AutoModelForCausalLM
+
+    ours = load_model(path, read_model_config(path), dtype, progress=False)
+    return Pair(name=name, ours=ours, theirs=AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval())
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS)
+def pair(request, checkpoints) -> Pair:
+    path = write_tiny_checkpoint(request.param, checkpoints / request.param)
+    return load_pair(request.param, path, torch.float32)
+
+
+def random_prompt(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def extend(model: CausalLM, attend: DenseAttend, ids: list[Tensor], starts: list[int]) -> Tensor:
+    """Logits of all tokens of one step that appends `ids[i]` to sequence i, which has `starts[i]` tokens."""
+    attend.extend_lens = [len(part) for part in ids]
+    positions = torch.cat([torch.arange(start, start + len(part)) for start, part in zip(starts, ids, strict=True)])
+    with torch.inference_mode():
+        return model.forward(torch.cat(ids), positions, attend, torch.arange(len(positions)))
+
+
+def reference(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return model(ids[None], use_cache=False).logits[0]
+
+
+def test_a_whole_prompt_has_the_logits_of_transformers(pair):
+    ids = random_prompt(60)
+    logits = extend(pair.ours, DenseAttend(), [ids], [0])
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, reference(pair.theirs, ids), atol=ATOL, rtol=0)
+
+
+def test_sequences_of_one_step_do_not_see_each_other(pair):
+    first, second = random_prompt(17, seed=1), random_prompt(23, seed=2)
+    logits = extend(pair.ours, DenseAttend(), [first, second], [0, 0])
+    expected = torch.cat((reference(pair.theirs, first), reference(pair.theirs, second)))
+    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+
+
+def test_a_prompt_computed_in_chunks_has_the_logits_of_the_whole(pair):
+    ids = random_prompt(60, seed=3)
+    attend, start, parts = DenseAttend(), 0, []
+    for size in (7, 1, 32, 20):
+        parts.append(extend(pair.ours, attend, [ids[start : start + size]], [start]))
+        start += size
+    torch.testing.assert_close(torch.cat(parts), reference(pair.theirs, ids), atol=ATOL, rtol=0)
+
+
+def test_greedy_tokens_are_those_of_transformers_past_the_original_context(pair):
+    """Decodes from position 40 to 100: beyond the 64 positions that some of the rotary scalings start from."""
+    from transformers import DynamicCache
+
+    ids = step = random_prompt(40, seed=4)
+    attend, cache, start, produced = DenseAttend(), DynamicCache(config=pair.theirs.config), 0, []
+    with torch.inference_mode():
+        for _ in range(60):
+            logits = extend(pair.ours, attend, [step], [start])[-1]
+            expected = pair.theirs(ids[None, start:], past_key_values=cache, use_cache=True).logits[0, -1]
+            torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+            start, step = len(ids), logits.argmax(keepdim=True)
+            ids = torch.cat((ids, step))
+            produced.append(int(step))
+            assert produced[-1] == int(expected.argmax())
+    assert len(set(produced)) > 10, f"the output is degenerate and proves little: {produced}"
+
+
+def test_logits_are_computed_for_the_tokens_asked_for(pair):
+    ids = random_prompt(20, seed=5)
+    whole = extend(pair.ours, DenseAttend(), [ids], [0])
+    with torch.inference_mode():
+        for index in ([19], [3, 11, 4], []):
+            wanted = torch.tensor(index, dtype=torch.int64)
+            logits = pair.ours.forward(ids, torch.arange(20), DenseAttend(extend_lens=[20]), wanted)
+            assert logits.shape == (len(index), VOCAB_SIZE)
+            torch.testing.assert_close(logits, whole[wanted], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "qwen2", "qwen3"])
+def test_bfloat16_rounds_like_transformers(name, checkpoints):
+    path = write_tiny_checkpoint(name, checkpoints / f"{name}-bfloat16")
+    pair = load_pair(name, path, torch.bfloat16)
+    exact = load_pair(name, path, torch.float32)
+    ids = random_prompt(40, seed=6)
+    theirs = reference(pair.theirs, ids).float()
+    ours = extend(pair.ours, DenseAttend(), [ids], [0])
+    truth = reference(exact.theirs, ids)
+    assert (ours - truth).norm() < 1.1 * (theirs - truth).norm()
+
+
+ROPE_PARAMETERS = [
+    {"rope_type": "default", "rope_theta": 5e5},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, "beta_fast": 16, "beta_slow": 2},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 0.8},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.1},
+]
+
+
+@pytest.mark.parametrize("parameters", ROPE_PARAMETERS, ids=lambda parameters: parameters["rope_type"])
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_rotary_frequencies_are_those_of_transformers(parameters, head_dim):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from tandem_engine.model.config_fields import ConfigFields
+
+    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=1024, rope_parameters=dict(parameters))
+    theirs = LlamaRotaryEmbedding(config)
+    fields = ConfigFields(path=Path("config.json"), values={"rope_parameters": dict(parameters)})
+    rope = read_rope(fields, max_position=1024)
+    ours = inverse_frequencies(rope, head_dim=head_dim, positions=1024)
+    torch.testing.assert_close(ours.expand(1024, -1)[1023], theirs.inv_freq, atol=0, rtol=1e-6)
+    assert attention_scale(rope) == pytest.approx(theirs.attention_scaling)

@@ -1,0 +1,149 @@
+"""The Lua decision and the Python formula against the plainest possible model of both."""
+
+import asyncio
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tandem_services.router.choice import Role
+from tandem_services.router.registry import WorkerRecord
+from tandem_services.router.scoring import HANDOFF_S, NO_ROOM_S, TIE_S, Candidate, Demand, Load, select
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
+from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
+
+pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+
+PROMPT = tuple(range(1000))
+CHAIN = chain_of(PROMPT)
+DEMAND = Demand(prompt_tokens=len(PROMPT), output_tokens=64, local_prefill_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = RedisServer.start()
+    yield process
+    process.stop()
+
+
+@dataclass(frozen=True)
+class Member:
+    record: WorkerRecord
+    blocks: int
+
+    @property
+    def matched(self) -> int:
+        return min(self.blocks * PAGE, len(PROMPT))
+
+
+loads = st.builds(
+    Load,
+    queue_tokens=st.integers(0, 5000),
+    prefill_rate=st.sampled_from([100.0, 1000.0, 20_000.0]),
+    sequences=st.integers(0, 70),
+    step_s=st.sampled_from([0.0, 0.005, 0.05]),
+    room_tokens=st.sampled_from([0, 1063, 1064, 100_000]),
+    max_sequences=st.sampled_from([1, 64]),
+    token_bytes=st.sampled_from([0.0, 1e5]),
+    transfer_rate=st.sampled_from([1e8, 1e10]),
+)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[Member]:
+    return [
+        Member(
+            make_record(
+                f"w{number}",
+                draw(st.sampled_from(Role)),
+                load=draw(loads),
+                compat_hash=draw(st.sampled_from(["a", "b"])),
+            ),
+            draw(st.sampled_from([0, 0, 1, 2, 30, 61, len(CHAIN)])),
+        )
+        for number in range(draw(st.integers(1, 6)))
+    ]
+
+
+def cost(prefill: Member | None, decode: Member) -> float | None:
+    """Price of a choice by the definition in ARCHITECTURE 7; None when it is not allowed."""
+    computing, load = prefill or decode, decode.record.load
+    rate = computing.record.load.prefill_rate
+    seconds = (computing.record.load.queue_tokens + max(1, len(PROMPT) - computing.matched)) / rate
+    seconds += load.sequences * load.step_s
+    if load.sequences >= load.max_sequences or DEMAND.prompt_tokens + DEMAND.output_tokens > load.room_tokens:
+        seconds += NO_ROOM_S
+    if prefill is not None:
+        seconds += HANDOFF_S + (len(PROMPT) - decode.matched) * load.token_bytes / load.transfer_rate
+    return seconds
+
+
+def allowed(fleet: list[Member]) -> dict[tuple[str | None, str], float]:
+    """Every choice that may be made, with its price."""
+    found = {}
+    for decode in fleet:
+        view = decode.record.view
+        if view.role is Role.PREFILL:
+            continue
+        alike = [m for m in fleet if m.record.view.compat_hash == view.compat_hash]
+        prefills = [m for m in alike if m.record.view.role is not Role.DECODE]
+        if view.role is Role.BOTH or not prefills or len(PROMPT) - decode.matched <= DEMAND.local_prefill_tokens:
+            found[None, view.incarnation] = cost(None, decode)
+        for prefill in prefills:
+            if prefill is not decode:
+                found[prefill.record.view.incarnation, view.incarnation] = cost(prefill, decode)
+    return found
+
+
+@given(fleet=fleets(), seed=st.integers(0, 2**31 - 1))
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, seed):
+    expected = allowed(fleet)
+
+    async def decide():
+        server.command("FLUSHALL")
+        workers = Fleet(server)
+        for member in fleet:
+            await workers.beat(member.record)
+            await workers.cache(member.record, CHAIN[: member.blocks])
+        routed = await workers.index.route(
+            model=MODEL,
+            demand=DEMAND,
+            page_size=PAGE,
+            chain=b"".join(CHAIN),
+            exclude=frozenset(),
+            seed=seed,
+        )
+        await workers.close()
+        return routed
+
+    routed = asyncio.run(decide())
+    if not expected:
+        assert routed is None
+        return
+    assert routed is not None
+    choice = (routed.prefill, routed.decode)
+    assert choice in expected, f"{choice} is not allowed"
+    assert expected[choice] <= min(expected.values()) + 3 * TIE_S
+    assert sum(term.seconds for term in routed.terms) == pytest.approx(expected[choice], abs=1e-6)
+    computing = {m.record.view.incarnation: m for m in fleet}[routed.prefill or routed.decode]
+    assert routed.matched_tokens == computing.matched
+
+
+@given(fleet=fleets(), seed=st.integers())
+@settings(max_examples=200, deadline=None)
+def test_the_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
+    expected = allowed(fleet)
+    candidates = [Candidate(view=m.record.view, load=m.record.load, matched=m.matched) for m in fleet]
+    option = select(candidates, DEMAND, Random(seed))
+    if not expected:
+        assert option is None
+        return
+    assert option is not None
+    prefill = None if option.prefill is None else option.prefill.view.incarnation
+    choice = (prefill, option.decode.view.incarnation)
+    assert choice in expected, f"{choice} is not allowed"
+    assert expected[choice] <= min(expected.values()) + 3 * TIE_S
+    assert option.cost == pytest.approx(expected[choice], abs=1e-9)

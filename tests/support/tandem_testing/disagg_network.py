@@ -1,0 +1,79 @@
+"""Peer messages between engines of one process, through the real codec, losing what a test wants lost."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tandem_engine.disaggregation.peers import PeerEvent, Superseded
+from tandem_engine.messages.codec import Codec
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import PeerMessage
+
+COMPAT = "shape-1"
+
+M = TypeVar("M")
+
+
+def make_peer(worker_id: str, number: int = 1, *, compat_hash: str = COMPAT) -> Peer:
+    return Peer(
+        worker_id=worker_id,
+        incarnation=f"{worker_id}@{number}",
+        endpoint=f"memory://{worker_id}",
+        compat_hash=compat_hash,
+    )
+
+
+@dataclass(kw_only=True)
+class PeerNetwork:
+    """Delivers messages by incarnation, in order of sending."""
+
+    lost: Callable[[PeerMessage], bool] = field(default=lambda _message: False)
+    """Messages for which this holds vanish on the way, as with a connection that breaks."""
+    links: "dict[str, MemoryLink]" = field(default_factory=dict)
+    codec: Codec[PeerMessage] = field(default_factory=lambda: Codec(PeerMessage))
+
+    def join(self, me: Peer) -> "MemoryLink":
+        link = MemoryLink(network=self, me=me)
+        self.links[me.incarnation] = link
+        return link
+
+    def kill(self, incarnation: str) -> None:
+        del self.links[incarnation]
+
+
+@dataclass(kw_only=True)
+class MemoryLink:
+    """`PeerLink` of one engine on a `PeerNetwork`."""
+
+    network: PeerNetwork
+    me: Peer
+    inbox: deque[PeerEvent] = field(default_factory=deque)
+    sent: list[PeerMessage] = field(default_factory=list)
+    fenced: set[str] = field(default_factory=set)
+    unreachable: set[str] = field(default_factory=set)
+    """Incarnations to which sending fails at once."""
+
+    def send(self, peer: Peer, message: PeerMessage) -> bool:
+        if peer.incarnation in self.unreachable:
+            return False
+        self.sent.append(message)
+        target = self.network.links.get(peer.incarnation)
+        if target is not None and not self.network.lost(message):
+            target.inbox.append(self.network.codec.decode(self.network.codec.encode(message)))
+        return True
+
+    def receive(self) -> Iterator[PeerEvent]:
+        while self.inbox:
+            yield self.inbox.popleft()
+
+    def fence(self, incarnation: str) -> None:
+        self.fenced.add(incarnation)
+
+    def supersede(self, incarnation: str) -> None:
+        """As if a newer incarnation of the worker had spoken."""
+        self.inbox.append(Superseded(incarnation))
+
+    def messages(self, kind: type[M]) -> list[M]:
+        """What was sent of one kind, lost or not."""
+        return [message for message in self.sent if isinstance(message, kind)]

@@ -1,0 +1,115 @@
+"""A gateway as clients meet it: uvicorn on a free port, mock engines behind it, a chooser without Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.gateway.app import create_app
+from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.serve import http_server, listen
+from tandem_services.router.choice import (
+    Choice,
+    NoWorkersError,
+    Reservation,
+    Role,
+    RouteQuery,
+    ScoreTerm,
+    Source,
+    WorkerView,
+)
+from tandem_testing.mock_engine import MockEngine
+
+
+@dataclass
+class FakeChooser:
+    """Takes the first worker of each role that is neither excluded nor dead."""
+
+    fleet: list[WorkerView]
+    queries: list[RouteQuery] = field(default_factory=list)
+    open: int = 0
+    """Choices not released yet."""
+    dead: set[str] = field(default_factory=set)
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        self.queries.append(query)
+        decode = self._first(query, Role.DECODE, Role.BOTH)
+        if decode is None:
+            raise NoWorkersError("no worker", retry_after=2.0)
+        self.open += 1
+        return Choice(
+            request_id=query.request_id,
+            decode=decode,
+            prefill=self._first(query, Role.PREFILL),
+            source=Source.LOCAL,
+            terms=(ScoreTerm("queue", 0.001), ScoreTerm("prefill", 0.002)),
+            matched_tokens=4,
+            reservation=Reservation(None, ()),
+        )
+
+    async def release(self, choice: Choice) -> None:
+        self.open -= 1
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        return tuple(worker for worker in self.fleet if worker.incarnation not in self.dead)
+
+    def mark_dead(self, incarnation: str) -> None:
+        self.dead.add(incarnation)
+
+    def _first(self, query: RouteQuery, *roles: Role) -> WorkerView | None:
+        fit = (w for w in self.workers() if w.role in roles and w.incarnation not in query.exclude)
+        return next(fit, None)
+
+
+@dataclass(kw_only=True)
+class LiveGateway:
+    """A gateway that listens, and what is behind it."""
+
+    url: str
+    http: httpx.AsyncClient
+    chooser: FakeChooser
+    tokenizer: TextTokenizer
+
+    async def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
+        body = {"model": "mock", "messages": [{"role": "user", "content": content}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, prompt: Any = "hi", **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": "mock", "prompt": prompt, **fields})
+
+
+@asynccontextmanager
+async def live_gateway(
+    context: IpcContext, tokenizer: TextTokenizer, engines: list[MockEngine], **config: Any
+) -> AsyncIterator[LiveGateway]:
+    """Serve until the block ends. Liveness is checked often, so that tests of it are quick."""
+    defaults = {"model_path": Path(), "model_name": "mock", "ping_interval_s": 0.05, "recovery_s": 0.5}
+    settings = GatewayConfig(**{**defaults, **config})
+    chooser = FakeChooser([engine.view for engine in engines])
+    server = http_server(create_app(settings, chooser, context, tokenizer), settings)
+    with listen("127.0.0.1", 0) as listener:
+        host, port = listener.getsockname()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        url = f"http://{host}:{port}"
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=20.0) as http:
+                # The socket listens already: the first answer comes once the application has started.
+                await http.get("/live")
+                yield LiveGateway(url=url, http=http, chooser=chooser, tokenizer=tokenizer)
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """JSON documents of a streamed response, whose last line must be `[DONE]`."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]", lines
+    return [msgspec.json.decode(line) for line in lines[:-1]]

@@ -1,0 +1,255 @@
+"""MockEngine: an engine's request socket without an engine.
+
+It runs in a thread, speaks the real wire protocol and answers deterministically, so that whoever knows a
+prompt knows the whole stream. Knobs make it late, silent, wrong or dead.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from tandem_engine.ipc.channels import IpcContext, RouterChannel
+from tandem_engine.messages.outputs import (
+    EngineReply,
+    Finish,
+    FinishReason,
+    OutputBatch,
+    Pong,
+    TokenLogprob,
+    TokenOutput,
+    TransferReport,
+)
+from tandem_engine.messages.requests import (
+    AbortRequest,
+    EngineRequest,
+    GenerateRequest,
+    HandoffSide,
+    Ping,
+)
+from tandem_services.router.choice import Role, WorkerView
+
+WAIT_S = 10.0
+
+
+def hash_tokens(first: int, count: int) -> Callable[[GenerateRequest, int], int]:
+    """Token at a position as a function of prompt, seed and position: `count` ids from `first` on."""
+
+    def token(request: GenerateRequest, position: int) -> int:
+        text = f"{request.input_ids}|{request.sampling.seed}|{position}".encode()
+        return first + int.from_bytes(blake2b(text, digest_size=4).digest()) % count
+
+    return token
+
+
+def scripted_tokens(ids: Sequence[int]) -> Callable[[GenerateRequest, int], int]:
+    """The same output whatever the prompt. Must be longer than what is asked for, or end with EOS."""
+    return lambda _, position: ids[position]
+
+
+@dataclass(kw_only=True)
+class MockBehaviour:
+    """What the engine does. May be changed while it runs."""
+
+    token: Callable[[GenerateRequest, int], int]
+    eos: int | None = None
+    tokens_per_output: int = 1
+    step_s: float = 0.0
+    """Pause before each step."""
+    cached_tokens: int = 4
+    die_after: int | None = None
+    """Close the socket after this many output tokens in all."""
+    refuse: Finish | None = None
+    """Answer every request with this finish at once."""
+    fail_after: tuple[int, Finish] | None = None
+    """Answer with this finish once a request has so many tokens."""
+    deaf: bool = False
+    """Read nothing, not even pings."""
+    mute: bool = False
+    """Answer pings and nothing else, like an engine with a long queue."""
+    first_token_gate: threading.Event | None = None
+    """A prefill side sends its first token only once this is set."""
+    skip_first: bool = False
+    """A decode side does not repeat the first token."""
+
+
+@dataclass(kw_only=True)
+class _Running:
+    client: bytes
+    request: GenerateRequest
+    position: int
+    first: bool = True
+    remaining: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class MockEngine:
+    """Start with `start`, end with `stop`. Attributes may be read from any thread."""
+
+    context: IpcContext
+    worker_id: str
+    behaviour: MockBehaviour
+    role: Role = Role.BOTH
+    model: str = "mock"
+    context_length: int = 512
+    received: list[GenerateRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._running: dict[str, _Running] = {}
+        self._emitted = 0
+        self._channel: RouterChannel[EngineRequest, EngineReply] = RouterChannel(
+            self.context, "127.0.0.1", 0, inbound=EngineRequest, outbound=EngineReply
+        )
+        self._thread = threading.Thread(target=self._serve, name=self.worker_id, daemon=True)
+
+    @property
+    def view(self) -> WorkerView:
+        return WorkerView(
+            worker_id=self.worker_id,
+            incarnation=f"{self.worker_id}@1",
+            role=self.role,
+            request_endpoint=self._channel.endpoint,
+            peer_endpoint="tcp://127.0.0.1:1",
+            compat_hash="mock",
+            context_length=self.context_length,
+            page_size=16,
+            model=self.model,
+        )
+
+    def start(self) -> "MockEngine":
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """As SIGKILL: the socket closes, nothing is said."""
+        self._stopping.set()
+        self._thread.join(WAIT_S)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait, in any thread, until something the engine saw makes `condition` true."""
+        with self._changed:
+            return self._changed.wait_for(condition, WAIT_S)
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._channel.socket.poll(0 if self._busy() else 5)
+                if self.behaviour.deaf:
+                    self._stopping.wait(0.005)
+                    continue
+                for client, message in self._channel.receive():
+                    self._take(client, message)
+                if self._busy():
+                    self._step()
+        finally:
+            self._channel.close()
+
+    def _busy(self) -> bool:
+        return bool(self._running) and not self.behaviour.mute and not self.behaviour.deaf
+
+    def _take(self, client: bytes, message: EngineRequest) -> None:
+        if isinstance(message, Ping):
+            self._channel.send(client, Pong(nonce=message.nonce, incarnation=self.view.incarnation))
+            return
+        with self._changed:
+            if isinstance(message, AbortRequest):
+                self.aborted.append(message.rid)
+                self._running.pop(message.rid, None)
+            else:
+                self.received.append(message)
+                self._accept(client, message)
+            self._changed.notify_all()
+
+    def _accept(self, client: bytes, request: GenerateRequest) -> None:
+        start = len(request.resume_ids)
+        if self.behaviour.refuse is not None:
+            output = TokenOutput(rid=request.rid, index=start, finish=self.behaviour.refuse)
+            self._channel.send(client, OutputBatch(outputs=(output,)))
+            return
+        sends = request.handoff is not None and request.handoff.side is HandoffSide.SEND
+        receives = request.handoff is not None and request.handoff.side is HandoffSide.RECEIVE
+        skipped = int(receives and self.behaviour.skip_first)
+        self._running[request.rid] = _Running(
+            client=client,
+            request=request,
+            position=start + skipped,
+            remaining=1 if sends else request.sampling.max_tokens - start,
+        )
+
+    def _step(self) -> None:
+        if self.behaviour.step_s:
+            time.sleep(self.behaviour.step_s)
+        batches: dict[bytes, list[TokenOutput]] = {}
+        for running in list(self._running.values()):
+            if self._may_step(running):
+                batches.setdefault(running.client, []).append(self._advance(running))
+        for client, outputs in batches.items():
+            self._channel.send(client, OutputBatch(outputs=tuple(outputs)))
+        if self.behaviour.die_after is not None and self._emitted >= self.behaviour.die_after:
+            self._stopping.set()
+
+    def _may_step(self, running: _Running) -> bool:
+        handoff, gate = running.request.handoff, self.behaviour.first_token_gate
+        gated = handoff is not None and handoff.side is HandoffSide.SEND and gate is not None
+        return not gated or gate.is_set()
+
+    def _advance(self, running: _Running) -> TokenOutput:
+        request, start = running.request, running.position
+        ids: list[int] = []
+        finish = self._failure(running)
+        while finish is None and len(ids) < self.behaviour.tokens_per_output and running.remaining:
+            ids.append(self.behaviour.token(request, running.position))
+            running.position += 1
+            running.remaining -= 1
+            finish = self._finish(request, running.position, ids[-1])
+        self._emitted += len(ids)
+        first, running.first = running.first, False
+        if finish is not None or not running.remaining:
+            del self._running[request.rid]
+        return self._output(request, start, ids, finish, first=first)
+
+    def _failure(self, running: _Running) -> Finish | None:
+        if self.behaviour.fail_after is None:
+            return None
+        tokens, finish = self.behaviour.fail_after
+        return finish if running.position >= tokens else None
+
+    def _finish(self, request: GenerateRequest, length: int, token: int) -> Finish | None:
+        if token == self.behaviour.eos and not request.sampling.ignore_eos:
+            return Finish(reason=FinishReason.STOP)
+        if token in request.sampling.stop_token_ids:
+            return Finish(reason=FinishReason.STOP, matched_stop=token)
+        return Finish(reason=FinishReason.LENGTH) if length >= request.sampling.max_tokens else None
+
+    def _output(
+        self, request: GenerateRequest, start: int, ids: list[int], finish: Finish | None, *, first: bool
+    ) -> TokenOutput:
+        receives = request.handoff is not None and request.handoff.side is HandoffSide.RECEIVE
+        transfer = TransferReport(pages=3, bytes=3 << 14, pages_reused=1, wait_s=0.002)
+        return TokenOutput(
+            rid=request.rid,
+            index=start,
+            token_ids=tuple(ids),
+            logprobs=self._logprobs(request, ids),
+            finish=finish,
+            cached_tokens=self.behaviour.cached_tokens if first and not receives else None,
+            transfer=transfer if first and receives else None,
+            queue_s=0.001 if first else None,
+            prefill_s=0.002 if first and not receives else None,
+        )
+
+    def _logprobs(self, request: GenerateRequest, ids: list[int]) -> tuple[TokenLogprob, ...] | None:
+        top = request.sampling.logprobs
+        if top is None:
+            return None
+        return tuple(
+            TokenLogprob(logprob=-0.5, top=tuple((i + rank, -0.5 - rank) for rank in range(top))) for i in ids
+        )

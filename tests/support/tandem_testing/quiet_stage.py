@@ -1,0 +1,45 @@
+"""A queue stage that takes part in nothing, for tests to override one method or fill one list."""
+
+from collections.abc import Iterator, Sequence
+
+from tandem_engine.names import PageId, RequestId
+from tandem_engine.scheduler.request import Request
+
+
+class QuietStage:
+    """Implements `QueueStage`. Remembers what it was told."""
+
+    def __init__(self, *, held: Sequence[PageId] = (), kept: Sequence[Request] = ()) -> None:
+        self.held = list(held)
+        self.kept = list(kept)
+        self.told: list[str] = []
+        """rids that `aborted` named, in order."""
+        self.chunks: list[tuple[str, int]] = []
+        """(rid, committed length) at each settled chunk."""
+        self.prefilled: list[tuple[str, bool]] = []
+        """(rid, whether it had finished) at each settled prefill."""
+
+    def accept(self, req: Request) -> bool:
+        return False
+
+    def poll(self) -> bool:
+        return False
+
+    def chunk_settled(self, req: Request) -> None:
+        self.chunks.append((req.rid, req.held_kv.committed_len))
+
+    def prefill_settled(self, req: Request) -> bool:
+        self.prefilled.append((req.rid, req.finished is not None))
+        return False
+
+    def aborted(self, req: Request) -> None:
+        self.told.append(req.rid)
+
+    def abort(self, rid: RequestId) -> bool:
+        return False
+
+    def live(self) -> Iterator[Request]:
+        yield from self.kept
+
+    def held_pages(self) -> Iterator[PageId]:
+        yield from self.held

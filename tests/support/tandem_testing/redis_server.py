@@ -1,0 +1,95 @@
+"""A real redis-server process for one test or module.
+
+server = RedisServer.start()
+…                       # server.url; kill(), pause(), resume(), restart(), wipe()
+server.stop()           # by pid, also when it was paused
+"""
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+
+REDIS_SERVER = shutil.which("redis-server")
+"""None where Redis is not installed; tests that need it skip."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(kw_only=True)
+class RedisServer:
+    """One process on a loopback port, with nothing on disk but what `extra` asks for."""
+
+    port: int
+    extra: tuple[str, ...] = ()
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @classmethod
+    def start(cls, *extra: str) -> "RedisServer":
+        server = cls(port=free_port(), extra=extra)
+        server.restart()
+        return server
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def restart(self) -> None:
+        """Start again on the same port, empty."""
+        assert REDIS_SERVER is not None, "redis-server is not installed"
+        options = ("--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", "/tmp")
+        self.process = subprocess.Popen(
+            [REDIS_SERVER, *options, *self.extra], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._wait_until_up()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        """Hang: connections stay open and nothing answers."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def wipe(self) -> None:
+        """Lose all data and functions, as a restart without persistence does."""
+        self.command("FLUSHALL")
+        self.command("FUNCTION", "FLUSH")
+
+    def command(self, *args: str) -> str:
+        """Send one command over a connection of its own and return the raw first chunk of the reply."""
+        request = f"*{len(args)}\r\n" + "".join(f"${len(a.encode())}\r\n{a}\r\n" for a in args)
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            connection.sendall(request.encode())
+            return connection.recv(65536).decode("utf-8", "replace")
+
+    def stop(self) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.kill()
+        self.process.wait()
+
+    def _wait_until_up(self) -> None:
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                if self.command("PING").startswith("+PONG"):
+                    return
+            except OSError:
+                pass
+            assert self.process is not None
+            assert self.process.poll() is None, f"redis-server ended with {self.process.returncode}"
+            assert time.monotonic() < deadline, "redis-server did not answer within 10 s"
+            time.sleep(0.01)

@@ -1,0 +1,95 @@
+"""Workers, records and prompts for tests of router and worker service."""
+
+from typing import Any
+
+from tandem_engine.messages.block_hash import chain_hashes, chain_seed
+from tandem_services.common.redis_client import RedisAddress, RedisClient
+from tandem_services.router.choice import Role, WorkerView
+from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
+from tandem_services.router.keys import Keys
+from tandem_services.router.library import CONSTANTS, FunctionLibrary, library_source
+from tandem_services.router.registry import HeartbeatReply, Registry, WorkerRecord, WorkerState
+from tandem_services.router.scoring import Load
+from tandem_testing.redis_server import RedisServer
+
+MODEL = "mini"
+PAGE = 16
+PATIENT_S = 5.0
+"""Deadline of commands in tests that are not about deadlines."""
+
+
+def make_view(name: str, role: Role = Role.BOTH, *, number: int = 1, **changes: Any) -> WorkerView:
+    fields: dict[str, Any] = {
+        "worker_id": name,
+        "incarnation": f"{name}@{number}",
+        "role": role,
+        "request_endpoint": f"tcp://{name}:5600",
+        "peer_endpoint": f"tcp://{name}:5601",
+        "compat_hash": "same",
+        "context_length": 4096,
+        "page_size": PAGE,
+        "model": MODEL,
+    }
+    return WorkerView(**fields | changes)
+
+
+def make_load(**changes: float) -> Load:
+    """An idle worker with plenty of room: 1000 prompt tokens a second, 10 ms a step, 1 µs to move a token."""
+    fields: dict[str, float] = {
+        "prefill_rate": 1000.0,
+        "step_s": 0.01,
+        "room_tokens": 100_000,
+        "max_sequences": 64,
+        "token_bytes": 1000,
+        "transfer_rate": 1e9,
+    }
+    return Load(**fields | changes)
+
+
+def make_record(
+    name: str,
+    role: Role = Role.BOTH,
+    *,
+    number: int = 1,
+    state: WorkerState = WorkerState.READY,
+    load: Load | None = None,
+    **changes: Any,
+) -> WorkerRecord:
+    return WorkerRecord(
+        view=make_view(name, role, number=number, **changes), state=state, load=load or make_load(), details={}
+    )
+
+
+def chain_of(tokens: tuple[int, ...], salt: str = "") -> list[bytes]:
+    return chain_hashes(tokens, PAGE, parent=chain_seed(salt))
+
+
+class Fleet:
+    """Acts for any number of workers on one Redis."""
+
+    def __init__(self, server: RedisServer, *, cluster: str = "default", user: str = "", **constants: int) -> None:
+        """`user` is `name:password`. `constants` replace those of `keys`, e.g. `LEASE_MS=100`, so that a test need not wait for seconds."""
+        self.keys = Keys(cluster)
+        url = server.url.replace("//", f"//{user}@") if user else server.url
+        self.client = RedisClient(RedisAddress(url=url), timeout_s=PATIENT_S)
+        library = FunctionLibrary(self.client, library_source({**CONSTANTS, **constants}))
+        self.registry = Registry(library=library, keys=self.keys)
+        self.index = BlockIndex(library=library, keys=self.keys)
+        self.generation = 0
+
+    async def beat(
+        self, record: WorkerRecord, *, deployment: str = "ours", report_age_s: float = 0.0
+    ) -> HeartbeatReply:
+        return await self.registry.heartbeat(
+            record, deployment=deployment, known_generation=self.generation, report_age_s=report_age_s
+        )
+
+    async def cache(self, record: WorkerRecord, hashes: list[bytes]) -> None:
+        """Make the index say that the worker holds exactly these blocks."""
+        updates = [IndexUpdate(UpdateKind.CLEARED), IndexUpdate(UpdateKind.STORED, tuple(hashes))]
+        revision = abs(hash(tuple(hashes))) % (1 << 40) + 1
+        outcome = await self.index.apply(record.view.incarnation, updates, builds_on=-1, revision=revision)
+        assert outcome in {Applied.APPLIED, Applied.REPEATED}, outcome
+
+    async def close(self) -> None:
+        await self.client.close()

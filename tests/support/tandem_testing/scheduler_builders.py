@@ -1,0 +1,228 @@
+"""A scheduler over the fake model, what its clients saw, and what they should have seen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem_engine.config import SchedulerConfig
+from tandem_engine.executor.fake import FakeModel, make_fake_pool, next_token
+from tandem_engine.executor.interface import ModelExecutor
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.no_cache import NoPrefixCache
+from tandem_engine.memory.radix_cache import RadixCache
+from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
+from tandem_engine.messages.requests import GenerateRequest, Handoff
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.scheduler.model_facts import ModelFacts
+from tandem_engine.scheduler.scheduler import Scheduler
+from tandem_engine.scheduler.stop import DecodeText
+from tandem_testing.fake_executors import EagerExecutor, LateExecutor
+from tandem_testing.memory_builders import make_memory
+
+VOCAB = 97
+EOS = 0
+
+
+class ManualClock:
+    """Time that moves when told to."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+def decode_text(ids: Sequence[int]) -> str:
+    """Each token is one letter, so stop strings are easy to write down."""
+    return "".join(chr(ord("a") + token % 26) for token in ids)
+
+
+def make_message(
+    rid: str = "r",
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    max_tokens: int = 8,
+    resume: Sequence[int] = (),
+    handoff: Handoff | None = None,
+    cache_salt: str = "",
+    priority: int = 0,
+    deadline_s: float | None = None,
+    ignore_eos: bool = True,
+    **sampling: object,
+) -> GenerateRequest:
+    """A greedy request that runs to max_tokens unless told otherwise."""
+    params = {"temperature": 0.0, "ignore_eos": ignore_eos, "max_tokens": max_tokens, **sampling}
+    return GenerateRequest(
+        rid=rid,
+        input_ids=tuple(prompt),
+        sampling=SamplingParams(**params),
+        resume_ids=tuple(resume),
+        handoff=handoff,
+        cache_salt=cache_salt,
+        priority=priority,
+        deadline_s=deadline_s,
+    )
+
+
+def expected_output(message: GenerateRequest, *, context_length: int = 10**9) -> list[int]:
+    """The whole output, computed the plain way: one token at a time from the full history."""
+    sampling = message.sampling
+    outputs = list(message.resume_ids)
+    while not _ended(sampling, len(message.input_ids), outputs, len(message.resume_ids), context_length):
+        history = [*message.input_ids, *outputs]
+        noise = None if sampling.greedy else (sampling.seed, len(history))
+        suppress = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        outputs.append(
+            next_token(
+                history,
+                vocab_size=VOCAB,
+                noise=noise,
+                suppress=tuple(suppress) if len(outputs) < sampling.min_tokens else (),
+            )
+        )
+    return outputs
+
+
+def _ended(sampling: SamplingParams, prompt_len: int, outputs: list[int], resumed: int, context_length: int) -> bool:
+    if len(outputs) >= sampling.max_tokens or prompt_len + len(outputs) >= context_length:
+        return True
+    if len(outputs) == resumed or len(outputs) <= sampling.min_tokens:
+        return False
+    if (outputs[-1] == EOS and not sampling.ignore_eos) or outputs[-1] in sampling.stop_token_ids:
+        return True
+    return any(decode_text(outputs).endswith(stop) for stop in sampling.stop)
+
+
+@dataclass(kw_only=True)
+class Received:
+    """What a client saw of one request."""
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """New tokens in the order in which they came."""
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [logprob for output in self.outputs for logprob in output.logprobs or ()]
+
+    @property
+    def finish(self) -> Finish | None:
+        finishes = [output.finish for output in self.outputs if output.finish is not None]
+        assert len(finishes) <= 1, f"told {len(finishes)} times that it finished"
+        assert not finishes or self.outputs[-1].finish is not None, "output after the end"
+        return finishes[0] if finishes else None
+
+    def whole_output(self, message: GenerateRequest) -> list[int]:
+        """Resumed and new tokens; checks that positions are contiguous, without gap or double."""
+        whole = list(message.resume_ids)
+        for output in self.outputs:
+            assert output.index == len(whole), f"output at {output.index}, {len(whole)} tokens were there"
+            whole += output.token_ids
+        return whole
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """A scheduler and all that a test wants to touch."""
+
+    scheduler: Scheduler
+    memory: KvMemory
+    model: FakeModel
+    executor: ModelExecutor
+    clock: ManualClock
+    received: dict[str, Received]
+    deliveries: list[tuple[bytes, tuple[TokenOutput, ...]]]
+    messages: dict[str, GenerateRequest] = field(default_factory=dict)
+
+    def add(self, message: GenerateRequest, client: bytes = b"") -> None:
+        self.messages[message.rid] = message
+        self.scheduler.add(message, client)
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Step until idle; a scheduler that stands still with work left has hung."""
+        still = 0
+        for _ in range(max_steps):
+            if self.scheduler.idle:
+                return
+            still = 0 if self.scheduler.step() else still + 1
+            assert still < 3, f"no progress with {len(self.scheduler.queues.requests)} requests left"
+        raise AssertionError(f"not idle after {max_steps} steps")
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.scheduler.step()
+
+    def output(self, rid: str = "r") -> list[int]:
+        """Tokens that the client has, resumed ones included."""
+        return self.received[rid].whole_output(self.messages[rid])
+
+    def finish(self, rid: str = "r") -> Finish | None:
+        return self.received[rid].finish if rid in self.received else None
+
+    def assert_expected(self, *rids: str) -> None:
+        """The outputs of `rids` (all, if none are named) are what the plain computation gives."""
+        for rid in rids or self.messages:
+            assert self.output(rid) == expected_output(self.messages[rid]), rid
+
+    def assert_nothing_held(self) -> None:
+        """Idle, nothing leaked: all pages are free or in the tree, all rows are free."""
+        report = self.scheduler.audit()
+        assert report.problems == ()
+        assert (report.private, report.requests, report.fenced) == (0, 0, 0)
+
+
+def make_engine(
+    *,
+    page_size: int = 4,
+    usable_pages: int = 64,
+    radix: bool = True,
+    max_rows: int = 16,
+    context_length: int = 256,
+    executor: Callable[[FakeModel], ModelExecutor] | None = None,
+    with_text: bool = True,
+    **config: object,
+) -> Engine:
+    """An audited engine. In overlap mode forwards run as late as can be, unless an executor is given."""
+    settings = {"audit_every_step": True, "enable_overlap": False, "enable_mixed_chunk": False, **config}
+    scheduler_config = SchedulerConfig(context_length=context_length, **settings)
+    memory = make_memory(
+        page_size=page_size,
+        usable_pages=usable_pages,
+        max_rows=max_rows,
+        max_pages=context_length // page_size + 2,
+        cache=RadixCache(page_size) if radix else NoPrefixCache(),
+    )
+    model = FakeModel(pool=make_fake_pool(num_pages=usable_pages + 1, page_size=page_size), vocab_size=VOCAB)
+    make_executor = executor or (LateExecutor if scheduler_config.enable_overlap else EagerExecutor)
+    received: dict[str, Received] = {}
+    deliveries: list[tuple[bytes, tuple[TokenOutput, ...]]] = []
+
+    def sink(client: bytes, outputs: tuple[TokenOutput, ...]) -> None:
+        deliveries.append((client, outputs))
+        for output in outputs:
+            received.setdefault(output.rid, Received()).outputs.append(output)
+
+    clock = ManualClock()
+    built = make_executor(model)
+    text: DecodeText | None = decode_text if with_text else None
+    scheduler = Scheduler(
+        memory=memory,
+        executor=built,
+        config=scheduler_config,
+        model=ModelFacts(vocab_size=VOCAB, eos_token_ids=frozenset({EOS}), context_length=context_length),
+        clock=clock,
+        sink=sink,
+        decode_text=text,
+    )
+    return Engine(
+        scheduler=scheduler,
+        memory=memory,
+        model=model,
+        executor=built,
+        clock=clock,
+        received=received,
+        deliveries=deliveries,
+    )

@@ -1,0 +1,143 @@
+"""Tiny random checkpoints of every supported family, written by transformers, with a byte-level tokenizer.
+
+Weights are seeded and large, so that greedy outputs wander through the vocabulary instead of repeating one
+token. Biases and norms, which transformers would start at 0 and 1, are random too: a forgotten one shows.
+
+Token ids: a byte is its own id, then `<|endoftext|>` 256, `<|im_start|>` 257, `<|im_end|>` 258.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+END_OF_TEXT, IM_START, IM_END = 256, 257, 258
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = 259
+SHARD_SIZE = "100KB"
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": END_OF_TEXT,
+    "pad_token_id": END_OF_TEXT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """One checkpoint: a transformers config class and what differs from `_SIZES`."""
+
+    config_class: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    sharded: bool = False
+
+
+TINY_MODELS = {
+    "llama-llama3-rope": TinyModel(
+        config_class="LlamaConfig",
+        fields={
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "llama-bias": TinyModel(
+        config_class="LlamaConfig", fields={"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    ),
+    "llama-linear-rope": TinyModel(
+        config_class="LlamaConfig",
+        fields={"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-dynamic-rope": TinyModel(
+        config_class="LlamaConfig",
+        fields={
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "qwen2": TinyModel(config_class="Qwen2Config", fields={"tie_word_embeddings": True}),
+    "qwen2-yarn": TinyModel(
+        config_class="Qwen2Config",
+        fields={
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen3": TinyModel(
+        config_class="Qwen3Config",
+        fields={"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}},
+    ),
+    "qwen3-sharded": TinyModel(
+        config_class="Qwen3Config", fields={"head_dim": 32, "tie_word_embeddings": False}, sharded=True
+    ),
+}
+
+
+def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write `TINY_MODELS[name]` with its tokenizer into `directory`, in float32, and return it."""
+    import torch
+    import transformers
+
+    tiny = TINY_MODELS[name]
+    config = getattr(transformers, tiny.config_class)(**{**_SIZES, **tiny.fields})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif parameter_name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.generation_config.eos_token_id = [IM_END, END_OF_TEXT]
+    model.save_pretrained(directory, **({"max_shard_size": SHARD_SIZE} if tiny.sharded else {}))
+    write_byte_tokenizer(directory)
+    return directory
+
+
+def write_byte_tokenizer(directory: Path) -> None:
+    """tokenizer.json and tokenizer_config.json of a tokenizer whose tokens are bytes, with a ChatML template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in _byte_alphabet()}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[0],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHATML,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _byte_alphabet() -> list[tuple[int, str]]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    stand_ins = iter(range(0x100, 0x200))
+    return [(byte, chr(byte if byte in printable else next(stand_ins))) for byte in range(256)]

@@ -1,0 +1,184 @@
+"""Pages that a peer may still write to."""
+
+import pytest
+
+from tandem_engine.disaggregation.holds import HoldState, HoldTable, TransferHold
+from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.names import PageId
+from tandem_testing.disagg_network import make_peer
+from tandem_testing.scheduler_builders import ManualClock
+
+WRITER = make_peer("p")
+ROOM = room_key("room", 1)
+PAGES = (PageId(3), PageId(5))
+
+
+class Table:
+    """A hold table, its clock and what it has given back."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.free: list[PageId] = []
+        self.holds = HoldTable(clock=self.clock, give_back=self.free.extend, drain_timeout=5.0)
+
+    def grant(self, key: RoomKey = ROOM, pages: tuple[PageId, ...] = PAGES) -> TransferHold:
+        return self.holds.grant(key, writer=WRITER, pages=pages, valid_s=8.0)
+
+    def drained(self, key: RoomKey = ROOM, pages: tuple[PageId, ...] = PAGES) -> TransferHold:
+        hold = self.grant(key, pages)
+        self.holds.drain(key, pages)
+        return hold
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table()
+
+
+def arrive(table: Table, first: int, count: int, *, writer: str = WRITER.incarnation) -> bool:
+    return table.holds.arrived(ROOM, writer=writer, first=first, count=count)
+
+
+def test_a_hold_is_complete_when_every_page_arrived_in_any_order_and_number(table):  # T71
+    hold = table.grant()
+    assert arrive(table, 1, 1)
+    assert arrive(table, 1, 1)
+    assert not hold.complete
+    assert arrive(table, 0, 1)
+    assert hold.complete
+
+
+def test_committing_leaves_the_pages_to_the_request(table):
+    hold = table.grant()
+    arrive(table, 0, 2)
+    table.holds.commit(ROOM)
+    assert hold.state is HoldState.COMMITTED
+    assert ROOM not in table.holds
+    assert table.free == []
+
+
+def test_an_incomplete_hold_cannot_be_committed(table):  # T62
+    table.grant()
+    arrive(table, 0, 1)
+    with pytest.raises(AssertionError, match="1 of 2 pages"):
+        table.holds.commit(ROOM)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 3), (2, 1), (-1, 1), (0, 0), (1, -1)])
+def test_arrivals_outside_the_grant_are_refused(table, first, count):
+    table.grant()
+    assert not arrive(table, first, count)
+
+
+def test_arrivals_from_another_writer_are_refused(table):
+    hold = table.grant()
+    assert not arrive(table, 0, 2, writer="p@2")
+    assert not hold.complete
+
+
+def test_drained_pages_stay_held_until_the_writer_acks(table):  # T60
+    table.drained()
+    assert [*table.holds.held_pages()] == [*PAGES]
+    assert table.free == []
+    assert table.holds.acked(ROOM, writer=WRITER.incarnation)
+    assert table.free == [*PAGES]
+    assert ROOM not in table.holds
+
+
+def test_pages_of_a_live_transfer_belong_to_the_request_not_to_the_hold(table):
+    table.grant()
+    assert [*table.holds.held_pages()] == []
+
+
+def test_an_ack_counts_only_for_its_generation_and_from_its_writer(table):  # T61
+    table.drained()
+    assert not table.holds.acked(room_key("room", 2), writer=WRITER.incarnation)
+    assert not table.holds.acked(ROOM, writer="p@2")
+    assert table.free == []
+
+
+def test_an_ack_nobody_waits_for_changes_nothing(table):  # T65
+    hold = table.grant()
+    assert not table.holds.acked(ROOM, writer=WRITER.incarnation)
+    assert hold.state is HoldState.GRANTED
+    assert not table.holds.acked(room_key("unknown", 1), writer=WRITER.incarnation)
+
+
+def test_late_arrivals_do_not_revive_a_drained_hold(table):  # T65
+    hold = table.drained()
+    assert not arrive(table, 0, 2)
+    assert hold.state is HoldState.DRAINING
+
+
+def test_without_an_ack_pages_are_quarantined_and_not_given_back(table):  # T60
+    hold = table.drained()
+    assert table.holds.overdue() == []
+    table.clock.time = 5.0
+    assert table.holds.overdue() == [hold]
+    table.holds.quarantine(hold)
+    assert hold.state is HoldState.QUARANTINED
+    assert table.holds.quarantined_pages() == 2
+    assert table.free == []
+
+
+def test_quarantine_ends_with_a_late_ack(table):
+    table.holds.quarantine(table.drained())
+    assert table.holds.acked(ROOM, writer=WRITER.incarnation)
+    assert table.free == [*PAGES]
+
+
+def test_quarantine_comes_up_again_so_that_the_writer_is_asked_again(table):
+    hold = table.drained()
+    table.clock.time = 5.0
+    table.holds.quarantine(hold)
+    assert table.holds.overdue() == []
+    table.clock.time = 10.0
+    assert table.holds.overdue() == [hold]
+
+
+def test_fencing_a_writer_frees_its_pages_and_nobody_elses(table):  # T74
+    other = room_key("other", 1)
+    table.drained()
+    table.holds.quarantine(table.drained(other, (PageId(7),)))
+    assert table.holds.fence("q@1") == 0
+    assert table.holds.fence(WRITER.incarnation) == 2
+    assert sorted(table.free) == [3, 5, 7]
+
+
+def test_fencing_does_not_touch_a_transfer_under_way(table):
+    hold = table.grant()
+    assert table.holds.fence(WRITER.incarnation) == 0
+    assert table.holds.get(ROOM) is hold
+
+
+def test_a_transfer_is_overdue_when_its_grant_has_run_out(table):
+    hold = table.grant()
+    table.clock.time = 7.9
+    assert table.holds.overdue() == []
+    table.clock.time = 8.0
+    assert table.holds.overdue() == [hold]
+
+
+def test_two_generations_of_a_room_are_strangers(table):
+    table.grant()
+    table.grant(room_key("room", 2), (PageId(9),))
+    assert arrive(table, 0, 1)
+    assert table.holds.get(room_key("room", 2)).arrived == set()
+
+
+def test_a_room_cannot_be_granted_twice(table):
+    table.grant()
+    with pytest.raises(AssertionError, match="room/1 has a hold already"):
+        table.grant()
+
+
+def test_only_the_granted_pages_can_be_drained(table):
+    table.grant()
+    with pytest.raises(AssertionError, match="gave up"):
+        table.holds.drain(ROOM, (PageId(3),))
+
+
+def test_quarantined_holds_expect_no_writes(table):
+    table.holds.quarantine(table.drained())
+    table.grant(room_key("other", 1))
+    assert table.holds.open_transfers() == 1

@@ -1,0 +1,159 @@
+"""Messages between engines over real sockets on the loopback."""
+
+import socket
+import time
+
+import pytest
+
+from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, Superseded
+from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import DrainAck, PeerMessage, WriteGrant
+from tandem_testing.disagg_network import COMPAT
+
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def context():
+    context = IpcContext()
+    yield context
+    context.close()
+
+
+def open_channels(
+    context: IpcContext, worker_id: str, number: int = 1, *, port: int = 0, compat: str = COMPAT
+) -> PeerChannels:
+    inbound: RouterChannel[PeerMessage, PeerMessage] = RouterChannel(
+        context, "127.0.0.1", port, inbound=PeerMessage, outbound=PeerMessage
+    )
+    me = Peer(
+        worker_id=worker_id,
+        incarnation=f"{worker_id}@{number}",
+        endpoint=inbound.endpoint,
+        compat_hash=compat,
+    )
+    return PeerChannels(context=context, inbound=inbound, me=me)
+
+
+def ack(sender: PeerChannels, room: str = "room") -> DrainAck:
+    return DrainAck(room=room, generation=1, sender=sender.me)
+
+
+def grant(sender: PeerChannels, writer: str) -> WriteGrant:
+    return WriteGrant(
+        room="room", generation=1, sender=sender.me, writer=writer, first_token=0, pages=(1,), valid_s=8.0
+    )
+
+
+def receive(channels: PeerChannels, count: int = 1) -> list[PeerEvent]:
+    """Wait for `count` events."""
+    events: list[PeerEvent] = []
+    deadline = time.monotonic() + PATIENCE
+    while len(events) < count:
+        assert time.monotonic() < deadline, f"only {events} came"
+        channels.inbound.socket.poll(100)
+        events += channels.receive()
+    return events
+
+
+def refuse(channels: PeerChannels) -> list[PeerEvent]:
+    """Wait until one message was refused; returns what was accepted meanwhile."""
+    events: list[PeerEvent] = []
+    deadline = time.monotonic() + PATIENCE
+    while channels.refused == 0:
+        assert time.monotonic() < deadline, "nothing was refused"
+        channels.inbound.socket.poll(100)
+        events += channels.receive()
+    return events
+
+
+@pytest.fixture
+def prefill(context):
+    channels = open_channels(context, "p")
+    yield channels
+    channels.close()
+
+
+@pytest.fixture
+def decode(context):
+    channels = open_channels(context, "d")
+    yield channels
+    channels.close()
+
+
+def test_messages_arrive_in_the_order_they_were_sent(prefill, decode):
+    for i in range(20):
+        assert prefill.send(decode.me, ack(prefill, f"room-{i}"))
+    assert [message.room for message in receive(decode, 20)] == [f"room-{i}" for i in range(20)]
+
+
+def test_a_message_may_be_sent_before_the_peer_listens(context, prefill):
+    with socket.create_server(("127.0.0.1", 0)) as placeholder:
+        port = placeholder.getsockname()[1]
+    later = Peer(worker_id="d", incarnation="d@1", endpoint=f"tcp://127.0.0.1:{port}", compat_hash=COMPAT)
+    assert prefill.send(later, ack(prefill))
+    decode = open_channels(context, "d", port=port)
+    assert receive(decode) == [ack(prefill)]
+    decode.close()
+
+
+def test_a_grant_for_another_incarnation_is_dropped(prefill, decode):
+    decode.send(prefill.me, grant(decode, "p@2"))
+    assert refuse(prefill) == []
+    decode.send(prefill.me, grant(decode, "p@1"))
+    assert receive(prefill) == [grant(decode, "p@1")]
+
+
+def test_an_engine_with_kv_of_another_shape_is_not_listened_to(context, decode):
+    alien = open_channels(context, "p", compat="other-shape")
+    alien.send(decode.me, ack(alien))
+    assert refuse(decode) == []
+    alien.close()
+
+
+def test_a_sender_with_contradictory_names_is_not_listened_to(prefill, decode):
+    forged = Peer(worker_id="p", incarnation="q@1", endpoint="", compat_hash=COMPAT)
+    prefill.send(decode.me, DrainAck(room="room", generation=1, sender=forged))
+    assert refuse(decode) == []
+
+
+def test_an_undecodable_message_is_counted_and_the_next_one_read(context, prefill, decode):
+    raw: DealerChannel[PeerMessage] = DealerChannel(context, decode.me.endpoint, outbound=PeerMessage)
+    raw.socket.send(b"\x01rubbish")
+    assert refuse(decode) == []
+    prefill.send(decode.me, ack(prefill))
+    assert receive(decode) == [ack(prefill)]
+    raw.close()
+
+
+def test_a_newer_incarnation_is_reported_before_its_message_and_the_older_silenced(context, prefill, decode):  # T74
+    prefill.send(decode.me, ack(prefill))
+    receive(decode)
+    restarted = open_channels(context, "p", 2)
+    restarted.send(decode.me, ack(restarted))
+    assert receive(decode, 2) == [Superseded("p@1"), ack(restarted)]
+    prefill.send(decode.me, ack(prefill))
+    assert refuse(decode) == []
+    restarted.close()
+
+
+def test_nothing_is_sent_to_a_superseded_incarnation(context, prefill, decode):
+    restarted = open_channels(context, "p", 2)
+    restarted.send(decode.me, ack(restarted))
+    receive(decode)
+    assert not decode.send(prefill.me, ack(decode))
+    assert decode.send(restarted.me, ack(decode))
+    assert receive(restarted) == [ack(decode)]
+    restarted.close()
+
+
+def test_a_fenced_peer_that_speaks_again_is_answered(prefill, decode):
+    decode.send(prefill.me, ack(decode))
+    receive(prefill)
+    decode.fence(prefill.me.incarnation)
+    decode.fence(prefill.me.incarnation)
+    prefill.send(decode.me, ack(prefill))
+    receive(decode)
+    assert decode.send(prefill.me, ack(decode))
+    assert receive(prefill) == [ack(decode)]

@@ -1,0 +1,449 @@
+"""The sending side against a receiver that a test plays line by line."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.fake import FakeFabric, Fate
+from tandem_engine.disaggregation.transport import PushFailed
+from tandem_engine.executor.fake import next_token
+from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.requests import HandoffSide
+from tandem_engine.messages.transfer import DrainAck, HandoffRecord, TransferAborted
+from tandem_engine.names import PageId, RequestId
+from tandem_testing.disagg_network import PeerNetwork, make_peer
+from tandem_testing.disagg_pair import HOLD_TIMEOUT, PROMPT, Side, handoff, make_side
+from tandem_testing.disagg_script import ScriptedPeer, make_scripted_peer
+from tandem_testing.scheduler_builders import VOCAB, expected_output, make_message
+
+ROOM = "room-r"
+RECEIVER = make_peer("d")
+PAGES = (4, 9, 2)
+"""Granted pages for `PROMPT`."""
+
+
+class Sender:
+    """A prefill engine, and the decode engine that the test plays."""
+
+    def __init__(self, **engine: object) -> None:
+        self.fabric, self.network = FakeFabric(), PeerNetwork()
+        self.side: Side = make_side(make_peer("p"), fabric=self.fabric, network=self.network, **engine)
+        self.receiver: ScriptedPeer = make_scripted_peer(
+            RECEIVER, self.side.peer, fabric=self.fabric, network=self.network
+        )
+        self.receiver.greet()
+
+    def submit(self, rid: str = "r", prompt: Sequence[int] = PROMPT, *, generation: int = 1, **request: object) -> None:
+        end = handoff(HandoffSide.SEND, RECEIVER, f"room-{rid}", generation)
+        self.side.engine.add(make_message(rid, prompt, handoff=end, **request))
+
+    def allow(self, pages: tuple[int, ...] = PAGES, **grant: object) -> None:
+        self.receiver.allow(ROOM, pages, **grant)
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.side.step()
+            self.fabric.advance()
+
+    def pass_time(self, seconds: float) -> None:
+        self.side.engine.clock.time += seconds
+        self.turn()
+
+    def records(self) -> list[HandoffRecord]:
+        return self.receiver.got(HandoffRecord)
+
+    def aborts(self) -> list[TransferAborted]:
+        return self.receiver.got(TransferAborted)
+
+    def acks(self) -> list[DrainAck]:
+        return self.receiver.got(DrainAck)
+
+    def hold_back(self, ticks: int = 5) -> None:
+        """Let pushes that start from now on take a while."""
+        self.fabric.fates = lambda _push: Fate(delay=ticks)
+
+    def assert_gave_up(self, why: str) -> None:
+        """The peer was told; the client has its first token and no error."""
+        assert [abort.side for abort in self.aborts()] == [HandoffSide.SEND]
+        assert why in self.aborts()[0].reason
+        assert not self.aborts()[0].finished
+        assert self.records() == []
+        assert self.side.finish() is None
+
+
+@pytest.fixture
+def sender() -> Sender:
+    return Sender()
+
+
+def first_token(prompt: Sequence[int] = PROMPT) -> int:
+    return next_token(prompt, vocab_size=VOCAB)
+
+
+# Handing over
+
+
+@pytest.mark.parametrize("computed_turns", [0, 1, 3], ids=["grant first", "grant between", "grant last"])
+def test_the_prompt_arrives_whenever_the_grant_comes(computed_turns):
+    sender = Sender(chunked_prefill_size=4)
+    sender.submit()
+    sender.turn(computed_turns)
+    sender.allow()
+    sender.turn(6)
+    assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
+    assert len(sender.records()) == 1
+    sender.side.assert_clean()
+
+
+def test_a_grant_may_come_before_the_request(sender):
+    sender.allow()
+    sender.turn()
+    sender.submit()
+    sender.turn(3)
+    assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
+    assert len(sender.records()) == 1
+
+
+def test_the_client_gets_the_first_token_before_the_transfer_ends(sender):
+    sender.submit()
+    sender.turn(2)
+    assert sender.side.tokens() == [first_token()]
+    assert sender.records() == []
+
+
+def test_the_record_tells_what_the_receiver_needs(sender):
+    sender.submit(logprobs=0)
+    sender.allow()
+    sender.turn(3)
+    (record,) = sender.records()
+    assert (record.room, record.generation, record.sender) == (ROOM, 1, sender.side.peer)
+    assert (record.first_token, record.pages) == (0, 3)
+    assert record.output_ids == (first_token(),)
+    assert len(record.logprobs) == 1
+    pages = tuple(PageId(page) for page in PAGES)
+    assert record.digests == page_digests(sender.receiver.pool, pages, room=ROOM, generation=1, first=0)
+
+
+def test_the_record_never_leaves_before_the_last_push_is_done(sender):
+    sender.hold_back(ticks=3)
+    sender.submit()
+    sender.allow()
+    sender.turn(3)
+    assert sender.records() == []
+    sender.turn(3)
+    assert len(sender.records()) == 1
+
+
+def test_pages_that_the_receiver_has_are_not_sent(sender):
+    sender.submit()
+    sender.allow((9,), first_token=8)
+    sender.turn(3)
+    assert sender.receiver.tokens_at((9,), 2) == [9, 10]
+    assert sender.records()[0].first_token == 8
+
+
+def test_cached_pages_are_sent_when_the_receiver_lacks_them(sender):
+    sender.side.engine.add(make_message("before", PROMPT[:9]))
+    sender.turn(20)
+    sender.submit()
+    sender.allow()
+    sender.turn(4)
+    assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
+    assert sender.records()[0].cached_tokens == 8
+
+
+def test_only_settled_chunks_are_pushed():  # T70
+    sender = Sender(chunked_prefill_size=4, enable_overlap=True)
+    pushed = []
+    sender.fabric.fates = lambda push: pushed.append(push) or Fate()
+    sender.submit()
+    sender.allow()
+    for _ in range(10):
+        sender.turn()
+        kept = sender.side.engine.scheduler.queues.requests.get(RequestId("r"))
+        if kept is not None and kept.kv is not None:
+            assert sum(push.key.count for push in pushed) <= kept.kv.committed_len // 4
+    assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
+
+
+def test_a_long_prompt_goes_in_several_pushes(sender, monkeypatch):
+    monkeypatch.setattr("tandem_engine.disaggregation.prefill.PUSH_BYTES", 2 * 64)
+    starts = []
+    sender.fabric.fates = lambda push: starts.append((push.key.first, push.key.count)) or Fate(delay=len(starts) % 3)
+    sender.submit("r", range(1, 24))
+    sender.allow((1, 2, 3, 4, 5, 6))
+    sender.turn(6)
+    assert starts == [(0, 2), (2, 2), (4, 1), (5, 1)]
+    assert sender.receiver.tokens_at((1, 2, 3, 4, 5, 6), 23) == [*range(1, 24)]
+    assert len(sender.records()[0].digests) == 6
+
+
+def test_a_resumed_request_is_sent_with_its_output_so_far(sender):
+    resumed = expected_output(make_message("r", PROMPT, max_tokens=3))
+    sender.submit(resume=resumed, max_tokens=8)
+    sender.allow((1, 2, 3, 4))
+    sender.turn(4)
+    history = [*PROMPT, *resumed]
+    assert sender.receiver.tokens_at((1, 2, 3, 4), 13) == history
+    assert sender.records()[0].output_ids == (first_token(history),)
+
+
+def test_a_request_that_is_not_to_be_sent_decodes_here(sender):
+    sender.side.engine.add(make_message("alone"))
+    sender.turn(20)
+    sender.side.engine.assert_expected("alone")
+
+
+def test_a_sent_prompt_stays_cached(sender):
+    sender.submit()
+    sender.allow()
+    sender.turn(5)
+    assert sender.side.engine.memory.cached_len(PROMPT, salt="", max_match=len(PROMPT)) == 8
+
+
+# Every way to end early
+
+
+def test_an_output_that_ends_with_its_first_token_needs_no_transfer(sender):
+    sender.submit(max_tokens=1)
+    sender.turn(2)
+    assert [abort.finished for abort in sender.aborts()] == [True]
+    assert sender.side.finish().reason is FinishReason.LENGTH
+    sender.side.assert_clean()
+
+
+def test_a_grant_for_an_output_that_has_ended_is_answered(sender):  # T63
+    sender.submit(max_tokens=1)
+    sender.turn(2)
+    sender.allow()
+    sender.turn()
+    assert [abort.finished for abort in sender.aborts()] == [True, False]
+
+
+def test_without_a_grant_the_pages_are_kept_only_so_long(sender):
+    sender.submit()
+    sender.turn(2)
+    sender.pass_time(HOLD_TIMEOUT / 2)
+    assert not sender.side.engine.scheduler.idle
+    sender.pass_time(HOLD_TIMEOUT / 2)
+    sender.assert_gave_up("no grant came")
+    sender.side.assert_clean()
+
+
+def test_no_push_starts_after_the_grant_expired():  # T62
+    sender = Sender(chunked_prefill_size=4)
+    sender.submit()
+    sender.allow(valid_s=2.0)
+    sender.turn(2)
+    sender.pass_time(2.0)
+    sender.turn(5)
+    sender.assert_gave_up("the grant expired")
+    assert sender.receiver.tokens_at(PAGES[2:], 2) == [0, 0]
+    sender.side.assert_clean()
+
+
+def test_a_push_that_outlasts_its_grant_does_not_hold_the_pages_for_ever(sender):
+    sender.hold_back(ticks=1000)
+    sender.submit()
+    sender.allow(valid_s=2.0)
+    sender.turn(3)
+    sender.pass_time(2.0)
+    sender.assert_gave_up("the grant expired")
+    sender.side.assert_clean()
+
+
+@pytest.mark.parametrize("fate", [Fate(fail=True), Fate(lose_peer=True)])
+def test_a_failed_push_gives_the_transfer_up(sender, fate):
+    sender.fabric.fates = lambda _push: fate
+    sender.submit()
+    sender.allow()
+    sender.turn(4)
+    sender.assert_gave_up("injected fault" if fate.fail else "peer lost")
+    sender.side.assert_clean()
+
+
+def test_a_receiver_that_never_greeted_is_told_so():
+    sender = Sender()
+    sender.receiver.link.network.links[sender.side.peer.incarnation].inbox.clear()
+    sender.submit()
+    sender.allow()
+    sender.turn(4)
+    sender.assert_gave_up("not connected")
+
+
+def test_a_grant_that_does_not_fit_is_refused_with_the_reason(sender):
+    sender.submit()
+    sender.allow((1,))
+    sender.turn(3)
+    sender.assert_gave_up("grant of 1 pages where the prompt needs 3")
+
+
+def test_a_grant_by_another_receiver_is_refused(sender):
+    stranger = make_scripted_peer(make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network)
+    sender.submit()
+    stranger.allow(ROOM, PAGES)
+    sender.turn(3)
+    sender.assert_gave_up("grant by q@1")
+
+
+def test_a_second_grant_in_a_room_is_ignored(sender):
+    sender.submit()
+    sender.allow()
+    sender.allow((5, 6, 7))
+    sender.turn(4)
+    assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
+    assert sender.receiver.tokens_at((5, 6, 7), len(PROMPT)) == [0] * len(PROMPT)
+    assert sender.side.stage.counters.ignored == 1
+
+
+def test_a_grant_of_another_generation_waits_for_its_own_request(sender):
+    sender.submit()
+    sender.allow(generation=2)
+    sender.turn(3)
+    assert sender.records() == []
+    sender.allow()
+    sender.turn(3)
+    assert [record.generation for record in sender.records()] == [1]
+
+
+def test_an_abort_by_the_gateway_tells_the_receiver(sender):  # T63
+    sender.submit()
+    sender.turn(2)
+    sender.side.engine.scheduler.abort(RequestId("r"))
+    sender.turn()
+    assert sender.side.finish().reason is FinishReason.ABORT
+    assert len(sender.aborts()) == 1
+    sender.side.assert_clean()
+
+
+def test_an_abort_while_computing_tells_the_receiver():  # T63
+    sender = Sender(chunked_prefill_size=4)
+    sender.submit()
+    sender.allow()
+    sender.turn()
+    sender.side.engine.scheduler.abort(RequestId("r"))
+    sender.turn(3)
+    assert len(sender.aborts()) == 1
+    assert sender.records() == []
+    sender.side.assert_clean()
+
+
+def test_a_request_refused_at_admission_tells_the_receiver(sender):  # T63, T64
+    sender.side.engine.scheduler.drain()
+    sender.submit()
+    sender.turn()
+    assert [abort.room for abort in sender.aborts()] == [ROOM]
+    sender.allow()
+    sender.turn()
+    assert len(sender.aborts()) == 2
+
+
+def test_the_receivers_abort_is_acked_at_once_when_nothing_is_outstanding(sender):  # T61
+    sender.submit()
+    sender.turn(2)
+    sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
+    sender.turn(2)
+    assert [(ack.room, ack.generation) for ack in sender.acks()] == [(ROOM, 1)]
+    assert sender.aborts() == []
+    sender.side.assert_clean()
+
+
+def test_the_receivers_abort_is_acked_after_the_last_push(sender):  # T60, T61
+    sender.hold_back(ticks=3)
+    sender.submit()
+    sender.allow()
+    sender.turn(2)
+    sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
+    sender.turn()
+    assert sender.acks() == []
+    sender.turn(4)
+    assert len(sender.acks()) == 1
+    assert sender.records() == []
+    sender.side.assert_clean()
+
+
+def test_nothing_is_pushed_into_a_room_that_was_acked():  # T60
+    sender = Sender(chunked_prefill_size=4)
+    sender.submit()
+    sender.allow()
+    sender.turn()
+    sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
+    sender.turn(6)
+    assert len(sender.acks()) == 1
+    assert sender.receiver.tokens_at(PAGES[1:], 6) == [0] * 6
+    assert sender.side.tokens() == [first_token()]
+
+
+def test_an_abort_for_an_unknown_room_is_acked_and_closes_it(sender):  # T61
+    sender.allow()
+    sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
+    sender.turn()
+    assert len(sender.acks()) == 1
+    sender.submit()
+    sender.allow()
+    sender.turn(4)
+    assert sender.records() == []
+    assert sender.receiver.tokens_at(PAGES, 10) == [0] * 10
+    assert sender.side.tokens() == [first_token()]
+    sender.side.assert_clean()
+
+
+def test_an_abort_after_the_handover_is_acked(sender):
+    sender.submit()
+    sender.allow()
+    sender.turn(4)
+    sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
+    sender.turn()
+    assert len(sender.acks()) == 1
+
+
+def test_a_strangers_abort_stops_nothing(sender):
+    stranger = make_scripted_peer(make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network)
+    sender.submit()
+    stranger.abort(HandoffSide.RECEIVE, ROOM)
+    sender.allow()
+    sender.turn(4)
+    assert len(stranger.got(DrainAck)) == 1
+    assert len(sender.records()) == 1
+
+
+def test_a_dead_receiver_frees_the_pages_at_once(sender):  # T74
+    sender.hold_back(ticks=1000)
+    sender.submit()
+    sender.allow()
+    sender.turn(3)
+    sender.side.stage.peer_gone(RECEIVER.incarnation)
+    sender.turn(2)
+    sender.side.assert_clean()
+    assert sender.side.finish() is None
+    assert RECEIVER.incarnation not in sender.side.transport.connected
+
+
+def test_a_receiver_that_takes_no_messages_is_given_up(sender):
+    sender.submit()
+    sender.allow()
+    sender.turn()
+    sender.side.link.unreachable.add(RECEIVER.incarnation)
+    sender.turn(3)
+    assert sender.side.stage.counters.failed == 1
+    sender.side.assert_clean()
+
+
+def test_a_failure_is_logged_with_its_room_and_reason(sender, caplog):
+    sender.submit()
+    sender.turn(2)
+    sender.pass_time(HOLD_TIMEOUT)
+    assert "room 'room-r/1': not handed to d@1: no grant came" in caplog.text
+
+
+def test_outcomes_of_pushes_in_closed_rooms_are_taken_quietly(sender):
+    sender.hold_back(ticks=4)
+    sender.submit()
+    sender.allow()
+    sender.turn(3)
+    sender.side.engine.scheduler.abort(RequestId("r"))
+    sender.turn(6)
+    assert not any(isinstance(event, PushFailed) for event in sender.side.transport.events)
+    assert len(sender.aborts()) == 1
+    sender.side.assert_clean()

@@ -1,0 +1,85 @@
+import pytest
+
+from tandem_engine.errors import OutOfPagesError
+from tandem_engine.memory.allocator import PageAllocator
+from tandem_engine.names import DUMMY_PAGE, PageId
+
+
+@pytest.fixture
+def allocator() -> PageAllocator:
+    return PageAllocator(num_pages=6)
+
+
+def test_the_dummy_page_is_never_given_out(allocator: PageAllocator) -> None:  # T39
+    assert sorted(allocator.alloc(5)) == [1, 2, 3, 4, 5]
+
+
+def test_too_few_pages_raise_and_take_nothing(allocator: PageAllocator) -> None:
+    allocator.alloc(2)
+    with pytest.raises(OutOfPagesError, match="4 KV pages were asked for and 3 of 5 are free"):
+        allocator.alloc(4)
+    assert allocator.available == 3
+
+
+def test_nothing_asked_for_is_nothing_given(allocator: PageAllocator) -> None:
+    assert allocator.alloc(0) == []
+    assert allocator.available == 5
+
+
+def test_a_light_load_stays_on_few_pages(allocator: PageAllocator) -> None:
+    used = set()
+    for _ in range(4):
+        pages = allocator.alloc(2)
+        used |= {*pages}
+        allocator.free(pages)
+    assert used == {1, 2}
+
+
+def test_a_page_freed_twice_is_named(allocator: PageAllocator) -> None:
+    (page,) = allocator.alloc(1)
+    allocator.free([page])
+    with pytest.raises(AssertionError, match=f"page {page} given back while free"):
+        allocator.free([page])
+
+
+def test_a_page_twice_in_one_call_is_named(allocator: PageAllocator) -> None:
+    (page,) = allocator.alloc(1)
+    with pytest.raises(AssertionError, match=f"page {page} given back while free"):
+        allocator.free([page, page])
+
+
+def test_a_fenced_page_freed_again_is_named(allocator: PageAllocator) -> None:
+    (page,) = allocator.alloc(1)
+    allocator.free_after(1, [page])
+    with pytest.raises(AssertionError, match=f"page {page} given back while fenced"):
+        allocator.free([page])
+
+
+@pytest.mark.parametrize("page", [DUMMY_PAGE, PageId(-1)])
+def test_neither_dummy_nor_sentinel_can_be_freed(allocator: PageAllocator, page: PageId) -> None:  # T39
+    allocator.alloc(5)
+    with pytest.raises(AssertionError, match=f"page {page} "):
+        allocator.free([page])
+
+
+def test_a_late_write_cannot_reach_a_page_of_another_request(allocator: PageAllocator) -> None:  # T77
+    written_by_step_3 = allocator.alloc(2)
+    allocator.free_after(3, written_by_step_3)
+    others = allocator.alloc(3)
+    assert not {*others} & {*written_by_step_3}
+    with pytest.raises(OutOfPagesError, match="2 more are waiting"):
+        allocator.alloc(1)
+    allocator.settled(3)
+    assert {*allocator.alloc(2)} == {*written_by_step_3}
+
+
+def test_fenced_pages_count_apart_and_are_still_free_for_the_audit(allocator: PageAllocator) -> None:
+    allocator.free_after(3, allocator.alloc(2))
+    assert (allocator.available, allocator.fenced_pages) == (3, 2)
+    assert sorted(allocator.free_page_ids()) == [1, 2, 3, 4, 5]
+
+
+def test_a_step_that_settled_does_not_fence(allocator: PageAllocator) -> None:
+    allocator.settled(3)
+    allocator.free_after(3, allocator.alloc(2))
+    assert (allocator.available, allocator.fenced_pages) == (5, 0)

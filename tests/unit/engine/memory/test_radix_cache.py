@@ -1,0 +1,356 @@
+import random
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from tandem_engine.memory.prefix_cache import InsertResult, Lock
+from tandem_engine.memory.radix_cache import RadixCache
+from tandem_engine.messages.block_hash import chain_hashes, chain_seed
+from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored
+from tandem_engine.names import PageId
+from tandem_testing.memory_events import replayed
+
+
+def pages(first: int, count: int) -> list[PageId]:
+    return [PageId(first + i) for i in range(count)]
+
+
+def run(page_size: int, *blocks: int) -> list[int]:
+    """Tokens of the given block contents: equal numbers are equal blocks."""
+    return [1000 * block + i for block in blocks for i in range(page_size)]
+
+
+def store(cache: RadixCache, tokens: list[int], offered: list[PageId], *, salt: str = "") -> InsertResult:
+    """Insert and give the lock back."""
+    result = cache.insert(tokens, offered, salt=salt)
+    cache.unlock(result.lock)
+    return result
+
+
+def cached(cache: RadixCache, tokens: list[int], *, salt: str = "") -> tuple[PageId, ...]:
+    """Match and give the lock back."""
+    match = cache.match(tokens, salt=salt)
+    cache.unlock(match.lock)
+    return match.pages
+
+
+@pytest.fixture(params=[1, 4, 16], ids=lambda size: f"page{size}")
+def size(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def cache(size: int) -> RadixCache:
+    return RadixCache(size)
+
+
+def test_an_empty_cache_matches_nothing(cache: RadixCache, size: int) -> None:
+    match = cache.match(run(size, 1, 2))
+    assert match.pages == ()
+    assert cache.audit([match.lock]) == []
+
+
+def test_what_was_inserted_is_matched(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2, 3), pages(1, 3))
+    assert cached(cache, run(size, 1, 2, 3)) == (1, 2, 3)
+    assert cached(cache, run(size, 1, 2, 3, 4)) == (1, 2, 3)
+
+
+def test_a_partial_match_ends_at_a_page_boundary_inside_a_node(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2, 3), pages(1, 3))
+    assert cached(cache, run(size, 1, 2, 9)) == (1, 2)
+    assert cached(cache, run(size, 1)) == (1,)
+    assert cached(cache, run(size, 9, 2, 3)) == ()
+    assert cached(cache, run(size, 1, 2, 3)) == (1, 2, 3)
+
+
+def test_a_partial_page_is_not_matched() -> None:  # T27
+    cache = RadixCache(4)
+    store(cache, run(4, 1, 2), pages(1, 2))
+    assert cached(cache, run(4, 1, 2)[:7]) == (1,)
+    assert cached(cache, run(4, 1, 2)[:3]) == ()
+
+
+def test_the_match_is_capped_in_tokens_and_rounded_down_to_pages() -> None:  # T33
+    cache = RadixCache(4)
+    tokens = run(4, 1, 2, 3)
+    store(cache, tokens, pages(1, 3))
+    for cap, expected in [(12, 3), (11, 2), (8, 2), (7, 1), (3, 0), (0, 0)]:
+        match = cache.match(tokens, max_tokens=cap)
+        cache.unlock(match.lock)
+        assert len(match.pages) == expected
+        assert cache.peek(tokens, max_tokens=cap) == expected
+
+
+def test_a_negative_cap_is_a_bug_and_not_a_slice(cache: RadixCache, size: int) -> None:
+    with pytest.raises(AssertionError, match="at most -1 tokens"):
+        cache.match(run(size, 1), max_tokens=-1)
+
+
+def test_branches_share_their_common_pages(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2, 3), pages(1, 3))
+    second = store(cache, run(size, 1, 2, 4), [*pages(1, 2), PageId(7)])
+    assert second.pages == (1, 2, 7)
+    assert second.duplicates == ()
+    assert sorted(cache.pages()) == [1, 2, 3, 7]
+    assert cached(cache, run(size, 1, 2, 3)) == (1, 2, 3)
+    assert cached(cache, run(size, 1, 2, 4)) == (1, 2, 7)
+
+
+def test_pages_for_tokens_the_tree_has_come_back_as_duplicates(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2), pages(1, 2))
+    result = store(cache, run(size, 1, 2, 3), pages(5, 3))
+    assert result.duplicates == (5, 6)
+    assert result.pages == (1, 2, 7)
+    assert sorted(cache.pages()) == [1, 2, 7]
+
+
+def test_the_borrowed_prefix_is_no_duplicate(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2), pages(1, 2))
+    result = store(cache, run(size, 1, 2, 3), [PageId(1), PageId(6), PageId(7)])
+    assert result.duplicates == (6,)
+
+
+def test_inserting_a_prefix_of_what_is_cached_adds_nothing(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2, 3), pages(1, 3))
+    result = cache.insert(run(size, 1, 2), pages(1, 2))
+    assert (result.pages, result.duplicates) == ((1, 2), ())
+    assert cache.evictable_pages() == 1
+    assert cache.evict(9) == [3]
+    cache.unlock(result.lock)
+
+
+def test_inserting_nothing_locks_nothing(cache: RadixCache) -> None:  # T27
+    result = cache.insert([], [])
+    assert (result.pages, result.duplicates) == ((), ())
+    cache.unlock(result.lock)
+    assert cache.audit([]) == []
+
+
+def test_pages_must_cover_the_tokens_exactly(cache: RadixCache, size: int) -> None:
+    with pytest.raises(AssertionError, match="cannot hold exactly"):
+        cache.insert(run(size, 1, 2), pages(1, 1))
+
+
+def test_salts_share_nothing(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2), pages(1, 2), salt="a")
+    assert cached(cache, run(size, 1, 2), salt="b") == ()
+    assert cached(cache, run(size, 1, 2)) == ()
+    result = store(cache, run(size, 1, 2), pages(5, 2), salt="b")
+    assert result.duplicates == ()
+    assert cached(cache, run(size, 1, 2), salt="b") == (5, 6)
+
+
+def test_a_salt_without_content_leaves_nothing_behind(cache: RadixCache, size: int) -> None:
+    for tenant in range(5):
+        cached(cache, run(size, 1), salt=str(tenant))
+        store(cache, run(size, 1), [PageId(tenant + 1)], salt=str(tenant))
+    cache.clear()
+    assert cache._roots == {}
+
+
+def test_a_locked_path_survives_any_eviction(cache: RadixCache, size: int) -> None:  # T25
+    store(cache, run(size, 1, 2, 3), pages(1, 3))
+    match = cache.match(run(size, 1, 2))
+    assert cache.evict(sys.maxsize) == [3]
+    assert cached(cache, run(size, 1, 2, 3)) == (1, 2)
+    cache.unlock(match.lock)
+    assert sorted(cache.evict(sys.maxsize)) == [1, 2]
+
+
+def test_an_insert_is_locked_from_the_start(cache: RadixCache, size: int) -> None:  # T25
+    result = cache.insert(run(size, 1, 2), pages(1, 2))
+    assert cache.evict(sys.maxsize) == []
+    cache.unlock(result.lock)
+    assert cache.evictable_pages() == 2
+
+
+def test_a_lock_given_back_twice_is_a_bug(cache: RadixCache, size: int) -> None:  # T26
+    match = cache.match(run(size, 1))
+    cache.unlock(match.lock)
+    assert match.lock.released
+    with pytest.raises(AssertionError, match="released twice"):
+        cache.unlock(match.lock)
+    assert cache.audit([]) == []
+
+
+def test_two_locks_on_one_path_are_two_locks(cache: RadixCache, size: int) -> None:  # T26
+    store(cache, run(size, 1, 2), pages(1, 2))
+    first, second = cache.match(run(size, 1, 2)), cache.match(run(size, 1, 2))
+    cache.unlock(first.lock)
+    assert cache.evict(9) == []
+    cache.unlock(second.lock)
+    assert cache.evictable_pages() == 2
+
+
+def test_a_lock_taken_before_a_split_still_covers_its_whole_path(cache: RadixCache, size: int) -> None:
+    result = cache.insert(run(size, 1, 2, 3), pages(1, 3))
+    store(cache, run(size, 1, 9), [PageId(1), PageId(8)])
+    assert cache.audit([result.lock]) == []
+    assert cache.evict(9) == [8]
+    cache.unlock(result.lock)
+    assert cache.evictable_pages() == 3
+    assert cache.audit([]) == []
+
+
+def test_the_least_recently_used_leaf_goes_first(cache: RadixCache, size: int) -> None:
+    for block in (1, 2, 3):
+        store(cache, run(size, block), [PageId(block)])
+    cached(cache, run(size, 1))
+    assert cache.evict(1) == [2]
+    assert cache.evict(2) == [3, 1]
+
+
+def test_peeking_does_not_count_as_use(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1), [PageId(1)])
+    store(cache, run(size, 2), [PageId(2)])
+    assert cache.peek(run(size, 1)) == 1
+    assert cache.evict(1) == [1]
+
+
+def test_a_parent_goes_after_its_last_child_in_its_own_turn(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2), pages(1, 2))
+    store(cache, run(size, 5), [PageId(5)])
+    store(cache, run(size, 1, 3), [PageId(1), PageId(3)])
+    assert cache.evict(9) == [2, 5, 3, 1]
+
+
+@pytest.mark.parametrize("wanted", range(8))
+def test_eviction_gives_what_was_asked_or_all_there_is(wanted: int) -> None:  # T57
+    cache = RadixCache(4)
+    store(cache, run(4, 1, 2, 3), pages(1, 3))
+    store(cache, run(4, 1, 9, 8), [PageId(1), *pages(5, 2)])
+    assert len(cache.evict(wanted)) == min(wanted, 5)
+    assert cache.evictable_pages() == 5 - min(wanted, 5)
+    assert cache.audit([]) == []
+
+
+def test_a_leaf_is_evicted_from_its_end(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2, 3), pages(1, 3))
+    assert cache.evict(1) == [3]
+    assert cached(cache, run(size, 1, 2, 3)) == (1, 2)
+
+
+def test_clear_keeps_only_what_is_locked(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2), pages(1, 2))
+    store(cache, run(size, 7), [PageId(7)])
+    match = cache.match(run(size, 1))
+    assert sorted(cache.clear()) == [2, 7]
+    assert [*cache.pages()] == [1]
+    cache.unlock(match.lock)
+
+
+def opcodes_of(action: Callable[[], object]) -> int:
+    """Bytecodes that `action` executes in Python."""
+    executed = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        nonlocal executed
+        frame.f_trace_opcodes = True
+        executed += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return executed
+
+
+def test_evicting_a_page_does_the_same_work_in_a_small_and_a_large_tree() -> None:  # T32
+    def work(leaves: int) -> int:
+        cache = RadixCache(4)
+        for block in range(leaves):
+            store(cache, run(4, block % 7, 100 + block), [PageId(2 * block + 1), PageId(2 * block + 2)])
+        return opcodes_of(lambda: cache.evict(1))
+
+    assert 0 < work(600) <= work(20)
+
+
+def test_blocks_are_announced_with_the_shared_chain_parents_first(cache: RadixCache, size: int) -> None:
+    tokens = run(size, 1, 2, 3)
+    chain = chain_hashes(tokens, size, parent=chain_seed("tenant"))
+    store(cache, tokens[: 2 * size], pages(1, 2), salt="tenant")
+    store(cache, tokens, pages(1, 3), salt="tenant")
+    assert cache.take_events() == [
+        BlockStored(hashes=tuple(chain[:2])),
+        BlockStored(hashes=tuple(chain[2:])),
+    ]
+    assert cache.take_events() == []
+
+
+def test_evicted_blocks_are_withdrawn(cache: RadixCache, size: int) -> None:
+    tokens = run(size, 1, 2, 3)
+    chain = chain_hashes(tokens, size, parent=chain_seed(""))
+    store(cache, tokens, pages(1, 3))
+    cache.take_events()
+    cache.evict(2)
+    assert cache.take_events() == [BlockRemoved(hashes=tuple(chain[1:]))]
+
+
+def test_a_match_that_splits_a_node_announces_nothing(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2, 3), pages(1, 3))
+    cache.take_events()
+    cached(cache, run(size, 1))
+    assert cache.take_events() == []
+
+
+def test_a_snapshot_starts_over_and_names_parents_before_children(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2), pages(1, 2))
+    store(cache, run(size, 1, 3), [PageId(1), PageId(3)])
+    first, *rest = cache.snapshot_events()
+    assert first == AllCleared()
+    named = [digest for event in rest if isinstance(event, BlockStored) for digest in event.hashes]
+    root, left, right = (
+        chain_hashes(run(size, *blocks), size, parent=chain_seed(""))[-1] for blocks in ((1,), (1, 2), (1, 3))
+    )
+    assert named[0] == root
+    assert {*named[1:]} == {left, right}
+
+
+def test_a_silent_cache_emits_nothing_and_can_still_be_replayed(size: int) -> None:
+    cache = RadixCache(size, emit_events=False)
+    for length in (1, 2, 3):
+        store(cache, run(size, *range(length)), pages(1, length))
+    cache.evict(1)
+    assert cache.take_events() == []
+    expected = chain_hashes(run(size, 0, 1), size, parent=chain_seed(""))
+    assert replayed(cache.snapshot_events()) == {*expected}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_replaying_the_events_gives_the_snapshot(size: int, seed: int) -> None:
+    rng = random.Random(seed)
+    cache, known, locks = RadixCache(size), set[bytes](), list[Lock]()
+    next_page = 1
+    for _ in range(120):
+        tokens = run(size, *(rng.randrange(3) for _ in range(rng.randrange(5))))
+        match rng.randrange(4):
+            case 0:
+                locks.append(cache.match(tokens).lock)
+            case 1 | 2:
+                count = len(tokens) // size
+                locks.append(cache.insert(tokens, pages(next_page, count)).lock)
+                next_page += count
+            case _:
+                cache.evict(rng.randrange(4))
+        if len(locks) > 3:
+            cache.unlock(locks.pop(rng.randrange(len(locks))))
+        known = replayed(cache.take_events(), known)
+        assert known == replayed(cache.snapshot_events())
+        assert cache.audit(locks) == []
+
+
+def test_the_audit_names_a_lock_that_nobody_holds(cache: RadixCache, size: int) -> None:
+    cache.insert(run(size, 1), pages(1, 1))
+    assert cache.audit([]) == ["tree node with pages [1] counts 1 locks, requests hold 0"]
+
+
+def test_the_audit_sees_a_wrong_evictable_count(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1), pages(1, 1))
+    cache._evictable += 1
+    assert cache.audit([]) == ["1 tree pages are evictable, the counter says 2"]

@@ -1,0 +1,73 @@
+"""Two workers share KV only when their models have one fingerprint."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tandem_engine.model import fingerprint as fingerprint_module
+from tandem_engine.model.checkpoint import read_model_config
+from tandem_testing.checkpoint_files import write_checkpoint, write_config, write_sharded
+
+
+def fingerprint(directory) -> str:
+    return read_model_config(directory).fingerprint
+
+
+def test_the_same_weights_have_the_same_fingerprint_wherever_they_lie(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_checkpoint(tmp_path / name)
+    assert fingerprint(tmp_path / "first") == fingerprint(tmp_path / "second")
+
+
+def test_sharding_does_not_change_it(tmp_path):
+    tensors = write_checkpoint(tmp_path)
+    whole = fingerprint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    write_sharded(tmp_path, tensors, shards=3)
+    assert fingerprint(tmp_path) == whole
+
+
+def test_other_weights_of_the_same_shapes_change_it(tmp_path):
+    write_checkpoint(tmp_path, seed=0)
+    before = fingerprint(tmp_path)
+    write_checkpoint(tmp_path, seed=1)
+    assert fingerprint(tmp_path) != before
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
+def test_a_change_in_any_one_tensor_changes_it(tmp_path, name):
+    tensors = write_checkpoint(tmp_path)
+    before = fingerprint(tmp_path)
+    save_file({**tensors, name: tensors[name] + 1}, tmp_path / "model.safetensors")
+    assert fingerprint(tmp_path) != before
+
+
+def test_a_change_in_the_config_alone_changes_it(tmp_path):
+    write_checkpoint(tmp_path)
+    before = fingerprint(tmp_path)
+    write_config(tmp_path, rope_theta=5e5)
+    assert fingerprint(tmp_path) != before
+
+
+def test_the_dtype_of_the_files_changes_it(tmp_path):
+    tensors = {name: torch.ones_like(tensor) for name, tensor in write_checkpoint(tmp_path).items()}
+    prints = set()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        prints.add(fingerprint(tmp_path))
+    assert len(prints) == 3
+
+
+def test_a_large_tensor_is_sampled_at_both_ends_and_between(tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint_module, "BLOCK_BYTES", 16)
+    tensors = write_checkpoint(tmp_path)
+    prints = {fingerprint(tmp_path)}
+    table = tensors["model.embed_tokens.weight"]
+    middle = (table.numel() * 4 - 16) // 3 // 4
+    for place in (0, middle + 1, 2 * middle + 1, -1):
+        changed = table.clone()
+        changed.view(-1)[place] += 1
+        save_file({**tensors, "model.embed_tokens.weight": changed}, tmp_path / "model.safetensors")
+        prints.add(fingerprint(tmp_path))
+    assert len(prints) == 5

@@ -1,0 +1,56 @@
+"""A projection gives the same numbers in whatever layout it keeps its weight."""
+
+import pytest
+import torch
+
+from tandem_engine.model.layers.linear import MIN_PACKED_ELEMENTS, Linear, PackedLinear, projection
+
+LARGE, SMALL = (300, 256), (30, 25)
+
+
+@pytest.fixture
+def packs() -> None:
+    available = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if not available:
+        pytest.skip("oneDNN has no blocked layout for this CPU")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 33, 200])
+def test_a_packed_projection_equals_the_plain_one(packs, tokens, bias):
+    weight, offset = torch.randn(LARGE) / 16, torch.randn(LARGE[0]) if bias else None
+    x = torch.randn(tokens, LARGE[1])
+    packed = projection(weight, offset)
+    assert isinstance(packed, PackedLinear)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), Linear(weight=weight, bias=offset)(x), atol=1e-5, rtol=0)
+
+
+def test_a_packed_bfloat16_projection_accumulates_in_float32(packs):
+    weight, x = (torch.randn(LARGE) / 16).bfloat16(), torch.randn(5, LARGE[1]).bfloat16()
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(projection(weight)(x).double(), exact, atol=1e-2, rtol=1 / 128)
+
+
+def test_inputs_need_not_be_contiguous(packs):
+    weight, wide = torch.randn(LARGE) / 16, torch.randn(4, 2 * LARGE[1])
+    x = wide[:, : LARGE[1]]
+    torch.testing.assert_close(projection(weight)(x), x @ weight.T, atol=1e-5, rtol=0)
+
+
+def test_a_small_weight_stays_as_it_is():
+    weight = torch.randn(SMALL)
+    assert weight.numel() < MIN_PACKED_ELEMENTS
+    assert projection(weight) == Linear(weight=weight, bias=None)
+
+
+def test_other_dtypes_stay_as_they_are():
+    assert isinstance(projection(torch.randn(LARGE).double()), Linear)
+
+
+def test_packing_keeps_no_hold_on_the_caller_s_weight(packs):
+    weight, x = torch.randn(LARGE) / 16, torch.randn(3, LARGE[1])
+    packed = projection(weight)
+    before = packed(x)
+    weight.zero_()
+    assert torch.equal(packed(x), before)

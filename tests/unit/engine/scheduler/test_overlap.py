@@ -1,0 +1,192 @@
+"""Step N+1 is launched before step N is settled (BEHAVIOUR C.3, C.4)."""
+
+import pytest
+
+from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch
+from tandem_engine.messages.outputs import FinishReason
+from tandem_testing.fake_executors import EagerExecutor
+from tandem_testing.scheduler_builders import Engine, ManualClock, expected_output, make_engine, make_message
+
+
+def overlapped(**settings: object) -> Engine:
+    return make_engine(enable_overlap=True, **settings)
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_settled():
+    engine = overlapped()
+    engine.add(make_message(max_tokens=4))
+    engine.step()
+    assert (engine.scheduler.tally.launched, engine.scheduler.tally.settled) == (1, 0)
+    engine.step()
+    assert (engine.scheduler.tally.launched, engine.scheduler.tally.settled) == (2, 1)
+
+
+def test_no_more_than_one_step_is_ahead():
+    engine = overlapped()
+    engine.add(make_message(max_tokens=9))
+    while not engine.scheduler.idle:
+        engine.step()
+        assert engine.scheduler.tally.launched - engine.scheduler.tally.settled <= 1
+
+
+def test_a_token_that_only_the_device_knows_is_resolved_there():  # T41
+    engine = overlapped()
+    engine.add(make_message(prompt=[1, 2, 3], max_tokens=3))
+    engine.run()
+    prefill, *decodes = engine.executor.batches
+    assert prefill.input_ids.tolist() == [1, 2, 3]
+    assert [batch.input_ids.tolist() for batch in decodes] == [[RESOLVE], [RESOLVE]]
+
+
+def test_without_overlap_the_host_knows_every_token():
+    engine = make_engine()
+    engine.add(make_message(prompt=[1, 2, 3], max_tokens=3))
+    engine.run()
+    assert all(RESOLVE not in batch.input_ids.tolist() for batch in engine.executor.batches)
+
+
+def test_no_step_is_launched_past_max_tokens():
+    engine = overlapped()
+    engine.add(make_message(max_tokens=5))
+    engine.run()
+    assert len(engine.executor.batches) == 5
+
+
+def test_the_surplus_token_of_a_request_that_stopped_is_dropped():  # T9
+    engine = overlapped()
+    message = make_message(max_tokens=30)
+    stop = expected_output(message)[3]
+    engine.add(make_message(max_tokens=30, stop_token_ids=(stop,)))
+    engine.run()
+    assert engine.output() == expected_output(engine.messages["r"])
+    assert len(engine.executor.batches) == len(engine.output()) + 1
+    assert engine.finish().matched_stop == stop
+    assert engine.received["r"].outputs[-1].finish is not None
+
+
+def test_memory_that_a_step_in_flight_may_write_waits_for_it():  # T77
+    engine = overlapped(page_size=1, radix=False)
+    stop = expected_output(make_message(max_tokens=30))[3]
+    engine.add(make_message(max_tokens=30, stop_token_ids=(stop,)))
+    while engine.finish() is None:
+        engine.step()
+    assert engine.scheduler.step_in_flight is not None
+    fenced = engine.scheduler.audit().fenced
+    assert fenced > 0
+    assert engine.memory.available_pages() == 64 - fenced
+    engine.step()
+    assert engine.memory.available_pages() == 64
+
+
+def test_a_row_is_not_given_out_while_a_step_in_flight_uses_it():  # T2
+    engine = overlapped(max_rows=1)
+    stop = expected_output(make_message(max_tokens=30))[3]
+    engine.add(make_message("one", max_tokens=30, stop_token_ids=(stop,)))
+    engine.add(make_message("two", [7, 8], max_tokens=3))
+    while engine.finish("one") is None:
+        engine.step()
+    assert engine.memory.rows.available == 0
+    engine.run()
+    engine.assert_expected()
+
+
+def test_the_forward_reads_a_snapshot_of_the_rows():  # T2, T3
+    engine = overlapped(executor=EagerExecutor, page_size=1)
+    engine.add(make_message(prompt=[1, 2, 3], max_tokens=4))
+    engine.step()
+    seen = engine.executor.batches[0].page_table.clone()
+    engine.run()
+    assert engine.executor.batches[0].page_table.equal(seen)
+
+
+def test_an_abort_between_launch_and_settlement_is_obeyed_before_the_token():  # T1, T6
+    engine = overlapped()
+    engine.add(make_message(max_tokens=9))
+    engine.step()
+    engine.scheduler.abort("r")
+    assert engine.scheduler.audit().requests == 1
+    engine.run()
+    assert engine.output() == []
+    assert engine.finish().reason is FinishReason.ABORT
+    engine.assert_nothing_held()
+
+
+def test_an_abort_after_the_last_chunk_was_launched_leaks_nothing():  # T6, T7
+    engine = overlapped(chunked_prefill_size=4, page_size=1)
+    engine.add(make_message(prompt=range(1, 9), max_tokens=9))
+    engine.step(2)
+    engine.scheduler.abort("r")
+    engine.run()
+    assert engine.output() == []
+    engine.assert_nothing_held()
+
+
+@pytest.mark.parametrize("after", range(1, 8))
+def test_an_abort_at_any_moment_ends_the_output_once(after):
+    engine = overlapped(chunked_prefill_size=3, enable_mixed_chunk=True)
+    engine.add(make_message("other", [9, 8, 7], max_tokens=12))
+    engine.add(make_message(prompt=range(1, 9), max_tokens=9))
+    engine.step(after)
+    engine.scheduler.abort("r")
+    engine.scheduler.abort("r")
+    engine.run()
+    assert engine.finish().reason is FinishReason.ABORT
+    assert engine.output() == expected_output(engine.messages["r"])[: len(engine.output())]
+    engine.assert_expected("other")
+    engine.assert_nothing_held()
+
+
+def test_time_spent_while_the_device_computes_counts_as_hidden():
+    clock = TickingClock()
+    hidden = {}
+    for overlap in (False, True):
+        engine = make_engine(enable_overlap=overlap)
+        engine.scheduler._loop.clock = clock
+        engine.add(make_message(max_tokens=10))
+        engine.run()
+        hidden[overlap] = engine.scheduler.stats().overlap_hidden_s
+        assert engine.scheduler.stats().schedule_s > hidden[overlap]
+    assert hidden[False] == 0.0
+    assert hidden[True] > 0.0
+
+
+class TickingClock(ManualClock):
+    """A millisecond passes whenever somebody looks."""
+
+    def now(self) -> float:
+        self.time += 0.001
+        return self.time
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_raises_fails_its_requests_and_no_others(overlap):  # RELIABILITY B3 30
+    broken: set[int] = set()
+
+    def faults(batch: ForwardBatch) -> None:
+        if batch.step in broken:
+            raise RuntimeError("device fault")
+
+    engine = make_engine(
+        enable_overlap=overlap, max_running_requests=1, executor=lambda model: EagerExecutor(model, faults)
+    )
+    engine.add(make_message("struck", [1, 2, 3], max_tokens=9))
+    engine.add(make_message("spared", [4, 5, 6], max_tokens=9))
+    engine.step(2)
+    broken.add(engine.scheduler.tally.launched + 1)
+    engine.run()
+    assert engine.finish("struck").code == "engine_error"
+    assert engine.finish("struck").retryable
+    assert engine.scheduler.stats().engine_errors_total == 1
+    engine.assert_expected("spared")
+    engine.assert_nothing_held()
+
+
+def test_tokens_of_steps_before_the_one_that_raised_were_streamed():
+    def faults(batch: ForwardBatch) -> None:
+        if batch.step == 4:
+            raise RuntimeError("device fault")
+
+    engine = make_engine(executor=lambda model: EagerExecutor(model, faults))
+    engine.add(make_message(max_tokens=9))
+    engine.run()
+    assert engine.output() == expected_output(engine.messages["r"])[:3]

@@ -1,0 +1,180 @@
+"""Requests that are put back for want of memory (BEHAVIOUR A.7, E.2, E.4)."""
+
+import pytest
+
+from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.retraction import decode_pages_fit
+from tandem_testing.quiet_stage import QuietStage
+from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
+
+TIGHT = {"page_size": 2, "init_new_token_ratio": 0.01, "min_new_token_ratio": 0.01, "radix": False}
+
+
+def add_two(engine: Engine, *, tokens: int = 12, **second: object) -> None:
+    """Two requests of four prompt tokens each."""
+    engine.add(make_message("old", [1, 2, 3, 4], max_tokens=tokens))
+    engine.clock.time += 1
+    engine.add(make_message("new", [5, 6, 7, 8], max_tokens=tokens, **second))
+
+
+def run_until_retracted(engine: Engine) -> None:
+    while not engine.scheduler.tally.retracted:
+        engine.step()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_newest_is_put_back_first_and_resumes_with_the_same_output(overlap):
+    engine = make_engine(usable_pages=9, enable_overlap=overlap, **TIGHT)
+    add_two(engine)
+    run_until_retracted(engine)
+    assert [req.rid for req in engine.scheduler.queues.waiting] == ["new"]
+    engine.run()
+    engine.assert_expected()
+    engine.assert_nothing_held()
+
+
+def test_the_less_important_is_put_back_before_the_newer():
+    engine = make_engine(usable_pages=9, **TIGHT)
+    add_two(engine, priority=1)
+    run_until_retracted(engine)
+    assert [req.rid for req in engine.scheduler.queues.waiting] == ["old"]
+
+
+def test_a_retracted_request_returns_to_the_head_of_the_queue_past_its_cap():  # T12
+    engine = make_engine(usable_pages=9, max_queued_requests=1, max_running_requests=2, **TIGHT)
+    for rid in ("old", "new"):
+        engine.add(make_message(rid, [len(rid)] * 4, max_tokens=12))
+        engine.clock.time += 1
+        engine.step()
+    engine.add(make_message("queued", [9, 9, 9, 9], max_tokens=12))
+    run_until_retracted(engine)
+    assert [req.rid for req in engine.scheduler.queues.waiting] == ["new", "queued"]
+    engine.run()
+    engine.assert_expected()
+
+
+def test_several_put_back_in_one_plan_keep_their_order():
+    engine = make_engine(usable_pages=12, **TIGHT)
+    for number in range(4):
+        engine.add(make_message(f"r{number}", [number + 1] * 4, max_tokens=14))
+        engine.clock.time += 1
+    while engine.scheduler.tally.retracted < 2:
+        engine.step()
+    rids = [req.rid for req in engine.scheduler.queues.waiting]
+    assert rids == sorted(rids)
+    engine.run()
+    engine.assert_expected()
+
+
+def test_a_request_that_is_put_back_too_often_fails_instead_of_looping():  # T12
+    engine = make_engine(usable_pages=9, max_retractions=0, **TIGHT)
+    add_two(engine)
+    engine.run()
+    assert engine.finish("new").reason is FinishReason.ERROR
+    assert engine.finish("new").code == "out_of_pages"
+    assert engine.finish("new").retryable
+    engine.assert_expected("old")
+    engine.assert_nothing_held()
+
+
+def test_forced_retractions_do_not_count_towards_the_limit():
+    engine = make_engine(force_retract_every=1, max_retractions=0)
+    engine.add(make_message(max_tokens=10))
+    engine.run()
+    assert engine.scheduler.tally.retracted == 4
+    engine.assert_expected()
+
+
+def test_the_last_request_fails_with_an_error_when_even_it_cannot_go_on():  # T13
+    engine = make_engine(usable_pages=8, **TIGHT)
+    engine.scheduler.attach(QuietStage(held=engine.memory.reserve_pages(4)))
+    engine.add(make_message(prompt=[1, 2, 3, 4], max_tokens=12))
+    engine.run()
+    assert engine.finish().code == "out_of_pages"
+    assert engine.finish().retryable
+    assert engine.output() == expected_output(engine.messages["r"])[: len(engine.output())] != []
+    engine.assert_nothing_held()
+
+
+def test_the_last_request_waits_while_a_stage_will_give_pages_back():
+    engine = make_engine(usable_pages=8, **TIGHT)
+    pages = engine.memory.reserve_pages(4)
+    stage = QuietStage(
+        held=pages, kept=[Request(rid="kept", origin_input_ids=(1,), sampling=SamplingParams(max_tokens=1))]
+    )
+    engine.scheduler.attach(stage)
+    engine.add(make_message(prompt=[1, 2, 3, 4], max_tokens=12))
+    engine.step(20)
+    assert engine.finish() is None
+    engine.memory.give_back(pages)
+    stage.held, stage.kept = [], []
+    engine.run()
+    engine.assert_expected()
+
+
+def test_nobody_is_put_back_while_a_request_in_flight_is_about_to_end():  # T15
+    engine = make_engine(usable_pages=8, enable_overlap=True, **TIGHT)
+    engine.add(make_message("ending", [1, 2, 3, 4], max_tokens=5))
+    engine.add(make_message("going-on", [5, 6, 7, 8], max_tokens=9))
+    engine.run()
+    assert engine.scheduler.tally.retracted == 0
+    engine.assert_expected()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_half_computed_prompt_gives_way_to_running_requests(overlap):
+    engine = make_engine(
+        usable_pages=12,
+        chunked_prefill_size=2,
+        max_prefill_tokens=2,
+        enable_mixed_chunk=True,
+        enable_overlap=overlap,
+        **TIGHT,
+    )
+    engine.add(make_message("running", [1, 2], max_tokens=20))
+    engine.step(2)
+    engine.clock.time += 1
+    engine.add(make_message("long", [3] * 16, max_tokens=2))
+    run_until_retracted(engine)
+    assert [req.rid for req in engine.scheduler.queues.waiting] == ["long"]
+    assert engine.scheduler.queues.chunked is None
+    engine.run()
+    engine.assert_expected()
+    engine.assert_nothing_held()
+
+
+def test_a_step_that_put_somebody_back_takes_in_nobody():  # E.2
+    engine = make_engine(usable_pages=9, enable_mixed_chunk=True, **TIGHT)
+    add_two(engine)
+    run_until_retracted(engine)
+    assert engine.executor.batches[-1].num_extend == 0
+
+
+def test_the_check_that_decides_is_the_check_that_converges():  # T14
+    engine = make_engine(usable_pages=9, **TIGHT)
+    add_two(engine)
+    while not engine.scheduler.tally.retracted:
+        running = [req for req in engine.scheduler.queues.running if req.finished is None]
+        fits = decode_pages_fit(engine.memory, running)
+        engine.step()
+        assert fits == (engine.scheduler.tally.retracted == 0)
+
+
+def test_no_request_is_put_back_while_its_step_is_in_flight():  # T16
+    engine = make_engine(usable_pages=9, enable_overlap=True, **TIGHT)
+    add_two(engine)
+    run_until_retracted(engine)
+    (waiting,) = engine.scheduler.queues.waiting
+    assert (waiting.steps_in_flight, waiting.tokens_in_flight, waiting.launched_len) == (0, 0, 0)
+    assert waiting.kv is None
+
+
+def test_a_retracted_request_finds_its_pages_in_the_cache_if_nobody_took_them():  # A.7
+    engine = make_engine(page_size=4, force_retract_every=4)
+    engine.add(make_message(prompt=range(1, 9), max_tokens=6))
+    engine.run()
+    extends = [batch for batch in engine.executor.batches if batch.num_extend]
+    assert [batch.extend_lens.tolist() for batch in extends] == [[8], [1]]
+    engine.assert_expected()
