@@ -2,7 +2,7 @@
 
 Life of a run
     1. tokenizer   byte-level BPE learned from the first documents, or the one already in --out
-    2. weights     random, but with a circuit that copies from the context (`seed_copying`)
+    2. weights     random, or those of --start-from
     3. steps       packed documents, Muon for the matrices and AdamW for the rest, bfloat16 autocast
     4. checkpoint  every few minutes under --work; --resume continues from it. The weights so far are exported
     5. export      bfloat16 Hugging Face layout, built beside --out and renamed into its place
@@ -55,14 +55,6 @@ SHAPE_CYCLE = (*(SHORT, SHORT, SHORT, MIDDLE) * 3, SHORT, SHORT, SHORT, LONG)
 TOKENS_PER_STEP = 2048
 SHARD_SIZE = "5MB"
 
-EMBEDDING_STD = 0.05
-# Channel 0 is the same for all tokens: the only thing a head without bias can turn into a fixed query.
-CONSTANT = 4 * EMBEDDING_STD
-# Rotary frequencies fast enough to tell neighbours apart, and slow enough to compare far positions.
-FAST, SLOW = 4, 14
-POSITION_GAIN, MATCH_GAIN = 2.5, 2.0
-PREVIOUS_SCALE, PREDICTION_SCALE = 0.05, 0.4
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -70,6 +62,7 @@ class Options:
 
     out: Path
     work: Path
+    start_from: Path | None
     steps: int
     minutes: float | None
     seed: int
@@ -144,65 +137,11 @@ def model_config(tokenizer: Tokenizer) -> Qwen3Config:
     )
 
 
-def orthonormal_rows(rows: int, columns: int) -> Tensor:
-    """[rows, columns]; column 0, the constant, stays unread."""
-    basis = torch.linalg.qr(torch.randn(columns - 1, rows)).Q.T
-    return torch.cat([torch.zeros(rows, 1), basis], dim=1)
-
-
-@torch.no_grad()
-def seed_copying(model: Qwen3ForCausalLM) -> None:
-    """Overwrite the fresh weights with an induction circuit; draws from the global generator.
-
-    Trained for minutes, a model this small learns the wording of its templates but not yet to look back in
-    its context, and so cannot answer with the name it was told. Two heads suffice to start with:
-
-        layer 0, head 0   attends to the previous token and writes its code into the residual stream
-        layer 1, head 0   attends to where the previous token is the current one, predicts what stood there
-
-    All other output projections start at zero. Training is free to change every weight.
-    """
-    embedding = model.model.embed_tokens.weight
-    embedding.normal_(std=EMBEDDING_STD)
-    embedding[:, 0] = CONSTANT
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-    size, width = model.config.head_dim, model.config.hidden_size
-    code, write = orthonormal_rows(size, width), orthonormal_rows(size, width)
-    _seed_previous_token_head(model, code, write)
-    _seed_match_head(model, code, write)
-
-
-def _seed_previous_token_head(model: Qwen3ForCausalLM, code: Tensor, write: Tensor) -> None:
-    attention, size = model.model.layers[0].self_attn, model.config.head_dim
-    half = size // 2
-    frequency = model.model.rotary_emb.inv_freq[:FAST]
-    query, key = torch.zeros(size), torch.zeros(size)
-    query[:FAST] = 1.0
-    key[:FAST], key[half : half + FAST] = frequency.cos(), frequency.sin()  # one step ahead: peaks at distance 1
-    attention.q_proj.weight[:size, 0] = query
-    attention.k_proj.weight[:size, 0] = key
-    attention.v_proj.weight[:size] = code
-    attention.o_proj.weight[:, :size] = PREVIOUS_SCALE * write.T
-    for norm in (attention.q_norm, attention.k_norm):
-        norm.weight[:FAST] = POSITION_GAIN
-        norm.weight[half : half + FAST] = POSITION_GAIN
-
-
-def _seed_match_head(model: Qwen3ForCausalLM, code: Tensor, write: Tensor) -> None:
-    attention, size = model.model.layers[1].self_attn, model.config.head_dim
-    half = size // 2
-    slow = torch.cat([torch.arange(SLOW, half), torch.arange(half + SLOW, size)])
-    attention.q_proj.weight[:size] = 0.0
-    attention.k_proj.weight[:size] = 0.0
-    attention.q_proj.weight[slow] = code[: len(slow)]
-    attention.k_proj.weight[slow] = write[: len(slow)]
-    predict = orthonormal_rows(size, model.config.hidden_size)
-    attention.v_proj.weight[:size] = predict
-    attention.o_proj.weight[:, :size] = PREDICTION_SCALE * predict.T
-    attention.q_norm.weight[slow] = MATCH_GAIN
-    attention.k_norm.weight[slow] = MATCH_GAIN
+def initial_model(options: Options, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
+    """Fresh weights, or an earlier model to go on from, with float32 as the training precision."""
+    if options.start_from:
+        return Qwen3ForCausalLM.from_pretrained(options.start_from, dtype=torch.float32)
+    return Qwen3ForCausalLM(model_config(tokenizer))
 
 
 @dataclass(slots=True)
@@ -235,37 +174,20 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-CIRCUIT = ("layers.0.self_attn.", "layers.1.self_attn.", "layers.0.input_layernorm", "layers.1.input_layernorm")
-
-
 def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices: it needs fewer steps. Embeddings and norms are not matrices in its sense.
-
-    `early` is the share of its rate a group has at first. The seeded circuit stands still, and the
-    embeddings it compares move slowly, until the rest has learned to use it; else it is washed out.
-    """
+    """Muon for the matrices: it needs fewer steps. Embeddings and norms are not matrices in its sense."""
     named = dict(model.named_parameters())
-    circuit = {name for name in named if any(part in name for part in CIRCUIT)}
-    matrices = {name for name in named if "proj" in name}
-
-    def group(names: set[str], share: float, early: float) -> dict[str, object]:
-        return {"params": [named[name] for name in named if name in names], "lr": rate * share,
-                "full_rate": rate * share, "early": early}  # fmt: skip
-
-    embedding = {name for name in named if "embed" in name}
-    norms = set(named) - matrices - embedding
-    muon = [group(matrices - circuit, 1.0, 1.0), group(matrices & circuit, 0.5, 0.0)]
-    adam = [group(embedding, 0.3, 0.15), group(norms - circuit, 0.5, 1.0), group(norms & circuit, 0.3, 0.0)]
+    matrices = [parameter for name, parameter in named.items() if "proj" in name]
+    others = [parameter for name, parameter in named.items() if "proj" not in name]
     return [
-        torch.optim.Muon(muon, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(adam, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
-def rate_factor(step: int, fraction: float, early: float) -> float:
-    """Short warm-up, constant, then linear to zero over the second half. `early` rises to one from 30 to 50 %."""
-    released = min(1.0, max(0.0, (fraction - 0.3) / 0.2))
-    return min(1.0, (step + 1) / 30, (1.0 - fraction) / 0.5) * (early + (1.0 - early) * released)
+def rate_factor(step: int, fraction: float) -> float:
+    """Short warm-up, constant, then linear to zero over the last 80 %."""
+    return min(1.0, (step + 1) / 20, (1.0 - fraction) / 0.8)
 
 
 @torch.no_grad()
@@ -315,7 +237,7 @@ def train(options: Options, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> Pr
     while (fraction := progress.fraction()) < 1.0:
         for part in parts:
             for group in part.param_groups:
-                group["lr"] = group["full_rate"] * rate_factor(progress.step, fraction, group["early"])
+                group["lr"] = options.rate * rate_factor(progress.step, fraction)
         value = loss(model, batches.take(*shape_of(progress.step)))
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -380,6 +302,7 @@ def parse() -> Options:
     parser = argparse.ArgumentParser(description="Train the bundled model from synthetic text.")
     parser.add_argument("--out", type=Path, default=ROOT / "models" / "tandem-mini", help="where the model goes")
     parser.add_argument("--work", type=Path, default=ROOT / ".tandem" / "train-mini", help="checkpoints and the log")
+    parser.add_argument("--start-from", type=Path, default=None, help="go on from the weights of this model")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps of 2048 tokens, at most")
     parser.add_argument("--minutes", type=float, default=None, help="time budget; the learning rate follows it")
     parser.add_argument("--seed", type=int, default=1, help="documents and initial weights")
@@ -397,8 +320,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     tokenizer = load_or_train_tokenizer(options)
-    model = Qwen3ForCausalLM(model_config(tokenizer))
-    seed_copying(model)
+    model = initial_model(options, tokenizer)
     progress = train(options, model, tokenizer)
     report = {
         "parameters": sum(p.numel() for p in model.parameters()),

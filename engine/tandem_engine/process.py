@@ -154,10 +154,10 @@ class EngineProcess:
                 nonce=nonce,
                 problems=report.problems,
                 idle=self._engine.scheduler.idle,
-                free_pages=report.free_pages,
-                tree_pages=report.tree_pages,
-                private_pages=report.private_pages,
-                held_pages=report.held_pages,
+                free_pages=report.free,
+                tree_pages=report.tree,
+                private_pages=report.private,
+                held_pages=report.held,
             )
         )
 

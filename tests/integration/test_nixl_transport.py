@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.transport import Arrived, Digests, PushDone, PushFailed
 from tandem_engine.names import PageId
 from tandem_testing.disagg_nixl import Node, make_push, nixl_node, remote_receiver
@@ -72,7 +72,7 @@ def test_both_sides_compute_the_same_digests(sender, receiver):
     (there,) = receiver.wait_for(Digests)
     (done,) = sender.wait_for(PushDone)
     assert there.digests == done.digests
-    assert done.digests == page_digests(sender.pool, page_ids(1, 2), room="room", generation=1, first=0)
+    assert done.digests == PageDigester(sender.pool).digest(page_ids(1, 2), room="room", generation=1, first=0)
 
 
 def test_many_pushes_at_once_all_end(sender, receiver):

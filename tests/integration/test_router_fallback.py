@@ -159,24 +159,22 @@ async def test_without_redis_a_dead_worker_is_left_out(server, router):  # B3.20
         assert (await router.choose(query())).decode.worker_id == "d2"
 
 
-async def test_a_server_that_speaks_nonsense_is_given_up(router):  # E6.73
-    answers = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$x\r\n", b"*-7\r\n", b"\xff" * 100 + b"\r\n", b""]
-
+@pytest.mark.parametrize(
+    "nonsense", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$x\r\n", b"*-7\r\n", b"\xff" * 100 + b"\r\n", b""]
+)
+async def test_a_server_that_speaks_nonsense_is_refused_at_start(nonsense):  # E6.73
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
-        writer.write(answers[number])
+        writer.write(nonsense)
         await writer.drain()
         writer.close()
 
-    for number in range(len(answers)):
-        nonsense = await asyncio.start_server(answer, "127.0.0.1", 0)
-        port = nonsense.sockets[0].getsockname()[1]
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
         gateway = Router(RouterConfig(redis=RedisAddress(url=f"redis://127.0.0.1:{port}/0"), start_timeout_s=0))
         with pytest.raises(RedisUnavailableError, match="TANDEM_REDIS_URL"):
             await gateway.start()
         await gateway.stop()
-        nonsense.close()
-        await nonsense.wait_closed()
 
 
 async def test_starting_without_redis_is_one_clear_error_without_the_password():

@@ -102,8 +102,9 @@ class PagedKernels:
         )
         q = torch.empty((0, self._num_heads, self._head_dim))
         self._run(self._serial, 0, q, nothing)
-        with _thread_pool:
-            self._run(self._parallel, 0, q, nothing)
+        if _num_threads() > 1:
+            with _thread_pool:
+                self._run(self._parallel, 0, q, nothing)
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Array) -> None:
         """Write k and v [T, kv_heads, head_dim], any float dtype, to int64 slots [T] of one layer."""
@@ -112,7 +113,7 @@ class PagedKernels:
 
     def attend(self, layer: int, q: Tensor, work: PagedQueries) -> Tensor:
         """q [T, heads, head_dim], already scaled, to float32 of that shape: only the queries' tokens are set."""
-        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        threads = _num_threads()
         worth_it = threads > 1 and work.rows_read * self._row_bytes >= PARALLEL_BYTES
         if not worth_it or not _thread_pool.acquire(blocking=False):
             return self._run(self._serial, layer, q, work)
@@ -128,6 +129,11 @@ class PagedKernels:
         q_rows = q.float().contiguous().numpy()
         kernel(self._pages, layer, q_rows, work.page_table, work.tasks, work.queries, partial, out.numpy())
         return out
+
+
+def _num_threads() -> int:
+    """As many as torch is told to use."""
+    return min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
 
 
 def _as_array(tensor: Tensor) -> Array:

@@ -49,22 +49,23 @@ class TorchReferencePlan:
         return side[slots // self.pool.page_size, :, slots % self.pool.page_size].float()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TorchReferenceBackend:
     """Implements `AttentionBackend`."""
 
-    pool: KvPool
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
 
     def plan(self, batch: ForwardBatch) -> TorchReferencePlan:
+        page_size = self._pool.page_size
         sequences = []
         start = 0
         for index, extend_len in enumerate(batch.extend_lens.tolist()):
             positions = torch.arange(int(batch.seq_lens[index]), device=batch.page_table.device)
-            pages = batch.page_table[index, positions // self.pool.page_size].long()
-            slots = pages * self.pool.page_size + positions % self.pool.page_size
+            pages = batch.page_table[index, positions // page_size].long()
+            slots = pages * page_size + positions % page_size
             sequences.append(Sequence(start=start, stop=start + extend_len, slots=slots))
             start += extend_len
-        return TorchReferencePlan(pool=self.pool, out_cache_loc=batch.out_cache_loc, sequences=tuple(sequences))
+        return TorchReferencePlan(pool=self._pool, out_cache_loc=batch.out_cache_loc, sequences=tuple(sequences))
 
     def warm_up(self) -> None:
         """Nothing to compile."""

@@ -158,7 +158,8 @@ def _timed(run: Runner, jobs: Sequence[Job]) -> float:
 
 def _cached_ttft(engine: Engine, vocab_size: int, rounds: int) -> tuple[float, float]:
     """Seconds to the first token of a 1,000-token prompt: cold, and with its prefix cached."""
-    cold, cached = [], []
+    cold: list[float] = []
+    cached: list[float] = []
     for round_number in range(rounds):
         prompt = random_ids(random.Random(100 + round_number), 1000, vocab_size)
         for samples in (cold, cached):

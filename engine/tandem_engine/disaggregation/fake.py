@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem_engine.clock import Clock
-from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.transport import (
     Arrived,
     Digests,
@@ -81,7 +81,9 @@ class FakeFabric:
     def start(self, sender: "FakeTransport", push: Push) -> None:
         fate = self.fates(push)
         key = push.key
-        digests = page_digests(sender.pool, push.source, room=key.room, generation=key.generation, first=key.first)
+        digests = PageDigester(sender.pool).digest(
+            push.source, room=key.room, generation=key.generation, first=key.first
+        )
         flight = _Flight(sender=sender, push=push, fate=fate, digests=digests, due=self.now + fate.delay)
         self._flights.append(flight)
 
@@ -118,10 +120,10 @@ class FakeFabric:
 
     def _write(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight) -> None:
         push = flight.push
-        for source, target in zip(push.source, push.target, strict=True):
-            receiver.pool.page_view(target).copy_(sender.pool.page_view(source))
+        here, there = sender.pool.bytes_view(), receiver.pool.bytes_view()
+        there[list(push.target)] = here[list(push.source)]
         if flight.fate.corrupt:
-            receiver.pool.page_view(push.target[0])[0] ^= 1
+            there[push.target[0], 0] ^= 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,7 +167,7 @@ class FakeTransport:
             self.fabric.start(self, push)
 
     def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
-        digests = page_digests(self.pool, pages, room=room, generation=generation, first=0)
+        digests = PageDigester(self.pool).digest(pages, room=room, generation=generation, first=0)
         self.events.append(Digests(room=room, generation=generation, digests=digests))
 
     def expect(self, transfers: int) -> None:

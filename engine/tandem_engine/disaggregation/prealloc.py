@@ -2,7 +2,7 @@
 
 First come, first served: a long prompt at the head waits for its pages and nothing overtakes it, or it
 would wait for ever. Pages are given only while running requests can spare them, so that transfers neither
-starve them nor push them into retraction.
+starve them nor push them into retraction, and no more are let in than the running batch can take.
 """
 
 from collections import deque
@@ -87,7 +87,7 @@ class PreallocQueue:
 
     def _reserve(self, waiting: Waiting, under_way: int) -> RequestKv | None:
         memory, tokens, salt = self.host.memory, waiting.tokens, waiting.req.cache_salt
-        if memory.rows.available == 0:
+        if memory.rows.available == 0 or under_way >= self.host.spare_requests():
             return None
         # At least one token is always received, or there would be nothing to wait for.
         longest = len(tokens) - 1

@@ -30,8 +30,8 @@ class PagePool(Protocol):
         """Of page 0; page i starts `i * page_bytes` later."""
         ...
 
-    def page_view(self, page: PageId) -> torch.Tensor:
-        """The bytes of one page: uint8 [page_bytes], a view."""
+    def bytes_view(self) -> torch.Tensor:
+        """The bytes of all pages: uint8 [num_pages, page_bytes], a view."""
         ...
 
 

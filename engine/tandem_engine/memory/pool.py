@@ -69,6 +69,10 @@ class KvPool:
         keys[pages, :, slots] = k.to(keys.dtype)
         values[pages, :, slots] = v.to(values.dtype)
 
+    def bytes_view(self) -> torch.Tensor:
+        """The bytes of all pages: uint8 [num_pages, page_bytes], a view."""
+        return self._bytes
+
     def page_view(self, page: PageId) -> torch.Tensor:
         """The bytes of one page: uint8 [page_bytes], a view."""
         return self._bytes[page]

@@ -112,7 +112,7 @@ class RadixCache:
         return taken
 
     def snapshot_events(self) -> list[KvEvent]:
-        stored = (BlockStored(hashes=tuple(node.chain())) for node in self._nodes() if node.blocks)
+        stored = (BlockStored(hashes=tuple(node.chain())) for node in self._nodes())
         return [AllCleared(), *stored]
 
     def audit(self, locks: Iterable[Lock]) -> list[str]:
@@ -121,7 +121,7 @@ class RadixCache:
         nodes = [*self._nodes()]
         problems = [
             f"tree node with pages {node.pages[:4]} counts {node.lock_count} locks, requests hold {held}"
-            for node in nodes
+            for node in (*self._roots.values(), *nodes)
             if node.lock_count != (held := expected[node])
         ]
         unlocked = {node for node in nodes if node.lock_count == 0}

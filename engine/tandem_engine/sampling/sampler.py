@@ -59,7 +59,8 @@ class Sampler:
             return (noise.of_all() + scaled).argmax(dim=1)
         kept = scaled >= thresholds[:, None]
         scaled.masked_fill_(~kept, -torch.inf)
-        most = int(kept.sum(dim=1).max())
+        # At least one: a row whose every token is impossible keeps none, and must still end.
+        most = max(1, int(kept.sum(dim=1).max()))
         if most * FEW > scaled.shape[1]:
             return (noise.of_all() + scaled).argmax(dim=1)
         # In order of id, so that the first of equals is the one `of_all` would find.

@@ -295,6 +295,10 @@ class Scheduler:
             spare -= expected_pages(self.memory, head, head.seq_len, self._ratio.value)
         return spare
 
+    def spare_requests(self) -> int:
+        """Requests that the running batch can still take. May be negative. A stage counts its own on top."""
+        return self.config.max_running_requests - len(self.queues.running) - (self.queues.chunked is not None)
+
     @property
     def step_in_flight(self) -> int | None:
         """Newest launched step that has not settled: what freed memory has to wait for."""

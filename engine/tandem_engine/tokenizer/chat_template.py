@@ -74,7 +74,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             # Whatever a template trips over, it was the messages that led it there.
             raise InvalidRequestError(
                 "the model's chat template cannot render these messages", param="messages"

@@ -60,7 +60,7 @@ class TextTokenizer:
             _without_controls=_build(_without_control_literals(document), str(source)),
             _literals=ControlLiterals(vocabulary.control_literals),
         )
-        tokenizer._require_plain_controls(str(source))
+        tokenizer._require_plain_controls(document, str(source))
         return tokenizer
 
     @property
@@ -101,9 +101,12 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.vocabulary.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def _require_plain_controls(self, source: str) -> None:
-        controls = {self._with_controls.token_to_id(text) for text in self.vocabulary.control_literals}
-        for text in self.vocabulary.control_literals:
+    def _require_plain_controls(self, document: Mapping[str, Any], source: str) -> None:
+        # Characters outside the vocabulary become the unknown token, which controls nothing.
+        unknown = document["model"].get("unk_token")
+        literals = [text for text in self.vocabulary.control_literals if text != unknown]
+        controls = {self._with_controls.token_to_id(text) for text in literals}
+        for text in literals:
             if controls.intersection(self.encode(text, add_special_tokens=False)):
                 raise CheckpointError(
                     f"{source}: the text {text!r} always becomes a control token, so any user could forge it"

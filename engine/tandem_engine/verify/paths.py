@@ -38,8 +38,10 @@ def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bo
     mixed = replace(overlap, enable_mixed_chunk=True, chunked_prefill_size=16, max_prefill_tokens=48)
     cold = _cache(page_size=16, longest=longest, num_prompts=num_prompts, prefix=False)
     warm = _cache(page_size=16, longest=longest, num_prompts=num_prompts, prefix=True)
-    # Room for the longest request and a half: the rest must give back pages again and again.
+    # Room for the longest request and a half, and admission that expects next to no output: the rest must
+    # give back pages again and again.
     tight = replace(warm, num_pages=2 + (3 * longest // 2) // 16)
+    eager = replace(mixed, init_new_token_ratio=0.01, min_new_token_ratio=0.01, max_retractions=10_000)
     paths = [
         Path(name="whole prompts, no overlap", cache=cold, scheduler=plain),
         Path(name="overlap", cache=cold, scheduler=overlap),
@@ -60,7 +62,7 @@ def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bo
     return [
         *paths,
         Path(name="mixed, no overlap", cache=warm, scheduler=no_overlap_mixed, stagger=True),
-        Path(name="retracted (short of pages)", cache=tight, scheduler=replace(mixed, max_retractions=10_000)),
+        Path(name="retracted (short of pages)", cache=tight, scheduler=eager, expects_retraction=True),
         Path(name="resumed", cache=warm, scheduler=mixed, resume=True),
         *(
             Path(

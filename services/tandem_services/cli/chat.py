@@ -176,11 +176,17 @@ def _report(turn: Turn, explained: dict[str, Any]) -> str:
         if output > 1:
             parts.append(f"{(output - 1) / max(turn.ended - turn.first_token, 1e-9):.0f} tokens/s")
     for choice in explained.get("choices", [])[:1]:
-        parts.append(" → ".join(name for name in (choice.get("prefill_worker"), choice.get("decode_worker")) if name))
+        last = choice["attempts"][-1] if choice["attempts"] else {}
+        parts.append(" → ".join(_worker(last[role]) for role in ("prefill", "decode") if last.get(role)))
         moved = choice.get("transfer")
         if moved:
             parts.append(f"{moved['pages']} pages, {moved['bytes'] / 1024:.0f} KiB moved")
-    return " · ".join(parts)
+    return " · ".join(part for part in parts if part)
+
+
+def _worker(incarnation: str) -> str:
+    """The stable name in `worker_id@number`."""
+    return incarnation.rpartition("@")[0]
 
 
 def _dim(text: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.shared_flags import add_log_format
 
 EXAMPLES = """\
 examples:
@@ -40,10 +41,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="a decode worker that lacks at most this many prompt tokens computes them itself (default 16)",
     )
+    add_log_format(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from tandem_services.common.logs import LogFormat
     from tandem_services.gateway.serve import GatewayConfig, serve
 
     folder = model_folder(args.model)
@@ -57,5 +60,6 @@ def run(args: argparse.Namespace) -> int:
             cluster=args.cluster,
             curve_keys=args.curve_keys,
             local_prefill_tokens=args.local_prefill_tokens,
+            log_format=LogFormat(args.log_format),
         )
     )

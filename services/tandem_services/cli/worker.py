@@ -1,12 +1,14 @@
 """`tandem worker`: one worker of a deployment; `tandem up` and the worker pods start this."""
 
 import argparse
-import asyncio
+import os
+import platform
 from pathlib import Path
 
 from tandem_engine.config import Role
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, non_negative_int
 from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.shared_flags import add_log_format
 
 EXAMPLES = """\
 examples:
@@ -56,13 +58,33 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="FILE",
         help="key file of the deployment; without it only loopback is served",
     )
+    add_log_format(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from tandem_services.worker.main import WorkerConfig, run_worker
+    from tandem_services.common.logs import LogFormat, configure_logging
+    from tandem_services.common.redis_client import RedisAddress
+    from tandem_services.router.choice import Role as RoutedRole
+    from tandem_services.worker.config import WorkerConfig
+    from tandem_services.worker.main import run_worker
 
-    args.model = str(model_folder(args.model))
+    configure_logging(LogFormat(args.log_format))
+    folder = model_folder(args.model)
+    args.model = str(folder)
     engine_config(args)  # refuses impossible combinations before a process is started
-    return asyncio.run(run_worker(WorkerConfig.from_args(args, engine_argv=tuple(engine_argv(args)))))
+    return run_worker(
+        WorkerConfig(
+            model_path=args.model,
+            model_name=args.served_model_name or folder.name,
+            role=RoutedRole(args.role),
+            worker_id=args.worker_id or f"{platform.node()}-{os.getpid()}",
+            redis=RedisAddress(url=args.redis_url),
+            cluster=args.cluster,
+            host=args.host,
+            curve_keys=args.curve_keys,
+            health_port=args.health_port,
+            engine_flags=tuple(engine_argv(args)),
+        )
+    )

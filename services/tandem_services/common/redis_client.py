@@ -161,17 +161,24 @@ class RedisAddress:
                 socket_connect_timeout=None,
                 socket_keepalive=True,
             )
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"--redis {self}: not a Redis URL ({error})") from error
+        except (ValueError, TypeError):
+            # Not chained: redis-py's message may quote a part of the password.
+            raise ConfigError(
+                f"--redis {self}: its host, port or database cannot be read; "
+                "special characters of a password must be %-encoded"
+            ) from None
 
 
 def mask_password(url: str) -> str:
-    """`url` with its password replaced by `***`."""
-    parts = urlsplit(url)
-    userinfo, at, host = parts.netloc.rpartition("@")
-    if at and ":" in userinfo:
-        userinfo = userinfo.partition(":")[0] + ":***"
-    return urlunsplit(parts._replace(netloc=userinfo + at + host, query=""))
+    """`url` without its password and without its options, which may hold one too.
+
+    Everything before the last @ counts as credentials, so that a password with a stray / or # stays hidden.
+    """
+    scheme, separator, rest = url.partition("://")
+    credentials, at, place = rest.rpartition("@")
+    if ":" in credentials:
+        credentials = credentials.partition(":")[0] + ":***"
+    return scheme + separator + credentials + at + place.partition("?")[0]
 
 
 class RedisClient:

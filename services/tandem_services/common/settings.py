@@ -72,6 +72,8 @@ def _path(values: Mapping[str, str], name: str) -> Path | None:
 
 
 def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
-    advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(KNOWN)}"
+    # Without the prefix, which would make everything look alike.
+    bare = {known.removeprefix(PREFIX): known for known in KNOWN}
+    nearest = difflib.get_close_matches(name.removeprefix(PREFIX), bare, n=1)
+    advice = f"did you mean {bare[nearest[0]]}?" if nearest else f"known are {', '.join(KNOWN)}"
     return f"environment variable {name} means nothing to Tandem; {advice}"

@@ -11,6 +11,7 @@ worker matters until the decode worker has spoken; what happens to it later is i
 """
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -78,7 +79,7 @@ class Attempt:
         self._record = record
         self._sequence = TokenSequence(start)
         self._sides: list[Side] = []
-        self._arrivals: list[tuple[Side, TokenOutput | None]] = []
+        self._arrivals: deque[tuple[Side, TokenOutput | None]] = deque()
         self._wake: asyncio.Future[None] | None = None
 
     def submit(self, connection: EngineConnection, request: GenerateRequest, *, is_prefill: bool) -> None:
@@ -105,10 +106,8 @@ class Attempt:
 
     def close(self) -> None:
         """Stop whatever is still running, on both workers. Idempotent."""
-        decoding = any(side.spoke for side in self._sides if not side.is_prefill)
         for side in self._sides:
-            abort = not side.ended and not (side.is_prefill and decoding)
-            side.connection.forget(self._rid, abort=abort)
+            side.connection.forget(self._rid, abort=not side.ended and not self._superseded(side))
         self._sides.clear()
 
     async def _wait(self) -> None:
@@ -122,39 +121,49 @@ class Attempt:
             raise self._output_lost() from error
 
     def _take(self) -> Accepted:
-        arrivals, self._arrivals = self._arrivals, []
+        """All that has arrived, up to a finish or a failure. What came before a failure is not lost."""
         accepted = Accepted([], [], None)
-        for side, output in arrivals:
-            if side.is_prefill and self._decode_spoke():
-                continue
-            if output is None:
-                raise AttemptFailedError(FailureCause.WORKER_LOST, side.connection.worker.incarnation)
-            self._note(side, output)
-            if output.finish is not None and output.finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
-                raise _failure(output.finish, side.connection.worker.incarnation)
-            try:
-                accepted = self._sequence.accept(output, accepted)
-            except SequenceGapError as error:
-                raise self._output_lost() from error
-            if accepted.finish is not None:
-                return accepted
+        while self._arrivals and accepted.finish is None:
+            side, output = self._arrivals[0]
+            failure = _failure(output, side.connection.worker.incarnation)
+            if failure is not None and accepted.token_ids:
+                break
+            self._arrivals.popleft()
+            if failure is None:
+                assert output is not None, "a lost worker is a failure"
+                accepted = self._accept(side, output, accepted)
+            elif not self._superseded(side):
+                raise failure
         return accepted
 
-    def _note(self, side: Side, output: TokenOutput) -> None:
+    def _accept(self, side: Side, output: TokenOutput, accepted: Accepted) -> Accepted:
         side.spoke = True
         side.ended = output.finish is not None
         if output.transfer is not None or output.prefill_s is not None or output.cached_tokens is not None:
             self._record.note_output(output)
+        try:
+            return self._sequence.accept(output, accepted)
+        except SequenceGapError as error:
+            raise self._output_lost() from error
 
-    def _decode_spoke(self) -> bool:
-        return any(side.spoke for side in self._sides if not side.is_prefill)
+    def _superseded(self, side: Side) -> bool:
+        """The decode worker has spoken: the prefill worker's part is over."""
+        return side.is_prefill and any(other.spoke for other in self._sides if not other.is_prefill)
 
     def _output_lost(self) -> AttemptFailedError:
         return AttemptFailedError(FailureCause.OUTPUT_LOST, self._sides[-1].connection.worker.incarnation)
 
 
-def _failure(finish: Finish, incarnation: str) -> Exception:
-    """What an ERROR or ABORT finish means for the choice."""
+def _failure(output: TokenOutput | None, incarnation: str) -> Exception | None:
+    """What an arrival means for the choice when it is not tokens: the worker is lost, or gives up."""
+    if output is None:
+        return AttemptFailedError(FailureCause.WORKER_LOST, incarnation)
+    if output.finish is None or output.finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
+        return None
+    return _finish_failure(output.finish, incarnation)
+
+
+def _finish_failure(finish: Finish, incarnation: str) -> Exception:
     if finish.code == DEADLINE_EXCEEDED:
         return timed_out("The request did not finish before its deadline.")
     if finish.reason is FinishReason.ABORT:

@@ -165,11 +165,11 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 class ChatResponse(msgspec.Struct, kw_only=True):
     id: str
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: Literal["chat.completion"] = "chat.completion"
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -187,10 +187,10 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
 class ChatChunk(msgspec.Struct, kw_only=True):
     id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -208,19 +208,19 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     """Whole answers and stream chunks have the same shape and the same `object`."""
 
     id: str
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
-    object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType | None = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
     id: str
+    object: Literal["model"] = "model"
     created: int
     root: str
     max_model_len: int | None
-    object: Literal["model"] = "model"
     owned_by: str = "tandem"
     parent: None = None
 

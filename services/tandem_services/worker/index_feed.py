@@ -13,13 +13,14 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tandem_engine.clock import Clock
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
+from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,16 @@ REPLAY_AGAIN_S = 5.0
 """A replay that has not begun by then was lost, request or answer."""
 
 
+class IndexWriter(Protocol):
+    """The part of `BlockIndex` that a worker uses."""
+
+    async def apply(
+        self, incarnation: str, updates: Sequence[IndexUpdate], *, builds_on: int, revision: int
+    ) -> Applied:
+        """Raises `RedisUnavailableError`; then it is unknown whether the update was applied."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Update:
     """Sent and not answered. Kept unchanged, so that repeating it is harmless."""
@@ -51,7 +62,7 @@ class _Update:
 class IndexFeed:
     """One per worker. `accept` is called for each batch, `run` sends."""
 
-    index: BlockIndex
+    index: IndexWriter
     incarnation: str
     clock: Clock
     ask_replay: Callable[[], Awaitable[None]]

@@ -72,6 +72,7 @@ class WorkerService:
 
     def __init__(self, config: WorkerConfig, context: IpcContext, folder: Path, clock: Clock) -> None:
         self.incarnation = new_incarnation(config.worker_id)
+        self.deployment = _deployment(context)
         self._config = config
         self._clock = clock
         self._redis = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
@@ -82,8 +83,13 @@ class WorkerService:
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._feed, self._registration = self._build_registration(context)
+        self._feed, self._registration = self._build_registration()
         self._health_server = HealthServer(self._probes(), config.health_host, config.health_port)
+
+    @property
+    def health_endpoint(self) -> str:
+        """http:// address of the probes."""
+        return self._health_server.endpoint
 
     async def run(self) -> int:
         """Serve until drained, fenced or without an engine; returns the exit status.
@@ -118,7 +124,7 @@ class WorkerService:
 
     # Wiring
 
-    def _build_registration(self, context: IpcContext) -> tuple[IndexFeed, Registration]:
+    def _build_registration(self) -> tuple[IndexFeed, Registration]:
         keys, library = Keys(self._config.cluster), FunctionLibrary(self._redis)
         feed = IndexFeed(
             index=BlockIndex(library=library, keys=keys),
@@ -129,7 +135,7 @@ class WorkerService:
         )
         registration = Registration(
             registry=Registry(library=library, keys=keys),
-            deployment=_deployment(context),
+            deployment=self.deployment,
             describe=self._describe,
             report_age_s=lambda: self._monitor.report_age_s,
             feed=feed,
@@ -181,7 +187,7 @@ class WorkerService:
 
     def _describe(self) -> WorkerRecord:
         assert self._ready is not None, "heartbeats begin when the engine is ready"
-        return describe(self._config, self._ready, self._monitor, health_endpoint=self._health_server.endpoint)
+        return describe(self._config, self._ready, self._monitor, health_endpoint=self.health_endpoint)
 
     def _numbers(self) -> ServiceNumbers:
         return ServiceNumbers(

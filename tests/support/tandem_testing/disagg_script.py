@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.fake import FakeFabric, FakeTransport
 from tandem_engine.disaggregation.transport import Push, PushKey
 from tandem_engine.executor.fake import make_fake_pool
@@ -89,7 +89,9 @@ class ScriptedPeer:
 
     def record(self, grant: WriteGrant, token: int, **changed: object) -> None:
         """The account of a complete transfer."""
-        digests = page_digests(self.pool, self._sources(grant), room=grant.room, generation=grant.generation, first=0)
+        digests = PageDigester(self.pool).digest(
+            self._sources(grant), room=grant.room, generation=grant.generation, first=0
+        )
         fields: dict[str, object] = {
             "room": grant.room,
             "generation": grant.generation,

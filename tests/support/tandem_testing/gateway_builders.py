@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import msgspec
@@ -25,7 +25,7 @@ from tandem_services.router.choice import (
     Source,
     WorkerView,
 )
-from tandem_testing.mock_engine import MockEngine
+from tandem_testing.mock_engine import MockBehaviour, MockEngine
 
 
 @dataclass
@@ -68,6 +68,27 @@ class FakeChooser:
         return next(fit, None)
 
 
+@dataclass
+class EngineRack:
+    """Mock engines that share a context and end together."""
+
+    context: IpcContext = field(default_factory=IpcContext)
+    engines: list[MockEngine] = field(default_factory=list)
+
+    def add(self, worker_id: str, behaviour: MockBehaviour, role: Role = Role.BOTH) -> MockEngine:
+        engine = MockEngine(context=self.context, worker_id=worker_id, behaviour=behaviour, role=role).start()
+        self.engines.append(engine)
+        return engine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for engine in self.engines:
+            engine.stop()
+        self.context.close()
+
+
 @dataclass(kw_only=True)
 class LiveGateway:
     """A gateway that listens, and what is behind it."""
@@ -106,6 +127,11 @@ async def live_gateway(
         finally:
             server.should_exit = True
             await serving
+
+
+def script(tokenizer: TextTokenizer, text: str, *, eos: int) -> list[int]:
+    """Token ids of an output that reads `text` and then ends."""
+    return [*tokenizer.encode(text, add_special_tokens=False), eos]
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:

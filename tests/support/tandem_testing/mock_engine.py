@@ -95,6 +95,9 @@ class MockEngine:
     context_length: int = 512
     received: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    pings: int = 0
+    send_rubbish: bool = False
+    """Answer pings with bytes that are no message."""
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
@@ -138,6 +141,11 @@ class MockEngine:
         with self._changed:
             return self._changed.wait_for(condition, WAIT_S)
 
+    def wait_for_pings(self, count: int) -> bool:
+        """Wait for `count` more pings."""
+        enough = self.pings + count
+        return self.wait_until(lambda: self.pings >= enough)
+
     def _serve(self) -> None:
         try:
             while not self._stopping.is_set():
@@ -156,17 +164,23 @@ class MockEngine:
         return bool(self._running) and not self.behaviour.mute and not self.behaviour.deaf
 
     def _take(self, client: bytes, message: EngineRequest) -> None:
-        if isinstance(message, Ping):
-            self._channel.send(client, Pong(nonce=message.nonce, incarnation=self.view.incarnation))
-            return
         with self._changed:
-            if isinstance(message, AbortRequest):
+            if isinstance(message, Ping):
+                self.pings += 1
+                self._answer_ping(client, message)
+            elif isinstance(message, AbortRequest):
                 self.aborted.append(message.rid)
                 self._running.pop(message.rid, None)
             else:
                 self.received.append(message)
                 self._accept(client, message)
             self._changed.notify_all()
+
+    def _answer_ping(self, client: bytes, ping: Ping) -> None:
+        if self.send_rubbish:
+            self._channel.socket.send_multipart((client, b"\x00rubbish"))
+        else:
+            self._channel.send(client, Pong(nonce=ping.nonce, incarnation=self.view.incarnation))
 
     def _accept(self, client: bytes, request: GenerateRequest) -> None:
         start = len(request.resume_ids)
@@ -250,6 +264,4 @@ class MockEngine:
         top = request.sampling.logprobs
         if top is None:
             return None
-        return tuple(
-            TokenLogprob(logprob=-0.5, top=tuple((i + rank, -0.5 - rank) for rank in range(top))) for i in ids
-        )
+        return tuple(TokenLogprob(logprob=-0.5, top=tuple((i + rank, -0.5 - rank) for rank in range(top))) for i in ids)

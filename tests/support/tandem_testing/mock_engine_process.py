@@ -42,10 +42,9 @@ STATS_PERIOD_S = 0.05
 
 def idle_stats(**changes: Any) -> EngineStats:
     """Statistics of an engine that has done nothing."""
-    zero = dict.fromkeys(EngineStats.__struct_fields__, 0)
-    return msgspec.structs.replace(
-        EngineStats(**zero), free_pages=99, total_pages=100, prefill_tokens_per_s=1000.0, **changes
-    )
+    fields: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0)
+    fields |= {"free_pages": 99, "total_pages": 100, "prefill_tokens_per_s": 1000.0}
+    return EngineStats(**fields | changes)
 
 
 def ready_message(incarnation: str) -> EngineReady:

@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tandem_engine.clock import Clock
-from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.agent import NixlAgent, Write
 from tandem_engine.disaggregation.nixl.layout import Region, describe
 from tandem_engine.disaggregation.nixl.notification import decode_notification, encode_notification
 from tandem_engine.disaggregation.transport import (
     Arrived,
     Digests,
-    PagePool,
     Push,
     PushDone,
     PushFailed,
@@ -121,7 +120,7 @@ class TransferThread:
     """Runs `run` on a thread of its own; everything else here belongs to that thread."""
 
     agent: NixlAgent
-    pool: PagePool
+    digester: PageDigester
     region: Region
     clock: Clock
     inbox: "queue.SimpleQueue[Command]"
@@ -175,7 +174,7 @@ class TransferThread:
             case StartPush(push):
                 self._start(push)
             case Digest(room, generation, pages):
-                digests = page_digests(self.pool, pages, room=room, generation=generation, first=0)
+                digests = self.digester.digest(pages, room=room, generation=generation, first=0)
                 self.outbox.put(Digests(room=room, generation=generation, digests=digests))
             case Expect(transfers):
                 self._expected = transfers
@@ -227,7 +226,7 @@ class TransferThread:
         started = self.clock.now()
         key = push.key
         # Digested first: the write then finds the pages in the processor's cache.
-        digests = page_digests(self.pool, push.source, room=key.room, generation=key.generation, first=key.first)
+        digests = self.digester.digest(push.source, room=key.room, generation=key.generation, first=key.first)
         descriptors = describe(self.region, push.source, there, push.target)
         try:
             write = self.agent.write(push.peer, descriptors, there.device, encode_notification(key))

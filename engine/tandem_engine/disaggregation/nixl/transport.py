@@ -6,6 +6,7 @@ This half runs on the scheduler thread and only exchanges messages with `Transfe
 import queue
 
 from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.agent import NixlAgent
 from tandem_engine.disaggregation.nixl.layout import Region
 from tandem_engine.disaggregation.nixl.thread import (
@@ -22,7 +23,7 @@ from tandem_engine.disaggregation.nixl.thread import (
 from tandem_engine.disaggregation.transport import PagePool, Push, TransportEvent
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import DUMMY_PAGE, PageId
+from tandem_engine.names import PageId
 
 CLOSE_TIMEOUT = 5.0
 """Seconds for the thread to finish the write it is in."""
@@ -49,7 +50,12 @@ class NixlTransport:
         self._expected = 0
         self._closed = False
         self._thread = TransferThread(
-            agent=agent, pool=pool, region=self._region, clock=clock, inbox=self._inbox, outbox=self._outbox
+            agent=agent,
+            digester=PageDigester(pool),
+            region=self._region,
+            clock=clock,
+            inbox=self._inbox,
+            outbox=self._outbox,
         ).start()
 
     def hello(self) -> Hello:
@@ -90,6 +96,6 @@ class NixlTransport:
 
 def region_of(pool: PagePool) -> Region:
     """Where a pool lies, in NIXL's terms."""
-    device = pool.page_view(DUMMY_PAGE).device
+    device = pool.bytes_view().device
     kind = "VRAM" if device.type == "cuda" else "DRAM"
     return Region(pool.address, pool.page_bytes, pool.num_pages, kind, device.index or 0)

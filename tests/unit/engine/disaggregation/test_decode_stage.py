@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.fake import FakeFabric, Fate
 from tandem_engine.executor.fake import next_token
 from tandem_engine.messages.outputs import FinishReason, TokenLogprob
@@ -211,6 +211,16 @@ def test_no_row_is_granted_that_is_not_free():
     assert len(receiver.writer.got(WriteGrant)) == 1
 
 
+def test_no_more_transfers_are_let_in_than_can_run():
+    receiver = Receiver(max_running_requests=2)
+    for start in (20, 40, 60):
+        receiver.submit(f"r{start}", range(start, start + 6))
+    assert len(receiver.writer.got(WriteGrant)) == 2
+    receiver.side.engine.scheduler.abort(RequestId("r20"))
+    receiver.turn()
+    assert receiver.writer.grant().room == "room-r60"
+
+
 # Receiving
 
 
@@ -315,7 +325,7 @@ def test_intact_pages_that_were_meant_for_another_place_do_not_verify(receiver, 
     receiver.writer.write(grant)
     there = {"room": ROOM, "generation": 1, "first": 0, **place}
     pages = tuple(PageId(page) for page in (1, 2, 3))
-    receiver.writer.record(grant, 1, digests=page_digests(receiver.writer.pool, pages, **there))
+    receiver.writer.record(grant, 1, digests=PageDigester(receiver.writer.pool).digest(pages, **there))
     receiver.turn(3)
     receiver.assert_failed("3 of 3 pages did not verify")
 

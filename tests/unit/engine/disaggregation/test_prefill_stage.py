@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.fake import FakeFabric, Fate
 from tandem_engine.disaggregation.transport import PushFailed
 from tandem_engine.executor.fake import next_token
@@ -122,7 +122,7 @@ def test_the_record_tells_what_the_receiver_needs(sender):
     assert record.output_ids == (first_token(),)
     assert len(record.logprobs) == 1
     pages = tuple(PageId(page) for page in PAGES)
-    assert record.digests == page_digests(sender.receiver.pool, pages, room=ROOM, generation=1, first=0)
+    assert record.digests == PageDigester(sender.receiver.pool).digest(pages, room=ROOM, generation=1, first=0)
 
 
 def test_the_record_never_leaves_before_the_last_push_is_done(sender):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem_engine.disaggregation.digest import page_digests
+from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.names import PageId
 
@@ -15,7 +15,8 @@ def make_pool(dtype: torch.dtype = torch.float32) -> KvPool:
 
 
 def digests(pool: KvPool, *pages: int, room: str = "room", generation: int = 1, first: int = 0) -> tuple[int, ...]:
-    return page_digests(pool, tuple(PageId(page) for page in pages), room=room, generation=generation, first=first)
+    wanted = tuple(PageId(page) for page in pages)
+    return PageDigester(pool).digest(wanted, room=room, generation=generation, first=first)
 
 
 def test_equal_pages_in_different_pools_have_equal_digests():

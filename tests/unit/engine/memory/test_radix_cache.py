@@ -346,8 +346,17 @@ def test_replaying_the_events_gives_the_snapshot(size: int, seed: int) -> None:
 
 
 def test_the_audit_names_a_lock_that_nobody_holds(cache: RadixCache, size: int) -> None:
-    cache.insert(run(size, 1), pages(1, 1))
-    assert cache.audit([]) == ["tree node with pages [1] counts 1 locks, requests hold 0"]
+    root_and_leaf = cache.insert(run(size, 1), pages(1, 1)).lock
+    assert cache.audit([root_and_leaf]) == []
+    assert cache.audit([]) == [
+        "tree node with pages [] counts 1 locks, requests hold 0",
+        "tree node with pages [1] counts 1 locks, requests hold 0",
+    ]
+
+
+def test_the_audit_sees_a_lock_on_an_empty_match(cache: RadixCache, size: int) -> None:  # T26
+    cache.match(run(size, 1))
+    assert cache.audit([]) == ["tree node with pages [] counts 1 locks, requests hold 0"]
 
 
 def test_the_audit_sees_a_wrong_evictable_count(cache: RadixCache, size: int) -> None:

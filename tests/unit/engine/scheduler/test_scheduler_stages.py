@@ -104,7 +104,7 @@ def test_a_half_sent_prompt_keeps_its_pages_and_running_requests_wait_for_it(): 
     engine = cramped(15, chunk=1)
     pair = Pair.of(engine, make_engine(page_size=2))
     engine.add(make_message("running", [1, 2], max_tokens=20))
-    engine.step(2)
+    engine.step(3)
     add(pair, "sent", range(1, 15), max_tokens=2)
     pair.run()
     # The prompt's last token came when the running request needed a page that nobody had.

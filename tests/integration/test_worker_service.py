@@ -1,0 +1,373 @@
+"""A whole worker service with a mock engine process and a real Redis."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem_engine.clock import MonotonicClock
+from tandem_engine.ipc.channels import IpcContext
+from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+from tandem_services.router.choice import Role
+from tandem_services.router.registry import WorkerRecord, WorkerState
+from tandem_services.router.scoring import Demand
+from tandem_services.worker.config import WorkerConfig
+from tandem_services.worker.service import WorkerService
+from tandem_testing.mock_engine_process import EngineRemote
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
+from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
+
+pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = tuple(range(8 * PAGE))
+CHAIN = chain_of(PROMPT)
+
+
+@pytest.fixture
+def server():
+    process = RedisServer.start()
+    yield process
+    process.resume()
+    process.stop()
+
+
+@pytest.fixture
+async def fleet(server):
+    workers = Fleet(server)
+    yield workers
+    await workers.close()
+
+
+@pytest.fixture
+def remote(tmp_path):
+    end = EngineRemote(tmp_path)
+    yield end
+    end.close()
+
+
+@pytest.fixture(autouse=True)
+def importable_mock(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / p) for p in ("engine", "tests/support")))
+
+
+def config_for(server: RedisServer, remote: EngineRemote, *flags: str, **changes) -> WorkerConfig:
+    fields = {
+        "model_path": "/nowhere",
+        "model_name": MODEL,
+        "role": Role.DECODE,
+        "worker_id": "w1",
+        "redis": RedisAddress(url=server.url),
+        "engine_command": (sys.executable, "-m", "tandem_testing.mock_engine_process"),
+        "engine_flags": ("--remote", str(remote.path), *flags),
+        "redis_start_timeout_s": 0.0,
+        "drain_timeout_s": 10.0,
+    }
+    return WorkerConfig(**fields | changes)
+
+
+class Running:
+    """A service that runs as a task, with its engine's remote control."""
+
+    def __init__(self, service: WorkerService, remote: EngineRemote) -> None:
+        self.service = service
+        self.remote = remote
+        self.exit = asyncio.create_task(service.run())
+
+    @property
+    def url(self) -> str:
+        return self.service.health_endpoint
+
+    async def get(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return await client.get(self.url + path)
+
+
+@contextlib.asynccontextmanager
+async def running(config: WorkerConfig, remote: EngineRemote, folder: Path):
+    context = IpcContext()
+    worker = Running(WorkerService(config, context, folder, MonotonicClock()), remote)
+    try:
+        await asyncio.to_thread(remote.accept)
+        yield worker
+    finally:
+        worker.service.drain()
+        worker.service.drain()
+        await asyncio.gather(worker.exit, return_exceptions=True)
+        context.close()
+
+
+@pytest.fixture
+async def worker(server, remote, tmp_path):
+    async with running(config_for(server, remote), remote, tmp_path) as service:
+        yield service
+
+
+async def until(condition, *, seconds: float = 20.0):
+    """The first true value of `condition()`."""
+    deadline = time.monotonic() + seconds
+    while not (value := await condition()):
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.02)
+    return value
+
+
+async def find(fleet: Fleet, worker_id: str = "w1") -> WorkerRecord | None:
+    try:
+        snapshot = await fleet.registry.snapshot()
+    except RedisUnavailableError:
+        return None
+    return next((record for record in snapshot.workers if record.view.worker_id == worker_id), None)
+
+
+async def matched(fleet: Fleet) -> int | None:
+    demand = Demand(prompt_tokens=len(PROMPT), output_tokens=1, local_prefill_tokens=16)
+    try:
+        routed = await fleet.index.route(
+            model=MODEL, demand=demand, page_size=PAGE, chain=b"".join(CHAIN), exclude=frozenset(), seed=1
+        )
+    except RedisUnavailableError:
+        return None
+    return None if routed is None else routed.matched_tokens
+
+
+async def two_heartbeats(fleet: Fleet, incarnation: str) -> None:
+    """Return when the worker has certainly read the registry as it is now."""
+    leases = set()
+
+    async def renewed_twice() -> bool:
+        row = await fleet.client.command("HGET", fleet.keys.shared[0], incarnation)
+        leases.add(bytes(row)[:8])
+        return len(leases) == 3
+
+    await until(renewed_twice)
+
+
+def indexed(fleet: Fleet, blocks: int):
+    async def condition() -> bool:
+        return await matched(fleet) == blocks * PAGE
+
+    return condition
+
+
+def texts(*hashes: bytes) -> list[str]:
+    return [each.hex() for each in hashes]
+
+
+async def test_a_worker_registers_when_its_engine_is_ready(fleet, worker):
+    record = await until(lambda: find(fleet))
+    assert record.view.incarnation == worker.service.incarnation
+    assert record.view.role is Role.DECODE
+    assert record.state is WorkerState.READY
+    assert record.load.room_tokens == 99 * PAGE
+    assert (await worker.get("/ready")).status_code == 200
+    assert (await worker.get("/live")).status_code == 200
+
+
+async def test_kv_events_reach_the_index_in_order(fleet, worker):
+    worker.remote.tell(store=texts(*CHAIN))
+    worker.remote.tell(remove=texts(*CHAIN[5:]))
+    await until(indexed(fleet, 5))
+
+
+async def test_a_missing_event_is_noticed_and_the_cache_replayed(fleet, worker):
+    worker.remote.tell(store=texts(*CHAIN[:3]))
+    await until(indexed(fleet, 3))
+    worker.remote.tell(skip=True)
+    worker.remote.tell(store=texts(*CHAIN[3:6]))
+    await until(indexed(fleet, 6))
+    assert len(worker.remote.orders_of("replay")) == 1
+
+
+async def test_after_a_wipe_the_worker_registers_again_and_replays(server, fleet, worker):  # B3.16
+    worker.remote.tell(store=texts(*CHAIN))
+    await until(indexed(fleet, 8))
+    server.wipe()
+    await until(indexed(fleet, 8))
+    assert (await until(lambda: find(fleet))).view.incarnation == worker.service.incarnation
+
+
+async def test_a_redis_that_dies_and_returns_empty_does_not_stop_the_worker(server, fleet, worker):
+    await until(lambda: find(fleet))
+    server.kill()
+    worker.remote.tell(store=texts(*CHAIN))
+    assert (await worker.get("/ready")).status_code == 200
+    server.restart()
+    await until(indexed(fleet, 8))
+    assert not worker.exit.done()
+
+
+async def test_load_and_progress_are_reported(fleet, worker):
+    worker.remote.tell(stats={"waiting_tokens": 500, "running": 3, "free_pages": 10, "decode_step_s": 0.02})
+
+    async def reported() -> bool:
+        record = await find(fleet)
+        return record is not None and record.load.queue_tokens == 500
+
+    await until(reported)
+    load = (await find(fleet)).load
+    assert (load.sequences, load.room_tokens, load.step_s) == (3, 10 * PAGE, 0.02)
+
+
+async def test_a_busy_engine_without_progress_is_not_offered(fleet, worker):  # B3.33
+    worker.remote.tell(stats={"running": 1}, freeze=True)
+
+    async def in_state(state: WorkerState) -> bool:
+        record = await find(fleet)
+        return record is not None and record.state is state
+
+    await until(lambda: in_state(WorkerState.STALLED))
+    assert (await worker.get("/ready")).status_code == 503
+    assert (await worker.get("/live")).status_code == 200
+    worker.remote.tell(freeze=False)
+    await until(lambda: in_state(WorkerState.READY))
+
+
+async def test_a_dead_engine_ends_the_worker_and_its_registration_at_once(fleet, worker):  # B3.32
+    await until(lambda: find(fleet))
+    os.kill(worker.remote.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(worker.exit, 10) == 1
+    assert await find(fleet) is None
+
+
+async def test_an_engine_that_refuses_its_model_gives_its_reason(server, remote, tmp_path, caplog):
+    config = config_for(server, remote, "--fail", "no config.json in /nowhere")
+    async with running(config, remote, tmp_path) as worker:
+        assert await asyncio.wait_for(worker.exit, 20) == 3
+    assert "no config.json in /nowhere" in caplog.text
+
+
+async def test_a_newer_incarnation_ends_the_older_worker(fleet, worker):  # B3.50
+    await until(lambda: find(fleet))
+    await fleet.beat(make_record("w1", number=9 * 10**18), deployment=worker.service.deployment)
+    assert await asyncio.wait_for(worker.exit, 10) == 1
+
+
+async def test_the_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worker):
+    await until(lambda: find(fleet))
+    ours = worker.service.deployment
+    for name in ("p1", "p2"):
+        await fleet.beat(make_record(name), deployment=ours)
+    await two_heartbeats(fleet, worker.service.incarnation)
+    await fleet.registry.deregister("p1@1")
+    await fleet.beat(make_record("p2", number=2), deployment=ours)
+
+    async def told() -> bool:
+        return len(worker.remote.orders_of("peer_gone")) == 2
+
+    await until(told)
+    assert {order["incarnation"] for order in worker.remote.orders_of("peer_gone")} == {"p1@1", "p2@1"}
+
+
+async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker):  # B3.36
+    worker.remote.tell(stats={"running": 2})
+
+    async def busy() -> bool:
+        record = await find(fleet)
+        return record is not None and record.load.sequences == 2
+
+    await until(busy)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.post(worker.url + "/drain")).status_code == 202
+
+    async def draining() -> bool:
+        record = await find(fleet)
+        return record is not None and record.state is WorkerState.DRAINING
+
+    await until(draining)
+    assert await matched(fleet) is None
+    assert (await worker.get("/ready")).status_code == 503
+    assert worker.remote.orders_of("drain")
+    assert not worker.exit.done()
+    worker.remote.tell(stats={"running": 0})
+    assert await asyncio.wait_for(worker.exit, 15) == 0
+    assert await find(fleet) is None
+    assert worker.remote.orders_of("shutdown")
+
+
+async def test_drain_does_not_wait_for_ever(server, remote, tmp_path, fleet):
+    config = config_for(server, remote, drain_timeout_s=1.5)
+    async with running(config, remote, tmp_path) as worker:
+        await until(lambda: find(fleet))
+        remote.tell(stats={"running": 2})
+        worker.service.drain()
+        assert await asyncio.wait_for(worker.exit, 15) == 0
+
+
+async def test_an_audit_is_answered_by_the_engine(worker, fleet):
+    await until(lambda: find(fleet))
+    worker.remote.tell(store=texts(*CHAIN))
+    await until(indexed(fleet, 8))
+    body = (await worker.get("/audit")).json()
+    assert (body["problems"], body["tree_pages"], body["free_pages"]) == ([], 8, 91)
+
+
+async def test_metrics_carry_the_engines_numbers(worker, fleet):
+    worker.remote.tell(stats={"running": 4, "output_tokens_total": 77})
+
+    async def scraped() -> bool:
+        return "tandem_worker_num_requests_running 4.0" in (await worker.get("/metrics")).text
+
+    await until(scraped)
+    text = (await worker.get("/metrics")).text
+    assert "tandem_worker_generation_tokens_total 77.0" in text
+    assert "tandem_worker_registered 1.0" in text
+
+
+async def test_a_worker_without_redis_says_so_and_does_not_start(remote, tmp_path, server):
+    config = config_for(server, remote, redis=RedisAddress(url="redis://:secret@127.0.0.1:1/0"))
+    context = IpcContext()
+    service = WorkerService(config, context, tmp_path, MonotonicClock())
+    with pytest.raises(RedisUnavailableError, match="TANDEM_REDIS_URL") as caught:
+        await service.run()
+    assert "secret" not in str(caught.value)
+    context.close()
+
+
+@contextlib.asynccontextmanager
+async def worker_process(server: RedisServer, remote: EngineRemote):
+    paths = (str(ROOT / part) for part in ("engine", "services", "tests/support"))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tandem_testing.worker_process", server.url, str(remote.path)),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    try:
+        await asyncio.to_thread(remote.accept)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_the_engine_dies_with_the_worker_process(server, remote):
+    async with worker_process(server, remote) as process:
+        process.kill()
+        await process.wait()
+
+        async def engine_gone() -> bool:
+            return not is_running(remote.pid)
+
+        await until(engine_gone)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_sigterm_drains_and_exits_0(server, remote, fleet):
+    async with worker_process(server, remote) as process:
+        await until(lambda: find(fleet))
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    assert remote.orders_of("drain")
+    assert await find(fleet) is None

@@ -1,0 +1,23 @@
+import pytest
+import torch
+
+from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_testing.dense_attention import DenseAttend
+from tandem_testing.forward_builders import PageDealer, make_batch, make_pool, make_qkv
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunks", [(23,), (8, 8, 7), (22, 1), (1,) * 23])
+def test_a_prompt_in_chunks_attends_as_one_without_pages(chunks, page_size):
+    pool = make_pool(page_size=page_size)
+    backend = TorchReferenceBackend(pool)
+    seq = PageDealer(pool=pool).seq(23)
+    qkv = make_qkv(23)
+    expected = DenseAttend(extend_lens=[23])(0, *qkv)
+    seen, parts = 0, []
+    for chunk in chunks:
+        part = slice(seen, seen + chunk)
+        seen += chunk
+        batch = make_batch([type(seq)(seq_len=seen, extend_len=chunk, pages=seq.pages)], page_size=page_size)
+        parts.append(backend.plan(batch)(0, *(rows[part] for rows in qkv)))
+    torch.testing.assert_close(torch.cat(parts), expected)

@@ -1,0 +1,94 @@
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_testing.forward_builders import Seq, make_batch
+
+TIMEOUT = 10.0
+
+
+def batch(step: int) -> ForwardBatch:
+    return make_batch([Seq(seq_len=1, pages=[1])], step=step)
+
+
+def echo(batch: ForwardBatch) -> ForwardResult:
+    return ForwardResult(step=batch.step, next_token_ids=(int(torch.is_inference_mode_enabled()),))
+
+
+@pytest.fixture(params=[ForwardThread, InlineExecutor])
+def start(request):
+    """Start an executor around a forward; it is shut down at the end."""
+    started = []
+
+    def start(forward):
+        started.append(request.param(forward))
+        return started[-1]
+
+    yield start
+    for executor in started:
+        executor.shutdown()
+
+
+def test_batches_run_in_launch_order_under_inference_mode(start):
+    executor = start(echo)
+    futures = [executor.launch(batch(step)) for step in range(20)]
+    assert [future.result(TIMEOUT).step for future in futures] == list(range(20))
+    assert futures[0].result().next_token_ids == (1,)
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_failed_forward_is_told_by_its_future_and_the_next_one_runs(start):
+    def fail_first(batch: ForwardBatch) -> ForwardResult:
+        if batch.step == 0:
+            raise ValueError("step 0 is broken")
+        return echo(batch)
+
+    executor = start(fail_first)
+    failed, fine = executor.launch(batch(0)), executor.launch(batch(1))
+    with pytest.raises(ValueError, match="step 0 is broken"):
+        failed.result(TIMEOUT)
+    assert fine.result(TIMEOUT).step == 1
+
+
+def test_shutdown_may_be_repeated(start):
+    executor = start(echo)
+    executor.launch(batch(0)).result(TIMEOUT)
+    executor.shutdown()
+    executor.shutdown()
+
+
+class Gate:
+    """A forward that waits until it is let through."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+        self.thread = ""
+
+    def __call__(self, batch: ForwardBatch) -> ForwardResult:
+        self.thread = threading.current_thread().name
+        self.entered.set()
+        assert self.open.wait(TIMEOUT)
+        return echo(batch)
+
+
+def test_launch_does_not_wait_for_the_forward():
+    gate = Gate()
+    executor = ForwardThread(gate)
+    futures: list[Future[ForwardResult]] = [executor.launch(batch(step)) for step in range(2)]
+    assert gate.entered.wait(TIMEOUT)
+    assert not any(future.done() for future in futures)
+    gate.open.set()
+    executor.shutdown()
+    assert [future.result(0).step for future in futures] == [0, 1]
+    assert gate.thread.startswith("forward")
+
+
+def test_nothing_is_launched_after_shutdown():
+    executor = ForwardThread(echo)
+    executor.shutdown()
+    with pytest.raises(RuntimeError):
+        executor.launch(batch(0))

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from tandem_engine.forward.forward_batch import SampledLogprobs
+from tandem_engine.sampling.logprobs import sampled_logprobs
+from tandem_engine.sampling.sampler import Sampler
+from tandem_testing.forward_builders import make_sampling
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]])
+LOGPROBS = LOGITS.log_softmax(1)[0].tolist()
+
+
+def top(count: int) -> tuple[tuple[int, float], ...]:
+    result = sampled_logprobs(LOGITS, torch.tensor([4]), (count,))[0]
+    assert result is not None
+    assert result.logprob == pytest.approx(LOGPROBS[4])
+    return result.top
+
+
+def test_zero_asks_for_the_sampled_token_alone():
+    assert top(0) == ()
+
+
+def test_the_most_likely_come_first_and_equals_by_id():
+    assert [token for token, _ in top(1)] == [1]
+    assert [token for token, _ in top(3)] == [1, 3, 2]
+    assert [value for _, value in top(3)] == pytest.approx([LOGPROBS[1], LOGPROBS[3], LOGPROBS[2]])
+
+
+def test_more_than_the_vocabulary_gives_all_of_it():
+    assert [token for token, _ in top(20)] == [1, 3, 2, 0, 4]
+
+
+def test_rows_that_ask_for_nothing_get_nothing():
+    logits = LOGITS.expand(3, -1)
+    result = sampled_logprobs(logits, torch.tensor([1, 1, 1]), (-1, 0, -1))
+    assert result == (None, SampledLogprobs(logprob=pytest.approx(LOGPROBS[1]), top=()), None)
+
+
+def test_logprobs_are_those_of_the_model_not_of_the_filters():
+    sampling = make_sampling(temperature=[0.5], top_k=[1], suppress=((1,),), logprobs=(2,))
+    sampled = Sampler().sample(LOGITS, sampling)
+    assert sampled.token_ids.tolist() == [3]
+    assert sampled.logprobs[0].logprob == pytest.approx(LOGPROBS[3])
+    assert [token for token, _ in sampled.logprobs[0].top] == [1, 3]
+
+
+def test_nobody_asks():
+    assert Sampler().sample(LOGITS, make_sampling(temperature=[1.0])).logprobs == ()

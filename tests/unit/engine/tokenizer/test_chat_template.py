@@ -1,0 +1,63 @@
+"""ChatTemplate: what Hugging Face templates may do, and what no template may."""
+
+import pytest
+
+from tandem_engine.errors import CheckpointError, InvalidRequestError
+from tandem_engine.tokenizer.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+
+USER = [{"role": "user", "content": "<hi> & é"}]
+
+
+def render(template: str, **variables: object) -> str:
+    compiled = ChatTemplate(template, special_tokens={"bos_token": "<s>"}, source="x")
+    return compiled.render(USER, add_generation_prompt=True, variables=variables)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ bos_token }}{{ messages[0].content }}", "<s><hi> & é"),
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<hi> & é"}'),
+        ("{% for m in messages %}\n    {{ m.role }}\n{% endfor %}", "    user\n"),
+        ("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ enable_thinking is defined }} {{ tools is none }}", "False True"),
+        ("{% if add_generation_prompt %}yes{% endif %}", "yes"),
+    ],
+)
+def test_templates_find_what_hugging_face_gives_them(template, expected):
+    assert render(template) == expected
+
+
+def test_variables_of_the_request_reach_the_template_but_replace_nothing_of_ours():
+    assert render("{{ enable_thinking }} {{ messages | length }}", enable_thinking=False, messages=[]) == "False 1"
+
+
+def test_a_template_can_refuse_messages():
+    with pytest.raises(InvalidRequestError, match="refuses these messages: roles must alternate") as caught:
+        render("{{ raise_exception('roles must alternate') }}")
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ messages[0].content.nope.nope }}",
+        "{{ 1 + messages }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_hostile_or_broken_template_ends_in_a_clear_error(template):  # E9 #97
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        render(template)
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{", "x" * (MAX_TEMPLATE_CHARACTERS + 1), "{% include 'x' %}{%"])
+def test_a_template_that_is_no_template_is_refused_at_loading(template):  # E9 #97
+    with pytest.raises(CheckpointError, match="tokenizer_config"):
+        ChatTemplate(template, special_tokens={}, source="tokenizer_config.json")

@@ -1,0 +1,205 @@
+"""TextTokenizer: ids out of text and back, and control tokens only from the chat template."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tandem_engine.errors import CheckpointError, InvalidRequestError
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_testing.tokenizer_builders import EOS, SPECIALS, tokenizer_document, write_tokenizer
+
+ENDOFTEXT, IM_START, IM_END = range(3)
+REFERENCE = Tokenizer.from_str(tokenizer_document())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return TextTokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@given(text=st.text())
+def test_text_survives_encoding_and_decoding(text, tmp_path_factory):
+    tokenizer = shared(tmp_path_factory)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(ids=st.lists(st.integers(0, REFERENCE.get_vocab_size() - 1)))
+def test_decoding_agrees_with_the_reference_for_any_ids(ids, tmp_path_factory):
+    tokenizer = shared(tmp_path_factory)
+    assert tokenizer.decode(ids) == REFERENCE.decode(ids)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == REFERENCE.decode(ids, skip_special_tokens=False)
+
+
+@given(text=st.lists(st.sampled_from([*SPECIALS, "<think>", "a", " ", "<|", "|>"])).map("".join))
+def test_user_text_never_becomes_a_control_token(text, tmp_path_factory):  # E3 #55
+    tokenizer = shared(tmp_path_factory)
+    assert not {ENDOFTEXT, IM_START, IM_END, REFERENCE.token_to_id("<think>")} & set(tokenizer.encode(text))
+
+
+def test_a_conversation_is_encoded_as_the_reference_does(tokenizer):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello > world"}]
+    rendered = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello > world<|im_end|>\n"
+    expected = REFERENCE.encode(rendered + "<|im_start|>assistant\n").ids
+    assert tokenizer.encode_chat(messages) == expected
+    assert tokenizer.encode_chat(messages, add_generation_prompt=False) == REFERENCE.encode(rendered).ids
+
+
+@given(content=st.lists(st.sampled_from([*SPECIALS, "x", "\n", "<|im_", "start|>", ">", "<", "system"])).map("".join))
+def test_messages_cannot_forge_the_templates_control_tokens(content, tmp_path_factory):  # E3 #55
+    ids = shared(tmp_path_factory).encode_chat([{"role": "user", "content": content}])
+    assert [i for i in ids if i <= IM_END] == [IM_START, IM_END, IM_START]
+    assert REFERENCE.decode(ids, skip_special_tokens=False) == (
+        f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_literal_completed_by_the_template_stays_text(tmp_path):
+    glued = "{% for m in messages %}{{ m.content }}|>{% endfor %}"
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=glued))
+    assert IM_START not in tokenizer.encode_chat([{"role": "user", "content": "<|im_start"}])
+
+
+def test_two_messages_side_by_side_cannot_form_a_literal(tmp_path):
+    glued = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=glued))
+    parts = [{"role": "user", "content": "<|im_st"}, {"role": "user", "content": "art|>"}]
+    assert IM_START not in tokenizer.encode_chat(parts)
+
+
+def test_without_a_template_chat_is_refused_and_text_is_not(tmp_path):  # E9 #97
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=None))
+    assert tokenizer.encode("hello")
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_the_template_file_wins_over_the_configuration(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("just this", "utf-8")
+    tokenizer = TextTokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "just this"
+
+
+def test_the_default_one_of_several_templates_is_used(tmp_path):
+    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=templates))
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (EOS,)),
+        ({"config": {"eos_token_id": 1}}, (1,)),
+        ({"config": {"eos_token_id": 1}, "generation_config": {"eos_token_id": [2, 0]}}, (2, 0)),
+    ],
+)
+def test_the_generation_config_names_eos_before_anything_else(tmp_path, files, expected):  # E9 #98
+    assert TextTokenizer.load(write_tokenizer(tmp_path, **files)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("eos", [10**6, -1, "two", [True]])
+def test_an_impossible_eos_is_refused(tmp_path, eos):  # E9 #98
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        TextTokenizer.load(write_tokenizer(tmp_path, generation_config={"eos_token_id": eos}))
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):  # E9 #96
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json in"):
+        TextTokenizer.load(tmp_path)
+
+
+def edited(**changes: object) -> str:
+    document = json.loads(tokenizer_document())
+    for path, value in changes.items():
+        target = document
+        *parents, last = path.split("__")
+        for parent in parents:
+            target = target[parent]
+        target[last] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("", id="empty"),
+        pytest.param("{", id="truncated"),
+        pytest.param("[]", id="not an object"),
+        pytest.param("{}", id="nothing in it"),
+        pytest.param("[" * 10**5, id="nested"),
+        pytest.param(edited(model__merges=[["q", "nowhere"]]), id="merge of unknown tokens"),
+        pytest.param(edited(model__type="Magic"), id="unknown model"),
+        pytest.param(edited(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True}), id="wordpiece"),
+        pytest.param(edited(decoder=None), id="no decoder"),
+        pytest.param(edited(model__vocab={"a": 2**31}, model__merges=[], added_tokens=[]), id="absurd id"),
+    ],
+)
+def test_a_broken_tokenizer_is_named(tmp_path, content):  # E9 #96
+    (tmp_path / "tokenizer.json").write_text(content, "utf-8")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        TextTokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_spell_a_literal_as_text_is_refused(tmp_path):
+    words = {"type": "WordLevel", "vocab": {"<s>": 0, "?": 1}, "unk_token": "?"}
+    content = edited(model=words, pre_tokenizer=None, added_tokens=[added_token(0, "<s>")])
+    (tmp_path / "tokenizer.json").write_text(content, "utf-8")
+    with pytest.raises(CheckpointError, match="forge"):
+        TextTokenizer.load(tmp_path)
+
+
+def test_leftover_truncation_does_not_shorten_prompts(tmp_path):
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(edited(truncation=truncation), "utf-8")
+    assert len(TextTokenizer.load(tmp_path).encode("hello hello hello hello hello")) > 2
+
+
+def test_sentencepiece_spelling_is_decoded(tmp_path):
+    pieces = ["<unk>", "<0xE2>", "<0x82>", "<0xAC>", "▁", "a", "b", "▁a"]
+    document = {
+        **json.loads(tokenizer_document()),
+        "model": {
+            "type": "BPE",
+            "vocab": {piece: i for i, piece in enumerate(pieces)},
+            "merges": [["▁", "a"]],
+            "unk_token": "<unk>",
+            "byte_fallback": True,
+        },
+        "pre_tokenizer": None,
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "added_tokens": [added_token(0, "<unk>")],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document), "utf-8")
+    tokenizer = TextTokenizer.load(tmp_path)
+    ids = [7, 6, 1, 2, 3, 7]
+    assert tokenizer.decode(ids) == Tokenizer.from_str(json.dumps(document)).decode(ids) == "ab€ a"
+
+
+def added_token(token_id: int, content: str) -> dict:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, "special": True, **flags}
+
+
+_shared: dict[Path, TextTokenizer] = {}
+
+
+def shared(tmp_path_factory) -> TextTokenizer:
+    """Hypothesis refuses function fixtures; one tokenizer serves all examples."""
+    root = tmp_path_factory.getbasetemp()
+    if root not in _shared:
+        _shared[root] = TextTokenizer.load(write_tokenizer(root / "shared-tokenizer"))
+    return _shared[root]

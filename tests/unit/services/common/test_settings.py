@@ -1,0 +1,49 @@
+from pathlib import Path
+
+from tandem_services.common.settings import read_settings
+
+
+def test_defaults_without_any_variable():
+    settings = read_settings({})
+    assert (settings.redis_url, settings.cluster, settings.warnings) == (None, "default", ())
+
+
+def test_variables_are_read_and_empty_ones_are_not_there():
+    settings = read_settings(
+        {
+            "TANDEM_REDIS_URL": "redis://h",
+            "TANDEM_REDIS_PASSWORD_FILE": "/run/secret",
+            "TANDEM_CLUSTER": "",
+            "TANDEM_LOG_LEVEL": "DEBUG",
+            "HOME": "/x",
+        }
+    )
+    assert settings.redis_url == "redis://h"
+    assert settings.redis_password_file == Path("/run/secret")
+    assert settings.cluster == "default"
+    assert settings.log_level == "debug"
+
+
+def test_a_misspelt_variable_is_reported_with_the_nearest_name():  # RELIABILITY E8.85
+    (warning,) = read_settings({"TANDEM_REDIS_URI": "redis://h"}).warnings
+    assert "TANDEM_REDIS_URI" in warning
+    assert "did you mean TANDEM_REDIS_URL?" in warning
+
+
+def test_an_unlike_variable_is_reported_with_all_names():
+    (warning,) = read_settings({"TANDEM_ZZZZZZZZ": "1"}).warnings
+    assert "TANDEM_CURVE_KEYS" in warning
+
+
+def test_variables_that_kubernetes_adds_for_services_are_no_misspellings():
+    settings = read_settings(
+        {
+            "TANDEM_GATEWAY_SERVICE_HOST": "10.0.0.1",
+            "TANDEM_GATEWAY_SERVICE_PORT": "80",
+            "TANDEM_GATEWAY_SERVICE_PORT_HTTP": "80",
+            "TANDEM_GATEWAY_PORT": "tcp://10.0.0.1:80",
+            "TANDEM_GATEWAY_PORT_80_TCP": "tcp://10.0.0.1:80",
+            "TANDEM_GATEWAY_PORT_80_TCP_ADDR": "10.0.0.1",
+        }
+    )
+    assert settings.warnings == ()

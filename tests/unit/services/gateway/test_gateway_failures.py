@@ -1,0 +1,315 @@
+"""Workers that die, hang, refuse or answer out of order, and clients that leave (RELIABILITY A2.21, B2, B3)."""
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.requests import HandoffSide
+from tandem_services.router.choice import Role
+from tandem_testing.gateway_builders import events, live_gateway
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.tokenizer_builders import EOS
+
+TOKEN = hash_tokens(3, 250)
+OVERLOADED = Finish(reason=FinishReason.ERROR, code="queue_full", retryable=True)
+TRANSFER_FAILED = Finish(reason=FinishReason.ERROR, code="transfer_error", retryable=True)
+
+
+def healthy(**knobs) -> MockBehaviour:
+    return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
+
+
+async def seen(engine, condition) -> bool:
+    return await asyncio.to_thread(engine.wait_until, condition)
+
+
+@pytest.fixture
+async def reference(tokenizer):
+    """Text and usage of an unfaulted run, by number of tokens."""
+    from tandem_testing.gateway_builders import EngineRack
+
+    async def run(max_tokens: int, **fields):
+        with EngineRack() as rack:
+            rack.add("reference", healthy())
+            async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+                answer = (await gateway.complete(max_tokens=max_tokens, seed=1, **fields)).json()
+        return [choice["text"] for choice in answer["choices"]], answer["usage"]
+
+    return run
+
+
+@pytest.fixture
+def faulty(rack, tokenizer):
+    """Start a gateway in front of the engines that the test has put in the rack."""
+    return lambda **config: live_gateway(rack.context, tokenizer, rack.engines, **config)
+
+
+# Handoff
+
+
+async def test_prefill_and_decode_get_the_two_ends_of_one_room(rack, faulty, reference):
+    prefill = rack.add("p", healthy(), Role.PREFILL)
+    decode = rack.add("d", healthy(), Role.DECODE)
+    async with faulty() as gateway:
+        answer = (await gateway.complete(max_tokens=9, seed=1)).json()
+    [sent], [received] = prefill.received, decode.received
+    assert sent.rid == received.rid == sent.handoff.room == received.handoff.room
+    assert (sent.handoff.side, received.handoff.side) == (HandoffSide.SEND, HandoffSide.RECEIVE)
+    assert (sent.handoff.peer.incarnation, received.handoff.peer.incarnation) == ("d@1", "p@1")
+    assert sent.handoff.generation == received.handoff.generation
+    texts, usage = await reference(9)
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert answer["usage"] == usage
+    assert not prefill.aborted
+    assert not decode.aborted
+
+
+@pytest.mark.parametrize("skip_first", [False, True])
+async def test_tokens_of_both_workers_are_put_in_order(rack, faulty, reference, skip_first):  # B2.2
+    gate = threading.Event()
+    rack.add("p", healthy(first_token_gate=gate), Role.PREFILL)
+    decode = rack.add("d", healthy(skip_first=skip_first), Role.DECODE)
+    async with faulty() as gateway:
+        answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
+        assert await seen(decode, lambda: decode.received)
+        gate.set()
+        answer = (await answering).json()
+    texts, usage = await reference(9)
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert answer["usage"]["completion_tokens"] == usage["completion_tokens"]
+
+
+async def test_an_output_of_one_token_ends_with_the_prefill_worker(rack, faulty):  # A2.8
+    rack.add("p", healthy(), Role.PREFILL)
+    decode = rack.add("d", healthy(mute=True), Role.DECODE)
+    async with faulty() as gateway:
+        answer = (await gateway.complete(max_tokens=1, seed=1)).json()
+        assert answer["usage"]["completion_tokens"] == 1
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert await seen(decode, lambda: decode.aborted)
+
+
+# Retry
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 1}])
+async def test_a_decode_worker_that_dies_costs_no_token(rack, faulty, reference, stream, fields):  # B3.1, B3.4
+    rack.add("p", healthy(), Role.PREFILL)
+    rack.add("d1", healthy(die_after=5), Role.DECODE)
+    survivor = rack.add("d2", healthy(), Role.DECODE)
+    async with faulty() as gateway:
+        answer = await gateway.complete(max_tokens=20, seed=1, stream=stream, **fields)
+        chunks = events(answer) if stream else [answer.json()]
+    texts, usage = await reference(20, **fields)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index, text in enumerate(texts):
+        assert "".join(c["text"] for c in choices if c["index"] == index) == text
+        finishes = [c["finish_reason"] for c in choices if c["index"] == index and c["finish_reason"]]
+        assert finishes == ["length"]
+    if not stream:
+        assert chunks[0]["usage"]["completion_tokens"] == usage["completion_tokens"]
+    if "logprobs" in fields:
+        assert sum(len(c["logprobs"]["tokens"]) for c in choices if c["logprobs"]) == 20
+    assert survivor.received
+    assert all(request.handoff.generation == 1 for request in survivor.received)
+
+
+async def test_the_next_attempt_resumes_after_the_tokens_received(rack, faulty, reference):  # B2.1
+    first = rack.add("d1", healthy(die_after=4))
+    second = rack.add("d2", healthy())
+    async with faulty() as gateway:
+        answer = (await gateway.complete(max_tokens=9, seed=1)).json()
+        assert answer["usage"]["completion_tokens"] == 9
+    [original], [resumed] = first.received, second.received
+    expected = tuple(TOKEN(original, position) for position in range(4))
+    assert resumed.resume_ids == expected[: len(resumed.resume_ids)]
+    assert (original.rid, resumed.rid) == (f"{original.rid[:-1]}0", f"{original.rid[:-1]}1")
+    assert resumed.input_ids == original.input_ids
+    assert resumed.sampling == original.sampling
+    assert gateway.chooser.open == 0
+    assert gateway.chooser.queries[-1].token_ids == resumed.input_ids + resumed.resume_ids
+
+
+async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(rack, faulty, reference):  # B3.6
+    rack.add("p1", healthy(die_after=0), Role.PREFILL)
+    rack.add("p2", healthy(), Role.PREFILL)
+    decode = rack.add("d", healthy(first_token_gate=None), Role.DECODE)
+    decode.behaviour.mute = True
+    async with faulty() as gateway:
+        answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
+        assert await seen(decode, lambda: len(decode.received) == 2)
+        decode.behaviour.mute = False
+        answer = (await answering).json()
+    assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
+    assert [request.handoff.peer.incarnation for request in decode.received] == ["p1@1", "p2@1"]
+    assert decode.aborted == [decode.received[0].rid]
+
+
+async def test_a_prefill_worker_that_dies_after_the_handoff_disturbs_nobody(rack, faulty, reference):
+    prefill = rack.add("p", healthy(), Role.PREFILL)
+    decode = rack.add("d", healthy(), Role.DECODE)
+    async with (
+        faulty() as gateway,
+        gateway.http.stream(
+            "POST",
+            "/v1/completions",
+            json={"model": "mock", "prompt": "hi", "max_tokens": 300, "seed": 1, "stream": True},
+        ) as response,
+    ):
+        body = b""
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            prefill.stop()
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert b"error" not in body
+    assert len(decode.received) == 1
+
+
+@pytest.mark.parametrize("failure", [OVERLOADED, Finish(reason=FinishReason.ABORT)])
+async def test_a_retryable_refusal_goes_to_another_worker(rack, faulty, failure):
+    rack.add("full", healthy(refuse=failure))
+    free = rack.add("free", healthy())
+    async with faulty() as gateway:
+        assert (await gateway.complete(max_tokens=3)).status_code == 200
+    assert len(free.received) == 1
+
+
+async def test_a_failed_transfer_is_blamed_on_its_sender(rack, faulty):
+    broken = rack.add("p1", healthy(mute=True), Role.PREFILL)
+    rack.add("p2", healthy(), Role.PREFILL)
+    decode = rack.add("d", healthy(refuse=TRANSFER_FAILED), Role.DECODE)
+    async with faulty() as gateway:
+        answering = asyncio.ensure_future(gateway.complete(max_tokens=3))
+        assert await seen(broken, lambda: broken.aborted)
+        decode.behaviour.refuse = None
+        await answering
+    assert gateway.chooser.queries[1].exclude == {"p1@1"}
+
+
+async def test_one_live_worker_is_tried_again_when_there_is_no_other(rack, faulty):
+    only = rack.add("only", healthy(refuse=OVERLOADED))
+    async with faulty() as gateway:
+        answer = await gateway.complete(max_tokens=3)
+    assert len(only.received) == 3
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["type"] == "ServiceUnavailableError"
+
+
+async def test_attempts_are_bounded(rack, faulty):  # B2.9
+    for name in ("a", "b", "c", "d"):
+        rack.add(name, healthy(die_after=0))
+    async with faulty() as gateway:
+        answer = await gateway.complete(max_tokens=3)
+    assert answer.status_code == 500
+    assert [len(engine.received) for engine in rack.engines] == [1, 1, 1, 0]
+
+
+async def test_an_error_that_no_worker_can_help_is_not_retried(rack, faulty):
+    rack.add("a", healthy(refuse=Finish(reason=FinishReason.ERROR, code="engine_error")))
+    other = rack.add("b", healthy())
+    async with faulty() as gateway:
+        assert (await gateway.complete(max_tokens=3)).status_code == 500
+    assert not other.received
+
+
+async def test_without_workers_a_new_request_is_refused_at_once(faulty):
+    async with faulty() as gateway:
+        answer = await gateway.complete(max_tokens=3)
+        assert (await gateway.http.get("/ready")).status_code == 503
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "2"
+
+
+async def test_a_stream_whose_only_worker_died_ends_with_one_clear_error(rack, faulty):  # B3.13
+    rack.add("only", healthy(die_after=3))
+    async with faulty() as gateway:
+        chunks = events(await gateway.complete([7, 8], max_tokens=30, stream=True, skip_special_tokens=False))
+    assert chunks[-1]["error"]["type"] == "ServiceUnavailableError"
+
+
+async def test_a_stream_waits_for_a_worker_to_come_back(rack, faulty, reference):  # B3.13
+    rack.add("first", healthy(die_after=3))
+    replacement = rack.add("second", healthy())
+    async with faulty(recovery_s=20.0) as gateway:
+        gateway.chooser.fleet.remove(replacement.view)
+        answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
+        while "first@1" not in gateway.chooser.dead:
+            await asyncio.sleep(0)
+        gateway.chooser.fleet.append(replacement.view)
+        answer = (await answering).json()
+    assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
+
+
+# Liveness
+
+
+async def test_a_worker_that_answers_nothing_is_given_up(rack, faulty, reference):  # B3.10
+    frozen = rack.add("frozen", healthy(deaf=True))
+    rack.add("awake", healthy())
+    async with faulty() as gateway:
+        answer = (await gateway.complete(max_tokens=9, seed=1)).json()
+    assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
+    assert not frozen.received
+
+
+async def test_a_long_queue_is_not_death(rack, faulty):
+    busy = rack.add("busy", healthy(mute=True))
+    async with faulty(ping_interval_s=0.01, unanswered_pings=2) as gateway:
+        answering = asyncio.ensure_future(gateway.complete(max_tokens=3))
+        assert await seen(busy, lambda: busy.received)
+        await asyncio.to_thread(busy.wait_for_pings, 8)
+        busy.behaviour.mute = False
+        assert (await answering).status_code == 200
+    assert len(busy.received) == 1
+
+
+# Disconnects
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_leaves_aborts_everything_everywhere(rack, faulty, stream, n):  # A2.21, B3.27
+    prefill = rack.add("p", healthy(mute=True), Role.PREFILL)
+    decode = rack.add("d", healthy(mute=True), Role.DECODE)
+    async with faulty() as gateway:
+        body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "stream": stream, "n": n}
+        async with httpx.AsyncClient() as client:
+            leaving = asyncio.create_task(client.post(f"{gateway.url}/v1/completions", json=body, timeout=60))
+            for engine in rack.engines:
+                assert await seen(engine, lambda engine=engine: len(engine.received) == n)
+            leaving.cancel()
+        for engine in (prefill, decode):
+            assert await seen(engine, lambda engine=engine: len(engine.aborted) == n)
+        assert (await gateway.http.get("/live")).status_code == 200
+        assert gateway.chooser.open == 0
+        metrics = (await gateway.http.get("/metrics")).text
+        assert 'tandem_gateway_client_disconnects_total{model="mock"} 1.0' in metrics
+        assert "tandem_gateway_num_requests_running 0.0" in metrics
+        assert 'code="499"' in metrics
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_it(rack, faulty):
+    engine = rack.add("solo", healthy(step_s=0.001))
+    async with faulty() as gateway:
+        body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        async with gateway.http.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_bytes())
+        assert await seen(engine, lambda: engine.aborted)
+        assert engine.running == 0
+
+
+async def test_an_unreadable_reply_condemns_the_worker(rack, faulty, reference):  # E10 #100
+    liar = rack.add("liar", healthy(mute=True))
+    rack.add("honest", healthy())
+    async with faulty() as gateway:
+        answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
+        assert await seen(liar, lambda: liar.received)
+        liar.send_rubbish = True
+        answer = (await answering).json()
+    assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
+    assert "liar@1" in gateway.chooser.dead

@@ -1,0 +1,33 @@
+from tandem_services.router.library import CONSTANTS, SCRIPTS, library_source
+
+
+def test_the_name_follows_the_content():
+    source = library_source()
+    assert source.text.startswith(f"#!lua name={source.name}\n")
+    assert library_source({**CONSTANTS, "LEASE_MS": 1}).name != source.name
+    assert library_source() == source
+
+
+def test_every_function_documents_its_arguments_and_answer():  # STYLE 16
+    text = library_source().text
+    registered = [part.partition("'")[0] for part in text.split("\nregister('")[1:]]
+    assert set(registered) == {
+        "apply_kv_events",
+        "heartbeat",
+        "deregister",
+        "snapshot",
+        "route_and_reserve",
+        "release",
+    }
+    for name in registered:
+        comment = text.partition(f"\nlocal function {name}(")[0].rpartition("\n\n")[2]
+        assert f"-- {name}" in comment
+        assert "ARGV:" in comment
+        assert "Returns" in comment
+
+
+def test_all_scripts_are_part_of_the_library():
+    from importlib.resources import files
+
+    folder = files("tandem_services.router") / "scripts"
+    assert {f"{name}.lua" for name in SCRIPTS} == {entry.name for entry in folder.iterdir()}

@@ -1,0 +1,100 @@
+import pytest
+
+from tandem_services.router.membership import FORGIVE_S, Membership
+from tandem_services.router.registry import FleetSnapshot, WorkerState
+from tandem_testing.router_builders import MODEL, make_record
+from tandem_testing.service_clock import ServiceClock
+
+
+@pytest.fixture
+def clock():
+    return ServiceClock()
+
+
+@pytest.fixture
+def members(clock):
+    return Membership(clock=clock)
+
+
+def snapshot(*records, epoch: str = "first", rubbish: int = 0) -> FleetSnapshot:
+    return FleetSnapshot(epoch=epoch, workers=records, rubbish=rubbish)
+
+
+def names(members: Membership) -> set[str]:
+    return {worker.incarnation for worker in members.workers()}
+
+
+def test_a_snapshot_replaces_the_view(members):
+    members.update(snapshot(make_record("a"), make_record("b")))
+    members.update(snapshot(make_record("b")))
+    assert names(members) == {"b@1"}
+
+
+def test_after_a_wipe_the_old_view_stays_for_one_lease(members, clock):  # RELIABILITY B3.16
+    members.update(snapshot(make_record("a"), make_record("b")))
+    members.update(snapshot(make_record("b"), epoch="second"))
+    assert names(members) == {"a@1", "b@1"}
+    clock.advance(3.1)
+    members.update(snapshot(make_record("b"), epoch="second"))
+    assert names(members) == {"b@1"}
+
+
+def test_rubbish_in_the_registry_is_treated_like_a_wipe(members):
+    members.update(snapshot(make_record("a")))
+    members.update(snapshot(rubbish=1))
+    assert names(members) == {"a@1"}
+
+
+def test_after_a_wipe_a_new_incarnation_takes_the_place_of_the_old_one(members):
+    members.update(snapshot(make_record("a", number=1)))
+    members.update(snapshot(make_record("a", number=2), epoch="second"))
+    assert names(members) == {"a@2"}
+
+
+def test_a_dead_worker_is_left_out_until_it_has_shown_life_for_long_enough(members, clock):
+    members.update(snapshot(make_record("a"), make_record("b")))
+    members.mark_dead("a@1")
+    assert names(members) == {"b@1"}
+    assert [r.view.worker_id for r in members.candidates(MODEL, prompt_tokens=1, exclude=frozenset())] == ["b"]
+    clock.advance(FORGIVE_S - 1)
+    members.update(snapshot(make_record("a"), make_record("b")))
+    assert names(members) == {"b@1"}
+    clock.advance(2)
+    members.update(snapshot(make_record("a"), make_record("b")))
+    assert names(members) == {"a@1", "b@1"}
+
+
+def test_a_dead_worker_that_left_the_registry_is_forgotten(members):
+    members.update(snapshot(make_record("a")))
+    members.mark_dead("a@1")
+    members.update(snapshot())
+    assert members.dead == frozenset()
+
+
+def test_while_redis_is_away_a_dead_worker_stays_dead(members, clock):
+    members.update(snapshot(make_record("a")))
+    members.mark_dead("a@1")
+    clock.advance(3600)
+    assert names(members) == set()
+
+
+def test_draining_stalled_short_and_foreign_workers_are_no_candidates(members):
+    members.update(
+        snapshot(
+            make_record("draining", state=WorkerState.DRAINING),
+            make_record("stalled", state=WorkerState.STALLED),
+            make_record("short", context_length=10),
+            make_record("foreign", model="other"),
+            make_record("good"),
+        )
+    )
+    found = members.candidates(MODEL, prompt_tokens=10, exclude=frozenset())
+    assert [record.view.worker_id for record in found] == ["good"]
+
+
+def test_the_page_size_of_the_majority_counts(members):
+    assert members.page_size(MODEL) is None
+    members.update(
+        snapshot(make_record("a", page_size=32), make_record("b", page_size=16), make_record("c", page_size=16))
+    )
+    assert members.page_size(MODEL) == 16

@@ -1,0 +1,63 @@
+import msgspec
+import pytest
+
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.choice import Role
+from tandem_services.router.registry import (
+    ROW,
+    HeartbeatReply,
+    WorkerState,
+    decode_reply,
+    pack_row,
+    read_record,
+    readable_fields,
+)
+from tandem_testing.router_builders import make_load, make_record
+
+
+def written(**changes: str) -> dict[str, str]:
+    """A worker's hash as it is read back."""
+    record = make_record("w1", Role.PREFILL, state=WorkerState.DRAINING, load=make_load(queue_tokens=12.5))
+    fields = {name: str(value) for name, value in readable_fields(record).items()}
+    return fields | {"incarnation": "w1@1", "number": "1"} | changes
+
+
+def test_a_record_survives_the_hash():
+    record = make_record("w1", Role.PREFILL, state=WorkerState.DRAINING, load=make_load(queue_tokens=12.5))
+    assert read_record(written()) == record
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"role": "boss"},
+        {"state": "fine"},
+        {"page_size": "0"},
+        {"page_size": "1e3"},
+        {"context_length": "-1"},
+        {"queue_tokens": "nan"},
+        {"prefill_tokens_per_s": "inf"},
+        {"prefill_tokens_per_s": "0"},
+        {"room_tokens": "-5"},
+        {"decode_step_s": "x" * 1000},
+    ],
+)
+def test_a_hash_that_makes_no_sense_is_no_worker(change):  # RELIABILITY E6.70
+    assert read_record(written(**change)) is None
+
+
+def test_a_hash_with_a_missing_field_is_no_worker():
+    for name in readable_fields(make_record("w1")):
+        fields = written()
+        del fields[name]
+        assert read_record(fields) is None, name
+
+
+def test_the_routing_row_has_the_size_that_the_script_expects():
+    assert len(pack_row(make_record("w1"))) == ROW.size == 90
+
+
+@pytest.mark.parametrize("reply", [None, 7, b"", b"\xc1", msgspec.msgpack.encode({"status": "?"}), b"\xa1\xff"])
+def test_a_reply_of_the_wrong_shape_is_no_answer(reply):
+    with pytest.raises(RedisUnavailableError):
+        decode_reply(reply, HeartbeatReply)

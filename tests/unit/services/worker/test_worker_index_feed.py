@@ -1,0 +1,247 @@
+"""The feed against an index in memory that follows the rules of scripts/index.lua."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
+from tandem_services.worker import index_feed
+from tandem_services.worker.index_feed import CHUNK_HASHES, IndexFeed
+from tandem_testing.service_clock import ServiceClock
+
+
+class IndexInMemory:
+    """`answers`: per call, whether it arrives and whether its answer does; after them everything works."""
+
+    def __init__(self, answers: Sequence[str] = ()) -> None:
+        self.blocks: set[bytes] = set()
+        self.revision = -1
+        self.answers = list(answers)
+        self.calls: list[int] = []
+
+    async def apply(
+        self, incarnation: str, updates: Sequence[IndexUpdate], *, builds_on: int, revision: int
+    ) -> Applied:
+        self.calls.append(sum(len(update.hashes) for update in updates))
+        fate = self.answers.pop(0) if self.answers else "fine"
+        if fate == "wiped":
+            self.blocks, self.revision = set(), -1
+        if fate == "lost":
+            raise RedisUnavailableError("lost")
+        outcome = self._apply(updates, builds_on, revision)
+        if fate == "unanswered":
+            raise RedisUnavailableError("unanswered")
+        return outcome
+
+    def _apply(self, updates: Sequence[IndexUpdate], builds_on: int, revision: int) -> Applied:
+        if self.revision == revision:
+            return Applied.REPEATED
+        if updates[0].kind is not UpdateKind.CLEARED and self.revision != builds_on:
+            return Applied.GAP
+        for update in updates:
+            match update.kind:
+                case UpdateKind.CLEARED:
+                    self.blocks = set()
+                case UpdateKind.STORED:
+                    self.blocks |= set(update.hashes)
+                case UpdateKind.REMOVED:
+                    self.blocks -= set(update.hashes)
+        self.revision = revision
+        return Applied.APPLIED
+
+
+class Engine:
+    """Publishes to the feed, and answers a replay at once."""
+
+    def __init__(self, index: IndexInMemory) -> None:
+        self.blocks: dict[bytes, None] = {}
+        self.sequence = 0
+        self.feed = IndexFeed(
+            index=index,
+            incarnation="w@1",
+            clock=ServiceClock(),
+            ask_replay=self.replay,
+            reachable=lambda: True,
+        )
+
+    async def replay(self) -> None:
+        self.publish(AllCleared(), BlockStored(hashes=tuple(self.blocks)))
+
+    def store(self, *hashes: bytes, delivered: bool = True) -> None:
+        self.blocks |= dict.fromkeys(hashes)
+        self.publish(BlockStored(hashes=hashes), delivered=delivered)
+
+    def remove(self, *hashes: bytes, delivered: bool = True) -> None:
+        for each in hashes:
+            self.blocks.pop(each, None)
+        self.publish(BlockRemoved(hashes=hashes), delivered=delivered)
+
+    def publish(self, *events: KvEvent, delivered: bool = True) -> None:
+        self.sequence += 1
+        if delivered:
+            self.feed.accept(KvEventBatch(sequence=self.sequence, events=events))
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(index_feed, "PACE_S", 0)
+    monkeypatch.setattr(index_feed, "RETRY_S", 0)
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+async def settle(engine: Engine, index: IndexInMemory) -> None:
+    """Run the feed until the index says what the engine has."""
+    task = asyncio.create_task(engine.feed.run())
+    try:
+        async with asyncio.timeout(10):
+            while index.blocks != set(engine.blocks) or index.revision != engine.feed.acknowledged:  # noqa: ASYNC110 (two states, no event)
+                await asyncio.sleep(0)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_events_arrive_in_order():
+    index = IndexInMemory()
+    engine = Engine(index)
+    engine.store(block(1), block(2))
+    engine.remove(block(2))
+    engine.store(block(3))
+    await settle(engine, index)
+    assert index.blocks == {block(1), block(3)}
+    assert engine.feed.replays == 0
+
+
+async def test_an_index_left_behind_by_somebody_else_is_cleared_first():
+    index = IndexInMemory()
+    index.blocks, index.revision = {block(99)}, 5
+    engine = Engine(index)
+    engine.store(block(1))
+    await settle(engine, index)
+
+
+async def test_a_missing_batch_leads_to_a_replay():
+    index = IndexInMemory()
+    engine = Engine(index)
+    engine.store(block(1))
+    engine.store(block(2), delivered=False)
+    engine.store(block(3))
+    await settle(engine, index)
+    assert engine.feed.replays == 1
+
+
+async def test_what_arrives_before_the_replay_begins_is_ignored():
+    index = IndexInMemory()
+    engine = Engine(index)
+    engine.store(block(1), delivered=False)
+    engine.store(block(2))
+    engine.remove(block(1))
+    await settle(engine, index)
+    assert index.blocks == {block(2)}
+    assert engine.feed.replays == 1
+
+
+async def test_a_lost_answer_is_repeated_and_counts_once():
+    index = IndexInMemory(["unanswered", "lost", "unanswered"])
+    engine = Engine(index)
+    engine.store(block(1))
+    await settle(engine, index)
+    engine.store(block(2))
+    await settle(engine, index)
+    assert engine.feed.replays == 0
+
+
+async def test_a_clear_after_an_unanswered_update_is_not_mistaken_for_it():
+    index = IndexInMemory(["unanswered"])
+    engine = Engine(index)
+    engine.store(block(1))
+    task = asyncio.create_task(engine.feed.run())
+    while not index.calls:  # noqa: ASYNC110 (the fake has no event)
+        await asyncio.sleep(0)
+    engine.blocks.clear()
+    engine.publish(AllCleared())
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await settle(engine, index)
+    assert index.blocks == set()
+
+
+async def test_a_heartbeat_that_finds_an_older_index_leads_to_a_replay():
+    index = IndexInMemory()
+    engine = Engine(index)
+    engine.store(block(1))
+    await settle(engine, index)
+    before = engine.feed.acknowledged
+    index.blocks, index.revision = set(), -1
+    engine.feed.check(-1, before)
+    await settle(engine, index)
+    assert engine.feed.replays == 1
+
+
+async def test_a_heartbeat_from_before_the_first_update_means_nothing():
+    engine = Engine(IndexInMemory())
+    engine.feed.check(-1, engine.feed.acknowledged)
+    assert engine.feed.replays == 0
+    engine.store(block(1))
+    await settle(engine, engine.feed.index)
+    assert engine.feed.replays == 0
+
+
+async def test_large_caches_go_in_bounded_updates():
+    index = IndexInMemory()
+    engine = Engine(index)
+    engine.store(*(block(n) for n in range(3 * CHUNK_HASHES + 5)))
+    await settle(engine, index)
+    assert max(index.calls) <= CHUNK_HASHES
+
+
+async def test_the_queue_is_bounded_while_redis_is_away(monkeypatch):
+    monkeypatch.setattr(index_feed, "MAX_PENDING_HASHES", 10)
+    monkeypatch.setattr(index_feed, "CHUNK_HASHES", 5)
+    index = IndexInMemory(["lost"])
+    engine = Engine(index)
+    for number in range(50):
+        engine.store(block(number))
+    await settle(engine, index)
+    assert engine.feed.replays == 1
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["store", "remove"]), st.integers(0, 9), st.booleans()), min_size=1, max_size=20
+)
+fates = st.lists(st.sampled_from(["fine", "lost", "unanswered", "wiped"]), max_size=10)
+
+
+@given(steps=steps, fates=fates)
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_lost_on_either_side_index_and_cache_agree_in_the_end(steps, fates):
+    async def scenario() -> None:
+        index = IndexInMemory(fates)
+        engine = Engine(index)
+        for kind, number, delivered in steps:
+            change = engine.store if kind == "store" else engine.remove
+            change(block(number), delivered=delivered)
+            await asyncio.sleep(0)
+        # A last event that arrives reveals a gap before it; an engine that says nothing more has none to tell.
+        engine.store(block(100))
+        while index.answers:
+            before = engine.feed.acknowledged
+            await settle(engine, index)
+            engine.feed.check(index.revision, before)
+            engine.store(block(100 + len(index.answers)))
+        await settle(engine, index)
+
+    original = (index_feed.PACE_S, index_feed.RETRY_S)
+    index_feed.PACE_S = index_feed.RETRY_S = 0
+    try:
+        asyncio.run(scenario())
+    finally:
+        index_feed.PACE_S, index_feed.RETRY_S = original

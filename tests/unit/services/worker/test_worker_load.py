@@ -1,0 +1,101 @@
+import pytest
+
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.router.choice import Role
+from tandem_services.router.registry import WorkerState
+from tandem_services.worker.config import WorkerConfig
+from tandem_services.worker.load import LoadMonitor, describe
+from tandem_testing.mock_engine_process import idle_stats, ready_message
+from tandem_testing.service_clock import ServiceClock
+
+
+@pytest.fixture
+def clock():
+    return ServiceClock()
+
+
+@pytest.fixture
+def monitor(clock):
+    monitor = LoadMonitor(clock=clock)
+    monitor.begin()
+    return monitor
+
+
+def config() -> WorkerConfig:
+    return WorkerConfig(
+        model_path="/m", model_name="mini", role=Role.PREFILL, worker_id="w1", redis=RedisAddress(url="redis://h")
+    )
+
+
+def report_for(monitor: LoadMonitor, clock: ServiceClock, seconds: float, **stats: int) -> None:
+    """Statistics twice a second whose loop count does or does not advance."""
+    for _ in range(int(seconds * 2)):
+        clock.advance(0.5)
+        monitor.update(idle_stats(**stats))
+
+
+def test_a_busy_engine_whose_loop_stands_still_is_stalled(monitor, clock):  # RELIABILITY B3.33
+    report_for(monitor, clock, 4, running=1, loop_count=7)
+    assert monitor.state is WorkerState.STALLED
+    monitor.update(idle_stats(running=1, loop_count=8))
+    assert monitor.state is WorkerState.READY
+
+
+def test_an_idle_engine_need_not_turn(monitor, clock):
+    report_for(monitor, clock, 60, loop_count=7)
+    assert monitor.state is WorkerState.READY
+
+
+def test_an_engine_that_sends_nothing_is_stalled(monitor, clock):
+    monitor.update(idle_stats())
+    clock.advance(3.1)
+    assert monitor.state is WorkerState.STALLED
+    assert monitor.stalled_s == pytest.approx(3.1)
+
+
+def test_work_after_idleness_gets_its_time(monitor, clock):
+    report_for(monitor, clock, 60, loop_count=7)
+    report_for(monitor, clock, 2, running=1, loop_count=7)
+    assert monitor.state is WorkerState.READY
+
+
+def test_draining_is_said_whatever_else_is(monitor, clock):
+    monitor.draining = True
+    clock.advance(100)
+    assert monitor.state is WorkerState.DRAINING
+
+
+def test_idle_counts_only_from_statistics_that_are_recent_enough(monitor, clock):
+    monitor.update(idle_stats())
+    began = clock.now()
+    assert monitor.idle_since(began)
+    assert not monitor.idle_since(began + 1)
+    clock.advance(1)
+    monitor.update(idle_stats(inflight=1))
+    assert not monitor.idle_since(began + 1)
+    monitor.update(idle_stats())
+    assert monitor.idle_since(began + 1)
+
+
+def test_before_the_first_statistics_the_self_test_speaks(monitor):
+    record = describe(config(), ready_message("w1@5"), monitor, health_endpoint="http://h:1")
+    assert record.load.prefill_rate == 1000.0
+    assert record.load.room_tokens == 100 * 16
+    assert record.view.incarnation == "w1@5"
+
+
+def test_statistics_become_load(monitor):
+    monitor.update(
+        idle_stats(
+            running=2,
+            waiting=3,
+            transferring=4,
+            waiting_tokens=500,
+            free_pages=10,
+            evictable_pages=5,
+            decode_step_s=0.01,
+        )
+    )
+    load = describe(config(), ready_message("w1@5"), monitor, health_endpoint="http://h:1").load
+    assert (load.queue_tokens, load.sequences, load.room_tokens, load.step_s) == (500, 9, 15 * 16, 0.01)
+    assert load.token_bytes == 2 * 2 * 8 * 4

@@ -1,0 +1,56 @@
+import pytest
+
+from tandem_services.worker.peers import PeerWatch
+from tandem_testing.service_clock import ServiceClock
+
+
+@pytest.fixture
+def clock():
+    return ServiceClock()
+
+
+@pytest.fixture
+def watch(clock):
+    return PeerWatch(clock=clock, own="me@1")
+
+
+def members(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+def test_a_member_that_is_missing_from_the_next_list_is_gone(watch):
+    assert watch.update("e", members("me@1", "a@1", "b@1")) == members()
+    assert watch.update("e", members("me@1", "b@1", "a@2")) == members("a@1")
+
+
+def test_an_unchanged_list_says_nothing(watch):
+    watch.update("e", members("a@1"))
+    assert watch.update("e", None) == members()
+
+
+def test_being_left_out_of_a_list_does_not_make_oneself_gone(watch):
+    watch.update("e", members("me@1", "a@1"))
+    assert watch.update("e", members("a@1")) == members()
+
+
+def test_after_a_wipe_members_have_a_fencing_period_to_come_back(watch, clock):
+    watch.update("first", members("a@1", "b@1"))
+    assert watch.update("second", members("a@1")) == members()
+    clock.advance(9)
+    assert watch.update("second", members("a@1")) == members()
+    clock.advance(2)
+    assert watch.update("second", members("a@1")) == members("b@1")
+    assert watch.update("second", members("a@1")) == members()
+
+
+def test_after_a_wipe_a_member_that_came_back_is_not_gone_later(watch, clock):
+    watch.update("first", members("a@1"))
+    watch.update("second", members())
+    watch.update("second", members("a@1"))
+    clock.advance(60)
+    assert watch.update("second", members("a@1")) == members()
+
+
+def test_after_a_wipe_a_new_incarnation_proves_the_old_one_gone(watch):
+    watch.update("first", members("a@1"))
+    assert watch.update("second", members("a@2")) == members("a@1")
