@@ -11,6 +11,7 @@ With --steps alone the result depends on the seed only. With --minutes the learn
 the clock as well, so the number of steps depends on the machine.
 
     python tools/train_mini.py --minutes 35
+    python tools/train_mini.py --minutes 20 --rate 1.2e-3 --seed 2 --start-from models/tandem-mini
 """
 
 import argparse
@@ -305,9 +306,11 @@ def parse() -> Options:
     parser.add_argument("--start-from", type=Path, default=None, help="go on from the weights of this model")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps of 2048 tokens, at most")
     parser.add_argument("--minutes", type=float, default=None, help="time budget; the learning rate follows it")
-    parser.add_argument("--seed", type=int, default=1, help="documents and initial weights")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="documents and initial weights; another seed to go on with new documents"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
+    parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--checkpoint-minutes", type=float, default=5.0, help="time between checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint under --work")
     parser.add_argument("--eager", dest="compiled", action="store_false", help="do not compile the step")

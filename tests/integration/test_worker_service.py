@@ -265,7 +265,7 @@ async def test_the_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worke
     assert {order["incarnation"] for order in worker.remote.orders_of("peer_gone")} == {"p1@1", "p2@1"}
 
 
-async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker):  # B3.36
+async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog):  # B3.36
     worker.remote.tell(stats={"running": 2})
 
     async def busy() -> bool:
@@ -289,6 +289,7 @@ async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker):  # B3.
     assert await asyncio.wait_for(worker.exit, 15) == 0
     assert await find(fleet) is None
     assert worker.remote.orders_of("shutdown")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_drain_does_not_wait_for_ever(server, remote, tmp_path, fleet):

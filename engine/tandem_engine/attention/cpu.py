@@ -19,7 +19,7 @@ from tandem_engine.attention.cpu_prompt import Prompt, attend_prompt, plan_promp
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.memory.pool import KvPool
 
-SHORT_EXTEND = 8
+SHORT_EXTEND = 16
 """Longest run of tokens on a cached prefix that the paged kernel takes (ADR 0002)."""
 
 
@@ -36,18 +36,15 @@ class CpuPlan:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.kernels.store(layer, k, v, self.slots)
         if self.paged is not None and not self.prompts:
-            return self._attend_paged(layer, q, self.paged).flatten(1)
+            return self.kernels.attend(layer, q, self.paged).to(q.dtype).flatten(1)
         out = q.new_empty(q.shape)
         if self.paged is not None:
             tokens = self.paged.tokens
-            out[tokens] = self._attend_paged(layer, q, self.paged)[tokens]
+            out[tokens] = self.kernels.attend(layer, q, self.paged)[tokens].to(q.dtype)
         for prompt in self.prompts:
             part = slice(prompt.start, prompt.stop)
             out[part] = attend_prompt(self.pool, layer, q[part], k[part], v[part], prompt)
         return out.flatten(1)
-
-    def _attend_paged(self, layer: int, q: Tensor, work: PagedQueries) -> Tensor:
-        return self.kernels.attend(layer, q * q.shape[-1] ** -0.5, work).to(q.dtype)
 
 
 class CpuAttention:

@@ -46,7 +46,7 @@ STATISTICS = 2
 """A partial result is head_dim values, then the maximum score and the sum of weights relative to it."""
 
 Array = npt.NDArray[Any]
-AttendKernel = Callable[[Array, int, Array, Array, Array, Array, Array, Array], None]
+AttendKernel = Callable[[Array, int, Array, np.float32, Array, Array, Array, Array, Array], None]
 
 # Sums may be reordered and contracted, else a dot product stays scalar. NaN and inf keep their meaning.
 _OPTIONS: dict[str, Any] = {
@@ -95,7 +95,8 @@ def build_attend_serial(head_dim: int, group: int) -> AttendKernel:
     The kernel's arguments:
         pages       [page, layer, 2, KV, slot, D] float32, or bfloat16 seen as uint16
         layer
-        q           [T, KV * group, D] float32, already scaled
+        q           [T, KV * group, D] float32
+        scale       float32 factor of the scores
         page_table  [B, P] int32
         tasks       [N, 2] int64, columns `QUERY`, `TASK_CHUNK`
         queries     [Q, 5] int64, columns `TOKEN` … `END_TASK`
@@ -107,6 +108,7 @@ def build_attend_serial(head_dim: int, group: int) -> AttendKernel:
         pages: Array,
         layer: int,
         q: Array,
+        scale: np.float32,
         page_table: Array,
         tasks: Array,
         queries: Array,
@@ -117,7 +119,9 @@ def build_attend_serial(head_dim: int, group: int) -> AttendKernel:
             query = queries[tasks[task, QUERY]]
             start = tasks[task, TASK_CHUNK] * CHUNK
             row = page_table[query[ROW]]
-            _attend_chunk(pages, layer, q[query[TOKEN]], row, start, query[LENGTH], partial[task], head_dim, group)
+            _attend_chunk(
+                pages, layer, q[query[TOKEN]], scale, row, start, query[LENGTH], partial[task], head_dim, group
+            )
         for index in range(queries.shape[0]):
             query = queries[index]
             _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
@@ -135,6 +139,7 @@ def build_attend_parallel(head_dim: int, group: int) -> AttendKernel:
         pages: Array,
         layer: int,
         q: Array,
+        scale: np.float32,
         page_table: Array,
         tasks: Array,
         queries: Array,
@@ -145,7 +150,9 @@ def build_attend_parallel(head_dim: int, group: int) -> AttendKernel:
             query = queries[tasks[task, QUERY]]
             start = tasks[task, TASK_CHUNK] * CHUNK
             row = page_table[query[ROW]]
-            _attend_chunk(pages, layer, q[query[TOKEN]], row, start, query[LENGTH], partial[task], head_dim, group)
+            _attend_chunk(
+                pages, layer, q[query[TOKEN]], scale, row, start, query[LENGTH], partial[task], head_dim, group
+            )
         for index in range(queries.shape[0]):
             query = queries[index]
             _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
@@ -158,6 +165,7 @@ def _attend_chunk(
     pages: Array,
     layer: int,
     q: Array,
+    scale: np.float32,
     page_row: Array,
     start: int,
     length: int,
@@ -179,7 +187,7 @@ def _attend_chunk(
     # A page may straddle two chunks: its slots before `start` belong to the chunk before.
     while start < stop:
         end = min(stop, start // page_size * page_size + tile_len)
-        _score_tile(pages, layer, q, page_row, start, end, scores, wide, head_dim, group)
+        _score_tile(pages, layer, q, scale, page_row, start, end, scores, wide, head_dim, group)
         for head in range(heads):
             _update_softmax(scores[head], exponents, end - start, partial[head], head_dim)
         _add_tile(pages, layer, scores, page_row, start, end, partial, wide, head_dim, group)
@@ -191,6 +199,7 @@ def _score_tile(
     pages: Array,
     layer: int,
     q: Array,
+    scale: np.float32,
     page_row: Array,
     start: int,
     end: int,
@@ -199,7 +208,7 @@ def _score_tile(
     head_dim: int,
     group: int,
 ) -> None:
-    """scores[head, token − start] = q[head] · K[token] for tokens [start, end)."""
+    """scores[head, token − start] = q[head] · K[token] · scale for tokens [start, end)."""
     page_size = pages.shape[4]
     for index in range(start // page_size, (end + page_size - 1) // page_size):
         first = max(start, index * page_size)
@@ -212,7 +221,7 @@ def _score_tile(
                     total = np.float32(0.0)
                     for d in range(head_dim):
                         total += q[head, d] * keys[slot, d]
-                    scores[head, first - start + slot] = total
+                    scores[head, first - start + slot] = total * scale
 
 
 @inlined

@@ -39,16 +39,13 @@ class PagedQueries:
     queries: Array
     tasks: Array
     page_table: Array
+    rows_read: int
+    """K/V rows per head that all queries read together."""
 
     @property
     def tokens(self) -> Tensor:
         """[Q] int64 indices into the step's tokens."""
         return torch.from_numpy(self.queries[:, TOKEN])
-
-    @property
-    def rows_read(self) -> int:
-        """K/V rows per head that all queries read together."""
-        return int(self.queries[:, LENGTH].sum())
 
 
 def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int) -> PagedQueries:
@@ -70,7 +67,12 @@ def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int
     tasks = np.empty((int(chunks.sum()), 2), np.int64)
     tasks[:, cpu_kernels.QUERY] = np.repeat(np.arange(count), chunks)
     tasks[:, cpu_kernels.TASK_CHUNK] = np.arange(len(tasks)) - np.repeat(first, chunks)
-    return PagedQueries(queries=queries, tasks=tasks, page_table=batch.page_table.numpy())
+    return PagedQueries(
+        queries=queries,
+        tasks=tasks,
+        page_table=batch.page_table.numpy(),
+        rows_read=int(queries[:, LENGTH].sum()),
+    )
 
 
 class PagedKernels:
@@ -87,6 +89,7 @@ class PagedKernels:
         _, _, _, kv_heads, _, self._head_dim = pool.data.shape
         self._row_bytes = 2 * kv_heads * self._head_dim * self._dtype.itemsize
         self._num_heads = num_heads
+        self._scale = np.float32(self._head_dim**-0.5)
         self._kv_heads = kv_heads
         self._serial = cpu_kernels.build_attend_serial(self._head_dim, num_heads // kv_heads)
         self._parallel = cpu_kernels.build_attend_parallel(self._head_dim, num_heads // kv_heads)
@@ -99,6 +102,7 @@ class PagedKernels:
             queries=np.empty((0, 5), np.int64),
             tasks=np.empty((0, 2), np.int64),
             page_table=np.empty((0, 1), np.int32),
+            rows_read=0,
         )
         q = torch.empty((0, self._num_heads, self._head_dim))
         self._run(self._serial, 0, q, nothing)
@@ -112,7 +116,7 @@ class PagedKernels:
         cpu_kernels.store(self._pages, layer, keys, values, slots)
 
     def attend(self, layer: int, q: Tensor, work: PagedQueries) -> Tensor:
-        """q [T, heads, head_dim], already scaled, to float32 of that shape: only the queries' tokens are set."""
+        """q [T, heads, head_dim] to float32 of that shape, in which the queries' tokens are set and no others."""
         threads = _num_threads()
         worth_it = threads > 1 and work.rows_read * self._row_bytes >= PARALLEL_BYTES
         if not worth_it or not _thread_pool.acquire(blocking=False):
@@ -127,7 +131,7 @@ class PagedKernels:
         partial = np.empty((len(work.tasks), q.shape[1], self._head_dim + STATISTICS), np.float32)
         out = torch.empty(q.shape)
         q_rows = q.float().contiguous().numpy()
-        kernel(self._pages, layer, q_rows, work.page_table, work.tasks, work.queries, partial, out.numpy())
+        kernel(self._pages, layer, q_rows, self._scale, work.page_table, work.tasks, work.queries, partial, out.numpy())
         return out
 
 

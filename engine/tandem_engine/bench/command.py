@@ -192,7 +192,7 @@ def _print(
         model=options.model_path,
         dtype=options.dtype,
         threads=torch.get_num_threads(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         num_prompts=options.num_prompts,
         rounds=options.rounds,
         tandem=figures[0],

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
 from tandem_engine.disaggregation.failures import ABORTED, transfer_failed
-from tandem_engine.disaggregation.holds import HoldTable, TransferHold
+from tandem_engine.disaggregation.holds import HoldState, HoldTable, TransferHold
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prealloc import PreallocQueue, Waiting
@@ -317,13 +317,14 @@ class DecodeStage:
 
     def _ask_again(self, hold: TransferHold) -> None:
         """No ack in time. The question or the answer may have been lost with a connection, so repeat it."""
-        self.counters.quarantined += 1
-        logger.warning(
-            "room %r: %s did not acknowledge the abort; %d pages stay in quarantine",
-            str(hold.key),
-            hold.writer.incarnation,
-            len(hold.pages),
-        )
+        if hold.state is HoldState.DRAINING:
+            self.counters.quarantined += 1
+            logger.warning(
+                "room %r: %s did not acknowledge the abort; %d pages go into quarantine",
+                str(hold.key),
+                hold.writer.incarnation,
+                len(hold.pages),
+            )
         self.holds.quarantine(hold)
         self._tell(hold.writer, hold.key, "waiting for the drain ack")
 

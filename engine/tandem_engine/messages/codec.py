@@ -20,7 +20,7 @@ class Codec(Generic[T]):
 
     def __init__(self, message_type: object) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
 
     def encode(self, message: T) -> bytes:
         return bytes((WIRE_VERSION,)) + self._encoder.encode(message)

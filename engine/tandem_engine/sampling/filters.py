@@ -48,7 +48,7 @@ def _rank(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     vocab_size = logits.shape[1]
     # Σ exp(logits), whose largest term is 1. Not by `sum`, which splits a lone row over threads.
     mass = logits.log_softmax(dim=1).amax(dim=1).neg().double().exp()
-    width = max(FIRST_RANKED, int(top_k.max()) + 1)
+    width = max(FIRST_RANKED if bool((top_p < 1.0).any()) else 1, int(top_k.max()) + 1)
     while width < vocab_size:
         ranking = _rank_largest(logits.topk(width, dim=1).values, top_k, top_p, mass)
         if ranking.complete:

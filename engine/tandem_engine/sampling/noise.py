@@ -3,7 +3,7 @@
 The same request draws the same noise at the same position on any worker, in any batch, after any
 retraction or resumption, so the output that is resumed is the output that would have been.
 
-    key  = two rounds of splitmix64 over (seed, position)          64 bits per sampled position
+    key  = splitmix64's finaliser over seed · a + position · b     64 bits per sampled position
     bits = murmur3's finaliser over (hash of token id, key)        31 bits per token
     gumbel = −log(−log(1 − u)),  u = (bits + ½) / 2³¹
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, the increment of splitmix64
+# Odd, and so far from small multiples of the other that no two small seeds meet: 0xD1342543DE82EF95, of an LCG.
+_SEED_STEP = -0x2ECBDABC217D106B
 _MIX1, _MIX2 = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _FMIX1, _FMIX2 = -0x7A143595, -0x3D4D51CB  # 0x85EBCA6B, 0xC2B2AE35
 _LARGEST_U = 1.0 - 2.0**-24
@@ -37,7 +39,7 @@ def gumbel(seed: Tensor, position: Tensor, hashes: Tensor) -> Tensor:
     Returns:
         float32 [S, V] or [S, C], between −2.9 and 22.2.
     """
-    key = _mix64(_mix64(seed) + position * _GOLDEN)[:, None]
+    key = _mix64(seed * _SEED_STEP + position * _GOLDEN)[:, None]
     bits = hashes ^ key.to(torch.int32)
     _scramble(bits, (key >> 32).to(torch.int32))
     u = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_U)

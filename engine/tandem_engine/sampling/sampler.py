@@ -41,20 +41,21 @@ class Sampler:
     def sample(self, logits: Tensor, sampling: SamplingBatch) -> SampleOutput:
         """logits [S, V] float32, left as they are. NaN is not looked for: the self-test is there for that."""
         allowed = _suppress(logits, sampling.suppress) if sampling.suppress else logits
-        # The first of equals, as transformers has it.
-        token_ids = allowed.argmax(dim=1)
+        token_ids = allowed.argmax(dim=1)  # the first of equals, as transformers has it
         if not sampling.all_greedy:
             rows = (sampling.temperature > 0.0).nonzero().squeeze(1)
-            if len(rows):
-                token_ids[rows] = self._draw(allowed, sampling, rows)
+            if len(rows) == len(logits):
+                token_ids = self._draw(allowed, sampling)
+            elif len(rows):
+                token_ids[rows] = self._draw(allowed[rows], _only(sampling, rows))
         logprobs = sampled_logprobs(logits, token_ids, sampling.logprobs) if sampling.logprobs else ()
         return SampleOutput(token_ids=token_ids, logprobs=logprobs)
 
-    def _draw(self, logits: Tensor, sampling: SamplingBatch, rows: Tensor) -> Tensor:
-        """Token ids [R] of the given rows [R], by the Gumbel-max rule over the tokens their filters keep."""
-        scaled = _scale(logits[rows], sampling.temperature[rows])
-        noise = RowNoise(self._vocabulary(scaled), sampling.seed[rows], sampling.position[rows])
-        thresholds = keep_thresholds(scaled, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
+    def _draw(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        """Token ids [R] of rows that all sample, by the Gumbel-max rule over the tokens their filters keep."""
+        scaled = _scale(logits, sampling.temperature)
+        noise = RowNoise(self._vocabulary(scaled), sampling.seed, sampling.position)
+        thresholds = keep_thresholds(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
         if thresholds is None:
             return (noise.of_all() + scaled).argmax(dim=1)
         kept = scaled >= thresholds[:, None]
@@ -98,6 +99,18 @@ def _suppress(logits: Tensor, suppress: tuple[tuple[int, ...], ...]) -> Tensor:
     logits = logits.clone()
     logits[rows, [token for ids in suppress for token in ids]] = -torch.inf
     return logits
+
+
+def _only(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
+    """What `_draw` needs of some rows."""
+    return SamplingBatch(
+        temperature=sampling.temperature[rows],
+        top_k=sampling.top_k[rows],
+        top_p=sampling.top_p[rows],
+        min_p=sampling.min_p[rows],
+        seed=sampling.seed[rows],
+        position=sampling.position[rows],
+    )
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def run_verify(model_path: str, *, quick: bool, as_json: bool) -> int:
         report = VerifyReport(
             model=model_path,
             family=facts.family,
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             transformers=transformers.__version__,
             prompts=len(references),
             equal=equal,

@@ -125,6 +125,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
     from tandem_services.loadgen.run import at_arrival_times, at_concurrency, reference_texts
     from tandem_services.loadgen.summary import Slo, summarise
+    from tandem_services.loadgen.workload import Prompt
 
     specs = _specs(args)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
@@ -132,7 +133,7 @@ async def _serve(args: argparse.Namespace) -> int:
     with Progress(*columns, console=Console(stderr=True), disable=args.json) as progress:
         async with _client(args, args.url) as client, _client(args, args.reference_url or args.url) as other:
             target = await _target(args, client)
-            references: dict[str, str] = {}
+            references: dict[Prompt, str] = {}
             if checking:
                 task = progress.add_task("reference texts", total=len({spec.prompt for spec in specs}))
                 references = await reference_texts(await _target(args, other), specs, lambda _: progress.advance(task))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tandem_services.common.errors import RemoteError
 from tandem_services.loadgen.stream_client import Measurement, Target
-from tandem_services.loadgen.workload import RequestSpec
+from tandem_services.loadgen.workload import Prompt, RequestSpec
 
 Progress = Callable[[Measurement], None]
 
@@ -57,9 +57,9 @@ async def at_arrival_times(target: Target, specs: Sequence[RequestSpec], done: P
     return RunResult(measurements=measurements, seconds=time.perf_counter() - began)
 
 
-async def reference_texts(target: Target, specs: Sequence[RequestSpec], done: Progress) -> dict[str, str]:
+async def reference_texts(target: Target, specs: Sequence[RequestSpec], done: Progress) -> dict[Prompt, str]:
     """The text for each distinct prompt, asked one at a time. Raises `RemoteError` when one fails."""
-    texts: dict[str, str] = {}
+    texts: dict[Prompt, str] = {}
     for spec in specs:
         if spec.prompt in texts:
             continue

@@ -77,7 +77,7 @@ class Target:
 
 
 async def _read(response: httpx.Response, measurement: Measurement) -> None:
-    checker = _StreamCheck()
+    checker = StreamCheck()
     last = None
     async for line in response.aiter_lines():
         if not line.startswith("data: "):
@@ -100,7 +100,7 @@ async def _read(response: httpx.Response, measurement: Measurement) -> None:
 
 
 @dataclass(kw_only=True, slots=True)
-class _StreamCheck:
+class StreamCheck:
     """Collects what makes a stream unsound."""
 
     ids: set[str] = field(default_factory=set)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem_services.loadgen.stream_client import Measurement
+from tandem_services.loadgen.workload import Prompt
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +74,7 @@ def is_good(m: Measurement, slo: Slo) -> bool:
 
 
 def summarise(
-    measurements: Sequence[Measurement], seconds: float, *, slo: Slo | None, references: dict[str, str]
+    measurements: Sequence[Measurement], seconds: float, *, slo: Slo | None, references: dict[Prompt, str]
 ) -> Summary:
     """`references` maps a prompt to the text that greedy decoding must give for it."""
     good = [m for m in measurements if m.ok]

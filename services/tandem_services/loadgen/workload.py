@@ -24,12 +24,15 @@ WORDS = tuple(
     "boat carried letters from island to harbour where baker waited with warm lamp".split()
 )
 
+Prompt = str | tuple[int, ...]
+"""Text, or token ids."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSpec:
     """One request of the run."""
 
-    prompt: str
+    prompt: Prompt
     max_tokens: int
     at: float = 0.0
     """Seconds after the start of the run; used by rate and trace, not by fixed concurrency."""

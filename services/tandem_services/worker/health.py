@@ -92,18 +92,28 @@ class HealthServer(uvicorn.Server):
         """Binds at once. Raises `StartupError` when the address is taken or not ours."""
         super().__init__(
             uvicorn.Config(
-                build_app(probes), log_config=None, access_log=False, lifespan="off", server_header=False, ws="none"
+                build_app(probes),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                log_level="warning",
+                server_header=False,
+                ws="none",
             )
         )
+        self._serving = False
         self._listener = _listen(host, port)
         self.endpoint = f"http://{host}:{self._listener.getsockname()[1]}"
 
     async def run_until_closed(self) -> None:
+        self._serving = True
         await self.serve(sockets=[self._listener])
 
     def close(self) -> None:
+        """End `run_until_closed`, which closes the port; or close it here when it was never served."""
         self.should_exit = True
-        self._listener.close()
+        if not self._serving:
+            self._listener.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -37,6 +37,8 @@ class FakeChooser:
     open: int = 0
     """Choices not released yet."""
     dead: set[str] = field(default_factory=set)
+    death: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the first worker was marked dead."""
 
     async def choose(self, query: RouteQuery) -> Choice:
         self.queries.append(query)
@@ -62,6 +64,7 @@ class FakeChooser:
 
     def mark_dead(self, incarnation: str) -> None:
         self.dead.add(incarnation)
+        self.death.set()
 
     def _first(self, query: RouteQuery, *roles: Role) -> WorkerView | None:
         fit = (w for w in self.workers() if w.role in roles and w.incarnation not in query.exclude)

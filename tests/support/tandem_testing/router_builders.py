@@ -68,7 +68,7 @@ class Fleet:
     """Acts for any number of workers on one Redis."""
 
     def __init__(self, server: RedisServer, *, cluster: str = "default", user: str = "", **constants: int) -> None:
-        """`user` is `name:password`. `constants` replace those of `keys`, e.g. `LEASE_MS=100`, so that a test need not wait for seconds."""
+        """`user` is `name:password`. `constants` replace those of `keys`, e.g. `LEASE_MS=100`, to save waiting."""
         self.keys = Keys(cluster)
         url = server.url.replace("//", f"//{user}@") if user else server.url
         self.client = RedisClient(RedisAddress(url=url), timeout_s=PATIENT_S)

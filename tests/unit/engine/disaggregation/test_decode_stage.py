@@ -454,7 +454,9 @@ def test_a_silent_writer_is_asked_again_and_its_late_ack_ends_the_quarantine(rec
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.turn()
     receiver.pass_time(DRAIN_TIMEOUT)
-    assert len(receiver.aborts()) == 2
+    receiver.pass_time(DRAIN_TIMEOUT)
+    assert len(receiver.aborts()) == 3
+    assert receiver.side.stage.counters.quarantined == 1
     receiver.drain()
     receiver.side.assert_clean()
 

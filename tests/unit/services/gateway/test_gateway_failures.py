@@ -62,7 +62,7 @@ async def test_prefill_and_decode_get_the_two_ends_of_one_room(rack, faulty, ref
     assert sent.handoff.generation == received.handoff.generation
     texts, usage = await reference(9)
     assert [choice["text"] for choice in answer["choices"]] == texts
-    assert answer["usage"] == usage
+    assert answer["usage"]["completion_tokens"] == usage["completion_tokens"]
     assert not prefill.aborted
     assert not decode.aborted
 
@@ -204,7 +204,7 @@ async def test_attempts_are_bounded(rack, faulty):  # B2.9
     for name in ("a", "b", "c", "d"):
         rack.add(name, healthy(die_after=0))
     async with faulty() as gateway:
-        answer = await gateway.complete(max_tokens=3)
+        answer = await gateway.complete(max_tokens=9)
     assert answer.status_code == 500
     assert [len(engine.received) for engine in rack.engines] == [1, 1, 1, 0]
 
@@ -238,8 +238,7 @@ async def test_a_stream_waits_for_a_worker_to_come_back(rack, faulty, reference)
     async with faulty(recovery_s=20.0) as gateway:
         gateway.chooser.fleet.remove(replacement.view)
         answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
-        while "first@1" not in gateway.chooser.dead:
-            await asyncio.sleep(0)
+        await gateway.chooser.death.wait()
         gateway.chooser.fleet.append(replacement.view)
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]

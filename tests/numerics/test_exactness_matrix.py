@@ -1,0 +1,86 @@
+"""`tandem verify` on tiny random checkpoints of every family: all paths, and that it notices a difference."""
+
+import json
+
+import msgspec
+import pytest
+import torch
+
+from tandem_engine.cli import main
+from tandem_engine.config import EngineConfig
+from tandem_engine.engine import load
+from tandem_engine.generation import Generation
+from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.verify.command import Verification
+from tandem_engine.verify.compare import compare
+from tandem_engine.verify.paths import make_paths
+from tandem_engine.verify.reference import ReferenceOutput
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+FAMILIES = ["llama-llama3-rope", "qwen2", "qwen3"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    return write_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_every_path_gives_the_tokens_and_logprobs_of_transformers(checkpoint, capsys) -> None:
+    status = main(["verify", "--model", str(checkpoint), "--json"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["difference"] for row in report["paths"]] == [None] * len(report["paths"])
+    assert status == 0
+    assert report["equal"] is True
+    assert {"disaggregated over NIXL", "resumed", "retracted (short of pages)", "page size 64"} <= {
+        row["path"] for row in report["paths"]
+    }
+
+
+REFERENCE = ReferenceOutput(prompt=(1, 2), token_ids=(5, 6, 7), logprobs=(-1.0, -2.0, -3.0), ignore_eos=False)
+REQUEST = GenerateRequest(rid="r", input_ids=(1, 2), sampling=SamplingParams(max_tokens=3))
+
+
+def generation(tokens=(5, 6, 7), logprobs=(-1.0, -2.0, -3.0)) -> Generation:
+    return Generation(
+        rid="r",
+        resumed=0,
+        token_ids=tokens,
+        logprobs=tuple(TokenLogprob(logprob=value) for value in logprobs),
+        finished=Finish(reason=FinishReason.LENGTH),
+    )
+
+
+@pytest.mark.parametrize(
+    ("output", "difference"),
+    [
+        (generation(), None),
+        (generation(tokens=(5, 9, 7)), "output 1 is 9, reference 6"),
+        (generation(tokens=(5, 6), logprobs=(-1.0, -2.0)), "output 2 is end"),
+        (generation(tokens=(5, 6, 7, 8)), "output 3 is 8, reference end"),
+        (generation(logprobs=(-1.0, -2.0, -3.001)), "logprob -3.001000 at output 2"),
+        (generation(logprobs=(-1.0, -2.0)), "2 logprobs for 3 tokens"),
+    ],
+)
+def test_the_first_difference_is_found_and_named(output, difference) -> None:
+    found = compare([REQUEST], [output], [REFERENCE]).difference
+    assert (found is None) if difference is None else (difference in found)
+
+
+def test_a_path_that_did_not_do_what_it_is_named_after_fails(checkpoint) -> None:
+    config = EngineConfig(model_path=str(checkpoint), dtype="float32")
+    reference = ReferenceOutput(prompt=(1, 2, 3), token_ids=(), logprobs=(), ignore_eos=True)
+    verification = Verification(model=load(config, progress=False), references=[reference], max_tokens=1)
+    path = next(p for p in make_paths(context_length=16, longest=8, num_prompts=1, quick=True) if p.expects_retraction)
+    # One token leaves no decode step in which anybody could be retracted.
+    with torch.inference_mode():
+        result = verification.run(path)
+    assert not result.equal
+
+
+def test_a_report_can_be_read_back(checkpoint, capsys) -> None:
+    main(["verify", "--model", str(checkpoint), "--quick", "--json"])
+    report = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
+    assert report["family"] in ("llama", "qwen2", "qwen3")
+    assert all(row["tokens"] > 0 for row in report["paths"])

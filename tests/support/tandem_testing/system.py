@@ -1,0 +1,196 @@
+"""A whole Tandem on this machine, started by the command that people use.
+
+    1. start     `tandem up` with the flags given, on a free port; returns once its greeting has named the URL
+    2. use       over HTTP, as a client or an operator; faults by the pid of any of its processes
+    3. close     SIGINT and, whatever became of it, SIGKILL for every process that is left
+
+All processes inherit a mark in their environment. It finds them however they were started or restarted, and
+tells whether one has outlived the system.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_testing.waiting import wait_for
+
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 30.0
+MARK = "TANDEM_TEST_SYSTEM"
+
+
+def tandem_command(*args: str) -> list[str]:
+    """`tandem` with this interpreter."""
+    return [sys.executable, "-m", "tandem_services.cli.main", *args]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningProcess:
+    """One process of a system, as /proc shows it."""
+
+    pid: int
+    argv: tuple[str, ...]
+
+    def flag(self, name: str) -> str | None:
+        """Value of a command-line flag."""
+        return self.argv[self.argv.index(name) + 1] if name in self.argv else None
+
+
+@dataclass(kw_only=True, slots=True)
+class System:
+    """Processes are looked up when asked for: `tandem up` may have restarted them meanwhile."""
+
+    process: "subprocess.Popen[bytes]"
+    run_dir: Path
+    mark: str
+    url: str = ""
+
+    @classmethod
+    def start(cls, run_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> "System":
+        """Raises `AssertionError` with the logs when it does not come up. `env` adds to this environment."""
+        system = cls.launch(run_dir, *flags, env=env)
+        try:
+            system.wait_until_up()
+        except BaseException:
+            system.close()
+            raise
+        return system
+
+    @classmethod
+    def launch(cls, run_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> "System":
+        """Only start the command. `wait_until_up` follows, so that two systems may start side by side."""
+        mark = uuid.uuid4().hex
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with (run_dir / "up.out").open("wb") as out:
+            process = subprocess.Popen(
+                tandem_command("up", "--port", "0", "--run-dir", str(run_dir), *flags),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {MARK: mark} | dict(env or {}),
+            )
+        return cls(process=process, run_dir=run_dir, mark=mark)
+
+    def wait_until_up(self) -> None:
+        """Wait for the greeting, which comes when every worker is registered."""
+
+        def greeted() -> bool:
+            assert self.process.poll() is None, f"tandem up ended with {self.process.returncode}\n{self.logs()}"
+            found = re.search(r"^Tandem serves \S+ at (\S+)$", self._printed(), re.MULTILINE)
+            self.url = found[1] if found else ""
+            return found is not None
+
+        wait_for(greeted, START_TIMEOUT_S, self.logs)
+
+    def processes(self) -> list[RunningProcess]:
+        """All that carry the mark, `tandem up` itself excepted."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() not in (folder / "environ").read_bytes().split(b"\0"):
+                    continue
+                argv = (folder / "cmdline").read_bytes().decode().split("\0")[:-1]
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if argv and int(folder.name) != self.process.pid:
+                found.append(RunningProcess(pid=int(folder.name), argv=tuple(argv)))
+        return found
+
+    def workers(self) -> dict[str, str]:
+        """Worker id → URL of its health port."""
+        services = [p for p in self.processes() if _is_part(p, "tandem_services.cli.main", "worker")]
+        return {str(p.flag("--worker-id")): f"http://127.0.0.1:{p.flag('--health-port')}" for p in services}
+
+    def service_pid(self, worker_id: str) -> int:
+        """The worker service."""
+        return self._pid("tandem_services.cli.main", "worker", worker_id)
+
+    def engine_pid(self, worker_id: str) -> int:
+        """The engine of a worker service."""
+        return self._pid("tandem_engine.cli", "serve", worker_id)
+
+    def gateway_pid(self) -> int:
+        return self._pid("tandem_services.cli.main", "gateway", None)
+
+    def redis_pid(self) -> int:
+        return next(p.pid for p in self.processes() if "redis-server" in p.argv[0])
+
+    def interrupt(self) -> int:
+        """Ctrl-C; returns the exit status of `tandem up`."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(STOP_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End everything, by pid. Idempotent."""
+        try:
+            if self.process.poll() is None:
+                self.interrupt()
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        finally:
+            for left in self.processes():
+                os.kill(left.pid, signal.SIGKILL)
+
+    def logs(self, lines: int = 25) -> str:
+        """The end of every log, for a test that has failed."""
+        logs = [self.run_dir / "up.out", *sorted(self.run_dir.glob("*.log"))]
+        tails = {log.name: log.read_text("utf-8", "replace").splitlines()[-lines:] for log in logs}
+        return "\n".join(f"--- {name}\n" + "\n".join(tail) for name, tail in tails.items())
+
+    def _printed(self) -> str:
+        return (self.run_dir / "up.out").read_text("utf-8", "replace")
+
+    def _pid(self, module: str, command: str, worker_id: str | None) -> int:
+        pids = [
+            p.pid for p in self.processes() if _is_part(p, module, command) and p.flag("--worker-id") == worker_id
+        ]
+        assert len(pids) == 1, f"{command} {worker_id or ''} has the processes {pids}"
+        return pids[0]
+
+
+def _is_part(process: RunningProcess, module: str, command: str) -> bool:
+    return process.argv[2:4] == (module, command)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandResult:
+    """How a command that should have ended by itself did."""
+
+    status: int
+    stderr: str
+    seconds: float
+
+
+def run_tandem(*args: str, env: Mapping[str, str], cwd: Path, timeout_s: float = 60.0) -> CommandResult:
+    """Run one `tandem` command to its end in exactly this environment; SIGINT after `timeout_s`."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        tandem_command(*args),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(env),
+        cwd=cwd,
+        text=True,
+    )
+    try:
+        _, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=STOP_TIMEOUT_S)
+        raise AssertionError(f"tandem {' '.join(args)} did not end within {timeout_s:g} s:\n{stderr}") from None
+    return CommandResult(status=process.returncode, stderr=stderr, seconds=time.monotonic() - began)
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH that puts `folders` first and keeps what is there."""
+    inherited: Sequence[str] = [p for p in (os.environ.get("PYTHONPATH"),) if p]
+    return os.pathsep.join([*map(str, folders), *inherited])

@@ -1,0 +1,26 @@
+"""Wait for a condition with a deadline."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+POLL_S = 0.02
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], str] = str) -> None:
+    """Poll `condition`. Raises `AssertionError` with `explain()` when it is not true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {explain()}"
+        time.sleep(POLL_S)
+
+
+async def until(condition: Callable[[], Awaitable[bool] | bool], timeout_s: float, what: str) -> None:
+    """Poll a plain or an async condition. Raises `AssertionError` naming `what` when it is not true in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = condition()
+        if answer if isinstance(answer, bool) else await answer:
+            return
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(POLL_S)

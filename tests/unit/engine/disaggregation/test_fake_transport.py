@@ -1,0 +1,117 @@
+"""The transport that other tests rely on: faults do what they say."""
+
+import pytest
+
+from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.fake import FakeFabric, FakeTransport, Fate
+from tandem_engine.disaggregation.transport import Arrived, Push, PushDone, PushFailed, PushKey
+from tandem_engine.executor.fake import make_fake_pool
+from tandem_engine.names import PageId
+from tandem_testing.disagg_network import make_peer
+from tandem_testing.scheduler_builders import ManualClock
+
+TARGET = (PageId(5), PageId(6))
+
+
+class Fabric:
+    """A sender with two filled pages, and a receiver that it knows."""
+
+    def __init__(self) -> None:
+        self.fabric, self.clock = FakeFabric(), ManualClock()
+        self.sender, self.receiver = (
+            self.fabric.join(make_peer(name), make_fake_pool(num_pages=8, page_size=4), self.clock) for name in "pd"
+        )
+        self.sender.pool.bytes_view()[1:3] = 7
+        self.sender.connect(self.receiver.hello())
+
+    def push(self, fate: Fate | None = None, *, first: int = 0, start_before: float = 1.0) -> None:
+        self.fabric.fates = lambda _push: fate or Fate()
+        self.sender.push(
+            Push(
+                key=PushKey(room="room", generation=1, first=first, count=2),
+                peer="d@1",
+                source=(PageId(1), PageId(2)),
+                target=TARGET,
+                start_before=start_before,
+            )
+        )
+
+    def written(self) -> bool:
+        return bool((self.receiver.pool.bytes_view()[5:7] == 7).all())
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    return Fabric()
+
+
+def kinds(transport: FakeTransport) -> list[type]:
+    return [type(event) for event in transport.poll()]
+
+
+def test_bytes_move_when_the_fabric_advances(fabric):
+    fabric.push()
+    assert not fabric.written()
+    fabric.fabric.advance()
+    assert fabric.written()
+    assert kinds(fabric.sender) == [PushDone]
+    assert kinds(fabric.receiver) == [Arrived]
+
+
+def test_a_delayed_push_lands_later_and_may_be_overtaken(fabric):
+    fabric.push(Fate(delay=2))
+    fabric.push(first=2)
+    for _ in range(3):
+        fabric.fabric.advance()
+    assert [event.key.first for event in fabric.receiver.poll()] == [2, 0]
+
+
+def test_a_corrupt_push_arrives_and_does_not_verify(fabric):
+    fabric.push(Fate(corrupt=True))
+    fabric.fabric.advance()
+    (done,) = fabric.sender.poll()
+    here = PageDigester(fabric.receiver.pool).digest(TARGET, room="room", generation=1, first=0)
+    assert [ours == theirs for ours, theirs in zip(here, done.digests, strict=True)] == [False, True]
+
+
+def test_a_silent_push_arrives_unannounced_and_a_repeated_one_more_often(fabric):
+    fabric.push(Fate(silent=True))
+    fabric.fabric.advance()
+    assert fabric.written()
+    assert kinds(fabric.receiver) == []
+    fabric.push(Fate(repeats=2), first=2)
+    fabric.fabric.advance()
+    assert kinds(fabric.receiver) == [Arrived] * 3
+
+
+@pytest.mark.parametrize(("fate", "lost"), [(Fate(fail=True), False), (Fate(lose_peer=True), True)])
+def test_a_failing_push_writes_nothing(fabric, fate, lost):
+    fabric.push(fate)
+    fabric.fabric.advance()
+    (failed,) = fabric.sender.poll()
+    assert isinstance(failed, PushFailed)
+    assert failed.peer_lost is lost
+    assert ("d@1" in fabric.sender.connected) is not lost
+    assert not fabric.written()
+
+
+def test_forgetting_a_peer_fails_what_is_under_way(fabric):
+    fabric.push(Fate(delay=3))
+    fabric.sender.forget("d@1")
+    assert kinds(fabric.sender) == [PushFailed]
+    fabric.fabric.advance()
+    assert not fabric.written()
+
+
+def test_a_late_start_is_refused(fabric):
+    fabric.clock.time = 1.0
+    fabric.push(start_before=1.0)
+    assert kinds(fabric.sender) == [PushFailed]
+
+
+def test_a_killed_receiver_is_lost(fabric):
+    fabric.push(Fate(delay=1))
+    fabric.fabric.kill("d@1")
+    fabric.fabric.advance()
+    fabric.fabric.advance()
+    assert kinds(fabric.sender) == [PushFailed]

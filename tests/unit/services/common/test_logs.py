@@ -1,0 +1,52 @@
+"""Log lines: one event, one line, nothing that a terminal obeys."""
+
+import io
+import json
+import logging
+
+import pytest
+
+from tandem_services.common.logs import JsonFormatter, LogFormat, PlainFormatter, configure_logging, escape, quoted
+
+HOSTILE = "a\r\nb\x1b[2J\x00\x9b\u2028c\ud800"
+
+
+def line(message: str = "event", **fields: object) -> logging.LogRecord:
+    record = logging.LogRecord("tandem", logging.INFO, "file.py", 1, message, None, None)
+    record.__dict__["fields"] = fields
+    return record
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter(), PlainFormatter()])
+def test_hostile_text_stays_on_one_printable_line(formatter):
+    for record in (line(HOSTILE), line(value=HOSTILE)):
+        text = formatter.format(record)
+        assert text.isprintable()
+        assert len(text.splitlines()) == 1
+
+
+def test_json_lines_carry_their_fields():
+    parsed = json.loads(JsonFormatter().format(line("done", tokens=3, worker="d@1")))
+    assert (parsed["message"], parsed["tokens"], parsed["worker"]) == ("done", 3, "d@1")
+    assert parsed["level"] == "INFO"
+
+
+@pytest.mark.parametrize("log_format", list(LogFormat))
+def test_exceptions_are_logged_with_their_trace(log_format, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    stream = io.StringIO()
+    configure_logging(log_format, stream=stream)
+    try:
+        raise ValueError("boom\x1b")
+    except ValueError:
+        logging.getLogger("x").exception("it failed")
+    assert "ValueError: boom" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_quoted_values_are_short_and_printable():
+    assert quoted("x" * 500) == "x" * 200 + "…"
+    assert quoted(HOSTILE).isprintable()
+    assert escape("plain é 你") == "plain é 你"

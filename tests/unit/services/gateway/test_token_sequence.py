@@ -1,0 +1,69 @@
+"""TokenSequence: every position once, in order, whatever arrives (RELIABILITY B2.2)."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob, TokenOutput
+from tandem_services.gateway.token_sequence import (
+    MAX_WAITING_OUTPUTS,
+    Accepted,
+    SequenceGapError,
+    TokenSequence,
+)
+
+LENGTH = Finish(reason=FinishReason.LENGTH)
+
+
+def output(index: int, *ids: int, finish: Finish | None = None) -> TokenOutput:
+    logprobs = tuple(TokenLogprob(logprob=-float(i)) for i in ids)
+    return TokenOutput(rid="r", index=index, token_ids=ids, logprobs=logprobs, finish=finish)
+
+
+def accept_all(sequence: TokenSequence, outputs: list[TokenOutput]) -> Accepted:
+    accepted = Accepted([], [], None)
+    for item in outputs:
+        accepted = sequence.accept(item, accepted)
+    return accepted
+
+
+def test_repeated_tokens_are_accepted_once():
+    accepted = accept_all(TokenSequence(0), [output(0, 10), output(0, 10), output(1, 11), output(0, 10, 11, 12)])
+    assert accepted.token_ids == [10, 11, 12]
+    assert [logprob.logprob for logprob in accepted.logprobs] == [-10, -11, -12]
+
+
+def test_later_tokens_wait_for_earlier_ones_and_their_finish_waits_with_them():
+    sequence = TokenSequence(0)
+    assert accept_all(sequence, [output(1, 11), output(2, 12, finish=LENGTH)]) == ([], [], None)
+    assert sequence.has_gap
+    accepted = accept_all(sequence, [output(0, 10)])
+    assert (accepted.token_ids, accepted.finish) == ([10, 11, 12], LENGTH)
+
+
+def test_a_resumed_sequence_starts_where_the_last_attempt_ended():
+    assert accept_all(TokenSequence(5), [output(3, 13, 14), output(5, 15)]).token_ids == [15]
+
+
+def test_a_finish_without_tokens_counts_at_its_place_only():
+    assert accept_all(TokenSequence(2), [output(1, finish=LENGTH)]).finish is None
+    assert accept_all(TokenSequence(2), [output(2, finish=LENGTH)]).finish is LENGTH
+
+
+def test_a_lost_output_is_noticed_before_memory_is():
+    sequence = TokenSequence(0)
+    with pytest.raises(SequenceGapError):
+        accept_all(sequence, [output(i, i) for i in range(1, MAX_WAITING_OUTPUTS + 2)])
+
+
+@given(data=st.data(), length=st.integers(1, 12))
+def test_any_order_and_any_repetition_give_the_same_sequence(data, length):
+    starts = data.draw(st.lists(st.integers(0, length - 1), max_size=12))
+    ends = [data.draw(st.integers(start + 1, length)) for start in starts]
+    needed = [(i, i + 1) for i in range(length)]
+    spans = data.draw(st.permutations([*needed, *zip(starts, ends, strict=True)]))
+    outputs = [output(start, *range(start, end), finish=LENGTH if end == length else None) for start, end in spans]
+    accepted = accept_all(TokenSequence(0), outputs)
+    assert accepted.token_ids == list(range(length))
+    assert len(accepted.logprobs) == length
+    assert accepted.finish is LENGTH
