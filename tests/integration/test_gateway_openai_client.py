@@ -1,11 +1,13 @@
 """The official OpenAI client against a gateway that listens, with a prefill and a decode mock engine."""
 
+import asyncio
+
 import openai
 import pytest
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.router.choice import Role
-from tandem_testing.gateway_builders import EngineRack, live_gateway
+from tandem_testing.gateway_builders import EngineRack, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 
@@ -40,13 +42,20 @@ async def test_chat_whole_and_streamed_agree(client):
     assert chunks[-1].usage == whole.usage
 
 
-async def test_the_clients_own_accumulator_understands_the_stream(client):
-    async with client.chat.completions.stream(
-        model="mock", messages=HI, max_tokens=12, seed=4, n=2, logprobs=True, top_logprobs=1
-    ) as stream:
-        final = await stream.get_final_completion()
-    assert [choice.finish_reason for choice in final.choices] == ["length", "length"]
-    assert [len(choice.logprobs.content) for choice in final.choices] == [12, 12]
+async def test_the_clients_own_accumulator_understands_the_stream(tmp_path):
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path))
+    with EngineRack() as rack:
+        ids = script(tokenizer, "hello there", eos=EOS)
+        rack.add("only", MockBehaviour(token=scripted_tokens(ids), eos=EOS))
+        async with (
+            live_gateway(rack.context, tokenizer, rack.engines) as gateway,
+            openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+            client.chat.completions.stream(model="mock", messages=HI, n=2, logprobs=True, top_logprobs=1) as stream,
+        ):
+            final = await stream.get_final_completion()
+    assert [choice.finish_reason for choice in final.choices] == ["stop", "stop"]
+    assert [choice.message.content for choice in final.choices] == ["hello there", "hello there"]
+    assert [len(choice.logprobs.content) for choice in final.choices] == [len(ids), len(ids)]
 
 
 async def test_completions_whole_and_streamed_agree(client):
@@ -98,8 +107,6 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised_by_the_client(tmp_pa
 
 
 async def test_the_synchronous_client_works_too(gateway):
-    import asyncio
-
     def ask() -> tuple[str, str]:
         with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
             fields = {"model": "mock", "messages": HI, "max_tokens": 8, "seed": 1}

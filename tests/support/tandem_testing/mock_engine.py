@@ -70,6 +70,8 @@ class MockBehaviour:
     """Answer pings and nothing else, like an engine with a long queue."""
     first_token_gate: threading.Event | None = None
     """A prefill side sends its first token only once this is set."""
+    strays: bool = False
+    """Send outputs of a request that nobody has made as well."""
     skip_first: bool = False
     """A decode side does not repeat the first token."""
 
@@ -204,7 +206,10 @@ class MockEngine:
         batches: dict[bytes, list[TokenOutput]] = {}
         for running in list(self._running.values()):
             if self._may_step(running):
-                batches.setdefault(running.client, []).append(self._advance(running))
+                outputs = batches.setdefault(running.client, [])
+                if self.behaviour.strays:
+                    outputs.append(TokenOutput(rid="nobody", index=0, token_ids=(5,)))
+                outputs.append(self._advance(running))
         for client, outputs in batches.items():
             self._channel.send(client, OutputBatch(outputs=tuple(outputs)))
         if self.behaviour.die_after is not None and self._emitted >= self.behaviour.die_after:

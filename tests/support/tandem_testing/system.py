@@ -122,6 +122,11 @@ class System:
     def redis_pid(self) -> int:
         return next(p.pid for p in self.processes() if "redis-server" in p.argv[0])
 
+    def kill(self, pid: int) -> None:
+        """SIGKILL one process; returns when it is gone."""
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: all(process.pid != pid for process in self.processes()), STOP_TIMEOUT_S)
+
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit status of `tandem up`."""
         self.process.send_signal(signal.SIGINT)

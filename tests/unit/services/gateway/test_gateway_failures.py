@@ -8,8 +8,10 @@ import pytest
 
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide
+from tandem_services.common.errors import StartupError
+from tandem_services.gateway.serve import listen
 from tandem_services.router.choice import Role
-from tandem_testing.gateway_builders import events, live_gateway
+from tandem_testing.gateway_builders import EngineRack, events, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 
@@ -29,7 +31,6 @@ async def seen(engine, condition) -> bool:
 @pytest.fixture
 async def reference(tokenizer):
     """Text and usage of an unfaulted run, by number of tokens."""
-    from tandem_testing.gateway_builders import EngineRack
 
     async def run(max_tokens: int, **fields):
         with EngineRack() as rack:
@@ -312,3 +313,42 @@ async def test_an_unreadable_reply_condemns_the_worker(rack, faulty, reference):
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
     assert "liar@1" in gateway.chooser.dead
+
+
+async def test_outputs_of_unknown_requests_are_ignored(rack, faulty, reference):  # T10
+    rack.add("chatty", healthy(strays=True))
+    async with faulty() as gateway:
+        answer = (await gateway.complete(max_tokens=9, seed=1)).json()
+    assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
+
+
+async def test_our_own_failure_is_a_500_that_tells_nothing(rack, faulty, caplog, monkeypatch):
+    rack.add("solo", healthy())
+    async with faulty() as gateway:
+
+        async def broken(query):
+            raise RuntimeError("secret of tcp://10.0.0.1")
+
+        monkeypatch.setattr(gateway.chooser, "choose", broken)
+        answer = await gateway.complete(max_tokens=3)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "InternalServerError"
+        assert "secret" not in answer.text
+        [line] = [record for record in caplog.records if record.message == "request failed unexpectedly"]
+        assert line.fields["request_id"] == answer.headers["x-request-id"]
+        assert "secret" in str(line.exc_info)
+        monkeypatch.undo()
+        assert (await gateway.complete(max_tokens=3)).status_code == 200
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("192.0.2.1", 0), ("no.such.host.invalid", 0)])
+def test_an_address_that_cannot_be_listened_on_is_named(host, port):  # E8 #86
+    with pytest.raises(StartupError, match="choose another --host or --port"):
+        listen(host, port)
+
+
+def test_a_taken_port_is_named():  # E8 #86
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=str(port)):
+            listen("127.0.0.1", port)

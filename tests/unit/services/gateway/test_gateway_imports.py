@@ -10,5 +10,5 @@ def test_a_gateway_imports_no_torch():
         "heavy = {'torch', 'transformers', 'numpy', 'nixl', 'numba', 'safetensors'} & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

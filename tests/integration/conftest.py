@@ -1,0 +1,59 @@
+"""Systems that the whole session shares: starting one costs seconds of every core."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tandem_testing.redis_server import REDIS_SERVER
+from tandem_testing.system import System
+from tandem_testing.system_client import Reference, SystemClient
+
+ENGINE_FLAGS = (
+    *("--threads", "1"),
+    *("--kv-cache-gib", "0.1"),
+    *("--dtype", "float32"),
+    # A long prompt takes several steps, so that there is a middle to interrupt.
+    *("--chunked-prefill-size", "256"),
+)
+SYSTEMS: pytest.StashKey[list[System]] = pytest.StashKey()
+
+
+@pytest.fixture(scope="session")
+def systems(request, tmp_path_factory) -> Iterator[tuple[System, System]]:
+    """Two prefill and two decode workers, and one worker that does both; they start side by side."""
+    if REDIS_SERVER is None:
+        pytest.skip("redis-server is not installed")
+    folder = tmp_path_factory.mktemp("systems")
+    fleet = System.launch(folder / "fleet", "--prefill", "2", "--decode", "2", *ENGINE_FLAGS)
+    both = System.launch(folder / "both", "--prefill", "0", "--decode", "0", "--both", "1", *ENGINE_FLAGS)
+    request.config.stash[SYSTEMS] = [fleet, both]
+    try:
+        fleet.wait_until_up()
+        both.wait_until_up()
+        yield fleet, both
+    finally:
+        fleet.close()
+        both.close()
+
+
+@pytest.fixture(scope="session")
+def reference(systems) -> Reference:
+    return Reference(system=systems[1])
+
+
+@pytest.fixture
+async def fleet(systems):
+    """Two prefill and two decode workers, all ready and idle."""
+    async with SystemClient(system=systems[0]) as client:
+        await client.all_ready()
+        await client.settled()
+        yield client
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Show the systems' logs with a failure."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        report.sections += [(f"logs of {s.run_dir.name}", s.logs()) for s in item.config.stash.get(SYSTEMS, [])]

@@ -1,0 +1,114 @@
+"""Two prefill and two decode workers behind one gateway, used as clients use them."""
+
+import asyncio
+
+import pytest
+
+from tandem_services.loadgen.workload import Lengths, RequestSpec, fixed_workload
+from tandem_testing.system_client import SystemClient
+from tandem_testing.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+QUESTIONS = [
+    [{"role": "user", "content": f"Tell me a story about {who} who lives near a river."}]
+    for who in ("a fox", "a bear", "two cats", "an owl", "the baker", "a small boat", "Anna", "a lamp")
+]
+
+
+async def mixed_specs(client: SystemClient) -> list[RequestSpec]:
+    """Half text, half token ids; prompts from a few tokens to several chunks, some with a common beginning."""
+    short = fixed_workload(Lengths(prompt=40, output=40, spread=0.95), 28, rate=None, seed=1)
+    long = fixed_workload(Lengths(prompt=400, output=24, spread=0.6, shared_prefix=120), 28, rate=None, seed=2)
+    as_ids = [
+        RequestSpec(prompt=await client.tokens(str(spec.prompt)), max_tokens=spec.max_tokens)
+        for spec in (*short[::2], *long[::2])
+    ]
+    return [*short[1::2], *long[1::2], *as_ids]
+
+
+async def test_64_concurrent_streams_say_what_one_worker_alone_says(fleet, reference):
+    specs = await mixed_specs(fleet)
+    expected = await reference.texts(specs)
+    async with SystemClient(system=reference.system) as alone:
+        expected_chats = [(await alone.chat(question)).text for question in QUESTIONS]
+
+    answers, *chats = await asyncio.gather(fleet.streams(specs), *map(fleet.chat, QUESTIONS))
+
+    assert len(specs) + len(chats) == 64
+    assert [answer.error for answer in answers] == [None] * len(specs)
+    assert [answer.text for answer in answers] == expected
+    assert [chat.text for chat in chats] == expected_chats
+    await fleet.settled()
+    assert await fleet.metric("tandem_gateway_transferred_bytes_total") > 0
+
+
+async def test_a_second_turn_reuses_the_first_and_explain_tells_where_it_ran(fleet):
+    story = " ".join(str(spec.prompt) for spec in fixed_workload(Lengths(prompt=120, output=1), 1, rate=None, seed=9))
+    messages = [{"role": "user", "content": f"Continue: {story}"}]
+    first = await fleet.chat(messages)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And then?"}]
+    second = await fleet.chat(messages)
+
+    assert first.cached_tokens < 16
+    assert second.cached_tokens >= 100
+    record = await fleet.get(f"/v1/requests/{first.id}/explain")
+    (choice,) = record["choices"]
+    assert choice["attempts"][0]["prefill"].startswith("prefill-")
+    assert choice["attempts"][0]["decode"].startswith("decode-")
+    assert choice["attempts"][0]["terms"]
+    assert choice["transfer"]["pages"] >= 120 // 16
+    assert choice["transfer"]["bytes"] >= choice["transfer"]["pages"] * 1024
+
+
+async def test_a_client_that_leaves_in_the_middle_gives_its_pages_back(fleet):
+    left_before = await fleet.metric("tandem_gateway_client_disconnects_total")
+    async with fleet.open_stream("Once upon a time there was a fox. " * 20, max_tokens=3000) as response:
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        while not (await anext(lines)).startswith("data: "):
+            pass
+    await fleet.settled()
+    assert await fleet.metric("tandem_gateway_client_disconnects_total") == left_before + 1
+
+
+async def test_a_client_that_leaves_during_prefill_gives_its_pages_back(fleet):
+    prompt = await fleet.tokens(" ".join(f"number {i}" for i in range(2000)))
+
+    async def ask() -> None:
+        async with fleet.open_stream(prompt[:3900], max_tokens=100) as response:
+            await response.aread()
+
+    request = asyncio.create_task(ask())
+
+    async def computing() -> bool:
+        reports = [await fleet.audit(worker_id) for worker_id in ("prefill-0", "prefill-1")]
+        return any(report["private_pages"] > 0 for report in reports)
+
+    await until(computing, 10.0, "a prefill worker computes")
+    assert not request.done()
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await fleet.settled()
+
+
+async def test_nothing_fails_while_redis_is_gone_and_it_is_used_again_when_it_is_back(fleet, reference):
+    specs = fixed_workload(Lengths(prompt=60, output=60, spread=0.5), 24, rate=None, seed=5)
+    expected = await reference.texts(specs)
+    already = fleet.chunks.speaking
+
+    running = asyncio.create_task(fleet.streams(specs[:16]))
+    await until(lambda: fleet.chunks.speaking >= already + 4, 30.0, "streams speak")
+    fleet.system.kill(fleet.system.redis_pid())
+    answer = await fleet.complete("Where is the fox?")
+    answers = [*await running, *await fleet.streams(specs[16:])]
+
+    assert [a.error for a in answers] == [None] * len(specs)
+    assert [a.text for a in answers] == expected
+    assert (await fleet.attempts(answer["id"]))[0]["source"] == "local"
+
+    async def routed_by_redis() -> bool:
+        answer = await fleet.complete("Where is the bear?")
+        return (await fleet.attempts(answer["id"]))[0]["source"] == "redis"
+
+    await until(routed_by_redis, 30.0, "routing asks Redis again")
