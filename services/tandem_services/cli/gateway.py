@@ -37,9 +37,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--local-prefill-tokens",
         type=non_negative_int,
-        default=16,
+        default=64,
         metavar="N",
-        help="a decode worker that lacks at most this many prompt tokens computes them itself (default 16)",
+        help="a decode worker with the beginning of a prompt computes up to N more tokens itself (default 64)",
     )
     add_log_format(parser)
     parser.set_defaults(run=run, parser=parser)

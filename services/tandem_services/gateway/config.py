@@ -21,8 +21,8 @@ class GatewayConfig:
     """Separates deployments in one Redis."""
     curve_keys: Path | None = None
     """Key file of the deployment; None only where every socket is on loopback."""
-    local_prefill_tokens: int = 16
-    """A decode worker that lacks at most this many prompt tokens computes them itself."""
+    local_prefill_tokens: int = 64
+    """A decode worker with the beginning of a prompt in its cache computes up to this many more tokens itself."""
     request_timeout_s: float = 600.0
     max_attempts: int = 3
     """Attempts at one choice, on different workers where possible."""

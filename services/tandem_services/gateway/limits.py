@@ -10,6 +10,8 @@ from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.logs import quoted
 
 MAX_BODY_BYTES = 32 << 20
+BODY_TIMEOUT_S = 30.0
+"""From the headers to the end of the body."""
 MAX_HEADER_FIELDS = 64
 MAX_HEADER_BYTES = 32 << 10
 MAX_URL_BYTES = 8 << 10
@@ -101,9 +103,9 @@ def check_context(prompt_tokens: int, max_tokens: int, context_length: int, para
         )
 
 
-def check_text_length(text: str, longest_token: int, context_length: int, param: str) -> None:
+def check_text_length(characters: int, longest_token: int, context_length: int, param: str) -> None:
     """Refuse a text that cannot fit however it is cut into tokens, without encoding it."""
-    fewest = len(text) // max(longest_token, 1)
+    fewest = characters // max(longest_token, 1)
     if fewest >= context_length:
         raise context_exceeded(f"you requested at least {fewest} tokens in the {param}", context_length, param)
 

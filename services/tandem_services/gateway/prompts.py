@@ -41,7 +41,7 @@ class PromptEncoder:
         return length
 
     async def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> tuple[int, ...]:
-        check_text_length(text, self.model.longest_token, self.context_length(), param)
+        check_text_length(len(text), self.model.longest_token, self.context_length(), param)
         work = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await self._run(work, len(text))
 
@@ -53,11 +53,8 @@ class PromptEncoder:
         add_special_tokens: bool,
         variables: ChatTemplateVariables | None,
     ) -> tuple[int, ...]:
-        characters = 0
-        for message in messages:
-            content = message.get("content") or ""
-            characters += len(content)
-            check_text_length(content, self.model.longest_token, self.context_length(), "messages")
+        characters = sum(len(message["content"]) for message in messages)
+        check_text_length(characters, self.model.longest_token, self.context_length(), "messages")
         work = partial(
             self.tokenizer.encode_chat,
             messages,

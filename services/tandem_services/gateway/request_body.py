@@ -3,6 +3,7 @@
 The body is counted while it arrives, so that one without a Content-Length cannot fill the memory either.
 """
 
+import asyncio
 import logging
 import re
 from typing import TypeVar
@@ -13,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.logs import quoted
 from tandem_services.gateway.disconnect import ClientGoneError
-from tandem_services.gateway.limits import MAX_BODY_BYTES
+from tandem_services.gateway.limits import BODY_TIMEOUT_S, MAX_BODY_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +26,25 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises `ApiError` 400, 413 or 415; `ClientGoneError` when it stops half-way."""
+    """The whole body. Raises `ApiError` 400, 408, 413 or 415; `ClientGoneError` when the client leaves."""
     _check_content_headers(request)
-    chunks: list[bytes] = []
-    received = 0
     try:
-        async for chunk in request.stream():
-            received += len(chunk)
-            _check_size(received)
-            chunks.append(chunk)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _counted_body(request)
     except ClientDisconnect as error:
         raise ClientGoneError from error
+    except TimeoutError as error:
+        message = f"request body did not arrive within {BODY_TIMEOUT_S:g} s"
+        raise ApiError(408, message, kind="RequestTimeoutError") from error
+
+
+async def _counted_body(request: Request) -> bytes:
+    chunks: list[bytes] = []
+    received = 0
+    async for chunk in request.stream():
+        received += len(chunk)
+        _check_size(received)
+        chunks.append(chunk)
     return b"".join(chunks)
 
 

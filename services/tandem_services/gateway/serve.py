@@ -4,7 +4,10 @@ A SIGTERM stops accepting, lets running requests finish within the drain time, t
 """
 
 import logging
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
 import uvloop
@@ -24,6 +27,7 @@ __all__ = ["GatewayConfig", "serve"]
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: GatewayConfig) -> int:
@@ -52,9 +56,24 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def http_server(app: FastAPI, config: GatewayConfig) -> uvicorn.Server:
+class GatewayServer(uvicorn.Server):
+    """Ends a drained gateway with status 0: uvicorn alone raises the signal again, past our own shutdown."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+def http_server(app: FastAPI, config: GatewayConfig) -> GatewayServer:
     """The HTTP server of a gateway; run it with `serve(sockets=[...])`."""
-    return uvicorn.Server(
+    return GatewayServer(
         uvicorn.Config(
             app,
             http="httptools",

@@ -44,7 +44,7 @@ RETRY_AFTER_S = 2.0
 class RouterConfig:
     redis: RedisAddress
     cluster: str = "default"
-    local_prefill_tokens: int = 16
+    local_prefill_tokens: int = 64
     """A decode worker computes a prompt alone when it lacks no more tokens than this."""
     routing_timeout_s: float = ROUTING_TIMEOUT_S
     start_timeout_s: float = 30.0

@@ -62,7 +62,7 @@ class Demand:
     output_tokens: int
     """Output tokens to keep room for."""
     local_prefill_tokens: int
-    """A decode worker may compute a prompt alone when it lacks no more than this."""
+    """A decode worker that has the beginning of a prompt may compute the rest alone when that is no more than this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,7 @@ def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand) -> bool:
     return (
         decode.view.role is Role.BOTH
         or not group.prefills
-        or demand.prompt_tokens - decode.matched <= demand.local_prefill_tokens
+        or (decode.matched > 0 and demand.prompt_tokens - decode.matched <= demand.local_prefill_tokens)
     )
 
 

@@ -68,6 +68,7 @@ class System:
         """Only start the command. `wait_until_up` follows, so that two systems may start side by side."""
         mark = uuid.uuid4().hex
         run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir = run_dir.resolve()
         with (run_dir / "up.out").open("wb") as out:
             process = subprocess.Popen(
                 tandem_command("up", "--port", "0", "--run-dir", str(run_dir), *flags),
@@ -94,10 +95,10 @@ class System:
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if f"{MARK}={self.mark}".encode() not in (folder / "environ").read_bytes().split(b"\0"):
+                if not self._owns(folder):
                     continue
                 argv = (folder / "cmdline").read_bytes().decode().split("\0")[:-1]
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or not ours
                 continue
             if argv and int(folder.name) != self.process.pid:
                 found.append(RunningProcess(pid=int(folder.name), argv=tuple(argv)))
@@ -149,6 +150,11 @@ class System:
         logs = [self.run_dir / "up.out", *sorted(self.run_dir.glob("*.log"))]
         tails = {log.name: log.read_text("utf-8", "replace").splitlines()[-lines:] for log in logs}
         return "\n".join(f"--- {name}\n" + "\n".join(tail) for name, tail in tails.items())
+
+    def _owns(self, process: Path) -> bool:
+        # redis-server writes its title over its environment, but works in the run folder.
+        marked = f"{MARK}={self.mark}".encode() in (process / "environ").read_bytes().split(b"\0")
+        return marked or (process / "cwd").readlink() == self.run_dir
 
     def _printed(self) -> str:
         return (self.run_dir / "up.out").read_text("utf-8", "replace")

@@ -48,7 +48,7 @@ end
 -- A decode worker computes the prompt itself when little is missing or when nobody else could.
 local function may_serve_alone(worker, group, query)
   return worker.role == ROLE_BOTH or #group.prefills == 0
-    or query.prompt_tokens - worker.matched <= query.local_prefill_tokens
+    or (worker.matched > 0 and query.prompt_tokens - worker.matched <= query.local_prefill_tokens)
 end
 
 -- Every "alone" and the best pair of each compat hash. A pair costs what its two ends cost, so the best one is

@@ -133,6 +133,15 @@ def test_pages_of_others_are_neither_read_nor_written():  # T39
     assert written[:, LAYER, :, 0, :, 0].sum() == 2 * 15  # K and V of 15 slots
 
 
+@pytest.mark.parametrize("side", [0, 1], ids=["K", "V"])
+@pytest.mark.parametrize("token", [0, 5, 39])
+def test_nan_in_a_page_shows_in_the_result(side, token):
+    pool = make_pool()
+    seq = PageDealer(pool=pool).decode(41)
+    pool.data[seq.pages[token // 16], LAYER, side, :, token % 16] = torch.nan
+    assert attend(pool, [seq], make_qkv(1)).isnan().all()
+
+
 def test_warming_up_leaves_the_pool_alone():
     pool = make_pool()
     before = pool.data.clone()

@@ -131,6 +131,22 @@ async def test_a_body_over_the_limit_is_refused(gateway, rack, monkeypatch, decl
     await check_refused(gateway, rack, answer, 413)
 
 
+async def test_a_body_that_never_ends_is_given_up(gateway, rack, monkeypatch):  # E1 #8, #11
+    monkeypatch.setattr("tandem_services.gateway.request_body.BODY_TIMEOUT_S", 0.05)
+    answered = asyncio.Event()
+
+    async def stalling():
+        yield b"{"
+        await answered.wait()
+
+    asking = asyncio.ensure_future(gateway.http.post(COMPLETIONS, content=stalling()))
+    metrics = ""
+    while 'code="408"' not in metrics:
+        metrics = (await gateway.http.get("/metrics")).text
+    answered.set()
+    assert (await asking).status_code == 408
+
+
 async def test_large_heads_are_refused(gateway, rack):  # E1 #12, #13
     for headers, url, status in (
         ({f"x-{i}": "y" for i in range(100)}, "/live", 431),
