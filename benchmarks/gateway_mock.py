@@ -25,9 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support")]
 
 import uvloop  # noqa: E402
-from tandem_testing.gateway_builders import FakeChooser  # noqa: E402
-from tandem_testing.mock_engine import MockBehaviour, MockEngine, scripted_tokens  # noqa: E402
-from tandem_testing.tokenizer_builders import write_tokenizer  # noqa: E402
 
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer  # noqa: E402
@@ -35,6 +32,9 @@ from tandem_services.gateway.app import create_app  # noqa: E402
 from tandem_services.gateway.config import GatewayConfig  # noqa: E402
 from tandem_services.gateway.serve import http_server, listen  # noqa: E402
 from tandem_services.router.choice import Role, WorkerView  # noqa: E402
+from tandem_testing.gateway_builders import FakeChooser  # noqa: E402
+from tandem_testing.mock_engine import MockBehaviour, MockEngine, scripted_tokens  # noqa: E402
+from tandem_testing.tokenizer_builders import write_tokenizer  # noqa: E402
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -83,9 +83,7 @@ def run_gateway(view: str) -> None:
 
 
 def start(*argv: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, __file__, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, __file__, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -144,9 +142,7 @@ def run_load(options: argparse.Namespace) -> dict[str, object]:
             each = max(1, options.requests // 16) if not stream else 2
             clients = options.streams if stream else 16
             tokens = options.tokens if stream else 1
-            measured = uvloop.run(
-                measure(port, gateway.pid, clients=clients, each=each, tokens=tokens, stream=stream)
-            )
+            measured = uvloop.run(measure(port, gateway.pid, clients=clients, each=each, tokens=tokens, stream=stream))
             results[case] = {**asdict(measured), **measured.figures}
         finally:
             for process in (gateway, engine):

@@ -89,7 +89,8 @@ def allowed(fleet: list[Member]) -> dict[tuple[str | None, str], float]:
             continue
         alike = [m for m in fleet if m.record.view.compat_hash == view.compat_hash]
         prefills = [m for m in alike if m.record.view.role is not Role.DECODE]
-        if view.role is Role.BOTH or not prefills or len(PROMPT) - decode.matched <= DEMAND.local_prefill_tokens:
+        little = decode.matched > 0 and len(PROMPT) - decode.matched <= DEMAND.local_prefill_tokens
+        if view.role is Role.BOTH or not prefills or little:
             found[None, view.incarnation] = cost(None, decode)
         for prefill in prefills:
             if prefill is not decode:

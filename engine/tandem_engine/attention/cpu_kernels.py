@@ -253,7 +253,8 @@ def _exp(row: Array, exponents: Array, count: int, maximum: float) -> None:
     """
     c0, c1, c2, c3, c4, c5, c6 = _EXP2
     for i in range(count):
-        power = max((row[i] - maximum) * _LOG2_E, _MIN_EXPONENT)
+        power = (row[i] - maximum) * _LOG2_E
+        power = _MIN_EXPONENT if power < _MIN_EXPONENT else power  # not `max`, which would swallow NaN
         whole = np.floor(power + np.float32(0.5))
         f = power - whole
         row[i] = c0 + f * (c1 + f * (c2 + f * (c3 + f * (c4 + f * (c5 + f * c6)))))

@@ -74,12 +74,12 @@ class ControlLiterals:
 
 
 def split_marked(text: str, marks: Marks) -> Iterator[Segment]:
-    """Segments of a rendered text, without its marks and without empty segments."""
-    plain = False
-    for part in re.split(f"({re.escape(marks.begin)}|{re.escape(marks.end)})", text):
-        if part == marks.begin:
-            plain = True
-        elif part == marks.end:
-            plain = False
-        elif part:
-            yield Segment(part, plain)
+    """Segments of a rendered text, without its marks. What is marked is never empty."""
+    while text:
+        before, begin, rest = text.partition(marks.begin)
+        inside, _, after = rest.partition(marks.end)
+        if before:
+            yield Segment(before, plain=False)
+        if begin:
+            yield Segment(inside, plain=True)
+        text = after

@@ -160,9 +160,7 @@ class System:
         return (self.run_dir / "up.out").read_text("utf-8", "replace")
 
     def _pid(self, module: str, command: str, worker_id: str | None) -> int:
-        pids = [
-            p.pid for p in self.processes() if _is_part(p, module, command) and p.flag("--worker-id") == worker_id
-        ]
+        pids = [p.pid for p in self.processes() if _is_part(p, module, command) and p.flag("--worker-id") == worker_id]
         assert len(pids) == 1, f"{command} {worker_id or ''} has the processes {pids}"
         return pids[0]
 

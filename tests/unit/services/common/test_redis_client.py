@@ -93,7 +93,9 @@ def test_an_address_never_shows_its_password():
     assert "secret" not in f"{address} {address!r}"
 
 
-@pytest.mark.parametrize("url", ["http://me:secret@host", "host:6379", "", "redis://host:port", "redis://u:sec/secret@h:1"])
+@pytest.mark.parametrize(
+    "url", ["http://me:secret@host", "host:6379", "", "redis://host:port", "redis://u:sec/secret@h:1"]
+)
 def test_what_is_no_redis_url_is_refused_without_showing_the_password(url):  # RELIABILITY E8.86
     with pytest.raises(ConfigError) as caught:
         RedisAddress(url=url).connect()

@@ -1,0 +1,113 @@
+"""What a user meets who starts Tandem: errors of one sentence, and an end that leaves nothing behind."""
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem_services.cli.bundled import bundled_model
+from tandem_testing.import_blocker import write_import_blocker
+from tandem_testing.redis_server import REDIS_SERVER
+from tandem_testing.system import System, python_path, run_tandem
+from tandem_testing.system_client import SystemClient
+from tandem_testing.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
+]
+
+ONE_WORKER = ("--prefill", "0", "--decode", "0", "--both", "1", "--threads", "1", "--kv-cache-gib", "0.05")
+ENGINE_ONLY = ("torch", "numpy", "nixl", "transformers", "numba", "safetensors")
+
+
+def refused(tmp_path: Path, *flags: str, **env: str) -> str:
+    """What `tandem up` says when it cannot start."""
+    result = run_tandem(
+        *("up", "--port", "0", "--run-dir", str(tmp_path / "run"), *ONE_WORKER, *flags),
+        env=os.environ | env,
+        cwd=tmp_path,
+    )
+    assert result.status not in (0, 1), f"status {result.status}: {result.stderr}"
+    assert result.stderr.count("tandem: error:") == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def broken_checkpoint(folder: Path) -> Path:
+    """The bundled model with the end of a weights file missing, as after an interrupted download."""
+    shutil.copytree(bundled_model(), folder)
+    shard = next(iter(sorted(folder.glob("*.safetensors"))))
+    os.truncate(shard, shard.stat().st_size // 2)
+    return shard
+
+
+def test_a_port_in_use_is_named_with_the_flag_that_changes_it(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        said = refused(tmp_path, "--port", port)
+    assert f"127.0.0.1:{port}" in said
+    assert "--port" in said
+
+
+def test_without_redis_server_the_package_to_install_is_named(tmp_path):
+    said = refused(tmp_path, PATH=str(tmp_path))
+    assert "redis-server is not installed" in said
+    assert "apt-get install redis-server" in said
+    assert "--redis-url" in said
+
+
+def test_a_model_path_that_does_not_exist_is_named(tmp_path):
+    assert "--model nowhere/model: no such folder" in refused(tmp_path, "--model", "nowhere/model")
+
+
+def test_a_truncated_checkpoint_is_named_before_anything_serves(tmp_path):
+    shard = broken_checkpoint(tmp_path / "model")
+    said = refused(tmp_path, "--model", str(shard.parent))
+    assert shard.name in said
+    assert "truncated" in said
+
+
+def test_a_redis_that_does_not_answer_is_named_without_its_password(tmp_path):
+    said = refused(tmp_path, "--redis-url", "redis://:secret@127.0.0.1:1/0")
+    assert "redis://127.0.0.1:1" in said
+    assert "secret" not in said
+
+
+def test_a_missing_nixl_is_named_with_what_to_install(tmp_path):
+    blocker = write_import_blocker(tmp_path / "site", "nixl")
+    said = refused(tmp_path, PYTHONPATH=python_path(blocker))
+    assert "pip install nixl" in said
+    assert "--transport none" in said
+
+
+@pytest.fixture
+def torchless(tmp_path):
+    """A system in which only the engine process can import what an engine needs."""
+    blocker = write_import_blocker(tmp_path / "site", *ENGINE_ONLY, exempt="tandem_engine.cli")
+    env = {"PYTHONPATH": python_path(blocker)}
+    for module in ENGINE_ONLY:
+        attempt = subprocess.run([sys.executable, "-c", f"import {module}"], env=os.environ | env, capture_output=True)
+        assert b"ModuleNotFoundError" in attempt.stderr, f"{module} is not hidden"
+    system = System.start(tmp_path / "run", *ONE_WORKER, env=env)
+    yield system
+    system.close()
+
+
+async def test_everything_but_the_engine_works_without_torch_and_ctrl_c_leaves_nothing(torchless):
+    async with SystemClient(system=torchless) as client:
+        assert (await client.chat([{"role": "user", "content": "Where is the fox?"}])).text
+        async with client.open_stream("Once upon a time", max_tokens=3000) as response:
+            lines = response.aiter_lines()
+            while not (await anext(lines)).startswith("data: "):
+                pass
+            assert await asyncio.to_thread(torchless.interrupt) == 0
+    wait_for(lambda: not torchless.processes(), 1.0, lambda: str(torchless.processes()))
