@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem_engine.config import Role
-from tandem_engine.environment import read_environment
+from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
 from tandem_engine.flags import add_engine_flags, engine_config, non_negative_int, positive_int
 
@@ -43,6 +43,8 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _serve(args: argparse.Namespace) -> int:
+    # Engines share the cores of a machine: OpenMP threads that spin for work take them from each other.
+    set_default("OMP_WAIT_POLICY", "PASSIVE")
     from tandem_engine.process import ProcessConfig, serve
 
     return serve(

@@ -247,11 +247,16 @@ class Engine:
 
     def self_test(self) -> SelfTestReport:
         """Compute on random tokens before anybody depends on this engine. Raises `EngineError`."""
-        pages = self.memory.reserve_pages(min(self.memory.pages_for(SELF_TEST_TOKENS), self.memory.available_pages()))
+        tokens = min(SELF_TEST_TOKENS, self.scheduler.max_request_tokens - 1)
+        pages = self.memory.reserve_pages(self.memory.pages_for(tokens + 1))
         assert pages is not None, "a fresh pool has free pages"
         try:
             return self_test(
-                self._runner, pages=pages, page_size=self.geometry.page_size, vocab_size=self.model_config.vocab_size
+                self._runner,
+                pages=pages,
+                page_size=self.geometry.page_size,
+                vocab_size=self.model_config.vocab_size,
+                prompt_tokens=tokens,
             )
         finally:
             self.memory.give_back(pages)

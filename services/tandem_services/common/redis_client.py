@@ -133,7 +133,7 @@ class RedisAddress:
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme not in {"redis", "rediss", "unix"}:
             raise ConfigError(
-                f"--redis {self}: a Redis URL starts with redis://, rediss:// or unix://, "
+                f"--redis-url {self}: a Redis URL starts with redis://, rediss:// or unix://, "
                 "e.g. redis://user:password@host:6379/0"
             )
         if self.password_file is not None and not self.password_file.is_file():
@@ -164,7 +164,7 @@ class RedisAddress:
         except (ValueError, TypeError):
             # Not chained: redis-py's message may quote a part of the password.
             raise ConfigError(
-                f"--redis {self}: its host, port or database cannot be read; "
+                f"--redis-url {self}: its host, port or database cannot be read; "
                 "special characters of a password must be %-encoded"
             ) from None
 
@@ -228,7 +228,7 @@ class RedisClient:
                 if self.breaker.clock.now() >= deadline:
                     raise RedisUnavailableError(
                         f"cannot use Redis at {self.address}: {_reason(error)}. "
-                        "Start it, or correct --redis (TANDEM_REDIS_URL)"
+                        "Start it, or correct --redis-url (TANDEM_REDIS_URL)"
                     ) from error
             await asyncio.sleep(0.2)
 
@@ -250,5 +250,5 @@ class RedisClient:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    text = " ".join(str(error).split())[:200]
+    text = " ".join(str(error).split()).rstrip(".")[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -3,6 +3,7 @@
 A SIGTERM stops accepting, lets running requests finish within the drain time, then ends.
 """
 
+import asyncio
 import logging
 import signal
 import socket

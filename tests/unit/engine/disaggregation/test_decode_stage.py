@@ -348,6 +348,15 @@ def test_a_record_that_contradicts_the_grant_fails_the_transfer(receiver, change
     receiver.assert_failed(why)
 
 
+def test_the_first_record_of_a_transfer_counts(receiver):
+    grant = receiver.granted()
+    receiver.writer.record(grant, first_token(PROMPT))
+    receiver.writer.record(grant, 1, digests=(1, 2, 3))
+    receiver.writer.write(grant)
+    receiver.turn(20)
+    receiver.side.engine.assert_expected("r")
+
+
 @pytest.mark.parametrize("changed", [{"sender": make_peer("q")}, {"generation": 2}, {"room": "room-x"}])
 def test_a_record_for_another_transfer_is_ignored(receiver, changed):
     grant = receiver.granted()

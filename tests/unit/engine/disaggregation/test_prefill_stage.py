@@ -380,6 +380,7 @@ def test_an_abort_for_an_unknown_room_is_acked_and_closes_it(sender):  # T61
     sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
     sender.turn()
     assert len(sender.acks()) == 1
+    assert len(sender.side.stage.prefill.early) == 0
     sender.submit()
     sender.allow()
     sender.turn(4)
@@ -418,6 +419,30 @@ def test_a_dead_receiver_frees_the_pages_at_once(sender):  # T74
     sender.side.assert_clean()
     assert sender.side.finish() is None
     assert RECEIVER.incarnation not in sender.side.transport.connected
+
+
+def test_a_dead_receiver_is_sent_no_ack_when_its_last_push_fails(sender):  # T74
+    sender.hold_back(ticks=1000)
+    sender.submit()
+    sender.allow()
+    sender.turn(3)
+    sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
+    sender.turn()
+    sender.side.stage.peer_gone(RECEIVER.incarnation)
+    sender.turn(2)
+    assert sender.acks() == []
+    sender.side.assert_clean()
+
+
+def test_grants_of_a_dead_receiver_are_not_written_to(sender):  # T74
+    sender.allow()
+    sender.turn()
+    sender.side.stage.peer_gone(RECEIVER.incarnation)
+    sender.receiver.greet()
+    sender.submit()
+    sender.turn(4)
+    assert sender.receiver.tokens_at(PAGES, 10) == [0] * 10
+    assert sender.records() == []
 
 
 def test_a_receiver_that_takes_no_messages_is_given_up(sender):

@@ -78,6 +78,16 @@ def test_memory_that_a_step_in_flight_may_write_waits_for_it():  # T77
     assert engine.memory.available_pages() == 64
 
 
+def test_pages_exchanged_for_those_of_the_cache_wait_for_the_step_that_reads_them():  # T77
+    engine = overlapped(page_size=4)
+    for rid in ("one", "two"):
+        engine.add(make_message(rid, range(1, 9), max_tokens=4))
+    engine.step(2)
+    assert engine.scheduler.audit().fenced == 2
+    engine.step()
+    assert engine.scheduler.audit().fenced == 0
+
+
 def test_a_row_is_not_given_out_while_a_step_in_flight_uses_it():  # T2
     engine = overlapped(max_rows=1)
     stop = expected_output(make_message(max_tokens=30))[3]
@@ -109,6 +119,15 @@ def test_an_abort_between_launch_and_settlement_is_obeyed_before_the_token():  #
     assert engine.output() == []
     assert engine.finish().reason is FinishReason.ABORT
     engine.assert_nothing_held()
+
+
+def test_a_request_with_a_wish_to_end_is_launched_no_more():
+    engine = overlapped()
+    engine.add(make_message(max_tokens=9))
+    engine.step(3)
+    engine.scheduler.abort("r")
+    engine.run()
+    assert engine.scheduler.tally.launched == 3
 
 
 def test_an_abort_after_the_last_chunk_was_launched_leaks_nothing():  # T6, T7
@@ -179,6 +198,20 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(overlap):  # RELIAB
     assert engine.scheduler.stats().engine_errors_total == 1
     engine.assert_expected("spared")
     engine.assert_nothing_held()
+
+
+def test_nothing_of_a_request_whose_step_raised_enters_the_cache():
+    def faults(batch: ForwardBatch) -> None:
+        if batch.step == 2:
+            raise RuntimeError("device fault")
+
+    engine = make_engine(chunked_prefill_size=8, page_size=4, executor=lambda model: EagerExecutor(model, faults))
+    engine.add(make_message("struck", range(1, 14), max_tokens=9))
+    engine.run()
+    engine.add(make_message("again", range(1, 14), max_tokens=9))
+    engine.run()
+    assert engine.received["again"].outputs[0].cached_tokens == 0
+    engine.assert_expected("again")
 
 
 def test_tokens_of_steps_before_the_one_that_raised_were_streamed():

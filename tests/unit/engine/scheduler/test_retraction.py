@@ -146,10 +146,11 @@ def test_a_half_computed_prompt_gives_way_to_running_requests(overlap):
 
 
 def test_a_step_that_put_somebody_back_takes_in_nobody():  # E.2
-    engine = make_engine(usable_pages=9, enable_mixed_chunk=True, **TIGHT)
+    engine = make_engine(force_retract_every=3, enable_mixed_chunk=True)
     add_two(engine)
     run_until_retracted(engine)
     assert engine.executor.batches[-1].num_extend == 0
+    assert engine.executor.batches[-1].num_sequences == 1
 
 
 def test_the_check_that_decides_is_the_check_that_converges():  # T14
