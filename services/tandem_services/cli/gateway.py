@@ -1,11 +1,10 @@
 """`tandem gateway`: the OpenAI-compatible HTTP front of a deployment. Needs no torch."""
 
 import argparse
-from pathlib import Path
 
 from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
-from tandem_services.cli.shared_flags import add_log_format
+from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_model
 
 EXAMPLES = """\
 examples:
@@ -22,26 +21,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", metavar="PATH", help="folder with the tokenizer (default: the bundled model)")
-    parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
+    add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=non_negative_int, default=8000, help="port to listen on (default 8000)")
-    parser.add_argument("--redis-url", required=True, metavar="URL", help="redis://[user:password@]host:port/db")
-    parser.add_argument(
-        "--cluster",
-        default="default",
-        metavar="NAME",
-        help="separates deployments in one Redis (default default)",
-    )
-    parser.add_argument("--curve-keys", type=Path, metavar="FILE", help="key file of the deployment")
-    parser.add_argument(
-        "--local-prefill-tokens",
-        type=non_negative_int,
-        default=64,
-        metavar="N",
-        help="a decode worker with the beginning of a prompt computes up to N more tokens itself (default 64)",
-    )
-    add_log_format(parser)
+    add_deployment(parser)
+    add_local_prefill(parser)
     parser.set_defaults(run=run, parser=parser)
 
 

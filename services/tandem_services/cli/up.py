@@ -16,6 +16,7 @@ from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, no
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import free_port, python_command, require_free, start_redis
+from tandem_services.cli.shared_flags import add_cluster, add_local_prefill, add_model
 from tandem_services.common.errors import StartupError
 
 STOP_GRACE = 10.0
@@ -40,8 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
-    parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
+    add_model(parser)
     parser.add_argument("--prefill", type=non_negative_int, default=1, metavar="N", help="prefill workers (default 1)")
     parser.add_argument("--decode", type=non_negative_int, default=1, metavar="N", help="decode workers (default 1)")
     parser.add_argument(
@@ -55,12 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="port of the API; 0 picks a free one (default 8000)",
     )
     parser.add_argument("--redis-url", metavar="URL", help="use this Redis instead of starting one")
-    parser.add_argument(
-        "--cluster",
-        default="default",
-        metavar="NAME",
-        help="separates deployments in one Redis (default default)",
-    )
+    add_cluster(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keys and logs (default .tandem/PORT)")
     parser.add_argument(
         "--ready-timeout",
@@ -69,13 +64,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="S",
         help="give up starting after this (default 120)",
     )
-    parser.add_argument(
-        "--local-prefill-tokens",
-        type=non_negative_int,
-        default=64,
-        metavar="N",
-        help="a decode worker with the beginning of a prompt computes up to N more tokens itself (default 64)",
-    )
+    add_local_prefill(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser)
 

@@ -3,12 +3,11 @@
 import argparse
 import os
 import platform
-from pathlib import Path
 
 from tandem_engine.config import Role
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, non_negative_int
 from tandem_services.cli.bundled import model_folder
-from tandem_services.cli.shared_flags import add_log_format
+from tandem_services.cli.shared_flags import add_deployment, add_model
 
 EXAMPLES = """\
 examples:
@@ -26,8 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
-    parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
+    add_model(parser)
     parser.add_argument(
         "--role",
         choices=[role.value for role in Role],
@@ -37,13 +35,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--worker-id", metavar="ID", help="stable name, unique in the deployment (default: host name and pid)"
     )
-    parser.add_argument("--redis-url", required=True, metavar="URL", help="redis://[user:password@]host:port/db")
-    parser.add_argument(
-        "--cluster",
-        default="default",
-        metavar="NAME",
-        help="separates deployments in one Redis (default default)",
-    )
     parser.add_argument("--host", default="127.0.0.1", help="address that gateways and peers reach (default 127.0.0.1)")
     parser.add_argument(
         "--health-port",
@@ -52,13 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="PORT",
         help="/live /ready /metrics /audit; 0 picks a free one",
     )
-    parser.add_argument(
-        "--curve-keys",
-        type=Path,
-        metavar="FILE",
-        help="key file of the deployment; without it only loopback is served",
-    )
-    add_log_format(parser)
+    add_deployment(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser)
 
