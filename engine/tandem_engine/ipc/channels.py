@@ -15,6 +15,7 @@ must be bound to loopback.
 """
 
 import asyncio
+import ipaddress
 import json
 import os
 from collections.abc import Iterator
@@ -123,6 +124,14 @@ class IpcContext:
             self._authenticator = None
         self.zmq.destroy(linger=0)
 
+    def require_keys_off_loopback(self, host: str) -> None:
+        """Raise `ConfigError` when others could connect to `host` and nothing would keep them out."""
+        if self.keys is None and not _is_loopback(host):
+            raise ConfigError(
+                f"refusing to listen on {host} without keys, where anybody could connect: "
+                "give every process of the deployment the same --curve-keys file, or use 127.0.0.1"
+            )
+
     def secure_server(self, socket: "zmq.Socket[Any]") -> None:
         if self.keys is not None:
             socket.curve_secretkey = self.keys.secret
@@ -134,6 +143,13 @@ class IpcContext:
             socket.curve_secretkey = self.keys.secret
             socket.curve_publickey = self.keys.public
             socket.curve_serverkey = self.keys.public
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _configure(socket: "zmq.Socket[Any]") -> None:
@@ -162,6 +178,7 @@ class RouterChannel(Generic[In, Out]):
     """Server end: receives `In` from identified clients, sends `Out` back by identity."""
 
     def __init__(self, context: IpcContext, host: str, port: int, *, inbound: object, outbound: object) -> None:
+        context.require_keys_off_loopback(host)
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
         self.socket = context.socket(zmq.ROUTER)

@@ -130,6 +130,15 @@ def test_a_taken_port_is_a_clear_error(context) -> None:
     first.close()
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "example.org", "::"])
+def test_without_keys_only_loopback_is_served(host) -> None:  # RELIABILITY C1: side channels open to anyone
+    context = IpcContext()
+    with pytest.raises(ConfigError, match="--curve-keys"):
+        RouterChannel(context, host, 0, inbound=EngineRequest, outbound=EngineReply)
+    RouterChannel(context, "127.0.0.1", 0, inbound=EngineRequest, outbound=EngineReply).close()
+    context.close()
+
+
 async def test_the_control_channel_carries_both_directions(tmp_path) -> None:
     endpoint = f"ipc://{tmp_path}/control"
     service_context, engine_context = IpcContext(), IpcContext()
