@@ -259,7 +259,7 @@ def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, prefill
         peer_endpoint=engine.peer_endpoint,
         geometry=engine.geometry,
         compat_hash=engine.compat_hash,
-        context_length=engine.scheduler_config.context_length,
+        context_length=engine.scheduler.max_request_tokens,
         max_running_requests=engine.scheduler_config.max_running_requests,
         total_pages=engine.total_pages,
         prefill_tokens_per_s=prefill_tokens_per_s,

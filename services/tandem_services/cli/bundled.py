@@ -10,7 +10,7 @@ NAME = "tandem-mini"
 def bundled_model() -> Path:
     """Its folder, in an installed package or in a checkout. Raises `ConfigError` when neither has it."""
     package = Path(__file__).resolve().parents[1]
-    candidates = (package / "bundled_model", package.parents[1] / "models" / NAME)
+    candidates = (package / "models" / NAME, package.parents[1] / "models" / NAME)
     for folder in candidates:
         if (folder / "config.json").is_file():
             return folder
