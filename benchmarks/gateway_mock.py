@@ -94,7 +94,8 @@ def cpu_seconds(pid: int) -> float:
 async def ask(port: int, body: bytes, count: int, first_bytes: list[float]) -> None:
     """`count` requests, one after the other, on one connection; reads every answer to its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\n{fields}\r\n\r\n"
     for _ in range(count):
         began = time.perf_counter()
         writer.write(head.encode() + body)

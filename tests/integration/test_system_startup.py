@@ -35,9 +35,10 @@ def refused(tmp_path: Path, *flags: str, **env: str) -> str:
         cwd=tmp_path,
     )
     assert result.status not in (0, 1), f"status {result.status}: {result.stderr}"
-    assert result.stderr.count("tandem: error:") == 1, result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr
+    *progress, sentence = result.stderr.splitlines()
+    assert all(line.startswith("ready ") for line in progress), result.stderr
+    assert sentence.startswith("tandem: error: "), result.stderr
+    return sentence
 
 
 def broken_checkpoint(folder: Path) -> Path:
@@ -78,7 +79,8 @@ def test_a_truncated_checkpoint_is_named_before_anything_serves(tmp_path):
 
 def test_a_redis_that_does_not_answer_is_named_without_its_password(tmp_path):
     said = refused(tmp_path, "--redis-url", "redis://:secret@127.0.0.1:1/0")
-    assert "redis://127.0.0.1:1" in said
+    assert "@127.0.0.1:1/0" in said
+    assert "--redis-url" in said
     assert "secret" not in said
 
 
@@ -95,7 +97,9 @@ def torchless(tmp_path):
     blocker = write_import_blocker(tmp_path / "site", *ENGINE_ONLY, exempt="tandem_engine.cli")
     env = {"PYTHONPATH": python_path(blocker)}
     for module in ENGINE_ONLY:
-        attempt = subprocess.run([sys.executable, "-c", f"import {module}"], env=os.environ | env, capture_output=True)
+        attempt = subprocess.run(
+            [sys.executable, "-c", f"import {module}"], env=os.environ | env, capture_output=True, check=False
+        )
         assert b"ModuleNotFoundError" in attempt.stderr, f"{module} is not hidden"
     system = System.start(tmp_path / "run", *ONE_WORKER, env=env)
     yield system

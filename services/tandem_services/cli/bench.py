@@ -19,7 +19,8 @@ examples:
   tandem bench serve --reference-url http://127.0.0.1:8001     text must equal that server's
 
 With temperature 0 every stream is compared with the text that the reference gave for the same prompt;
-a difference, like a failed request, makes the exit status 1.
+a difference, like a failed request, makes the exit status 1. That is a test of float32 servers: in bfloat16 the
+rounding of a batch depends on its size, on every engine, and near ties fall either way.
 """
 
 OFFLINE_EXAMPLES = """\

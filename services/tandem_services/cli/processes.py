@@ -2,11 +2,13 @@
 
 Life of a process
     start      argv without a shell, output to a log file, killed by the kernel when the parent dies
-    exit while starting up   the whole start-up fails, with the last lines of its log
+    exit while starting up   the whole start-up fails, with the reason it gave or the last lines of its log
     exit while serving       restarted after a pause that doubles from 1 s to 30 s
-    stop       SIGTERM in reverse order of start, SIGKILL for what is left after the grace period
+    stop       SIGTERM in reverse order of start: finish what runs. SIGINT after the grace period: end now.
+               SIGKILL for what is left then
 """
 
+import re
 import signal
 import subprocess
 import time
@@ -21,6 +23,12 @@ FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
 STABLE_AFTER = 60.0
 """A process that ran this long starts again with the first pause."""
+HURRY_SECONDS = 5.0
+"""From SIGINT to SIGKILL: time to abort requests and to close sockets."""
+POLL_SECONDS = 0.02
+
+_REASON = re.compile(r"(?:\bERROR +\S+|^tandem(?:-engine)?: error:) (.+)$", re.MULTILINE)
+"""An error in a child's log, from its logger or from its command line."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,9 +63,13 @@ class Child:
         return None if self.process is None else self.process.poll()
 
     def last_words(self, lines: int = 5) -> str:
-        """The end of its log."""
-        text = self.log.read_text("utf-8", "replace").strip().splitlines()
-        return "\n".join(f"  {line}" for line in text[-lines:])
+        """The first error it logged on purpose; without one, or after a crash, the end of its log."""
+        text = self.log.read_text("utf-8", "replace").strip()
+        reason = _REASON.search(text)
+        if reason is not None and "Traceback" not in text:
+            return f": {reason[1]} (log: {self.log})"
+        tail = "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+        return f"; the end of {self.log}:\n{tail}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,10 +86,7 @@ class Supervisor:
         """Raise `StartupError` naming the first process that has exited."""
         for child in self.children:
             if child.status is not None:
-                raise StartupError(
-                    f"{child.name} {_describe(child.status)} while starting; "
-                    f"the end of {child.log}:\n{child.last_words()}"
-                )
+                raise StartupError(f"{child.name} {_describe(child.status)} while starting{child.last_words()}")
 
     def restart_dead(self) -> list[str]:
         """Start again what died and has waited its pause. Returns a line for each event."""
@@ -100,19 +109,22 @@ class Supervisor:
         return events
 
     def stop(self, grace: float) -> None:
-        """End every child; returns when all are gone."""
-        deadline = time.monotonic() + grace
-        for child in reversed(self.children):
-            if child.process is not None and child.status is None:
-                child.process.terminate()
-        for child in reversed(self.children):
-            if child.process is None:
-                continue
-            try:
-                child.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
+        """End every child; returns when all are gone. Running requests have `grace` seconds to finish."""
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGINT, HURRY_SECONDS), (signal.SIGKILL, None)):
+            for child in reversed(self.children):
+                if child.process is not None and child.status is None:
+                    child.process.send_signal(number)
+            if self._gone_within(patience):
+                return
+
+    def _gone_within(self, patience: float | None) -> bool:
+        """Whether every child has exited before `patience` is over; None waits as long as it takes."""
+        deadline = None if patience is None else time.monotonic() + patience
+        while any(child.process is not None and child.status is None for child in self.children):
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
 
 
 def _describe(status: int) -> str:

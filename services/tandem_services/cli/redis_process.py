@@ -1,5 +1,6 @@
 """A redis-server of our own for one machine: loopback, a free port, nothing written to disk."""
 
+import asyncio
 import shutil
 import socket
 import sys
@@ -41,6 +42,28 @@ def start_redis(supervisor: Supervisor, run_dir: Path) -> str:
     supervisor.start(Child(name="redis", argv=argv, log=run_dir / "redis.log"))
     _wait_for_port(supervisor, port)
     return f"redis://127.0.0.1:{port}/0"
+
+
+def require_redis(url: str) -> None:
+    """Raise `StartupError` when the Redis that the user named does not answer, `ConfigError` when it is no URL."""
+    from tandem_services.common.redis_client import (
+        BACKGROUND_TIMEOUT_S,
+        RedisAddress,
+        RedisClient,
+        RedisUnavailableError,
+    )
+
+    async def ask() -> None:
+        redis = RedisClient(RedisAddress(url=url), timeout_s=BACKGROUND_TIMEOUT_S)
+        try:
+            await redis.require(wait_s=0.0)
+        finally:
+            await redis.close()
+
+    try:
+        asyncio.run(ask())
+    except RedisUnavailableError as error:
+        raise StartupError(str(error)) from error
 
 
 def _wait_for_port(supervisor: Supervisor, port: int) -> None:

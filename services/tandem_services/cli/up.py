@@ -15,11 +15,12 @@ from pathlib import Path
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, non_negative_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.processes import Child, Supervisor
-from tandem_services.cli.redis_process import free_port, python_command, require_free, start_redis
+from tandem_services.cli.redis_process import free_port, python_command, require_free, require_redis, start_redis
 from tandem_services.cli.shared_flags import add_cluster, add_local_prefill, add_model
 from tandem_services.common.errors import StartupError
 
-STOP_GRACE = 10.0
+STOP_GRACE = 5.0
+"""Running requests may take this long to finish after Ctrl-C."""
 POLL_SECONDS = 0.1
 
 EXAMPLES = """\
@@ -89,6 +90,9 @@ def plan(args: argparse.Namespace) -> Plan:
     if args.both == 0 and args.decode == 0:
         raise StartupError("prefill workers need a decode worker to hand over to: add --decode 1 or --both 1")
     model = model_folder(args.model)
+    if args.model is None and args.dtype == "auto":
+        # bfloat16 rounds differently in batches of different size; the bundled model is small enough for exactness.
+        args.dtype = "float32"
     args.model = str(model)
     args.role = "both"
     engine_config(args)
@@ -147,6 +151,8 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
 
     keys = todo.run_dir / "keys.json"
     KeyPair.generate().save(keys)
+    if args.redis_url:
+        require_redis(args.redis_url)
     redis_url = args.redis_url or start_redis(supervisor, todo.run_dir)
     shared = ["--redis-url", redis_url, "--cluster", args.cluster, "--curve-keys", str(keys)]
     shared += ["--model", str(todo.model), "--served-model-name", todo.model_name]

@@ -4,6 +4,7 @@ A SIGTERM stops accepting, lets running requests finish within the drain time, t
 """
 
 import asyncio
+import asyncio
 import logging
 import signal
 import socket

@@ -51,7 +51,8 @@ class EngineChild:
             try:
                 return await asyncio.wait_for(self.process.wait(), patience)
             except TimeoutError:
-                logger.warning("engine process %d does not exit; insisting", self.process.pid)
+                if patience > 0:
+                    logger.warning("engine process %d does not exit; insisting", self.process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     insist()
         return await self.process.wait()
