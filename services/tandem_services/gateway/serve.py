@@ -4,7 +4,6 @@ A SIGTERM stops accepting, lets running requests finish within the drain time, t
 """
 
 import asyncio
-import asyncio
 import logging
 import signal
 import socket

@@ -77,9 +77,16 @@ class EngineRack:
 
     context: IpcContext = field(default_factory=IpcContext)
     engines: list[MockEngine] = field(default_factory=list)
+    handed_over: set[str] = field(default_factory=set)
 
     def add(self, worker_id: str, behaviour: MockBehaviour, role: Role = Role.BOTH) -> MockEngine:
-        engine = MockEngine(context=self.context, worker_id=worker_id, behaviour=behaviour, role=role).start()
+        engine = MockEngine(
+            context=self.context,
+            worker_id=worker_id,
+            behaviour=behaviour,
+            role=role,
+            handed_over=self.handed_over,
+        ).start()
         self.engines.append(engine)
         return engine
 

@@ -72,6 +72,8 @@ class MockBehaviour:
     """A prefill side sends its first token only once this is set."""
     strays: bool = False
     """Send outputs of a request that nobody has made as well."""
+    awaits_handoff: bool = True
+    """A decode side starts only once the prefill side has sent its first token."""
     skip_first: bool = False
     """A decode side does not repeat the first token."""
 
@@ -95,6 +97,8 @@ class MockEngine:
     role: Role = Role.BOTH
     model: str = "mock"
     context_length: int = 512
+    handed_over: set[str] = field(default_factory=set)
+    """Rooms whose first token was sent; to be shared by the engines of one fleet."""
     received: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     pings: int = 0
@@ -212,13 +216,17 @@ class MockEngine:
                 outputs.append(self._advance(running))
         for client, outputs in batches.items():
             self._channel.send(client, OutputBatch(outputs=tuple(outputs)))
+        self.handed_over.update(output.rid for outputs in batches.values() for output in outputs)
         if self.behaviour.die_after is not None and self._emitted >= self.behaviour.die_after:
             self._stopping.set()
 
     def _may_step(self, running: _Running) -> bool:
         handoff, gate = running.request.handoff, self.behaviour.first_token_gate
-        gated = handoff is not None and handoff.side is HandoffSide.SEND and gate is not None
-        return not gated or gate.is_set()
+        if handoff is None:
+            return True
+        if handoff.side is HandoffSide.SEND:
+            return gate is None or gate.is_set()
+        return handoff.room in self.handed_over or not self.behaviour.awaits_handoff
 
     def _advance(self, running: _Running) -> TokenOutput:
         request, start = running.request, running.position

@@ -8,6 +8,7 @@ All processes inherit a mark in their environment. It finds them however they we
 tells whether one has outlived the system.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -15,8 +16,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_testing.waiting import wait_for
@@ -51,6 +52,8 @@ class System:
     run_dir: Path
     mark: str
     url: str = ""
+    workers: dict[str, str] = field(default_factory=dict)
+    """Worker id → URL of its health port. Both outlive a restart."""
 
     @classmethod
     def start(cls, run_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> "System":
@@ -89,6 +92,8 @@ class System:
             return found is not None
 
         wait_for(greeted, START_TIMEOUT_S, self.logs)
+        services = [p for p in self.processes() if _is_part(p, "tandem_services.cli.main", "worker")]
+        self.workers = {str(p.flag("--worker-id")): f"http://127.0.0.1:{p.flag('--health-port')}" for p in services}
 
     def processes(self) -> list[RunningProcess]:
         """All that carry the mark, `tandem up` itself excepted."""
@@ -103,11 +108,6 @@ class System:
             if argv and int(folder.name) != self.process.pid:
                 found.append(RunningProcess(pid=int(folder.name), argv=tuple(argv)))
         return found
-
-    def workers(self) -> dict[str, str]:
-        """Worker id → URL of its health port."""
-        services = [p for p in self.processes() if _is_part(p, "tandem_services.cli.main", "worker")]
-        return {str(p.flag("--worker-id")): f"http://127.0.0.1:{p.flag('--health-port')}" for p in services}
 
     def service_pid(self, worker_id: str) -> int:
         """The worker service."""
@@ -127,6 +127,15 @@ class System:
         """SIGKILL one process; returns when it is gone."""
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: all(process.pid != pid for process in self.processes()), STOP_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def no_restarts(self) -> Iterator[None]:
+        """`tandem up` is paused: what dies stays dead."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit status of `tandem up`."""

@@ -160,12 +160,12 @@ class SystemClient:
 
     async def audit(self, worker_id: str) -> dict[str, Any]:
         """What the engine of this worker counts."""
-        report: dict[str, Any] = await self.get(f"{self.system.workers()[worker_id]}/audit")
+        report: dict[str, Any] = await self.get(f"{self.system.workers[worker_id]}/audit")
         return report
 
     async def settled(self) -> None:
         """Wait until every engine is idle and holds nothing; then its pages must add up."""
-        for worker_id, url in self.system.workers().items():
+        for worker_id, url in self.system.workers.items():
             report: dict[str, Any] = {}
 
             async def idle(worker_id: str = worker_id, report: dict[str, Any] = report) -> bool:
@@ -186,9 +186,9 @@ class SystemClient:
             if present & set(instead_of):
                 return False
             # Redis, the gateway, and two processes per worker.
-            if len(present) < 2 + 2 * len(self.system.workers()) or not self.system.workers():
+            if len(present) < 2 + 2 * len(self.system.workers):
                 return False
-            return all([await self._is_ready(url) for url in ("", *self.system.workers().values())])
+            return all([await self._is_ready(url) for url in ("", *self.system.workers.values())])
 
         await until(ready, READY_TIMEOUT_S, "every worker ready")
 
