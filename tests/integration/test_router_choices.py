@@ -1,5 +1,6 @@
 """What the router chooses with a real Redis: locality, pairing, exclusion, spreading."""
 
+import asyncio
 from collections import Counter
 from random import Random
 
@@ -209,3 +210,11 @@ async def test_short_and_empty_prompts_can_be_routed(fleet, router):
     await join(fleet, router, make_record("a"))
     for tokens in ((), (1,), tuple(range(PAGE))):
         assert (await router.choose(query(token_ids=tokens))).decode.worker_id == "a"
+
+
+async def test_a_worker_that_is_lost_while_redis_is_asked_is_not_chosen(fleet, router):
+    await join(fleet, router, make_record("d1"), make_record("d2", load=make_load(queue_tokens=100_000)))
+    choosing = asyncio.create_task(router.choose(query()))
+    await asyncio.sleep(0)
+    router.mark_dead("d1@1")
+    assert (await choosing).decode.worker_id == "d2"

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
-from tandem_engine.disaggregation.failures import ABORTED, transfer_failed
+from tandem_engine.disaggregation.failures import transfer_failed
 from tandem_engine.disaggregation.holds import HoldState, HoldTable, TransferHold
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
@@ -99,15 +99,15 @@ class DecodeStage:
         overdue = self._expire_holds()
         return expired or granted or overdue
 
-    def abort(self, rid: RequestId) -> bool:
-        """End a request that is kept here. False when it is not."""
+    def abort(self, rid: RequestId, wish: Finish) -> bool:
+        """End a request that is kept here as `wish` says. False when it is not."""
         waiting = self.prealloc.of_request(rid)
         if waiting is not None:
-            self._give_up_waiting(waiting, ABORTED)
+            self._give_up_waiting(waiting, wish)
             return True
         receiving = next((entry for entry in self._receiving.values() if entry.req.rid == rid), None)
         if receiving is not None:
-            self._give_up(receiving, ABORTED, "aborted")
+            self._give_up(receiving, wish, wish.error or "aborted")
             return True
         return False
 

@@ -3,9 +3,6 @@
 from tandem_engine.errors import TransferError
 from tandem_engine.messages.outputs import Finish, FinishReason
 
-ABORTED = Finish(reason=FinishReason.ABORT)
-"""The gateway asked for it."""
-
 
 def transfer_failed(reason: str) -> Finish:
     """The transfer failed, the request did not: the gateway sends it elsewhere and the stream goes on."""

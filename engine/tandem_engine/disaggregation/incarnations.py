@@ -6,6 +6,7 @@ Life of an incarnation, `worker_id@number` with a number that grows at each star
     3. superseded   a newer one has spoken: it is dead, and what it still says is dropped for ever
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +20,10 @@ class Observation(NamedTuple):
     accepted: bool
     superseded: str | None = None
     """The older incarnation that this message proves dead."""
+
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
+"""Bounded, because turning thousands of digits into a number is slow, and at some length refused."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +51,6 @@ class Incarnations:
 def incarnation_number(peer: Peer) -> int:
     """The number of `worker_id@number`. Raises `WireError` when `incarnation` is not the worker's."""
     worker_id, at, number = peer.incarnation.rpartition("@")
-    if worker_id != peer.worker_id or not at or not (number.isascii() and number.isdecimal()):
+    if worker_id != peer.worker_id or not at or not _NUMBER.fullmatch(number):
         raise WireError(f"incarnation {peer.incarnation!r} is not a number of worker {peer.worker_id!r}")
     return int(number)

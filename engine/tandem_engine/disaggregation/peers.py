@@ -23,6 +23,9 @@ from tandem_engine.messages.transfer import PeerMessage, WriteGrant
 
 logger = logging.getLogger(__name__)
 
+MAX_CHANNELS = 512
+"""Open channels; the oldest makes room for the next. Processes have a limited number of sockets."""
+
 PeerInbound = RouterChannel[PeerMessage, PeerMessage]
 
 
@@ -45,7 +48,7 @@ class PeerLink(Protocol):
         ...
 
     def send(self, peer: Peer, message: PeerMessage) -> bool:
-        """False when the message will certainly not arrive: dead incarnation or full queue."""
+        """False when the message will certainly not arrive: dead incarnation, absurd address or full queue."""
         ...
 
     def receive(self) -> Iterator[PeerEvent]:
@@ -79,13 +82,8 @@ class PeerChannels:
         return self._dropped + self.inbound.refused
 
     def send(self, peer: Peer, message: PeerMessage) -> bool:
-        if self._incarnations.is_superseded(peer):
-            return False
-        channel = self._channels.get(peer.incarnation)
-        if channel is None:
-            channel = DealerChannel(self._context, peer.endpoint, outbound=PeerMessage)
-            self._channels[peer.incarnation] = channel
-        return channel.send(message)
+        channel = self._channel_to(peer)
+        return channel is not None and channel.send(message)
 
     def receive(self) -> Iterator[PeerEvent]:
         for _, message in self.inbound.receive():
@@ -104,6 +102,26 @@ class PeerChannels:
         for incarnation in [*self._channels]:
             self.fence(incarnation)
         self.inbound.close()
+
+    def _channel_to(self, peer: Peer) -> DealerChannel[PeerMessage] | None:
+        """None for a dead incarnation, and for a peer whose names or endpoint, as others gave them, make no sense."""
+        try:
+            if self._incarnations.is_superseded(peer):
+                return None
+            channel = self._channels.get(peer.incarnation)
+            if channel is None:
+                channel = self._open(peer)
+        except WireError as error:
+            logger.warning("no channel to %r: %s", peer.incarnation, error)
+            return None
+        return channel
+
+    def _open(self, peer: Peer) -> DealerChannel[PeerMessage]:
+        channel: DealerChannel[PeerMessage] = DealerChannel(self._context, peer.endpoint, outbound=PeerMessage)
+        if len(self._channels) >= MAX_CHANNELS:
+            self.fence(next(iter(self._channels)))
+        self._channels[peer.incarnation] = channel
+        return channel
 
     def _admit(self, message: PeerMessage) -> Iterator[PeerEvent]:
         sender = message.sender

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
 from tandem_engine.disaggregation.drains import AckDue, ClosedRooms, DrainBook
-from tandem_engine.disaggregation.failures import ABORTED
 from tandem_engine.disaggregation.grants import EarlyGrants, Grant
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.disaggregation.send_room import SendRoom
 from tandem_engine.disaggregation.transport import KvTransport, PushDone, PushFailed
+from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
 from tandem_engine.messages.transfer import DrainAck, HandoffRecord, Hello, TransferAborted, WriteGrant
 from tandem_engine.names import RequestId
@@ -112,12 +112,12 @@ class PrefillStage:
                 self._push(room)
         return self._release_closed()
 
-    def abort(self, rid: RequestId) -> bool:
-        """End a request that is kept here. False when it is not."""
+    def abort(self, rid: RequestId, wish: Finish) -> bool:
+        """End a request that is kept here as `wish` says. False when it is not."""
         req = self._kept.pop(rid, None)
         if req is None:
             return False
-        self.host.finish(req, ABORTED)
+        self.host.finish(req, wish)
         return True
 
     def aborted(self, req: Request) -> None:

@@ -31,6 +31,7 @@ from tandem_engine.disaggregation.transport import (
     PushFailed,
     TransportEvent,
 )
+from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import DrainAck, HandoffRecord, Hello, TransferAborted, WriteGrant
 from tandem_engine.names import PageId, RequestId
@@ -113,8 +114,8 @@ class HandoffStage:
         self.decode.aborted(req)
         self.prefill.aborted(req)
 
-    def abort(self, rid: RequestId) -> bool:
-        return self.decode.abort(rid) or self.prefill.abort(rid)
+    def abort(self, rid: RequestId, wish: Finish) -> bool:
+        return self.decode.abort(rid, wish) or self.prefill.abort(rid, wish)
 
     def live(self) -> Iterator[Request]:
         return chain(self.decode.live(), self.prefill.live())

@@ -17,6 +17,7 @@ must be bound to loopback.
 import asyncio
 import ipaddress
 import json
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,8 +33,12 @@ from zmq.utils.monitor import parse_monitor_message
 from tandem_engine.errors import ConfigError, WireError
 from tandem_engine.messages.codec import MAX_MESSAGE_BYTES, Codec
 
+logger = logging.getLogger(__name__)
+
 HIGH_WATER_MARK = 10_000
 """Messages queued per connection before a slow reader costs drops instead of memory."""
+MAX_PER_RECEIVE = 1_000
+"""Messages that one call of `receive` takes in, so that a flood of them cannot keep the scheduler from its step."""
 HEARTBEAT_MS = 500
 HEARTBEAT_TIMEOUT_MS = 2_000
 """A silent peer (SIGSTOP, cable pulled) is disconnected after this (RELIABILITY B2.7)."""
@@ -192,8 +197,8 @@ class RouterChannel(Generic[In, Out]):
         """Messages that did not decode since start."""
 
     def receive(self) -> Iterator[tuple[bytes, In]]:
-        """All messages that are there now, with the sender's identity. Undecodable ones are counted and dropped."""
-        while True:
+        """Messages that are there now, with the sender's identity. Undecodable ones are counted and dropped."""
+        for _ in range(MAX_PER_RECEIVE):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -218,14 +223,21 @@ class RouterChannel(Generic[In, Out]):
 
 
 class DealerChannel(Generic[Out]):
-    """Synchronous client end for one-way messages (engine → peer engine)."""
+    """Synchronous client end for one-way messages (engine → peer engine).
+
+    Raises `WireError` for an endpoint that cannot be one: it came in a message.
+    """
 
     def __init__(self, context: IpcContext, endpoint: str, *, outbound: object) -> None:
         self._outbound: Codec[Out] = Codec(outbound)
         self.socket = context.socket(zmq.DEALER)
         _configure(self.socket)
         context.secure_client(self.socket)
-        self.socket.connect(endpoint)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise WireError(f"cannot connect to {endpoint!r}: {error}") from error
 
     def send(self, message: Out) -> bool:
         """False when the queue to the peer is full. Messages to a peer that never answers are lost by design."""
@@ -248,14 +260,21 @@ class PairChannel(Generic[In, Out]):
         self.socket = context.socket(zmq.PAIR)
         _configure(self.socket)
         self.socket.connect(endpoint)
+        self.refused = 0
+        """Messages that did not decode since start."""
 
     def receive(self) -> Iterator[In]:
+        """All messages that are there now. Undecodable ones are counted, logged and dropped."""
         while True:
             try:
                 data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield self._inbound.decode(data)
+            try:
+                yield self._inbound.decode(data)
+            except WireError as error:
+                self.refused += 1
+                logger.error("dropped a message on the control channel: %s", error)
 
     def send(self, message: Out) -> bool:
         try:
@@ -292,11 +311,16 @@ class AsyncPairServer(Generic[In, Out]):
         self.socket.close()
 
 
+LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""What a client's socket reports when there is no engine at its other end, or none of this deployment."""
+
+
 class AsyncDealerChannel(Generic[In, Out]):
     """Asyncio client end; a gateway has one per engine.
 
     `disconnected` completes when the engine's socket goes away (FIN or RST milliseconds after SIGKILL,
-    heartbeat time-out after SIGSTOP), which is the fastest sign of a dead worker.
+    heartbeat time-out after SIGSTOP) or nobody listens there any more, which is the fastest sign of a dead
+    worker: one that is registered has bound its socket before.
     """
 
     def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
@@ -305,7 +329,7 @@ class AsyncDealerChannel(Generic[In, Out]):
         self.socket = context.async_socket(zmq.DEALER)
         _configure(self.socket)
         context.secure_client(self.socket)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        self._monitor = self.socket.get_monitor_socket(LOST_EVENTS)
         context.adopt(self._monitor)
         self.socket.connect(endpoint)
 

@@ -33,5 +33,6 @@ class Codec(Generic[T]):
             raise WireError(f"wire version {seen}, this process speaks {WIRE_VERSION}")
         try:
             return self._decoder.decode(memoryview(data)[1:])
-        except (msgspec.DecodeError, RecursionError) as error:
+        # msgspec reports a string that is not UTF-8 by an error that is none of its own.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"undecodable message: {error}") from error

@@ -69,7 +69,7 @@ class Ingress:
             self.queues.wishes.append(req)
             return
         for stage in self.queues.stages:
-            if stage.abort(rid):
+            if stage.abort(rid, wish):
                 return
 
     def knows(self, rid: RequestId) -> bool:

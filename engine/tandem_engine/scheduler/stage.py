@@ -17,6 +17,7 @@ Every method runs on the scheduler thread and must not block.
 from collections.abc import Iterator
 from typing import Protocol
 
+from tandem_engine.messages.outputs import Finish
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
 
@@ -49,8 +50,8 @@ class QueueStage(Protocol):
         """`req` ended by abort or error anywhere in the scheduler: tell the other side. Idempotent."""
         ...
 
-    def abort(self, rid: RequestId) -> bool:
-        """Abort a request that the stage keeps. False when the stage does not have it."""
+    def abort(self, rid: RequestId, wish: Finish) -> bool:
+        """End a request that the stage keeps as `wish` says. False when the stage does not have it."""
         ...
 
     def live(self) -> Iterator[Request]:

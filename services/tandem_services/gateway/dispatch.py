@@ -99,7 +99,7 @@ class Dispatcher:
         progress = _Progress()
         while len(progress.received) < request.sampling.max_tokens:
             choice = await self._choose(request, progress)
-            outcome = record.begin_attempt(choice, resumed_tokens=len(progress.received))
+            note = record.begin_attempt(choice, resumed_tokens=len(progress.received))
             attempt = Attempt(_attempt_id(request, progress), len(progress.received), record)
             try:
                 self._send(attempt, request, choice, progress)
@@ -107,21 +107,21 @@ class Dispatcher:
                     accepted = await attempt.next()
                     progress.received += accepted.token_ids
                     if accepted.finish is not None:
-                        outcome.outcome = "finished"
+                        note.outcome = "finished"
                     yield accepted
                     if accepted.finish is not None:
                         return
             except AttemptFailedError as failure:
-                outcome.outcome = failure.cause.value
+                note.outcome = failure.cause.value
                 self._note_failure(request, choice, progress, failure)
             except ApiError:
-                outcome.outcome = "refused"
+                note.outcome = "refused"
                 raise
             finally:
                 attempt.close()
-                if outcome.outcome == "running":
-                    outcome.outcome = "stopped"
-                self.metrics.attempts.labels(outcome=outcome.outcome).inc()
+                if note.outcome == "running":
+                    note.outcome = "stopped"
+                self.metrics.attempts.labels(outcome=note.outcome).inc()
                 self._in_background(self.chooser.release(choice))
         # The worker died between its last token and its finish.
         yield Accepted([], [], Finish(reason=FinishReason.LENGTH))

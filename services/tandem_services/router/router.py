@@ -165,13 +165,16 @@ class Router:
             return None
 
     async def _resolve(self, query: RouteQuery, routed: Routed) -> Choice | None:
-        """Addresses of the chosen incarnations. One that registered since the last view needs a new view."""
+        """Addresses of the chosen incarnations. One that registered since the last view needs a new view.
+
+        None when one of them was found dead while Redis was asked.
+        """
         chosen = {routed.decode, routed.prefill} - {None}
         if any(self._membership.find(incarnation) is None for incarnation in chosen if incarnation):
             await self.refresh()
         decode = self._membership.find(routed.decode)
         prefill = None if routed.prefill is None else self._membership.find(routed.prefill)
-        if decode is None or (prefill is None and routed.prefill is not None):
+        if decode is None or (prefill is None and routed.prefill is not None) or chosen & self._membership.dead:
             return None
         self.counters.redis += 1
         return Choice(

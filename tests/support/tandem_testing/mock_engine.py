@@ -101,6 +101,8 @@ class MockEngine:
     """Rooms whose first token was sent; to be shared by the engines of one fleet."""
     received: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    emitted: int = 0
+    """Output tokens sent to anybody."""
     pings: int = 0
     send_rubbish: bool = False
     """Answer pings with bytes that are no message."""
@@ -109,7 +111,6 @@ class MockEngine:
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._running: dict[str, _Running] = {}
-        self._emitted = 0
         self._channel: RouterChannel[EngineRequest, EngineReply] = RouterChannel(
             self.context, "127.0.0.1", 0, inbound=EngineRequest, outbound=EngineReply
         )
@@ -216,8 +217,10 @@ class MockEngine:
                 outputs.append(self._advance(running))
         for client, outputs in batches.items():
             self._channel.send(client, OutputBatch(outputs=tuple(outputs)))
-        self.handed_over.update(output.rid for outputs in batches.values() for output in outputs)
-        if self.behaviour.die_after is not None and self._emitted >= self.behaviour.die_after:
+        with self._changed:
+            self.handed_over.update(output.rid for outputs in batches.values() for output in outputs)
+            self._changed.notify_all()
+        if self.behaviour.die_after is not None and self.emitted >= self.behaviour.die_after:
             self._stopping.set()
 
     def _may_step(self, running: _Running) -> bool:
@@ -237,7 +240,7 @@ class MockEngine:
             running.position += 1
             running.remaining -= 1
             finish = self._finish(request, running.position, ids[-1])
-        self._emitted += len(ids)
+        self.emitted += len(ids)
         first, running.first = running.first, False
         if finish is not None or not running.remaining:
             del self._running[request.rid]

@@ -16,7 +16,7 @@ from tandem_testing.waiting import until
 
 READ_TIMEOUT_S = 60.0
 """A stream that is silent for longer has hung."""
-SETTLE_TIMEOUT_S = 20.0
+SETTLE_TIMEOUT_S = 40.0
 READY_TIMEOUT_S = 60.0
 
 
@@ -169,7 +169,10 @@ class SystemClient:
             report: dict[str, Any] = {}
 
             async def idle(worker_id: str = worker_id, report: dict[str, Any] = report) -> bool:
-                report.update(await self.audit(worker_id))
+                try:
+                    report.update(await self.audit(worker_id))
+                except httpx.TransportError:  # being restarted
+                    return False
                 return report["idle"] and report["private_pages"] == report["held_pages"] == 0
 
             await until(idle, SETTLE_TIMEOUT_S, f"{worker_id} idle: {json.dumps(report)}")

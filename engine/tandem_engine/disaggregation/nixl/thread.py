@@ -39,6 +39,10 @@ from tandem_engine.names import PageId
 
 logger = logging.getLogger(__name__)
 
+ADDRESS_LIMIT = 1 << 64
+DEVICE_LIMIT = 1 << 16
+"""What a peer claims of its pool must be possible."""
+
 FIRST_PAUSE = 50e-6
 LONGEST_PAUSE = 1e-3
 """Seconds between looks at outstanding writes: doubled while nothing happens."""
@@ -204,6 +208,12 @@ class TransferThread:
             raise TransferError(f"its pages have {hello.page_bytes} bytes, ours {self.region.page_bytes}")
         if hello.device not in ("DRAM", "VRAM"):
             raise TransferError(f"its pool is on {hello.device!r}, not on DRAM or VRAM")
+        end = hello.pool_address + hello.page_bytes * hello.num_pages
+        if not (0 < hello.pool_address < end < ADDRESS_LIMIT and 0 <= hello.device_id < DEVICE_LIMIT):
+            raise TransferError(
+                f"its pool of {hello.num_pages} pages at address {hello.pool_address} of device {hello.device_id} "
+                "is nowhere"
+            )
         return Region(hello.pool_address, hello.page_bytes, hello.num_pages, hello.device, hello.device_id)
 
     def _lose(self, peer: str, reason: str) -> None:

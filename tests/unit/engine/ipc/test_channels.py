@@ -100,6 +100,14 @@ async def test_the_end_of_the_server_is_noticed_at_once(context) -> None:
     dealer.close()
 
 
+async def test_an_endpoint_where_nobody_listens_any_more_is_noticed_at_once(context) -> None:
+    router = open_router(context)
+    router.close()
+    dealer = open_dealer(context, router.endpoint)
+    await asyncio.wait_for(dealer.disconnected(), WAIT)
+    dealer.close()
+
+
 def test_a_reply_to_a_client_that_is_gone_is_reported_not_raised(context) -> None:
     router = open_router(context)
     assert router.send(b"nobody", Pong(nonce=1, incarnation="w@1")) is False
