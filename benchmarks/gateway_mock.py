@@ -28,6 +28,7 @@ import uvloop  # noqa: E402
 
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer  # noqa: E402
+from tandem_services.common.health import Health  # noqa: E402
 from tandem_services.gateway.app import create_app  # noqa: E402
 from tandem_services.gateway.config import GatewayConfig  # noqa: E402
 from tandem_services.gateway.serve import http_server, listen  # noqa: E402
@@ -74,10 +75,11 @@ def run_gateway(view: str) -> None:
     config = GatewayConfig(model_path=Path(), model_name="mock")
 
     async def serve() -> None:
-        app = create_app(config, FakeChooser([WorkerView(**worker)]), IpcContext(), tokenizer)
+        health = Health()
+        app = create_app(config, FakeChooser([WorkerView(**worker)]), IpcContext(), tokenizer, health=health)
         with listen("127.0.0.1", 0) as listener:
             print(listener.getsockname()[1], flush=True)
-            await http_server(app, config).serve(sockets=[listener])
+            await http_server(app, config, health).serve(sockets=[listener])
 
     uvloop.run(serve())
 

@@ -146,17 +146,31 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DisaggConfig:
-    """Prefill/decode transfer. All durations are seconds of monotonic time."""
+    """Prefill/decode transfer. All durations are seconds of monotonic time.
+
+    Grants and kept prompts are leases: a peer that is alive renews them every `renewal_period`, so a queue
+    may be as long as requests' own deadlines allow, and only silence lets them run out. Workers that
+    exchange KV should agree on the timeouts, or the shorter lease may lapse between two renewals.
+    """
 
     role: Role = Role.BOTH
     transport: str = "nixl"
     """nixl, or none when the worker only ever serves alone."""
     grant_timeout: float = 8.0
-    """Decode waits this long for a granted transfer to complete before it gives up on the writer."""
+    """Decode waits this long without a sign of life from the writer, before or after the grant. Prefill lets
+    a push take as long."""
     hold_timeout: float = 8.0
-    """Prefill keeps finished pages this long for a grant to arrive."""
+    """Prefill keeps finished pages this long for a grant, or for word that decode still waits for memory."""
     drain_timeout: float = 5.0
     """After an abort decode waits this long for the writer's drain-ack before it quarantines the pages."""
+    stall_timeout: float = 60.0
+    """A decode engine in which nothing has moved for this long lets go of the finished prompts that wait for its
+    memory: the way out when engines wait for each other in a circle."""
+
+    @property
+    def renewal_period(self) -> float:
+        """Seconds between two signs of life: three may be lost before a lease runs out."""
+        return min(self.grant_timeout, self.hold_timeout) / 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -135,14 +135,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=disagg.grant_timeout,
         metavar="S",
-        help=f"seconds decode waits for granted pages to arrive (default {disagg.grant_timeout:g})",
+        help=f"seconds decode waits for a silent prefill worker (default {disagg.grant_timeout:g})",
     )
     group.add_argument(
         "--hold-timeout",
         type=float,
         default=disagg.hold_timeout,
         metavar="S",
-        help=f"seconds prefill keeps finished pages for a grant (default {disagg.hold_timeout:g})",
+        help=f"seconds prefill keeps finished pages for a silent decode worker (default {disagg.hold_timeout:g})",
     )
 
 

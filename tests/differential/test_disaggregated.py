@@ -147,7 +147,7 @@ def test_two_engines_give_the_output_of_one_or_an_error_worth_retrying(engine, t
     make_trouble(pair, trouble, dice)
     rids = drive(pair, trouble, dice)
     complete = [rid for rid in rids if assert_right_or_retryable(pair, rid)]
-    if trouble is not HOSTILE and engine != "tight":
+    if trouble is not HOSTILE:
         assert complete == rids
     pair.assert_clean()
 

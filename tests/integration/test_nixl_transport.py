@@ -189,3 +189,24 @@ def test_closing_with_a_write_under_way_ends_and_is_idempotent():
         sender.transport.close()
         sender.transport.close()
         receiver.transport.close()
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        {"pool_address": -5},
+        {"pool_address": 0},
+        {"pool_address": 2**64 - 1},
+        {"device_id": -1},
+        {"device_id": 2**63},
+        {"num_pages": 2**62},
+        {"num_pages": -4},
+    ],
+    ids=lambda absurd: "-".join(map(str, *absurd.items())),
+)
+def test_a_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # E10
+    with nixl_node("p2") as sender, nixl_node("d2") as receiver:
+        sender.transport.connect(msgspec.structs.replace(receiver.transport.hello(), **absurd))
+        sender.transport.push(make_push(receiver.name, (1,), (1,)))
+        (failed,) = sender.wait_for(PushFailed)
+        assert failed.peer_lost

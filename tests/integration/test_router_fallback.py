@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -132,6 +133,26 @@ async def test_poisoned_keys_cost_no_request(server, fleet, router, key):  # B3.
         await router.refresh()
         assert (await router.choose(query())).decode.worker_id in {"d1", "d2"}
     await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
+
+
+@pytest.mark.parametrize("field", ["request_endpoint", "peer_endpoint"])
+async def test_a_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(server, fleet, router, field):  # B3.19
+    def malformed(record):
+        return replace(record, view=replace(record.view, **{field: "tcp://::/etc/passwd"}))
+
+    reports = (malformed(RECORDS[0]), malformed(RECORDS[1]), RECORDS[2])
+    # The old view may be used for a lease; then nobody is offered who cannot be connected to.
+    deadline = time.monotonic() + 20
+    while {worker.worker_id for worker in router.workers()} != {"d2"}:
+        assert time.monotonic() < deadline
+        for record in reports:
+            await fleet.beat(record)
+        await asyncio.sleep(0.2)
+    for _ in range(10):
+        choice = await router.choose(query())
+        assert (choice.decode.worker_id, choice.prefill) == ("d2", None)
+        await router.release(choice)
+    assert router.counters.redis > 0
 
 
 async def test_an_index_that_points_to_the_wrong_worker_is_a_cache_miss(server, fleet, router):

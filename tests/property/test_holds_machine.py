@@ -50,6 +50,15 @@ class Holds(RuleBasedStateMachine):
     def arrive(self, key, writer, first, count):
         self.holds.arrived(key, writer=writer.incarnation, first=first, count=count)
 
+    @rule(key=rooms, writer=st.sampled_from(WRITERS))
+    def renew(self, key, writer):
+        """Only a live transfer's own writer puts its deadline off."""
+        hold = self.holds.get(key)
+        live = hold is not None and not hold.state.owns_pages and hold.writer.incarnation == writer.incarnation
+        before = None if hold is None else hold.deadline
+        assert self.holds.renew(key, writer=writer.incarnation, valid_s=8.0) == live
+        assert hold is None or hold.deadline == (self.clock.time + 8.0 if live else before)
+
     @rule(key=rooms)
     def commit_when_complete(self, key):
         hold = self.holds.get(key)

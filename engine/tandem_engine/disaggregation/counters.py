@@ -7,6 +7,8 @@ from dataclasses import dataclass
 class TransferCounters:
     """Monotonic counts of one engine, both sides of transfers together."""
 
+    moves: int = 0
+    """Grants given and writes arrived: it grows while transfers to here go on."""
     committed: int = 0
     """Transfers received whole and verified."""
     failed: int = 0

@@ -15,8 +15,9 @@ Life of a request with `handoff.side` RECEIVE
     4. admitted    KV committed and cached; the first token stands in `output_ids` and is streamed again
                    from here, so the client has it even if the prefill worker dies. Gateways drop doubles
 
-No wait is unbounded: 1 by `grant_timeout` from receipt, 2 and 3 by `grant_timeout` from the grant. A
-request that ends early leaves its pages to its hold (`holds`), and tells the writer (T63).
+No wait is unbounded: 1 and 2 end when nothing was heard of the writer for `grant_timeout` (`leases`), 3 the
+same time after its handoff record, and all with the request's own deadline. A request that ends early
+leaves its pages to its hold (`holds`), and tells the writer (T63).
 """
 
 import logging
@@ -117,7 +118,7 @@ class DecodeStage:
         if handoff is None or req.transfer is not None:
             return
         key = room_key(handoff.room, handoff.generation)
-        if key not in self.holds:
+        if key not in self.holds and self.prealloc.in_room(key) is None:
             self._tell(handoff.peer, key, "the receiver's request ended")
 
     def live(self) -> Iterator[Request]:
@@ -133,6 +134,7 @@ class DecodeStage:
         if not self.holds.arrived(key, writer=event.writer, first=event.key.first, count=event.key.count):
             self.counters.ignored += 1
             return
+        self.counters.moves += 1
         self._verify_if_complete(self._receiving[key])
 
     def on_record(self, record: HandoffRecord) -> None:
@@ -141,10 +143,12 @@ class DecodeStage:
         if receiving is None or receiving.record is not None:
             self.counters.ignored += 1
             return
-        problem = _problem_with_record(record, receiving)
+        problem = self._problem_with_record(record, receiving)
         if problem is not None:
             self._fail(receiving, problem)
             return
+        # The writer is done with the room and renews no more; verifying gets a lease of its own.
+        self.holds.renew(receiving.hold.key, writer=record.sender.incarnation, valid_s=self.config.grant_timeout)
         receiving.record = record
         self._verify_if_complete(receiving)
 
@@ -203,12 +207,14 @@ class DecodeStage:
             return f"prefill worker {peer.incarnation} holds KV of another shape"
         if waiting.key in self.holds or self.prealloc.in_room(waiting.key) is not None:
             return f"room {waiting.key} is in use"
+        if peer.incarnation == self.peers.me.incarnation:
+            return "a worker does not hand over to itself"
         return None
 
     def _expire_waiting(self) -> bool:
         overdue = self.prealloc.overdue()
         for waiting in overdue:
-            self._give_up_waiting(waiting, transfer_failed("no KV memory became free in time"))
+            self._give_up_waiting(waiting, transfer_failed("the prefill worker fell silent before there was memory"))
         return bool(overdue)
 
     def _grant_in_order(self) -> bool:
@@ -228,6 +234,7 @@ class DecodeStage:
         )
         receiving = Receiving(req=waiting.req, kv=kv, hold=hold, tokens=waiting.tokens, first_token=kv.committed_len)
         self._receiving[waiting.key] = receiving
+        self.counters.moves += 1
         if not self._send_grant(receiving):
             self._fail(receiving, f"prefill worker {hold.writer.incarnation} cannot be reached")
 
@@ -244,7 +251,8 @@ class DecodeStage:
             writer=hold.writer.incarnation,
             first_token=receiving.first_token,
             pages=hold.pages,
-            valid_s=self.config.grant_timeout,
+            # It counts from receipt, so it would outlive the hold by its journey; a renewal is due before it ends.
+            valid_s=self.config.grant_timeout - self.config.renewal_period,
         )
         return self.peers.send(hold.writer, grant)
 
@@ -260,6 +268,27 @@ class DecodeStage:
         receiving.verifying = True
         hold = receiving.hold
         self.transport.digest(hold.key.room, hold.key.generation, hold.pages)
+
+    def _problem_with_record(self, record: HandoffRecord, receiving: Receiving) -> str | None:
+        granted = len(receiving.hold.pages)
+        if record.first_token != receiving.first_token or record.pages != granted:
+            return (
+                f"the writer says it wrote {record.pages} pages from token {record.first_token}; "
+                f"{granted} from token {receiving.first_token} were granted"
+            )
+        if len(record.digests) != granted:
+            return f"{len(record.digests)} digests for {granted} pages"
+        return self._problem_with_output(record, receiving.req)
+
+    def _problem_with_output(self, record: HandoffRecord, req: Request) -> str | None:
+        if len(record.output_ids) != 1:
+            return f"{len(record.output_ids)} tokens handed over instead of one"
+        if not 0 <= record.output_ids[0] < self.host.vocab_size:
+            return f"token id {record.output_ids[0]} handed over, the vocabulary ends at {self.host.vocab_size - 1}"
+        wanted = 0 if req.sampling.logprobs is None else 1
+        if len(record.logprobs or ()) != wanted:
+            return f"{len(record.logprobs or ())} logprobs handed over instead of {wanted}"
+        return None
 
     def _refuse_pages(self, receiving: Receiving, wrong: list[int]) -> None:
         self.counters.digest_mismatches += 1
@@ -312,7 +341,7 @@ class DecodeStage:
             if hold.state.owns_pages:
                 self._ask_again(hold)
             else:
-                self._fail(self._receiving[hold.key], "it took too long")
+                self._fail(self._receiving[hold.key], "the prefill worker fell silent")
         return bool(overdue)
 
     def _ask_again(self, hold: TransferHold) -> None:
@@ -372,17 +401,3 @@ class DecodeStage:
 def _receives(req: Request) -> Handoff | None:
     handoff = req.handoff
     return handoff if handoff is not None and handoff.side is HandoffSide.RECEIVE else None
-
-
-def _problem_with_record(record: HandoffRecord, receiving: Receiving) -> str | None:
-    granted = len(receiving.hold.pages)
-    if record.first_token != receiving.first_token or record.pages != granted:
-        return (
-            f"the writer says it wrote {record.pages} pages from token {record.first_token}; "
-            f"{granted} from token {receiving.first_token} were granted"
-        )
-    if len(record.digests) != granted:
-        return f"{len(record.digests)} digests for {granted} pages"
-    if len(record.output_ids) != 1:
-        return f"{len(record.output_ids)} tokens handed over instead of one"
-    return None

@@ -2,12 +2,14 @@
 
 Life of a grant
     1. early      it came before the gateway's request did; kept for as long as it is valid, within a bound
-    2. attached   to the room it belongs to; pushes may start until it expires
+    2. attached   to the room it belongs to; pushes may start until it expires, which the receiver puts off
+                  for as long as both go on (`leases`)
     3. expired    no push may start any more (T62)
 """
 
+import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
@@ -40,6 +42,10 @@ class Grant:
             expires=clock.now() + message.valid_s,
         )
 
+    def renewed(self, expires: float) -> "Grant":
+        """The same, good until `expires` if that is later."""
+        return replace(self, expires=max(self.expires, expires))
+
     def problem(self, *, tokens: int, page_size: int, peer: str) -> str | None:
         """Why this grant cannot serve a sequence of `tokens` tokens that goes to `peer`; None if it can."""
         if self.receiver.incarnation != peer:
@@ -47,6 +53,8 @@ class Grant:
         if not 0 <= self.first_token < tokens or self.first_token % page_size:
             return f"grant from token {self.first_token} of {tokens}, pages have {page_size} tokens"
         wanted = -(-(tokens - self.first_token) // page_size)
+        if not math.isfinite(self.expires):
+            return "grant without an end"
         if len(self.pages) != wanted:
             return f"grant of {len(self.pages)} pages where the prompt needs {wanted}"
         if len(set(self.pages)) != len(self.pages):

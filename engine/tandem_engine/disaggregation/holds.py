@@ -52,7 +52,7 @@ class TransferHold:
     pages: tuple[PageId, ...]
     granted_at: float
     deadline: float
-    """Of the transfer while it lasts, then of the ack."""
+    """Of the writer's next sign of life while the transfer lasts, then of the ack."""
     state: HoldState = HoldState.GRANTED
     arrived: set[int] = field(default_factory=set)
     """Indices into `pages`. A set: arrivals may repeat and come in any order (T71)."""
@@ -88,13 +88,21 @@ class HoldTable:
 
     def arrived(self, key: RoomKey, *, writer: str, first: int, count: int) -> bool:
         """Note that pages [first, first + count) of the grant were written. False: not a live hold's."""
-        hold = self._holds.get(key)
-        if hold is None or hold.state.owns_pages or hold.writer.incarnation != writer:
+        hold = self._live(key, writer)
+        if hold is None:
             return False
         if not 0 <= first < first + count <= len(hold.pages):
             return False
         hold.state = HoldState.RECEIVING
         hold.arrived.update(range(first, first + count))
+        return True
+
+    def renew(self, key: RoomKey, *, writer: str, valid_s: float) -> bool:
+        """The writer goes on: wait for `valid_s` from now. False: not a live hold's, and it stays as it is."""
+        hold = self._live(key, writer)
+        if hold is None:
+            return False
+        hold.deadline = max(hold.deadline, self.clock.now() + valid_s)
         return True
 
     def commit(self, key: RoomKey) -> None:
@@ -148,6 +156,12 @@ class HoldTable:
 
     def quarantined_pages(self) -> int:
         return sum(len(hold.pages) for hold in self._holds.values() if hold.state is HoldState.QUARANTINED)
+
+    def _live(self, key: RoomKey, writer: str) -> TransferHold | None:
+        """The hold of a transfer from `writer` that has not ended."""
+        hold = self._holds.get(key)
+        live = hold is not None and not hold.state.owns_pages and hold.writer.incarnation == writer
+        return hold if live else None
 
     def _with_pages(self) -> Iterator[TransferHold]:
         return (hold for hold in self._holds.values() if hold.state.owns_pages)

@@ -22,7 +22,7 @@ class Observation(NamedTuple):
     """The older incarnation that this message proves dead."""
 
 
-_NUMBER = re.compile(r"[0-9]{1,18}")
+_NUMBER = re.compile(r"[0-9]{1,20}")
 """Bounded, because turning thousands of digits into a number is slow, and at some length refused."""
 
 

@@ -81,6 +81,11 @@ class PeerChannels:
         """Messages dropped since start: undecodable, stale, incompatible, or for somebody else."""
         return self._dropped + self.inbound.refused
 
+    @property
+    def open_incarnations(self) -> list[str]:
+        """Peers with a channel, the oldest first."""
+        return [*self._channels]
+
     def send(self, peer: Peer, message: PeerMessage) -> bool:
         channel = self._channel_to(peer)
         return channel is not None and channel.send(message)

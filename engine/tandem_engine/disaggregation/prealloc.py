@@ -6,7 +6,7 @@ starve them nor push them into retraction, and no more are let in than the runni
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from tandem_engine.names import RequestId
 from tandem_engine.scheduler.request import Request
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Waiting:
     """A request that has no pages yet."""
 
@@ -27,7 +27,7 @@ class Waiting:
     tokens: tuple[int, ...]
     """Prompt and resumed output: what the writer computes."""
     deadline: float
-    """Monotonic time."""
+    """Monotonic time, of the writer's next sign of life."""
 
     @property
     def key(self) -> RoomKey:
@@ -69,6 +69,12 @@ class PreallocQueue:
     def from_peer(self, incarnation: str) -> list[Waiting]:
         """Those that this peer is to write for."""
         return [waiting for waiting in self._waiting if waiting.handoff.peer.incarnation == incarnation]
+
+    def renew(self, keys: Set[RoomKey], *, writer: str, deadline: float) -> None:
+        """`writer` goes on with these rooms. Those that do not wait here are ignored."""
+        for waiting in self.from_peer(writer):
+            if waiting.key in keys:
+                waiting.deadline = deadline
 
     def overdue(self) -> list[Waiting]:
         now = self.host.clock.now()

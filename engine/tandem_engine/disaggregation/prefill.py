@@ -10,8 +10,8 @@ Life of a request with `handoff.side` SEND
     1. computing    like any other request. Each settled chunk is pushed into the granted pages at once,
                     whole pages first; a grant that comes late finds everything settled so far
     2. inflight     the prompt is computed and its first token streamed; the request keeps row and pages
-                    until the last push is done, at most `hold_timeout` for the grant to come and then
-                    for as long as the grant is good
+                    until the last push is done: `hold_timeout` for the grant to come, then for as long as
+                    the grant is good. The receiver renews both while it goes on (`leases`)
     3. handed over  the handoff record is out, the memory given back
 
 The client has its first token whatever becomes of the transfer, so a failure here ends nothing for it:
@@ -19,7 +19,7 @@ the peer is told, fails its request as retryable, and the gateway sends prompt a
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tandem_engine.config import DisaggConfig
@@ -133,6 +133,11 @@ class PrefillStage:
             self.closed.add(key)
             self._tell(handoff.peer, key, "the prefill worker refused the request")
 
+    @property
+    def rooms(self) -> Mapping[RoomKey, SendRoom]:
+        """Open rooms, as they are at any time."""
+        return self._rooms
+
     def live(self) -> Iterator[Request]:
         """Requests kept here."""
         yield from self._kept.values()
@@ -160,7 +165,10 @@ class PrefillStage:
         """Bytes are out."""
         self._send_ack(self.drains.ended(event.key))
         room = self._rooms.get(room_key(event.key.room, event.key.generation))
-        if room is not None and not room.done(event.key, event.digests):
+        if room is None:
+            return
+        room.moved_at = self.host.clock.now()
+        if not room.done(event.key, event.digests):
             self._fail(room, "pages were freed while they were being sent")
 
     def on_push_failed(self, event: PushFailed) -> None:
@@ -202,6 +210,7 @@ class PrefillStage:
         max_pages = max(1, PUSH_BYTES // self.page_bytes)
         while (push := room.next_push(max_pages)) is not None:
             room.started(push)
+            room.moved_at = self.host.clock.now()
             self.drains.started(push.key, push.peer)
             self.transport.push(push)
 
@@ -232,6 +241,8 @@ class PrefillStage:
             return "the grant expired"
         if room.grant is None and room.keep_until is not None and now >= room.keep_until:
             return "no grant came"
+        if room.outstanding and now >= room.moved_at + self.config.grant_timeout:
+            return "pages that are being sent do not get through"
         return None
 
     def _fail(self, room: SendRoom, reason: str) -> None:

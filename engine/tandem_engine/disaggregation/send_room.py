@@ -36,6 +36,8 @@ class SendRoom:
     """Of each finished push, by its first page."""
     keep_until: float | None = None
     """Monotonic. Set when the prompt is computed and the request is kept for its transfer alone."""
+    moved_at: float = 0.0
+    """Monotonic. When a push last started or ended."""
 
     def next_push(self, max_pages: int) -> Push | None:
         """The next run of settled pages that was not pushed yet, at most `max_pages`; None if there is none."""

@@ -20,6 +20,7 @@ from tandem_engine.disaggregation.drains import ClosedRooms, DrainBook
 from tandem_engine.disaggregation.grants import EarlyGrants
 from tandem_engine.disaggregation.holds import HoldTable
 from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.leases import ReceiverLeases, SenderLeases
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
 from tandem_engine.disaggregation.prealloc import PreallocQueue
 from tandem_engine.disaggregation.prefill import PrefillStage
@@ -33,7 +34,15 @@ from tandem_engine.disaggregation.transport import (
 )
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import HandoffSide
-from tandem_engine.messages.transfer import DrainAck, HandoffRecord, Hello, TransferAborted, WriteGrant
+from tandem_engine.messages.transfer import (
+    DrainAck,
+    GrantsRenewed,
+    HandoffRecord,
+    Hello,
+    StillOpen,
+    TransferAborted,
+    WriteGrant,
+)
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
 
@@ -47,6 +56,8 @@ class HandoffStage:
     transport: KvTransport
     peers: PeerLink
     counters: TransferCounters
+    sender_leases: SenderLeases
+    receiver_leases: ReceiverLeases
 
     @classmethod
     def build(
@@ -82,7 +93,15 @@ class HandoffStage:
             holds=holds,
             counters=counters,
         )
-        return cls(prefill=prefill, decode=decode, transport=transport, peers=peers, counters=counters)
+        return cls(
+            prefill=prefill,
+            decode=decode,
+            transport=transport,
+            peers=peers,
+            counters=counters,
+            sender_leases=SenderLeases.of(prefill),
+            receiver_leases=ReceiverLeases.of(decode),
+        )
 
     # QueueStage
 
@@ -101,6 +120,8 @@ class HandoffStage:
             self._on_transport(outcome)
         handed_over = self.prefill.tick()
         moved = self.decode.tick()
+        self.sender_leases.beat()
+        self.receiver_leases.beat()
         self.transport.expect(self.decode.holds.open_transfers())
         return bool(events or outcomes or handed_over or moved)
 
@@ -153,6 +174,12 @@ class HandoffStage:
                 self.decode.on_record(event)
             case DrainAck():
                 self.decode.on_ack(event)
+            case StillOpen(side=HandoffSide.SEND):
+                self.receiver_leases.on_still_open(event)
+            case StillOpen():
+                self.sender_leases.on_still_open(event)
+            case GrantsRenewed():
+                self.sender_leases.on_renewed(event)
             case TransferAborted(side=HandoffSide.SEND):
                 self.decode.on_abort(event)
             case TransferAborted():

@@ -321,6 +321,8 @@ class AsyncDealerChannel(Generic[In, Out]):
     `disconnected` completes when the engine's socket goes away (FIN or RST milliseconds after SIGKILL,
     heartbeat time-out after SIGSTOP) or nobody listens there any more, which is the fastest sign of a dead
     worker: one that is registered has bound its socket before.
+
+    Raises `WireError` for an endpoint that cannot be one: it came from the registry.
     """
 
     def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
@@ -331,7 +333,11 @@ class AsyncDealerChannel(Generic[In, Out]):
         context.secure_client(self.socket)
         self._monitor = self.socket.get_monitor_socket(LOST_EVENTS)
         context.adopt(self._monitor)
-        self.socket.connect(endpoint)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise WireError(f"cannot connect to {endpoint!r}: {error}") from error
 
     async def receive(self) -> In:
         """Raises `WireError` for an undecodable message."""

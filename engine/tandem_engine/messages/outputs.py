@@ -59,7 +59,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One per token when the request asked for logprobs."""
     finish: Finish | None = None
     cached_tokens: int | None = None
-    """Prompt tokens found in the prefix cache; with the first output of the worker that computed the prompt."""
+    """Prompt tokens found in the prefix cache of the worker that computed the prompt; with its first output, and
+    again with the first output of the worker that it handed over to."""
     transfer: TransferReport | None = None
     """With the decode worker's first output."""
     queue_s: float | None = None

@@ -9,7 +9,12 @@ from enum import StrEnum
 
 import msgspec
 
+from tandem_engine.errors import InvalidRequestError
 from tandem_engine.messages.sampling import SamplingParams
+
+MAX_ROOM_BYTES = 256
+MAX_GENERATION = 2**53
+"""Room and generation travel in every transfer notification, which NIXL bounds."""
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +44,16 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """Grows with each attempt in the same room, so that a message of an old attempt is recognised."""
     peer: Peer
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` for a room or generation that no transfer could be named by."""
+        if not 1 <= len(self.room.encode("utf-8", "surrogatepass")) <= MAX_ROOM_BYTES:
+            raise InvalidRequestError(f"a handoff's room must have 1 to {MAX_ROOM_BYTES} bytes", param="handoff")
+        if not 0 <= self.generation <= MAX_GENERATION:
+            raise InvalidRequestError(
+                f"a handoff's generation must be between 0 and {MAX_GENERATION}, got {self.generation}",
+                param="handoff",
+            )
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):

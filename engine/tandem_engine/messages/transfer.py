@@ -4,17 +4,24 @@
       │ Hello(metadata, pool) ───────▶ │   once per pair of incarnations
       │ WriteGrant(pages)     ───────▶ │   may arrive before, during or after the computation
       │            ◀── NIXL WRITE, notification "room/generation/first/count" per push
+      │ StillOpen(rooms)    ◀────────▶ │   every quarter of a lease, while either side goes on with rooms
+      │ GrantsRenewed(rooms)  ───────▶ │   answers the writer's, for the rooms that have a grant
       │ ◀─────────────── HandoffRecord │   first token, logprobs, digests: after the last push is done
       │ TransferAborted ◀────────────▶ │   either way, on every terminal path (T63, T64)
       │ ◀──────────────────── DrainAck │   the writer will not touch the granted pages again (T60, T61)
 
-Every message names the sender's incarnation, the room and the generation.
+Every message names the sender's incarnation, and the room (or rooms) with the generation.
 """
+
+from typing import Annotated
 
 import msgspec
 
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.messages.requests import HandoffSide, Peer
+
+MAX_OPEN_ROOMS = 1024
+"""Rooms that one message may name; a side with more open ones sends several."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -83,4 +90,38 @@ class DrainAck(msgspec.Struct, frozen=True, kw_only=True, tag="drain_ack"):
     sender: Peer
 
 
-PeerMessage = Hello | WriteGrant | HandoffRecord | TransferAborted | DrainAck
+class OpenRoom(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt at one transfer, in messages that name many."""
+
+    room: str
+    generation: int
+    granted: bool = False
+    """The sender of the message has a write grant for it."""
+
+
+OpenRooms = Annotated[tuple[OpenRoom, ...], msgspec.Meta(max_length=MAX_OPEN_ROOMS)]
+
+
+class StillOpen(msgspec.Struct, frozen=True, kw_only=True, tag="still_open"):
+    """The sender is alive and goes on with these rooms: what the other side waits for may yet come."""
+
+    sender: Peer
+    side: HandoffSide
+    """SEND: prompts to compute or to push. RECEIVE: requests that wait for memory."""
+    said_at: float
+    """By the sender's own clock, and for it alone: the answer repeats it unread (T75)."""
+    rooms: OpenRooms
+
+
+class GrantsRenewed(msgspec.Struct, frozen=True, kw_only=True, tag="grants_renewed"):
+    """The receiver holds the granted pages of these rooms for longer."""
+
+    sender: Peer
+    said_at: float
+    """Of the `StillOpen` that this answers."""
+    valid_s: float
+    """Seconds from `said_at` for which the grants are good."""
+    rooms: OpenRooms
+
+
+PeerMessage = Hello | WriteGrant | HandoffRecord | TransferAborted | DrainAck | StillOpen | GrantsRenewed

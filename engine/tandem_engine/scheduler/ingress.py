@@ -8,6 +8,7 @@ worker of a handoff (T63, T64).
 """
 
 import logging
+import math
 from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
@@ -96,10 +97,13 @@ class Ingress:
     def _check(self, req: Request) -> None:
         if self.draining:
             raise DrainingError("this worker is draining and takes no new requests")
-        if len(self.queues.waiting) >= self.config.max_queued_requests:
-            raise QueueFullError(
-                f"{len(self.queues.waiting)} requests are waiting, the limit is {self.config.max_queued_requests}"
-            )
+        waiting = len(self.queues.waiting) + self.queues.waiting_in_stages()
+        if waiting >= self.config.max_queued_requests:
+            raise QueueFullError(f"{waiting} requests are waiting, the limit is {self.config.max_queued_requests}")
+        if req.deadline is not None and not math.isfinite(req.deadline):
+            raise InvalidRequestError("deadline_s must be a finite number of seconds", param="deadline_s")
+        if req.handoff is not None:
+            req.handoff.check()
         req.sampling.check(vocab_size=self.model.vocab_size)
         self._check_tokens("input_ids", req.origin_input_ids)
         self._check_tokens("resume_ids", req.output_ids)

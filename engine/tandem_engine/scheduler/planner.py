@@ -129,7 +129,7 @@ class Planner:
             chunk_limit=self.config.chunked_prefill_size,
             ratio=self.ratio.value,
             reserved=self.reserved_pages() if admits else 0,
-            crowded=len(self.queues.requests) > len(self.queues.waiting) or self.queues.stage_keeps_any(),
+            crowded=len(self.queues.requests) > len(self.queues.waiting) or self.queues.stage_keeps_memory(),
             may_chunk=self.queues.chunked is None,
         )
 
@@ -153,8 +153,13 @@ class Planner:
                 self.queues.running.append(extend.req)
 
     def _has_seat(self) -> bool:
-        taken = len(self.queues.running) + (self.queues.chunked is not None)
+        taken = len(self.queues.running) + (self.queues.chunked is not None) + self._arriving()
         return taken < self.config.max_running_requests
+
+    def _arriving(self) -> int:
+        """Requests whose KV is on its way here: each has its memory and will want a seat at any moment."""
+        kept = (req for stage in self.queues.stages for req in stage.live())
+        return sum(req.kv is not None and not sends_kv(req) for req in kept)
 
     def _mark_scheduled(self, req: Request) -> None:
         if req.first_scheduled_at is not None:
@@ -181,7 +186,7 @@ class Planner:
     def _break_stall(self) -> None:
         """End one request when the rest cannot go on: no step is in flight and no stage will give pages back."""
         stuck = bool(self.queues.running) or self.queues.chunked is not None
-        if stuck and not self.queues.stage_keeps_any():
+        if stuck and not self.queues.stage_keeps_memory():
             self.retraction.give_up_one()
 
 

@@ -75,6 +75,14 @@ class Queues:
         """Whether some stage has a request that will come back or go by itself."""
         return any(True for stage in self.stages for _ in stage.live())
 
+    def stage_keeps_memory(self) -> bool:
+        """Whether some stage has a request with pages, which it will give back or bring along."""
+        return any(req.kv is not None for stage in self.stages for req in stage.live())
+
+    def waiting_in_stages(self) -> int:
+        """Requests in stages that have no pages yet."""
+        return sum(req.kv is None for stage in self.stages for req in stage.live())
+
     def held_pages(self) -> Iterator[PageId]:
         """Pages in transfer holds."""
         for stage in self.stages:

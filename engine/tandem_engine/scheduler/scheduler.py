@@ -73,7 +73,7 @@ class Scheduler:
         self.clock = clock
         self._capacity_tokens = (memory.allocator.num_pages - 1) * memory.page_size
         self._context_length = min(model.context_length, config.context_length)
-        facts = ModelFacts(
+        self._facts = facts = ModelFacts(
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             context_length=self._context_length,
@@ -298,6 +298,16 @@ class Scheduler:
     def spare_requests(self) -> int:
         """Requests that the running batch can still take. May be negative. A stage counts its own on top."""
         return self.config.max_running_requests - len(self.queues.running) - (self.queues.chunked is not None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._facts.vocab_size
+
+    @property
+    def launched(self) -> int:
+        """Steps launched since start."""
+        return self.tally.launched
 
     @property
     def step_in_flight(self) -> int | None:

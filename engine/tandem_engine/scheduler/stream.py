@@ -42,14 +42,15 @@ class OutputStream:
 
     def _output(self, req: Request, finish: Finish | None, first: bool) -> TokenOutput:
         tokens = tuple(req.output_ids[req.streamed :])
-        computed_here = first and req.first_scheduled_at is not None
+        # A request that was handed over knows it from the handoff record: its prefill worker may be heard too late.
+        cache_hit_known = first and (req.first_scheduled_at is not None or req.transfer is not None)
         return TokenOutput(
             rid=req.rid,
             index=req.streamed,
             token_ids=tokens,
             logprobs=self._logprobs(req, len(tokens)),
             finish=finish,
-            cached_tokens=req.cached_tokens if computed_here else None,
+            cached_tokens=req.cached_tokens if cache_hit_known else None,
             transfer=req.transfer if first else None,
             queue_s=_elapsed(req.arrived_at, req.first_scheduled_at) if first else None,
             prefill_s=_elapsed(req.first_scheduled_at, req.first_token_at) if first else None,

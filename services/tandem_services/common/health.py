@@ -38,6 +38,10 @@ class Health:
     def add_check(self, name: str, check: Check) -> None:
         self._checks[name] = check
 
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
     def drain(self) -> None:
         """Report not ready from now on, so that no new work is sent here."""
         self._draining = True

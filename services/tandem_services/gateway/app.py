@@ -73,7 +73,13 @@ class Gateway:
 
 
 def build_gateway(
-    config: GatewayConfig, chooser: PairChooser, context: IpcContext, tokenizer: TextTokenizer, clock: Clock
+    config: GatewayConfig,
+    chooser: PairChooser,
+    context: IpcContext,
+    tokenizer: TextTokenizer,
+    *,
+    clock: Clock,
+    health: Health,
 ) -> Gateway:
     """Compose the parts. The caller owns `chooser` and `context`, and closes them after the gateway."""
     registry = new_registry()
@@ -81,8 +87,8 @@ def build_gateway(
     model = ServedModel(name=config.model_name, tokenizer=tokenizer, workers=chooser.workers)
     executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
     timing = LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings)
-    engines = EnginePool(context=context, timing=timing, on_dead=chooser.mark_dead)
-    retry = RetryPolicy(max_attempts=config.max_attempts, recovery_s=config.recovery_s)
+    engines = EnginePool(context=context, timing=timing, on_dead=chooser.mark_dead, clock=clock)
+    retry = RetryPolicy(max_attempts=config.max_attempts, recovery_s=config.recovery_s, silence_s=config.silence_s)
     dispatcher = Dispatcher(chooser=chooser, engines=engines, clock=clock, policy=retry, metrics=metrics)
     generator = Generator(dispatcher=dispatcher, vocabulary=tokenizer.vocabulary, clock=clock, metrics=metrics)
     answering = Answering(
@@ -92,7 +98,6 @@ def build_gateway(
         clock=clock,
         timeout_s=config.request_timeout_s,
     )
-    health = Health()
     health.add_check("workers", lambda: None if model.context_length else "no worker is registered")
     return Gateway(
         registry=registry,
@@ -114,17 +119,29 @@ def create_app(
     context: IpcContext,
     tokenizer: TextTokenizer,
     *,
+    health: Health | None = None,
     clock: Clock | None = None,
 ) -> FastAPI:
-    """The ASGI application. `chooser` must be started; it and `context` outlive the application."""
-    gateway = build_gateway(config, chooser, context, tokenizer, clock or MonotonicClock())
+    """The ASGI application. `chooser` must be started; it and `context` outlive the application.
+
+    Whoever ends the application calls `health.drain()` some time before.
+    """
+    gateway = build_gateway(
+        config, chooser, context, tokenizer, clock=clock or MonotonicClock(), health=health or Health()
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await gateway.close()
 
-    boundary = Middleware(RequestBoundary, clock=gateway.clock, metrics=gateway.metrics, endpoints=LABELLED_PATHS)
+    boundary = Middleware(
+        RequestBoundary,
+        clock=gateway.clock,
+        metrics=gateway.metrics,
+        health=gateway.health,
+        endpoints=LABELLED_PATHS,
+    )
     app = FastAPI(
         title="Tandem",
         version=version("tandem"),

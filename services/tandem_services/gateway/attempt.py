@@ -35,6 +35,8 @@ class FailureCause(StrEnum):
     WORKER_ERROR = "worker_error"
     OVERLOADED = "overloaded"
     OUTPUT_LOST = "output_lost"
+    SILENCE = "silence"
+    """This worker and those before it said nothing for too long."""
 
 
 class AttemptFailedError(Exception):
@@ -72,9 +74,11 @@ class Side:
 class Attempt:
     """Single consumer: only the task of the choice calls `next` and `close`."""
 
-    __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_wake")
+    __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_wake", "began")
 
-    def __init__(self, rid: str, start: int, record: ChoiceRecord) -> None:
+    def __init__(self, rid: str, start: int, record: ChoiceRecord, *, began: float) -> None:
+        self.began = began
+        """On the gateway's clock."""
         self._rid = rid
         self._record = record
         self._sequence = TokenSequence(start)
@@ -103,6 +107,17 @@ class Attempt:
             accepted = self._take()
             if accepted.token_ids or accepted.finish is not None:
                 return accepted
+
+    @property
+    def quiet_since(self) -> float:
+        """Since when a worker that matters has said nothing, not even to a ping; the beginning at the earliest."""
+        heard = (side.connection.heard_at for side in self._sides if not side.ended and not self._superseded(side))
+        return max(self.began, min(heard, default=self.began))
+
+    def gone_silent(self) -> AttemptFailedError:
+        """The failure of an attempt whose workers say nothing. There is no time left for another one."""
+        incarnation = self._sides[0].connection.worker.incarnation
+        return AttemptFailedError(FailureCause.SILENCE, incarnation, retryable=False)
 
     def close(self) -> None:
         """Stop whatever is still running, on both workers. Idempotent."""

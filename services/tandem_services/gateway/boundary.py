@@ -5,6 +5,7 @@
                sent a sane one, otherwise ours is its value
 3. last word   whatever a handler raises becomes an error response, or a log line when the client is gone
 4. counting    one metric per answer
+5. draining    answers close their connections, so that clients open the next one to another gateway
 """
 
 import logging
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem_engine.clock import Clock
 from tandem_services.common.errors import ApiError
+from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error, send_error
@@ -53,10 +55,13 @@ def identity_of(scope: Scope) -> RequestIdentity:
 class RequestBoundary:
     """ASGI middleware. `endpoints` are the paths that may become metric labels."""
 
-    def __init__(self, app: ASGIApp, *, clock: Clock, metrics: GatewayMetrics, endpoints: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, clock: Clock, metrics: GatewayMetrics, health: Health, endpoints: Collection[str]
+    ) -> None:
         self._app = app
         self._clock = clock
         self._metrics = metrics
+        self._health = health
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +70,7 @@ class RequestBoundary:
             return
         identity = _identify(scope, self._clock.now())
         scope[_SCOPE_KEY] = identity
-        answer = _Answer(send, identity)
+        answer = _Answer(send, identity, self._health)
         try:
             _check_head(scope)
             await self._app(scope, receive, answer.send)
@@ -91,10 +96,11 @@ class RequestBoundary:
 
 
 class _Answer:
-    """Watches what is sent, and adds the request id to it."""
+    """Watches what is sent, and adds headers that every answer has."""
 
-    def __init__(self, send: Send, identity: RequestIdentity) -> None:
+    def __init__(self, send: Send, identity: RequestIdentity, health: Health) -> None:
         self._send = send
+        self._health = health
         self._id = (identity.client_request_id or identity.request_id).encode("ascii")
         self.started = False
         self.status = 500
@@ -103,7 +109,8 @@ class _Answer:
         if message["type"] == "http.response.start":
             self.started = True
             self.status = message["status"]
-            message = {**message, "headers": [*message["headers"], (b"x-request-id", self._id)]}
+            closing = [(b"connection", b"close")] if self._health.draining else []
+            message = {**message, "headers": [*message["headers"], (b"x-request-id", self._id), *closing]}
         await self._send(message)
 
 

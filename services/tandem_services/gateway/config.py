@@ -28,13 +28,17 @@ class GatewayConfig:
     """Attempts at one choice, on different workers where possible."""
     recovery_s: float = 8.0
     """A choice that lost its worker waits this long for another one."""
+    silence_s: float = 10.0
+    """A choice whose workers say nothing at all, one after the other, fails after this long."""
     ping_interval_s: float = 1.0
     unanswered_pings: int = 3
     """A worker that owes this many answers is dead."""
     explain_records: int = 4096
     """Requests that can be explained."""
     tokenizer_threads: int = 2
+    drain_notice_s: float = 1.0
+    """On SIGTERM /ready is false for this long before the port closes."""
     drain_timeout_s: float = 120.0
-    """On SIGTERM running requests have this long to finish."""
+    """After that, running requests have this long to finish."""
     keep_alive_s: int = 75
     log_format: LogFormat = LogFormat.PLAIN

@@ -6,7 +6,8 @@
     4. retry     on a lost worker or a retryable error: the attempt is aborted everywhere, the worker is
                  excluded, and the tokens received so far are sent along as `resume_ids`. Sampling noise is a
                  function of (seed, position), so the text goes on as if nothing had happened (B2.1)
-    5. release   the reservation, on every path
+    5. give up   after `max_attempts`, or when workers that say nothing at all have used up `silence_s`
+    6. release   the reservation, on every path
 
 Whatever ends the iteration, a client that leaves included, runs the `finally` that aborts the attempt.
 """
@@ -20,13 +21,13 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem_engine.clock import Clock
-from tandem_engine.errors import TransferError
+from tandem_engine.errors import TransferError, WireError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, internal_error, unavailable
 from tandem_services.gateway.attempt import Attempt, AttemptFailedError, FailureCause
-from tandem_services.gateway.engine_client import EnginePool
+from tandem_services.gateway.engine_client import EngineConnection, EnginePool
 from tandem_services.gateway.explain import ChoiceRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.token_sequence import Accepted
@@ -62,6 +63,8 @@ class RetryPolicy:
     max_attempts: int = 3
     recovery_s: float = 8.0
     """After a failure, wait this long for a worker to appear before giving up."""
+    silence_s: float = 10.0
+    """Workers that say nothing at all, one after the other, have this long together (RELIABILITY B2.6)."""
     poll_s: float = 0.1
 
 
@@ -100,11 +103,11 @@ class Dispatcher:
         while len(progress.received) < request.sampling.max_tokens:
             choice = await self._choose(request, progress)
             note = record.begin_attempt(choice, resumed_tokens=len(progress.received))
-            attempt = Attempt(_attempt_id(request, progress), len(progress.received), record)
+            attempt = Attempt(_attempt_id(request, progress), len(progress.received), record, began=self.clock.now())
             try:
                 self._send(attempt, request, choice, progress)
                 while True:
-                    accepted = await attempt.next()
+                    accepted = await self._next(attempt, progress)
                     progress.received += accepted.token_ids
                     if accepted.finish is not None:
                         note.outcome = "finished"
@@ -113,6 +116,8 @@ class Dispatcher:
                         return
             except AttemptFailedError as failure:
                 note.outcome = failure.cause.value
+                if failure.cause is FailureCause.WORKER_LOST:
+                    progress.note_silence(attempt.quiet_since)
                 self._note_failure(request, choice, progress, failure)
             except ApiError:
                 note.outcome = "refused"
@@ -125,6 +130,22 @@ class Dispatcher:
                 self._in_background(self.chooser.release(choice))
         # The worker died between its last token and its finish.
         yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
+
+    async def _next(self, attempt: Attempt, progress: "_Progress") -> Accepted:
+        """What `attempt` gives next. After lost workers, one that says nothing has only what they left of the time."""
+        if progress.silent_since is None:
+            return await attempt.next()
+        left = progress.silent_since + self.policy.silence_s - self.clock.now()
+        try:
+            async with asyncio.timeout(left):
+                accepted = await attempt.next()
+        except TimeoutError as error:
+            if attempt.quiet_since == attempt.began:
+                raise attempt.gone_silent() from error
+            progress.silent_since = None
+            return await attempt.next()
+        progress.silent_since = None
+        return accepted
 
     async def settle(self) -> None:
         """Wait for releases under way. Call at shutdown."""
@@ -142,15 +163,24 @@ class Dispatcher:
             deadline_s=max(request.deadline - self.clock.now(), 0.0),
         )
         if prefill is None:
-            attempt.submit(self.engines.connect(decode), alone, is_prefill=False)
+            attempt.submit(self._connect(decode), alone, is_prefill=False)
             return
         receive = _with_handoff(alone, HandoffSide.RECEIVE, progress.attempts, peer=prefill)
         send = _with_handoff(alone, HandoffSide.SEND, progress.attempts, peer=decode)
-        attempt.submit(self.engines.connect(decode), receive, is_prefill=False)
-        attempt.submit(self.engines.connect(prefill), send, is_prefill=True)
+        attempt.submit(self._connect(decode), receive, is_prefill=False)
+        attempt.submit(self._connect(prefill), send, is_prefill=True)
+
+    def _connect(self, worker: WorkerView) -> EngineConnection:
+        try:
+            return self.engines.connect(worker)
+        except WireError as error:
+            self.chooser.mark_dead(worker.incarnation)
+            raise AttemptFailedError(FailureCause.WORKER_LOST, worker.incarnation) from error
 
     async def _choose(self, request: ChoiceRequest, progress: "_Progress") -> Choice:
         give_up_at = self.clock.now() + self.policy.recovery_s
+        if progress.silent_since is not None:
+            give_up_at = min(give_up_at, progress.silent_since + self.policy.silence_s)
         while True:
             try:
                 return await self._choose_once(request, progress)
@@ -213,6 +243,11 @@ class _Progress:
     """Attempts that have failed."""
     failed: set[str] = field(default_factory=set)
     """Incarnations to avoid."""
+    silent_since: float | None = None
+    """Since when lost workers have kept the choice waiting; None while none has."""
+
+    def note_silence(self, since: float) -> None:
+        self.silent_since = since if self.silent_since is None else min(self.silent_since, since)
 
 
 def _attempt_id(request: ChoiceRequest, progress: _Progress) -> str:

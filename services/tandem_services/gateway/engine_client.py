@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tandem_engine.clock import Clock
 from tandem_engine.errors import WireError
 from tandem_engine.ipc.channels import AsyncDealerChannel, IpcContext
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, TokenOutput
@@ -46,7 +47,10 @@ class Listener(Protocol):
 
 
 class EngineConnection:
-    """The socket to one incarnation. `on_dead` is called once, before the listeners are told."""
+    """The socket to one incarnation. `on_dead` is called once, before the listeners are told.
+
+    Raises `WireError` for an endpoint that cannot be one: it came from the registry.
+    """
 
     def __init__(
         self,
@@ -54,8 +58,12 @@ class EngineConnection:
         context: IpcContext,
         timing: LivenessTiming,
         on_dead: Callable[["EngineConnection", str], None],
+        clock: Clock,
     ) -> None:
         self.worker = worker
+        self.heard_at = float("-inf")
+        """When the engine last said anything, on `clock`."""
+        self._clock = clock
         self._timing = timing
         self._on_dead = on_dead
         self._listeners: dict[str, Listener] = {}
@@ -111,6 +119,7 @@ class EngineConnection:
                 self._die("unreadable message")
                 return
             self._unanswered = 0
+            self.heard_at = self._clock.now()
             if isinstance(reply, OutputBatch):
                 self._deliver(reply)
 
@@ -153,14 +162,15 @@ class EnginePool:
     timing: LivenessTiming
     on_dead: Callable[[str], None]
     """Told the incarnation of every worker that was found dead."""
+    clock: Clock
     _connections: dict[str, EngineConnection] = field(default_factory=dict)
 
     def connect(self, worker: WorkerView) -> EngineConnection:
-        """The connection to `worker`, opened when there is none."""
+        """The connection to `worker`, opened when there is none. Raises `WireError` for an impossible endpoint."""
         connection = self._connections.get(worker.incarnation)
         if connection is None:
             self._retire_older(worker)
-            connection = EngineConnection(worker, self.context, self.timing, self._bury)
+            connection = EngineConnection(worker, self.context, self.timing, self._bury, self.clock)
             self._connections[worker.incarnation] = connection
         return connection
 

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.logs import quoted
 from tandem_services.gateway.disconnect import ClientGoneError
+from tandem_services.gateway.json_shape import check_json_shape
 from tandem_services.gateway.limits import BODY_TIMEOUT_S, MAX_BODY_BYTES
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     if not body.strip():
         raise bad_request("request body is empty")
     body = body.removeprefix(_BYTE_ORDER_MARK)
+    check_json_shape(body)
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -61,8 +63,6 @@ def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
         raise bad_request(f"request body is not valid JSON: {error}") from error
     except UnicodeDecodeError as error:
         raise bad_request("request body is not valid UTF-8") from error
-    except RecursionError as error:
-        raise bad_request("request body is nested too deeply") from error
     if logger.isEnabledFor(logging.DEBUG):
         _log_unknown_fields(request, body)
     return request

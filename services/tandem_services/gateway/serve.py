@@ -1,6 +1,13 @@
 """Running a gateway: router, sockets, HTTP server, in this order; stopped in the reverse one.
 
-A SIGTERM stops accepting, lets running requests finish within the drain time, then ends.
+A SIGTERM or SIGINT ends it:
+
+    1. notice   /ready answers 503 and every answer closes its connection, but requests are still served: load
+                balancers learn from /ready, a moment later, to send no more (RELIABILITY B2.11)
+    2. closing  the port closes; requests that run may finish within the drain time
+    3. end      exit status 0
+
+A second signal ends the notice; a SIGINT while closing ends the wait for running requests.
 """
 
 import asyncio
@@ -17,6 +24,7 @@ from fastapi import FastAPI
 from tandem_engine.ipc.channels import IpcContext, KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
+from tandem_services.common.health import Health
 from tandem_services.common.logs import configure_logging
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
 from tandem_services.gateway.app import create_app
@@ -58,22 +66,39 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class GatewayServer(uvicorn.Server):
-    """Ends a drained gateway with status 0: uvicorn alone raises the signal again, past our own shutdown."""
+    """Gives notice before it closes, and ends with status 0: uvicorn alone raises the signal again at the end."""
+
+    def __init__(self, config: uvicorn.Config, health: Health, *, notice_s: float) -> None:
+        super().__init__(config)
+        self._health = health
+        self._notice_s = notice_s
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+            loop.add_signal_handler(number, self.end, number)
         try:
             yield
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
+    def end(self, number: signal.Signals) -> None:
+        """What a signal does. Called on the event loop."""
+        if self._health.draining:
+            self.handle_exit(number, None)
+            return
+        logger.info("gateway drains", extra={"fields": {"signal": number.name, "notice_s": self._notice_s}})
+        self._health.drain()
+        asyncio.get_running_loop().call_later(self._notice_s, self._close)
 
-def http_server(app: FastAPI, config: GatewayConfig) -> GatewayServer:
-    """The HTTP server of a gateway; run it with `serve(sockets=[...])`."""
+    def _close(self) -> None:
+        self.should_exit = True
+
+
+def http_server(app: FastAPI, config: GatewayConfig, health: Health) -> GatewayServer:
+    """The HTTP server of a gateway; run it with `serve(sockets=[...])`. `health` is the application's."""
     return GatewayServer(
         uvicorn.Config(
             app,
@@ -85,7 +110,9 @@ def http_server(app: FastAPI, config: GatewayConfig) -> GatewayServer:
             proxy_headers=False,
             timeout_keep_alive=config.keep_alive_s,
             timeout_graceful_shutdown=int(config.drain_timeout_s),
-        )
+        ),
+        health,
+        notice_s=config.drain_notice_s,
     )
 
 
@@ -102,9 +129,10 @@ async def _serve(
     context = IpcContext(keys)
     try:
         await router.start()
-        app = create_app(config, router, context, tokenizer)
+        health = Health()
+        app = create_app(config, router, context, tokenizer, health=health)
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
-        await http_server(app, config).serve(sockets=[listener])
+        await http_server(app, config, health).serve(sockets=[listener])
     except RedisUnavailableError as error:
         raise StartupError(str(error)) from error
     finally:

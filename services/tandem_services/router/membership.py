@@ -2,7 +2,7 @@
 
 1. Each heartbeat a snapshot from Redis replaces the view.
 2. Redis away: the view stays as it is; workers whose heartbeats cannot be seen remain usable.
-3. Redis back but wiped (new epoch), or with rubbish in the registry: workers of the old view stay for one
+3. Redis back but wiped (new epoch), or with new rubbish in the registry: workers of the old view stay for one
    lease, in which the living ones register again; then only the new registry counts.
 4. `mark_dead`: the gateway lost the connection. The worker is left out until it is gone from the registry,
    or has been there for another `FORGIVE_S`: then it was the network, and it gets another chance.
@@ -29,6 +29,7 @@ class Membership:
     _records: dict[str, WorkerRecord] = field(default_factory=dict)
     _marked_dead: dict[str, float] = field(default_factory=dict)
     _epoch: str = ""
+    _rubbish: int = 0
     _recovering_until: float = float("-inf")
 
     @property
@@ -43,9 +44,10 @@ class Membership:
 
     def update(self, snapshot: FleetSnapshot) -> None:
         """Take over what the registry says."""
-        if snapshot.rubbish or (self._epoch and snapshot.epoch != self._epoch):
+        # A record that stays senseless must not keep the old view for ever.
+        if snapshot.rubbish > self._rubbish or (self._epoch and snapshot.epoch != self._epoch):
             self._recovering_until = self.clock.now() + LEASE_MS / 1000
-        self._epoch = snapshot.epoch
+        self._epoch, self._rubbish = snapshot.epoch, snapshot.rubbish
         seen = {record.view.incarnation: record for record in snapshot.workers}
         kept = self._survivors(seen.values()) if self.recovering else {}
         self._records = kept | seen

@@ -10,6 +10,7 @@
 What is read back is untrusted: a record that does not make sense is counted and left out.
 """
 
+import re
 import secrets
 import struct
 from collections.abc import Mapping
@@ -29,6 +30,9 @@ from tandem_services.router.scoring import ASSUMED_TRANSFER_RATE, Load
 
 ROW = struct.Struct("<BBII8s16s7d")
 """The routing row after its Redis times; its fields are documented in scripts/fleet_row.lua."""
+
+_ENDPOINT = re.compile(r"tcp://(?:[A-Za-z0-9._-]{1,253}|\[[A-Za-z0-9:.%_-]{2,64}\]):([0-9]{1,5})")
+"""What an engine says it listens at. Anything else would reach ZMQ, which knows more transports than this one."""
 
 _ROLE_BITS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 3}
 
@@ -202,8 +206,8 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             worker_id=worker_id,
             incarnation=incarnation,
             role=Role(fields["role"]),
-            request_endpoint=fields["request_endpoint"],
-            peer_endpoint=fields["peer_endpoint"],
+            request_endpoint=_endpoint(fields["request_endpoint"]),
+            peer_endpoint=_endpoint(fields["peer_endpoint"]),
             compat_hash=fields["compat_hash"],
             context_length=_positive(int(fields["context_length"])),
             page_size=_positive(int(fields["page_size"])),
@@ -222,6 +226,13 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
         return WorkerRecord(view=view, state=WorkerState(fields["state"]), load=load, details={})
     except (KeyError, ValueError):
         return None
+
+
+def _endpoint(text: str) -> str:
+    match = _ENDPOINT.fullmatch(text)
+    if match is None or not 1 <= int(match[1]) <= 65535:
+        raise ValueError(f"{text[:200]!r} is no tcp://host:port")
+    return text
 
 
 def _measure(fields: Mapping[str, str], name: str) -> float:

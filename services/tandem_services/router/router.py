@@ -167,14 +167,17 @@ class Router:
     async def _resolve(self, query: RouteQuery, routed: Routed) -> Choice | None:
         """Addresses of the chosen incarnations. One that registered since the last view needs a new view.
 
-        None when one of them was found dead while Redis was asked.
+        None when one of them was found dead while Redis was asked, or has no record that makes sense.
         """
-        chosen = {routed.decode, routed.prefill} - {None}
-        if any(self._membership.find(incarnation) is None for incarnation in chosen if incarnation):
+        chosen = {incarnation for incarnation in (routed.decode, routed.prefill) if incarnation is not None}
+        if self._unknown(chosen):
             await self.refresh()
+        for incarnation in self._unknown(chosen):
+            # Left out until the next view, so that only one request per heartbeat finds out.
+            self._membership.mark_dead(incarnation)
         decode = self._membership.find(routed.decode)
         prefill = None if routed.prefill is None else self._membership.find(routed.prefill)
-        if decode is None or (prefill is None and routed.prefill is not None) or chosen & self._membership.dead:
+        if decode is None or chosen & self._membership.dead:
             return None
         self.counters.redis += 1
         return Choice(
@@ -186,6 +189,9 @@ class Router:
             matched_tokens=routed.matched_tokens,
             reservation=replace(routed.reservation, serial=self._next_serial()),
         )
+
+    def _unknown(self, incarnations: set[str]) -> set[str]:
+        return {incarnation for incarnation in incarnations if self._membership.find(incarnation) is None}
 
     def _choose_locally(self, query: RouteQuery) -> Choice | None:
         demand = self._demand(query)

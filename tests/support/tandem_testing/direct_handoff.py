@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
@@ -51,11 +51,11 @@ class DirectReceiver:
     def aborted(self, req: Request) -> None:
         self.told.append(req)
 
-    def abort(self, rid: RequestId) -> bool:
+    def abort(self, rid: RequestId, wish: Finish) -> bool:
         for room, req in self.waiting.items():
             if req.rid == rid:
                 del self.waiting[room]
-                self.engine.scheduler.finish(req, Finish(reason=FinishReason.ABORT))
+                self.engine.scheduler.finish(req, wish)
                 return True
         return False
 
@@ -126,11 +126,11 @@ class DirectSender:
     def aborted(self, req: Request) -> None:
         self.told.append(req)
 
-    def abort(self, rid: RequestId) -> bool:
+    def abort(self, rid: RequestId, wish: Finish) -> bool:
         for entry in self.kept:
             if entry[0].rid == rid:
                 self.kept.remove(entry)
-                self.engine.scheduler.finish(entry[0], Finish(reason=FinishReason.ABORT))
+                self.engine.scheduler.finish(entry[0], wish)
                 return True
         return False
 

@@ -1,4 +1,4 @@
-"""Peer messages between engines of one process, through the real codec, losing what a test wants lost."""
+"""Peer messages between engines of one process, through the real codec, lost or late as a test wants them."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,12 +26,18 @@ def make_peer(worker_id: str, number: int = 1, *, compat_hash: str = COMPAT) -> 
 
 @dataclass(kw_only=True)
 class PeerNetwork:
-    """Delivers messages by incarnation, in order of sending."""
+    """Delivers messages by incarnation, at once and in order of sending unless they are delayed."""
 
     lost: Callable[[PeerMessage], bool] = field(default=lambda _message: False)
     """Messages for which this holds vanish on the way, as with a connection that breaks."""
+    delay: Callable[[PeerMessage], int] = field(default=lambda _message: 0)
+    """Ticks (calls of `advance`) that a message takes."""
+    now: int = 0
     links: "dict[str, MemoryLink]" = field(default_factory=dict)
     codec: Codec[PeerMessage] = field(default_factory=lambda: Codec(PeerMessage))
+
+    _late: "list[tuple[int, MemoryLink, PeerMessage]]" = field(default_factory=list)
+    """When each delayed message is due, and at whom."""
 
     def join(self, me: Peer) -> "MemoryLink":
         link = MemoryLink(network=self, me=me)
@@ -40,6 +46,27 @@ class PeerNetwork:
 
     def kill(self, incarnation: str) -> None:
         del self.links[incarnation]
+
+    def deliver(self, target: "MemoryLink", message: PeerMessage) -> None:
+        if self.lost(message):
+            return
+        message = self.codec.decode(self.codec.encode(message))
+        ticks = self.delay(message)
+        if ticks:
+            self._late.append((self.now + ticks, target, message))
+        else:
+            target.inbox.append(message)
+
+    def advance(self) -> None:
+        """One tick: deliver what is due."""
+        self.now += 1
+        for due, target, message in self._late:
+            if due <= self.now:
+                target.inbox.append(message)
+        self._late = [late for late in self._late if late[0] > self.now]
+
+    def in_flight(self) -> int:
+        return len(self._late)
 
 
 @dataclass(kw_only=True)
@@ -59,8 +86,8 @@ class MemoryLink:
             return False
         self.sent.append(message)
         target = self.network.links.get(peer.incarnation)
-        if target is not None and not self.network.lost(message):
-            target.inbox.append(self.network.codec.decode(self.network.codec.encode(message)))
+        if target is not None:
+            self.network.deliver(target, message)
         return True
 
     def receive(self) -> Iterator[PeerEvent]:

@@ -45,7 +45,9 @@ class Side:
         self.engine.assert_nothing_held()
 
 
-def make_side(peer: Peer, *, fabric: FakeFabric, network: PeerNetwork, **engine: object) -> Side:
+def make_side(
+    peer: Peer, *, fabric: FakeFabric, network: PeerNetwork, config: DisaggConfig = CONFIG, **engine: object
+) -> Side:
     built = make_engine(**engine)
     transport = fabric.join(peer, built.model.pool, built.clock)
     link = network.join(peer)
@@ -53,7 +55,7 @@ def make_side(peer: Peer, *, fabric: FakeFabric, network: PeerNetwork, **engine:
         host=built.scheduler,
         transport=transport,
         peers=link,
-        config=CONFIG,
+        config=config,
         page_bytes=built.model.pool.page_bytes,
     )
     built.scheduler.attach(stage)
@@ -88,9 +90,10 @@ class Pair:
         self.decode.engine.add(make_message(rid, prompt, handoff=end, **request))
 
     def turn(self, times: int = 1) -> None:
-        """A step of each engine, and one tick of the fabric between them."""
+        """A step of each engine, and one tick of the fabric and the network between them."""
         for _ in range(times):
             self.prefill.step()
+            self.network.advance()
             self.fabric.advance()
             self.decode.step()
 
@@ -108,6 +111,7 @@ class Pair:
         return (
             all(side.engine.scheduler.idle and not [*side.stage.held_pages()] for side in sides)
             and not self.fabric.in_flight()
+            and not self.network.in_flight()
             and not any(side.link.inbox or side.transport.events for side in sides)
         )
 

@@ -10,9 +10,12 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import (
     DrainAck,
+    GrantsRenewed,
     HandoffRecord,
     Hello,
+    OpenRoom,
     PeerMessage,
+    StillOpen,
     TransferAborted,
     WriteGrant,
 )
@@ -55,6 +58,10 @@ class ScriptedPeer:
                 finished=finished,
             )
         )
+
+    def goes_on(self, side: HandoffSide, *rooms: OpenRoom, said_at: float = 0.0) -> None:
+        """A sign of life."""
+        self.send(StillOpen(sender=self.me, side=side, said_at=said_at, rooms=rooms))
 
     # As a writer
 
@@ -134,6 +141,10 @@ class ScriptedPeer:
                 valid_s=valid_s,
             )
         )
+
+    def renew(self, *rooms: str, said_at: float, valid_s: float = 8.0, generation: int = 1) -> None:
+        named = tuple(OpenRoom(room, generation, granted=True) for room in rooms)
+        self.send(GrantsRenewed(sender=self.me, said_at=said_at, valid_s=valid_s, rooms=named))
 
     def tokens_at(self, pages: tuple[int, ...], count: int) -> list[int]:
         """What lies in our pool at `pages`, read as the fake model reads it."""

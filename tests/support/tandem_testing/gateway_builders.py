@@ -12,6 +12,7 @@ import msgspec
 
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.health import Health
 from tandem_services.gateway.app import create_app
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.serve import http_server, listen
@@ -124,7 +125,8 @@ async def live_gateway(
     defaults = {"model_path": Path(), "model_name": "mock", "ping_interval_s": 0.05, "recovery_s": 0.5}
     settings = GatewayConfig(**{**defaults, **config})
     chooser = FakeChooser([engine.view for engine in engines])
-    server = http_server(create_app(settings, chooser, context, tokenizer), settings)
+    health = Health()
+    server = http_server(create_app(settings, chooser, context, tokenizer, health=health), settings, health)
     with listen("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[listener]))

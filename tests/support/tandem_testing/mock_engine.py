@@ -270,7 +270,7 @@ class MockEngine:
             token_ids=tuple(ids),
             logprobs=self._logprobs(request, ids),
             finish=finish,
-            cached_tokens=self.behaviour.cached_tokens if first and not receives else None,
+            cached_tokens=self.behaviour.cached_tokens if first else None,
             transfer=transfer if first and receives else None,
             queue_s=0.001 if first else None,
             prefill_s=0.002 if first and not receives else None,

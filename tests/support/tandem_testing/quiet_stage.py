@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from tandem_engine.messages.outputs import Finish
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
 
@@ -35,7 +36,7 @@ class QuietStage:
     def aborted(self, req: Request) -> None:
         self.told.append(req.rid)
 
-    def abort(self, rid: RequestId) -> bool:
+    def abort(self, rid: RequestId, wish: Finish) -> bool:
         return False
 
     def live(self) -> Iterator[Request]:

@@ -1,7 +1,6 @@
 """Uses a running system as its clients and its operators do."""
 
 import contextlib
-import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from tandem_testing.waiting import until
 
 READ_TIMEOUT_S = 60.0
 """A stream that is silent for longer has hung."""
-SETTLE_TIMEOUT_S = 40.0
+SETTLE_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 60.0
 
 
@@ -175,7 +174,7 @@ class SystemClient:
                     return False
                 return report["idle"] and report["private_pages"] == report["held_pages"] == 0
 
-            await until(idle, SETTLE_TIMEOUT_S, f"{worker_id} idle: {json.dumps(report)}")
+            await until(idle, SETTLE_TIMEOUT_S, f"{worker_id} idle", report.copy)
             assert report["problems"] == [], f"{worker_id}: {report['problems']}"
             dummy = 1
             total = await self.metric("tandem_worker_kv_pages_total", url)

@@ -15,12 +15,14 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, explain: Callable[
         time.sleep(POLL_S)
 
 
-async def until(condition: Callable[[], Awaitable[bool] | bool], timeout_s: float, what: str) -> None:
-    """Poll a plain or an async condition. Raises `AssertionError` naming `what` when it is not true in time."""
+async def until(
+    condition: Callable[[], Awaitable[bool] | bool], timeout_s: float, what: str, explain: Callable[[], object] = str
+) -> None:
+    """Poll a plain or an async condition. Raises `AssertionError` with `what` and `explain()` when it is late."""
     deadline = time.monotonic() + timeout_s
     while True:
         answer = condition()
         if answer if isinstance(answer, bool) else await answer:
             return
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what} {explain()}"
         await asyncio.sleep(POLL_S)

@@ -46,6 +46,8 @@ def test_a_grant_for_the_rest_of_the_prompt_serves():
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
+        ({"expires": float("nan")}, "without an end"),
+        ({"expires": float("inf")}, "without an end"),
         ({"first_token": 3}, "grant from token 3"),
         ({"first_token": -4}, "grant from token -4"),
         ({"first_token": 12, "pages": ()}, "grant from token 12"),

@@ -159,6 +159,24 @@ def test_a_transfer_is_overdue_when_its_grant_has_run_out(table):
     assert table.holds.overdue() == [hold]
 
 
+def test_a_renewed_transfer_is_overdue_later_and_never_earlier(table):
+    hold = table.grant()
+    table.clock.time = 5.0
+    assert table.holds.renew(ROOM, writer=WRITER.incarnation, valid_s=8.0)
+    assert hold.deadline == 13.0
+    assert table.holds.renew(ROOM, writer=WRITER.incarnation, valid_s=1.0)
+    assert hold.deadline == 13.0
+
+
+def test_only_a_live_transfer_is_renewed_and_only_by_its_writer(table):  # T61, T65
+    hold = table.grant()
+    assert not table.holds.renew(ROOM, writer="p@2", valid_s=100.0)
+    assert not table.holds.renew(room_key("room", 2), writer=WRITER.incarnation, valid_s=100.0)
+    table.holds.drain(ROOM, PAGES)
+    assert not table.holds.renew(ROOM, writer=WRITER.incarnation, valid_s=100.0)
+    assert hold.deadline == 5.0
+
+
 def test_two_generations_of_a_room_are_strangers(table):
     table.grant()
     table.grant(room_key("room", 2), (PageId(9),))

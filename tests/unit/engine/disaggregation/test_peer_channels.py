@@ -3,8 +3,10 @@
 import socket
 import time
 
+import msgspec
 import pytest
 
+from tandem_engine.disaggregation import peers
 from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, Superseded
 from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
 from tandem_engine.messages.requests import Peer
@@ -116,6 +118,39 @@ def test_a_sender_with_contradictory_names_is_not_listened_to(prefill, decode):
     forged = Peer(worker_id="p", incarnation="q@1", endpoint="", compat_hash=COMPAT)
     prefill.send(decode.me, DrainAck(room="room", generation=1, sender=forged))
     assert refuse(decode) == []
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        {"incarnation": "nobody"},
+        {"incarnation": "d@-1"},
+        {"incarnation": "d@" + "9" * 5000},
+        {"endpoint": ""},
+        {"endpoint": "carrier pigeon"},
+        {"endpoint": "tcp://127.0.0.1"},
+    ],
+    ids=lambda absurd: next(iter(absurd)),
+)
+def test_a_peer_that_cannot_exist_is_unreachable_and_no_error(prefill, decode, absurd):  # E10
+    assert not prefill.send(msgspec.structs.replace(decode.me, **absurd), ack(prefill))
+    assert prefill.send(decode.me, ack(prefill))
+    assert receive(decode) == [ack(prefill)]
+
+
+def test_a_sender_with_a_number_of_thousands_of_digits_is_not_listened_to(prefill, decode):  # E10
+    forged = Peer(worker_id="p", incarnation="p@" + "9" * 5000, endpoint="", compat_hash=COMPAT)
+    prefill.send(decode.me, DrainAck(room="room", generation=1, sender=forged))
+    assert refuse(decode) == []
+
+
+def test_the_oldest_of_too_many_channels_makes_room(monkeypatch, prefill, decode):
+    monkeypatch.setattr(peers, "MAX_CHANNELS", 2)
+    for number in range(5):
+        stranger = msgspec.structs.replace(decode.me, worker_id=f"s{number}", incarnation=f"s{number}@1")
+        assert prefill.send(stranger, ack(prefill, f"room-{number}"))
+        receive(decode)
+    assert len(prefill.open_incarnations) == 2
 
 
 def test_an_undecodable_message_is_counted_and_the_next_one_read(context, prefill, decode):

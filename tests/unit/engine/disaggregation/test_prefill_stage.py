@@ -472,3 +472,13 @@ def test_outcomes_of_pushes_in_closed_rooms_are_taken_quietly(sender):
     assert not any(isinstance(event, PushFailed) for event in sender.side.transport.events)
     assert len(sender.aborts()) == 1
     sender.side.assert_clean()
+
+
+def test_a_deadline_of_a_request_kept_for_its_transfer_is_named(sender):  # T63
+    sender.submit(deadline_s=2.0)
+    sender.turn(2)
+    sender.pass_time(2.0)
+    finish = sender.side.finish()
+    assert (finish.reason, finish.code) == (FinishReason.ABORT, "deadline_exceeded")
+    assert len(sender.aborts()) == 1
+    sender.side.assert_clean()

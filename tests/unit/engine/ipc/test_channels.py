@@ -6,6 +6,7 @@ import pytest
 import zmq
 
 from tandem_engine.errors import ConfigError
+from tandem_engine.ipc import channels
 from tandem_engine.ipc.channels import (
     AsyncDealerChannel,
     AsyncPairServer,
@@ -185,3 +186,41 @@ def test_a_file_that_holds_no_keys_is_a_clear_error(tmp_path, text) -> None:
 
 def test_the_curve_library_is_there() -> None:
     assert zmq.has("curve")
+
+
+async def test_an_order_that_does_not_decode_is_dropped_and_the_next_one_read(tmp_path, keys) -> None:  # C1
+    context = IpcContext(keys)
+    endpoint = f"ipc://{tmp_path}/control"
+    service: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(
+        context, endpoint, inbound=EngineToWorker, outbound=WorkerToEngine
+    )
+    engine: PairChannel[WorkerToEngine, EngineToWorker] = PairChannel(
+        context, endpoint, inbound=WorkerToEngine, outbound=EngineToWorker
+    )
+    await service.socket.send(b"\x01rubbish")
+    await service.send(Drain())
+    orders: list[WorkerToEngine] = []
+    while not orders:
+        assert await asyncio.to_thread(Poller([engine.socket]).wait, WAIT)
+        orders += engine.receive()
+    assert orders == [Drain()]
+    assert engine.refused == 1
+    engine.close()
+    service.close()
+    context.close()
+
+
+async def test_a_flood_of_messages_is_taken_in_by_portions(monkeypatch, context) -> None:
+    monkeypatch.setattr(channels, "MAX_PER_RECEIVE", 3)
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    for nonce in range(8):
+        assert dealer.send(Ping(nonce=nonce))
+    nonces: list[int] = []
+    while len(nonces) < 8:
+        portion = await asyncio.to_thread(received, router)
+        assert 1 <= len(portion) <= 3
+        nonces += [message.nonce for _, message in portion]
+    assert nonces == [*range(8)]
+    dealer.close()
+    router.close()

@@ -169,6 +169,16 @@ def test_time_spent_while_the_device_computes_counts_as_hidden():
     assert hidden[True] > 0.0
 
 
+def test_a_forward_that_runs_inside_launch_is_no_scheduling():
+    engine = make_engine()
+    clock = engine.clock
+    engine.executor.faults = lambda _batch: setattr(clock, "time", clock.time + 1.0)
+    engine.add(make_message(max_tokens=5))
+    engine.run()
+    assert clock.time == 5.0
+    assert engine.scheduler.stats().schedule_s == 0.0
+
+
 class TickingClock(ManualClock):
     """A millisecond passes whenever somebody looks."""
 

@@ -100,18 +100,27 @@ def test_the_last_request_fails_with_an_error_when_even_it_cannot_go_on():  # T1
 
 def test_the_last_request_waits_while_a_stage_will_give_pages_back():
     engine = make_engine(usable_pages=8, **TIGHT)
-    pages = engine.memory.reserve_pages(4)
-    stage = QuietStage(
-        held=pages, kept=[Request(rid="kept", origin_input_ids=(1,), sampling=SamplingParams(max_tokens=1))]
-    )
+    kept = Request(rid="kept", origin_input_ids=(1,), sampling=SamplingParams(max_tokens=1))
+    kept.kv = engine.memory.begin([1], salt="", max_match=0)
+    assert engine.memory.ensure(kept.kv, 8)
+    stage = QuietStage(kept=[kept])
     engine.scheduler.attach(stage)
     engine.add(make_message(prompt=[1, 2, 3, 4], max_tokens=12))
     engine.step(20)
     assert engine.finish() is None
-    engine.memory.give_back(pages)
-    stage.held, stage.kept = [], []
+    stage.kept = []
+    engine.scheduler.release(kept)
     engine.run()
     engine.assert_expected()
+
+
+def test_the_last_request_does_not_wait_for_a_stage_that_has_no_pages_to_give_back():  # T13
+    engine = make_engine(usable_pages=8, **TIGHT)
+    waiting = Request(rid="kept", origin_input_ids=(1,), sampling=SamplingParams(max_tokens=1))
+    engine.scheduler.attach(QuietStage(held=engine.memory.reserve_pages(4), kept=[waiting]))
+    engine.add(make_message(prompt=[1, 2, 3, 4], max_tokens=12))
+    engine.step(20)
+    assert engine.finish().code == "out_of_pages"
 
 
 def test_nobody_is_put_back_while_a_request_in_flight_is_about_to_end():  # T15

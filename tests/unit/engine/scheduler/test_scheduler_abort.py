@@ -1,8 +1,11 @@
 """Ends that somebody wishes for: aborts and deadlines, in every state."""
 
+from weakref import ref
+
 import pytest
 
 from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.names import RequestId
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
 
@@ -142,3 +145,13 @@ def test_all_requests_can_be_aborted_at_once():
     engine.run(max_steps=4)
     assert all(aborted(engine, f"r{number}") for number in range(6))
     engine.assert_nothing_held()
+
+
+def test_an_ended_request_is_not_kept_in_memory_until_its_deadline():
+    engine = make_engine()
+    engine.add(make_message("done", max_tokens=2, deadline_s=600.0))
+    request = ref(engine.scheduler.queues.requests[RequestId("done")])
+    engine.run()
+    engine.add(make_message("next", max_tokens=2))
+    engine.run()
+    assert request() is None

@@ -3,7 +3,9 @@
 import pytest
 
 from tandem_engine.messages.outputs import FinishReason
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import GenerateRequest, HandoffSide
+from tandem_testing.disagg_network import make_peer
+from tandem_testing.disagg_pair import handoff
 from tandem_testing.quiet_stage import QuietStage
 from tandem_testing.scheduler_builders import VOCAB, Engine, make_engine, make_message
 
@@ -29,6 +31,12 @@ def refusal(engine: Engine, message: GenerateRequest):
         (make_message(prompt=[1] * 60, max_tokens=5), "max_tokens", "room for 4"),
         (make_message(temperature=3.0), "temperature", "between 0.0 and 2.0"),
         (make_message(stop_token_ids=(VOCAB,)), "stop_token_ids", str(VOCAB - 1)),
+        (make_message(deadline_s=float("nan")), "deadline_s", "finite"),
+        (make_message(deadline_s=float("inf")), "deadline_s", "finite"),
+        (make_message(handoff=handoff(HandoffSide.SEND, make_peer("d"), "")), "handoff", "1 to 256 bytes"),
+        (make_message(handoff=handoff(HandoffSide.SEND, make_peer("d"), "x" * 257)), "handoff", "1 to 256 bytes"),
+        (make_message(handoff=handoff(HandoffSide.RECEIVE, make_peer("p"), "room", -1)), "handoff", "got -1"),
+        (make_message(handoff=handoff(HandoffSide.RECEIVE, make_peer("p"), "room", 2**60)), "handoff", "generation"),
     ],
 )
 def test_a_request_at_fault_is_told_the_field_and_the_limit(message, param, text):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -81,6 +82,16 @@ async def test_tokens_of_both_workers_are_put_in_order(rack, faulty, reference, 
     texts, usage = await reference(9)
     assert [choice["text"] for choice in answer["choices"]] == texts
     assert answer["usage"]["completion_tokens"] == usage["completion_tokens"]
+
+
+async def test_the_cache_hit_is_reported_though_the_prefill_worker_is_heard_too_late(rack, faulty):
+    gate = threading.Event()
+    rack.add("p", healthy(first_token_gate=gate), Role.PREFILL)
+    rack.add("d", healthy(awaits_handoff=False), Role.DECODE)
+    async with faulty() as gateway:
+        usage = (await gateway.complete(max_tokens=9)).json()["usage"]
+        gate.set()
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 4
 
 
 async def test_an_output_of_one_token_ends_with_the_prefill_worker(rack, faulty):  # A2.8
@@ -255,6 +266,42 @@ async def test_a_worker_that_answers_nothing_is_given_up(rack, faulty, reference
         answer = (await gateway.complete(max_tokens=9, seed=1)).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
     assert not frozen.received
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_workers_frozen_one_after_the_other_share_one_allowance_of_silence(rack, faulty, stream):  # B2.6
+    rack.add("dead", healthy(die_after=2))
+    for name in ("a", "b", "c"):
+        rack.add(name, healthy(deaf=True))
+    # Pings alone would give up the second worker after twenty seconds.
+    async with faulty(ping_interval_s=20.0, silence_s=0.2) as gateway:
+        answer = await gateway.complete(max_tokens=9, stream=stream)
+        error = events(answer)[-1]["error"] if answer.status_code == 200 else answer.json()["error"]
+        assert error["type"] == "InternalServerError"
+        assert gateway.chooser.open == 0
+        assert 'outcome="silence"} 1.0' in (await gateway.http.get("/metrics")).text
+
+
+async def test_silence_counts_from_the_last_word_of_a_worker(rack, faulty, reference):
+    rack.add("dead", healthy(die_after=2))
+    busy = rack.add("busy", healthy(mute=True))
+    async with faulty(ping_interval_s=0.01, unanswered_pings=100, silence_s=0.2) as gateway:
+        answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
+        assert await seen(busy, lambda: busy.received)
+        await asyncio.sleep(0.4)  # longer than the silence that is allowed
+        busy.behaviour.mute = False
+        answer = (await answering).json()
+    assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
+
+
+async def test_a_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty, reference):  # B3.19
+    broken = rack.add("broken", healthy())
+    rack.add("sound", healthy())
+    async with faulty() as gateway:
+        gateway.chooser.fleet[0] = replace(broken.view, request_endpoint="tcp://:::/etc/passwd")
+        answer = (await gateway.complete(max_tokens=9, seed=1)).json()
+    assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
+    assert gateway.chooser.dead == {"broken@1"}
 
 
 async def test_a_long_queue_is_not_death(rack, faulty):

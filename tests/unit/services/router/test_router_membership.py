@@ -45,6 +45,14 @@ def test_rubbish_in_the_registry_is_treated_like_a_wipe(members):
     assert names(members) == {"a@1"}
 
 
+def test_rubbish_that_stays_does_not_keep_the_dead(members, clock):  # RELIABILITY E6.70
+    members.update(snapshot(make_record("a"), make_record("b")))
+    for _ in range(5):
+        members.update(snapshot(make_record("b"), rubbish=1))
+        clock.advance(1.0)
+    assert names(members) == {"b@1"}
+
+
 def test_after_a_wipe_a_new_incarnation_takes_the_place_of_the_old_one(members):
     members.update(snapshot(make_record("a", number=1)))
     members.update(snapshot(make_record("a", number=2), epoch="second"))

@@ -40,10 +40,28 @@ def test_a_record_survives_the_hash():
         {"prefill_tokens_per_s": "0"},
         {"room_tokens": "-5"},
         {"decode_step_s": "x" * 1000},
+        {"request_endpoint": ""},
+        {"request_endpoint": "10.0.0.1:5600"},
+        {"request_endpoint": "ipc:///tmp/x"},
+        {"request_endpoint": "tcp://host"},
+        {"request_endpoint": "tcp://host:0"},
+        {"request_endpoint": "tcp://host:70000"},
+        {"request_endpoint": "tcp://host:5600/x"},
+        {"request_endpoint": "tcp://a;b:5600"},
+        {"peer_endpoint": "tcp://*:5601"},
+        {"peer_endpoint": "tcp://host:١٢"},
+        {"peer_endpoint": "tcp://" + "h" * 10_000 + ":1"},
     ],
 )
 def test_a_hash_that_makes_no_sense_is_no_worker(change):  # RELIABILITY E6.70
     assert read_record(written(**change)) is None
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:5600", "tcp://pod-0.tandem:1", "tcp://[fe80::1%eth0]:65535"])
+def test_addresses_and_names_are_endpoints(endpoint):
+    record = read_record(written(request_endpoint=endpoint, peer_endpoint=endpoint))
+    assert record is not None
+    assert record.view.request_endpoint == endpoint
 
 
 def test_a_hash_with_a_missing_field_is_no_worker():

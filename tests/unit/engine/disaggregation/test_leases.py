@@ -1,0 +1,479 @@
+"""Waits for a peer that goes on last; waits for a silent one end on time."""
+
+import pytest
+
+from tandem_engine.config import DisaggConfig
+from tandem_engine.disaggregation.fake import FakeFabric, Fate
+from tandem_engine.disaggregation.leases import Open, Pulse, Standstill
+from tandem_engine.disaggregation.room_key import room_key
+from tandem_engine.errors import WireError
+from tandem_engine.executor.fake import next_token
+from tandem_engine.messages.codec import Codec
+from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.requests import HandoffSide
+from tandem_engine.messages.transfer import (
+    MAX_OPEN_ROOMS,
+    GrantsRenewed,
+    HandoffRecord,
+    OpenRoom,
+    PeerMessage,
+    StillOpen,
+    TransferAborted,
+    WriteGrant,
+)
+from tandem_engine.names import RequestId
+from tandem_testing.disagg_network import PeerNetwork, make_peer
+from tandem_testing.disagg_pair import (
+    CONFIG,
+    DRAIN_TIMEOUT,
+    GRANT_TIMEOUT,
+    HOLD_TIMEOUT,
+    PROMPT,
+    Side,
+    handoff,
+    make_pair,
+    make_side,
+)
+from tandem_testing.disagg_script import make_scripted_peer
+from tandem_testing.scheduler_builders import VOCAB, ManualClock, make_message
+
+PERIOD = CONFIG.renewal_period
+OTHER_PROMPT = tuple(range(20, 30))
+PAGES = (4, 9, 2)
+"""Granted pages for `PROMPT`."""
+
+
+class Scene:
+    """One engine under test, the other end played line by line."""
+
+    def __init__(self, side: HandoffSide, **engine: object) -> None:
+        me, other = ("d", "p") if side is HandoffSide.RECEIVE else ("p", "d")
+        self.fabric, self.network = FakeFabric(), PeerNetwork()
+        self.side_of_engine = side
+        self.side: Side = make_side(make_peer(me), fabric=self.fabric, network=self.network, **engine)
+        self.other = make_scripted_peer(make_peer(other), self.side.peer, fabric=self.fabric, network=self.network)
+        self.other.greet()
+
+    def submit(self, rid: str = "r", prompt: tuple[int, ...] = PROMPT, **request: object) -> None:
+        end = handoff(self.side_of_engine, self.other.me, f"room-{rid}")
+        self.side.engine.add(make_message(rid, prompt, handoff=end, **request))
+        self.turn()
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.fabric.advance()
+            self.side.step()
+
+    def pass_time(self, seconds: float) -> None:
+        self.side.engine.clock.time += seconds
+        self.turn()
+
+    def hears(self, *rooms: OpenRoom, said_at: float = 0.0) -> None:
+        """The other end goes on with these rooms."""
+        other_side = HandoffSide.SEND if self.side_of_engine is HandoffSide.RECEIVE else HandoffSide.RECEIVE
+        self.other.goes_on(other_side, *rooms, said_at=said_at)
+        self.turn()
+
+    def signs(self) -> list[StillOpen]:
+        return self.side.link.messages(StillOpen)
+
+    def gave_up(self) -> list[str]:
+        """Rooms that the engine under test told the other end it is done with."""
+        return [abort.room for abort in self.side.link.messages(TransferAborted)]
+
+
+def make_receiver(**engine: object) -> Scene:
+    return Scene(HandoffSide.RECEIVE, **engine)
+
+
+def make_sender(**engine: object) -> Scene:
+    return Scene(HandoffSide.SEND, **engine)
+
+
+def crowded_receiver() -> Scene:
+    """Room `room-first` is granted, `room-r` waits for its memory."""
+    receiver = make_receiver(usable_pages=5)
+    receiver.submit("first", OTHER_PROMPT)
+    receiver.submit()
+    assert [grant.room for grant in receiver.side.link.messages(WriteGrant)] == ["room-first"]
+    return receiver
+
+
+def waiting(rid: str = "r", generation: int = 1) -> OpenRoom:
+    return OpenRoom(f"room-{rid}", generation)
+
+
+def granted(rid: str = "r", generation: int = 1) -> OpenRoom:
+    return OpenRoom(f"room-{rid}", generation, granted=True)
+
+
+# The receiver
+
+
+def test_a_request_waits_for_memory_for_as_long_as_its_writer_goes_on():
+    receiver = crowded_receiver()
+    for _ in range(10):
+        receiver.pass_time(GRANT_TIMEOUT - 1.0)
+        receiver.hears(granted("first"), waiting())
+    assert receiver.side.finish() is None
+    receiver.side.engine.scheduler.abort(RequestId("first"))
+    receiver.other.ack("room-first")
+    receiver.turn()
+    assert receiver.side.link.messages(WriteGrant)[-1].room == "room-r"
+
+
+def test_a_request_that_waits_for_memory_fails_a_lease_after_its_writers_last_word():  # T63
+    receiver = crowded_receiver()
+    receiver.pass_time(5.0)
+    receiver.hears(waiting())
+    receiver.pass_time(GRANT_TIMEOUT - 0.1)
+    assert receiver.side.finish() is None
+    receiver.pass_time(0.1)
+    assert receiver.side.finish().retryable
+    assert "room-r" in receiver.gave_up()
+
+
+def test_waiting_for_memory_ends_with_the_requests_own_deadline():
+    receiver = make_receiver(usable_pages=5)
+    receiver.submit("first", OTHER_PROMPT)
+    receiver.submit(deadline_s=3 * GRANT_TIMEOUT)
+    for _ in range(5):
+        receiver.hears(granted("first"), waiting())
+        receiver.pass_time(GRANT_TIMEOUT * 0.6)
+    assert receiver.side.finish().reason is FinishReason.ABORT
+    assert receiver.side.finish("first") is None
+
+
+def test_a_hold_is_put_off_before_its_writer_is_told():  # T62
+    receiver = make_receiver()
+    receiver.submit()
+    receiver.pass_time(5.0)
+    receiver.hears(granted(), said_at=123.0)
+    (answer,) = receiver.other.got(GrantsRenewed)
+    assert (answer.said_at, answer.valid_s, answer.rooms) == (123.0, GRANT_TIMEOUT, (granted(),))
+    hold = receiver.side.stage.decode.holds.get(room_key("room-r", 1))
+    assert hold.deadline == receiver.side.engine.clock.time + GRANT_TIMEOUT
+
+
+def test_a_hold_whose_writer_goes_silent_runs_out_on_time():  # T62
+    receiver = make_receiver()
+    receiver.submit()
+    receiver.pass_time(5.0)
+    receiver.hears(granted())
+    receiver.pass_time(GRANT_TIMEOUT - 0.1)
+    assert receiver.side.finish() is None
+    receiver.pass_time(0.1)
+    assert receiver.side.finish().retryable
+
+
+def test_a_grant_that_never_reached_its_writer_runs_out_though_the_writer_lives():
+    receiver = make_receiver()
+    receiver.submit()
+    for _ in range(6):
+        receiver.hears(waiting())
+        receiver.pass_time(PERIOD)
+    assert receiver.side.finish().retryable
+    assert receiver.other.got(GrantsRenewed) == []
+
+
+def test_verifying_has_a_lease_of_its_own():
+    receiver = make_receiver()
+    receiver.submit()
+    grant = receiver.other.grant()
+    receiver.pass_time(GRANT_TIMEOUT - 1.0)
+    receiver.other.record(grant, next_token(PROMPT, vocab_size=VOCAB))
+    receiver.turn()
+    receiver.pass_time(GRANT_TIMEOUT - 1.0)
+    assert receiver.side.finish() is None
+    receiver.pass_time(1.0)
+    assert receiver.side.finish().retryable
+
+
+@pytest.mark.parametrize("named", [granted("x"), granted(generation=2)])
+def test_signs_of_life_about_unknown_rooms_are_not_answered(named):  # T65
+    receiver = make_receiver()
+    receiver.submit()
+    receiver.hears(named)
+    receiver.pass_time(GRANT_TIMEOUT)
+    assert receiver.side.finish().retryable
+    assert receiver.other.got(GrantsRenewed) == []
+
+
+def test_signs_of_life_about_a_closed_room_do_not_put_off_its_ack():  # T61, T65
+    receiver = make_receiver()
+    receiver.submit()
+    receiver.side.engine.scheduler.abort(RequestId("r"))
+    receiver.turn()
+    receiver.hears(granted())
+    receiver.pass_time(DRAIN_TIMEOUT)
+    assert receiver.side.stage.quarantined_pages() == 3
+    assert receiver.other.got(GrantsRenewed) == []
+
+
+def test_signs_of_life_of_another_worker_renew_nothing():
+    receiver = crowded_receiver()
+    stranger = make_scripted_peer(make_peer("q"), receiver.side.peer, fabric=receiver.fabric, network=receiver.network)
+    stranger.goes_on(HandoffSide.SEND, granted("first"), waiting())
+    receiver.turn()
+    assert stranger.got(GrantsRenewed) == []
+    receiver.pass_time(GRANT_TIMEOUT)
+    assert receiver.side.finish().retryable
+    assert receiver.side.finish("first").retryable
+
+
+def test_a_receiver_says_what_waits_for_memory_once_per_period():
+    receiver = crowded_receiver()
+    receiver.pass_time(PERIOD)
+    receiver.turn(5)
+    assert [(sign.side, sign.rooms) for sign in receiver.signs()] == [(HandoffSide.RECEIVE, (waiting(),))]
+    receiver.pass_time(PERIOD)
+    assert len(receiver.signs()) == 2
+
+
+def test_a_receiver_in_which_nothing_moves_lets_go_of_what_waits():
+    receiver = crowded_receiver()
+    for _ in range(2 * int(CONFIG.stall_timeout / PERIOD)):
+        receiver.pass_time(PERIOD)
+        receiver.hears(granted("first"), waiting())
+    assert receiver.signs()[-1].said_at == CONFIG.stall_timeout - PERIOD
+    assert receiver.side.finish() is None
+
+
+def test_a_receiver_that_computes_has_not_come_to_a_standstill():
+    receiver = make_receiver(usable_pages=20, init_new_token_ratio=1.0)
+    receiver.side.engine.add(make_message("running", OTHER_PROMPT, max_tokens=60))
+    receiver.turn()
+    receiver.submit()
+    while receiver.side.engine.clock.time < 1.2 * CONFIG.stall_timeout:
+        receiver.pass_time(2 * PERIOD)
+        receiver.hears(waiting())
+    assert receiver.side.finish("running") is None
+    assert receiver.signs()[-1].said_at == receiver.side.engine.clock.time
+
+
+# The sender
+
+
+def test_a_computed_prompt_is_kept_for_as_long_as_the_receiver_waits_for_memory():
+    sender = make_sender()
+    sender.submit()
+    for _ in range(10):
+        sender.pass_time(HOLD_TIMEOUT - 1.0)
+        sender.hears(waiting())
+    sender.other.allow("room-r", PAGES)
+    sender.turn(4)
+    assert sender.other.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
+    assert len(sender.other.got(HandoffRecord)) == 1
+    sender.side.assert_clean()
+
+
+def test_a_computed_prompt_is_released_when_the_receiver_falls_silent():
+    sender = make_sender()
+    sender.submit()
+    sender.pass_time(HOLD_TIMEOUT - 1.0)
+    sender.hears(waiting())
+    sender.pass_time(HOLD_TIMEOUT - 0.1)
+    assert sender.gave_up() == []
+    sender.pass_time(0.1)
+    assert sender.gave_up() == ["room-r"]
+    sender.side.assert_clean()
+
+
+@pytest.mark.parametrize("named", [waiting("x"), waiting(generation=2)])
+def test_a_prompt_is_not_kept_for_another_room(named):
+    sender = make_sender()
+    sender.submit()
+    sender.pass_time(HOLD_TIMEOUT - 1.0)
+    sender.hears(named)
+    sender.pass_time(1.0)
+    assert sender.gave_up() == ["room-r"]
+
+
+def test_a_prompt_is_not_kept_on_a_strangers_word():
+    sender = make_sender()
+    stranger = make_scripted_peer(make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network)
+    sender.submit()
+    sender.pass_time(HOLD_TIMEOUT - 1.0)
+    stranger.goes_on(HandoffSide.RECEIVE, waiting())
+    sender.pass_time(1.0)
+    assert sender.gave_up() == ["room-r"]
+
+
+def test_a_sender_says_which_rooms_are_open_and_which_of_them_are_granted():
+    sender = make_sender(max_running_requests=1, chunked_prefill_size=4)
+    sender.other.allow("room-r", PAGES)
+    sender.turn()
+    sender.submit()
+    sender.submit("queued", OTHER_PROMPT)
+    sender.pass_time(PERIOD)
+    (sign,) = sender.signs()
+    assert (sign.side, sign.rooms) == (HandoffSide.SEND, (granted(), waiting("queued")))
+
+
+def slow_sender() -> Scene:
+    """Its first push takes very long; the grant was received at 0 and is good for 8 seconds."""
+    sender = make_sender()
+    sender.fabric.fates = lambda _push: Fate(delay=1000)
+    sender.other.allow("room-r", PAGES, valid_s=GRANT_TIMEOUT)
+    sender.turn()
+    sender.submit()
+    return sender
+
+
+def expiry(sender: Scene) -> float:
+    return sender.side.stage.prefill.rooms[room_key("room-r", 1)].grant.expires
+
+
+@pytest.mark.parametrize(
+    ("said_at", "expires"),
+    [(6.0, 14.0), (1.0, 9.0), (-5.0, GRANT_TIMEOUT), (99.0, 15.0), (float("inf"), 15.0), (float("nan"), 8.0)],
+    ids=["at once", "late", "too late", "from the future", "infinite", "not a number"],
+)
+def test_a_renewal_counts_from_the_moment_the_writer_asked(said_at, expires):  # T62
+    sender = slow_sender()
+    sender.pass_time(7.0)
+    sender.other.renew("room-r", said_at=said_at)
+    sender.turn()
+    assert expiry(sender) == expires
+
+
+def test_an_endless_renewal_is_not_believed():
+    sender = slow_sender()
+    sender.other.renew("room-r", said_at=0.0, valid_s=float("inf"))
+    sender.turn()
+    assert expiry(sender) == GRANT_TIMEOUT
+
+
+def test_a_writer_whose_grant_is_not_renewed_starts_no_push_after_it(monkeypatch):  # T62
+    monkeypatch.setattr("tandem_engine.disaggregation.prefill.PUSH_BYTES", 64)
+    sender = make_sender(chunked_prefill_size=4)
+    sender.other.allow("room-r", PAGES, valid_s=2.0)
+    sender.turn()
+    sender.submit()
+    sender.pass_time(2.0)
+    sender.turn(4)
+    assert sender.gave_up() == ["room-r"]
+    assert sender.other.tokens_at(PAGES[1:], 6) == [0] * 6
+
+
+def test_renewals_of_closed_unknown_and_strangers_rooms_are_ignored():  # T65
+    sender = slow_sender()
+    stranger = make_scripted_peer(make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network)
+    stranger.renew("room-r", said_at=0.0, valid_s=100.0)
+    sender.other.renew("room-x", said_at=0.0, valid_s=100.0)
+    sender.other.renew("room-r", said_at=0.0, valid_s=100.0, generation=2)
+    sender.turn()
+    assert expiry(sender) == GRANT_TIMEOUT
+    sender.pass_time(GRANT_TIMEOUT)
+    assert sender.gave_up() == ["room-r"]
+    sender.other.renew("room-r", said_at=GRANT_TIMEOUT)
+    sender.turn(2)
+    assert dict(sender.side.stage.prefill.rooms) == {}
+
+
+def test_a_push_that_does_not_get_through_is_given_up_though_the_receiver_lives():
+    sender = slow_sender()
+    for _ in range(4):
+        sender.pass_time(PERIOD)
+        sender.other.renew("room-r", said_at=sender.side.engine.clock.time, valid_s=100.0)
+    assert sender.gave_up() == []
+    sender.pass_time(GRANT_TIMEOUT - 4 * PERIOD)
+    assert sender.gave_up() == ["room-r"]
+    sender.side.assert_clean()
+
+
+# Messages
+
+
+@pytest.fixture
+def pulse() -> Pulse:
+    link = PeerNetwork().join(make_peer("p"))
+    return Pulse(side=HandoffSide.SEND, period=2.0, clock=ManualClock(), peers=link)
+
+
+def test_a_pulse_is_due_once_per_period(pulse):
+    due = []
+    for tenths in range(60):
+        pulse.clock.time = tenths / 10
+        due += [tenths] * pulse.due()
+    assert due == [0, 20, 40]
+
+
+def test_each_peer_gets_one_message_with_all_its_rooms(pulse):
+    pulse.tell(Open(make_peer("de"[number % 2]), waiting(str(number))) for number in range(6))
+    rooms = [[room.room for room in sign.rooms] for sign in pulse.peers.messages(StillOpen)]
+    assert rooms == [["room-0", "room-2", "room-4"], ["room-1", "room-3", "room-5"]]
+
+
+def test_without_rooms_nothing_is_said(pulse):
+    pulse.tell(())
+    assert pulse.peers.sent == []
+
+
+def test_messages_name_a_bounded_number_of_rooms(pulse):
+    pulse.tell(Open(make_peer("d"), waiting(str(number))) for number in range(MAX_OPEN_ROOMS + 1))
+    assert [len(sign.rooms) for sign in pulse.peers.messages(StillOpen)] == [MAX_OPEN_ROOMS, 1]
+    codec: Codec[PeerMessage] = Codec(PeerMessage)
+    rooms = tuple(waiting(str(number)) for number in range(MAX_OPEN_ROOMS + 1))
+    flood = StillOpen(sender=make_peer("p"), side=HandoffSide.SEND, said_at=0.0, rooms=rooms)
+    with pytest.raises(WireError, match="length"):
+        codec.decode(codec.encode(flood))
+
+
+def test_standing_still_counts_from_the_last_move_while_somebody_waits():
+    clock = ManualClock()
+    standstill = Standstill(clock=clock)
+    clock.time = 100.0
+    assert standstill.seconds(7, waiting=False) == 0.0
+    clock.time = 110.0
+    assert standstill.seconds(7, waiting=True) == 10.0
+    assert standstill.seconds(8, waiting=True) == 0.0
+    clock.time = 130.0
+    assert standstill.seconds(8, waiting=True) == 20.0
+
+
+def test_three_signs_of_life_may_be_lost_within_the_shorter_lease():
+    assert DisaggConfig(grant_timeout=8.0, hold_timeout=4.0).renewal_period == 1.0
+
+
+# Both sides
+
+
+def test_a_prompt_that_is_queued_for_longer_than_the_lease_is_handed_over():
+    pair = make_pair(prefill={"max_prefill_tokens": 4, "chunked_prefill_size": 4})
+    pair.prefill.engine.add(make_message("ahead", range(1, 90), max_tokens=1))
+    pair.submit("r", OTHER_PROMPT)
+    assert pair.decode.link.messages(WriteGrant) == []
+    pair.run(seconds_per_turn=1.0)
+    assert pair.prefill.engine.clock.time > 2 * GRANT_TIMEOUT
+    assert pair.decode.tokens() == pair.expected()
+    pair.assert_clean()
+
+
+def test_a_prompt_that_waits_for_the_receivers_memory_longer_than_the_lease_is_handed_over():
+    pair = make_pair(decode={"usable_pages": 15, "init_new_token_ratio": 1.0})
+    pair.decode.engine.add(make_message("ahead", OTHER_PROMPT, max_tokens=40))
+    pair.decode.step(2)
+    pair.submit()
+    pair.turn(4)
+    assert pair.prefill.stage.inflight() == 1
+    assert pair.decode.link.messages(WriteGrant) == []
+    pair.run(seconds_per_turn=1.0)
+    assert pair.prefill.engine.clock.time > 2 * HOLD_TIMEOUT
+    assert pair.decode.tokens() == pair.expected()
+    pair.assert_clean()
+
+
+def test_engines_that_wait_for_each_other_in_a_circle_let_go():
+    """The writer is full of the prompt that comes second at the receiver, and the other way round."""
+    pair = make_pair(usable_pages=8)
+    first, second = tuple(range(1, 25)), tuple(range(30, 54))
+    pair.submit_prefill("first", first, max_tokens=4)
+    pair.submit_prefill("second", second, max_tokens=4)
+    pair.submit_decode("second", second, max_tokens=4)
+    pair.submit_decode("first", first, max_tokens=4)
+    pair.run(seconds_per_turn=1.0)
+    assert CONFIG.stall_timeout < pair.decode.engine.clock.time < CONFIG.stall_timeout + 3 * GRANT_TIMEOUT
+    assert pair.decode.finish("first").retryable
+    assert pair.decode.tokens("second") == pair.expected("second")
+    pair.assert_clean()
