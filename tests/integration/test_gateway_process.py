@@ -1,14 +1,21 @@
 """A gateway process as `serve` runs it: real Redis, real router, signals."""
 
+import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import httpx
 import pytest
 
+from tandem_testing.gateway_builders import EngineRack
+from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer, free_port
+from tandem_testing.router_builders import Fleet, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
@@ -16,9 +23,11 @@ pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is no
 PROGRAM = """
 import sys
 from pathlib import Path
+from tandem_services.common.redis_client import RedisAddress
 from tandem_services.gateway.serve import GatewayConfig, serve
 folder, port, redis = sys.argv[1:]
-sys.exit(serve(GatewayConfig(model_path=Path(folder), model_name="m", port=int(port), redis_url=redis)))
+address = RedisAddress(url=redis)
+sys.exit(serve(GatewayConfig(model_path=Path(folder), model_name="m", port=int(port), redis=address)))
 """
 
 
@@ -63,3 +72,89 @@ def test_a_signal_ends_an_idle_gateway_cleanly(redis, tmp_path, number):  # B3.3
     finally:
         process.kill()
         process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def registered(redis: RedisServer, engine: MockEngine) -> AsyncIterator[None]:
+    """Heartbeats for a mock engine, as its worker would send them."""
+    fleet = Fleet(redis)
+    record = replace(make_record("solo"), view=replace(engine.view, model="m"))
+
+    async def beat() -> None:
+        while True:
+            await fleet.beat(record)
+            await asyncio.sleep(0.5)
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await fleet.close()
+
+
+async def wait_until_ready(client: httpx.AsyncClient) -> None:
+    for _ in range(300):
+        with contextlib.suppress(httpx.TransportError):
+            if (await client.get("/ready")).status_code == 200:
+                return
+        await asyncio.sleep(0.1)
+    raise AssertionError("the gateway did not become ready")
+
+
+async def test_a_draining_gateway_is_not_ready_before_it_stops_listening_and_loses_no_stream(redis, tmp_path):  # B2.11
+    port = free_port()
+    process = start(write_tokenizer(tmp_path), port, redis.url)
+    body = {"model": "m", "prompt": "hi", "max_tokens": 300, "stream": True, "ignore_eos": True}
+    running = asyncio.Semaphore(0)
+    try:
+        with EngineRack() as rack:
+            engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
+            async with registered(redis, engine), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                await wait_until_ready(client)
+
+                async def stream() -> str:
+                    async with client.stream("POST", "/v1/completions", json=body, timeout=60) as response:
+                        lines = response.aiter_lines()
+                        await anext(lines)
+                        running.release()
+                        return [line async for line in lines if line][-1]
+
+                streams = [asyncio.create_task(stream()) for _ in range(16)]
+                for _ in streams:
+                    await running.acquire()
+                process.send_signal(signal.SIGTERM)
+                answer = await client.get("/ready")
+                while answer.status_code == 200:
+                    answer = await client.get("/ready")
+                # It is told apart by its word, not by a closed port, and still serves who has not heard it.
+                assert (answer.status_code, answer.json()["status"]) == (503, "draining")
+                assert answer.headers["connection"] == "close"
+                late = await client.post("/v1/completions", json={**body, "stream": False, "max_tokens": 1})
+                assert late.status_code == 200
+                assert await asyncio.gather(*streams) == ["data: [DONE]"] * 16
+                assert await asyncio.to_thread(process.wait, 20) == 0
+                with pytest.raises(httpx.ConnectError):
+                    await client.get("/ready")
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_gateway_waits_for_redis_and_says_so(tmp_path):  # E6
+    server = RedisServer.start()
+    server.kill()
+    port = free_port()
+    process = start(write_tokenizer(tmp_path), port, server.url)
+    try:
+        assert f"waiting for Redis at {server.url}" in process.stderr.readline()
+        server.restart()
+        wait_until_live(f"http://127.0.0.1:{port}")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+        server.stop()

@@ -18,7 +18,7 @@ from tandem_testing.system import System
 from tandem_testing.system_client import GREEDY, Reference, Sampling, SystemClient
 from tandem_testing.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
 
 SEEDED = Sampling(temperature=1.0, seed=7)
 LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=150, spread=0.4), 16, rate=None, seed=11)

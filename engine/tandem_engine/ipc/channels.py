@@ -61,8 +61,10 @@ class KeyPair:
 
     @staticmethod
     def load(path: Path) -> "KeyPair":
-        """Raises `ConfigError` when the file is absent or not a key file."""
+        """Raises `ConfigError` when the file is absent or not a key file; warns when others can read it."""
         try:
+            if path.stat().st_mode & 0o077:
+                logger.warning("%s can be read by others than its owner: run chmod 600 %s", path, path)
             fields = json.loads(path.read_text("ascii"))
             keys = KeyPair(fields["public"].encode("ascii"), fields["secret"].encode("ascii"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -72,8 +74,9 @@ class KeyPair:
         return keys
 
     def save(self, path: Path) -> None:
-        """Write for the owner's eyes only."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        """Write for the owner's eyes only, whatever was there before."""
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             json.dump({"public": self.public.decode(), "secret": self.secret.decode()}, file)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem_engine.flags import non_negative_int, positive_int
 from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.numbers import fraction, non_negative_float, positive_float
 from tandem_services.common.errors import RemoteError
 
 SERVE_EXAMPLES = """\
@@ -53,27 +54,33 @@ def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     load.add_argument("--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default 64)")
     pace = load.add_mutually_exclusive_group()
     pace.add_argument("--concurrency", type=positive_int, default=8, metavar="N", help="requests in flight (default 8)")
-    pace.add_argument("--request-rate", type=float, metavar="R", help="Poisson arrivals per second instead")
+    pace.add_argument("--request-rate", type=positive_float, metavar="R", help="Poisson arrivals per second instead")
     load.add_argument("--input-len", type=positive_int, default=128, metavar="N", help="words per prompt (default 128)")
     load.add_argument("--output-len", type=positive_int, default=64, metavar="N", help="max_tokens (default 64)")
     load.add_argument(
-        "--spread", type=float, default=0.0, metavar="S", help="lengths uniform in [(1-S)n, n] (default 0)"
+        "--spread", type=fraction, default=0.0, metavar="S", help="lengths uniform in [(1-S)n, n] (default 0)"
     )
     load.add_argument("--shared-prefix", type=non_negative_int, default=0, metavar="N", help="words all prompts share")
     load.add_argument("--trace", type=Path, metavar="FILE", help="lengths and times from a Mooncake or Azure trace")
-    load.add_argument("--trace-scale", type=float, default=1.0, metavar="F", help="divide trace lengths (default 1)")
-    load.add_argument("--trace-speed", type=float, default=1.0, metavar="F", help="divide trace gaps (default 1)")
+    load.add_argument(
+        "--trace-scale", type=positive_float, default=1.0, metavar="F", help="divide trace lengths (default 1)"
+    )
+    load.add_argument(
+        "--trace-speed", type=positive_float, default=1.0, metavar="F", help="divide trace gaps (default 1)"
+    )
     load.add_argument("--ignore-eos", action="store_true", help="generate output-len tokens whatever the model says")
-    load.add_argument("--temperature", type=float, default=0.0, help="0 is greedy and can be checked (default 0)")
+    load.add_argument(
+        "--temperature", type=non_negative_float, default=0.0, help="0 is greedy and can be checked (default 0)"
+    )
     load.add_argument("--seed", type=int, default=0, help="of prompts, arrivals and sampling (default 0)")
     report = parser.add_argument_group("check and report")
     report.add_argument("--no-check", action="store_true", help="do not compare texts with a reference run")
     report.add_argument(
         "--reference-url", metavar="URL", help="take reference texts from this server (default: the same)"
     )
-    report.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="count requests within this as good")
-    report.add_argument("--slo-itl-ms", type=float, metavar="MS", help="same, mean inter-token latency")
-    report.add_argument("--slo-e2e-ms", type=float, metavar="MS", help="same, whole request")
+    report.add_argument("--slo-ttft-ms", type=positive_float, metavar="MS", help="count requests within this as good")
+    report.add_argument("--slo-itl-ms", type=positive_float, metavar="MS", help="same, mean inter-token latency")
+    report.add_argument("--slo-e2e-ms", type=positive_float, metavar="MS", help="same, whole request")
     report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run_serve, parser=parser)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem_engine.flags import positive_int
+from tandem_services.cli.numbers import non_negative_float
 from tandem_services.common.errors import RemoteError
 
 EXAMPLES = """\
@@ -32,8 +34,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first one served)")
     parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: what the context leaves)")
+    parser.add_argument("--temperature", type=non_negative_float, default=0.0, help="0 is greedy (default 0)")
+    parser.add_argument(
+        "--max-tokens", type=positive_int, metavar="N", help="longest answer (default: what the context leaves)"
+    )
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
     parser.set_defaults(run=run, parser=parser)
 

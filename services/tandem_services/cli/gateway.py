@@ -2,9 +2,10 @@
 
 import argparse
 
-from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.numbers import non_negative_float, port_number
 from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_model
+from tandem_services.common.settings import read_settings
 
 EXAMPLES = """\
 examples:
@@ -23,7 +24,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=non_negative_int, default=8000, help="port to listen on (default 8000)")
+    parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default 8000)")
+    parser.add_argument(
+        "--drain-notice",
+        type=non_negative_float,
+        default=1.0,
+        metavar="S",
+        help="on SIGTERM /ready is false for S seconds before the port closes (default 1)",
+    )
     add_deployment(parser)
     add_local_prefill(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -31,6 +39,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     from tandem_services.common.logs import LogFormat
+    from tandem_services.common.redis_client import RedisAddress
     from tandem_services.gateway.serve import GatewayConfig, serve
 
     folder = model_folder(args.model)
@@ -40,10 +49,12 @@ def run(args: argparse.Namespace) -> int:
             model_name=args.served_model_name or folder.name,
             host=args.host,
             port=args.port,
-            redis_url=args.redis_url,
+            redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
             cluster=args.cluster,
             curve_keys=args.curve_keys,
             local_prefill_tokens=args.local_prefill_tokens,
+            drain_notice_s=args.drain_notice,
             log_format=LogFormat(args.log_format),
+            log_level=read_settings().log_level,
         )
     )

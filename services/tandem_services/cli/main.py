@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from tandem_engine.errors import ConfigError, EngineError
 from tandem_services.cli import bench, chat, gateway, up, verify, worker
 from tandem_services.common.errors import ServiceError
+from tandem_services.common.settings import read_settings
 
 COMMANDS = (up, chat, bench, verify, gateway, worker)
 
@@ -71,11 +72,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
+        for warning in read_settings().warnings:
+            print(f"tandem: warning: {warning}", file=sys.stderr)
+        parser = build_parser()
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(args.run(args))
     except ConfigError as error:
         print(f"tandem: error: {error}", file=sys.stderr)

@@ -6,9 +6,13 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.common.errors import StartupError
+
+if TYPE_CHECKING:
+    from tandem_services.common.redis_client import RedisAddress
 
 START_TIMEOUT = 10.0
 
@@ -44,17 +48,12 @@ def start_redis(supervisor: Supervisor, run_dir: Path) -> str:
     return f"redis://127.0.0.1:{port}/0"
 
 
-def require_redis(url: str) -> None:
+def require_redis(address: "RedisAddress") -> None:
     """Raise `StartupError` when the Redis that the user named does not answer, `ConfigError` when it is no URL."""
-    from tandem_services.common.redis_client import (
-        BACKGROUND_TIMEOUT_S,
-        RedisAddress,
-        RedisClient,
-        RedisUnavailableError,
-    )
+    from tandem_services.common.redis_client import BACKGROUND_TIMEOUT_S, RedisClient, RedisUnavailableError
 
     async def ask() -> None:
-        redis = RedisClient(RedisAddress(url=url), timeout_s=BACKGROUND_TIMEOUT_S)
+        redis = RedisClient(address, timeout_s=BACKGROUND_TIMEOUT_S)
         try:
             await redis.require(wait_s=0.0)
         finally:

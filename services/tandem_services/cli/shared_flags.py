@@ -1,9 +1,10 @@
-"""Flags that several commands have in common, each defined once."""
+"""Flags that several commands have in common, each defined once. The environment gives defaults; flags win."""
 
 import argparse
 from pathlib import Path
 
 from tandem_engine.flags import non_negative_int
+from tandem_services.common.settings import read_settings
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -14,22 +15,46 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_deployment(parser: argparse.ArgumentParser) -> None:
     """What the processes of one deployment must agree on."""
-    parser.add_argument("--redis-url", required=True, metavar="URL", help="redis://[user:password@]host:port/db")
+    add_redis(parser, required=True)
     add_cluster(parser)
     parser.add_argument(
         "--curve-keys",
         type=Path,
+        default=read_settings().curve_keys,
         metavar="FILE",
-        help="key file of the deployment; without it only loopback is served",
+        help="key file of the deployment; without it only loopback is served (TANDEM_CURVE_KEYS)",
     )
     parser.add_argument(
         "--log-format", choices=("plain", "json"), default="plain", help="log lines for people or for machines"
     )
 
 
+def add_redis(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Where Redis is. Other users of the machine can read a command line, so passwords have other ways in."""
+    settings = read_settings()
+    parser.add_argument(
+        "--redis-url",
+        required=required and settings.redis_url is None,
+        default=settings.redis_url,
+        metavar="URL",
+        help="redis://[user@]host:port/db, rediss:// for TLS (TANDEM_REDIS_URL)"
+        + ("" if required else "; default: start a Redis of its own"),
+    )
+    parser.add_argument(
+        "--redis-password-file",
+        type=Path,
+        default=settings.redis_password_file,
+        metavar="FILE",
+        help="file with its password, which should not be on a command line (TANDEM_REDIS_PASSWORD_FILE)",
+    )
+
+
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--cluster", default="default", metavar="NAME", help="separates deployments in one Redis (default default)"
+        "--cluster",
+        default=read_settings().cluster,
+        metavar="NAME",
+        help="separates deployments in one Redis (TANDEM_CLUSTER; default default)",
     )
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, non_negative_int
 from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import free_port, python_command, require_free, require_redis, start_redis
-from tandem_services.cli.shared_flags import add_cluster, add_local_prefill, add_model
+from tandem_services.cli.shared_flags import add_cluster, add_local_prefill, add_model, add_redis
 from tandem_services.common.errors import StartupError
 
 STOP_GRACE = 5.0
@@ -51,16 +52,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--host", default="127.0.0.1", help="address of the API (default 127.0.0.1)")
     parser.add_argument(
         "--port",
-        type=non_negative_int,
+        type=port_number,
         default=8000,
         help="port of the API; 0 picks a free one (default 8000)",
     )
-    parser.add_argument("--redis-url", metavar="URL", help="use this Redis instead of starting one")
+    add_redis(parser, required=False)
     add_cluster(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keys and logs (default .tandem/PORT)")
     parser.add_argument(
         "--ready-timeout",
-        type=float,
+        type=positive_float,
         default=120.0,
         metavar="S",
         help="give up starting after this (default 120)",
@@ -151,10 +152,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
 
     keys = todo.run_dir / "keys.json"
     KeyPair.generate().save(keys)
-    if args.redis_url:
-        require_redis(args.redis_url)
-    redis_url = args.redis_url or start_redis(supervisor, todo.run_dir)
-    shared = ["--redis-url", redis_url, "--cluster", args.cluster, "--curve-keys", str(keys)]
+    shared = [*_redis_flags(args, todo, supervisor), "--cluster", args.cluster, "--curve-keys", str(keys)]
     shared += ["--model", str(todo.model), "--served-model-name", todo.model_name]
     args.threads = todo.threads
     for name, role, health_port in todo.workers:
@@ -163,6 +161,19 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens)]
     supervisor.start(_child(todo, "gateway", gateway))
+
+
+def _redis_flags(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> list[str]:
+    """How the other processes find Redis. A password in the URL goes into a file: anybody can list command lines."""
+    from tandem_services.common.redis_client import RedisAddress
+
+    if not args.redis_url:
+        return ["--redis-url", start_redis(supervisor, todo.run_dir)]
+    given = RedisAddress(url=args.redis_url, password_file=args.redis_password_file)
+    require_redis(given)
+    address = given.with_password_in(todo.run_dir / "redis-password")
+    flags = ["--redis-url", address.url]
+    return flags if address.password_file is None else [*flags, "--redis-password-file", str(address.password_file)]
 
 
 def _child(todo: Plan, name: str, argv: list[str]) -> Child:

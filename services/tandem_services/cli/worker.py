@@ -5,9 +5,11 @@ import os
 import platform
 
 from tandem_engine.config import Role
-from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, non_negative_int
+from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
 from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.numbers import port_number
 from tandem_services.cli.shared_flags import add_deployment, add_model
+from tandem_services.common.settings import read_settings
 
 EXAMPLES = """\
 examples:
@@ -32,13 +34,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=Role.BOTH.value,
         help="what routers use it for (default both)",
     )
+    settings = read_settings()
     parser.add_argument(
-        "--worker-id", metavar="ID", help="stable name, unique in the deployment (default: host name and pid)"
+        "--worker-id",
+        default=settings.worker_id,
+        metavar="ID",
+        help="stable name, unique in the deployment (TANDEM_WORKER_ID; default: host name and pid)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address that gateways and peers reach (default 127.0.0.1)")
+    parser.add_argument(
+        "--host",
+        default=settings.host or "127.0.0.1",
+        help="address that gateways and peers reach (TANDEM_HOST; default 127.0.0.1)",
+    )
     parser.add_argument(
         "--health-port",
-        type=non_negative_int,
+        type=port_number,
         default=0,
         metavar="PORT",
         help="/live /ready /metrics /audit; 0 picks a free one",
@@ -55,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from tandem_services.worker.config import WorkerConfig
     from tandem_services.worker.main import run_worker
 
-    configure_logging(LogFormat(args.log_format))
+    configure_logging(LogFormat(args.log_format), level=read_settings().log_level)
     folder = model_folder(args.model)
     args.model = str(folder)
     engine_config(args)  # refuses impossible combinations before a process is started
@@ -65,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             model_name=args.served_model_name or folder.name,
             role=RoutedRole(args.role),
             worker_id=args.worker_id or f"{platform.node()}-{os.getpid()}",
-            redis=RedisAddress(url=args.redis_url),
+            redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
             cluster=args.cluster,
             host=args.host,
             curve_keys=args.curve_keys,

@@ -10,12 +10,13 @@ Redis protocol.
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -109,6 +110,14 @@ class RarelyLogged:
         self._held_back = 0
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write `text` to a file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
 class FilePassword(CredentialProvider):
     """Reads the password at every connect, so that a rotated Secret needs no restart."""
 
@@ -142,12 +151,22 @@ class RedisAddress:
     def __str__(self) -> str:
         return mask_password(self.url)
 
+    def with_password_in(self, path: Path) -> "RedisAddress":
+        """The same place with the password of the URL, if it has one, in `path`, for the owner's eyes only."""
+        parts = urlsplit(self.url)
+        if self.password_file is not None or not parts.password:
+            return self
+        write_private(path, unquote(parts.password))
+        user = f"{parts.username}@" if parts.username else ""
+        place = user + parts.netloc.rpartition("@")[2]
+        return RedisAddress(url=urlunsplit(parts._replace(netloc=place)), password_file=path)
+
     def connect(self) -> "Redis":
         """A client that has not connected yet. Raises `ConfigError` for a URL that cannot be parsed."""
         url, credentials = self.url, None
         if self.password_file is not None:
             parts = urlsplit(url)
-            credentials = FilePassword(parts.username, self.password_file)
+            credentials = FilePassword(unquote(parts.username or "") or None, self.password_file)
             url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
         try:
             return Redis.from_url(
@@ -218,6 +237,7 @@ class RedisClient:
     async def require(self, *, wait_s: float) -> None:
         """Return once Redis answers a PING; raise `RedisUnavailableError` naming the fix after `wait_s`."""
         deadline = self.breaker.clock.now() + wait_s
+        waiting = False
         while True:
             try:
                 async with asyncio.timeout(max(self.timeout_s, BACKGROUND_TIMEOUT_S)):
@@ -230,6 +250,9 @@ class RedisClient:
                         f"cannot use Redis at {self.address}: {_reason(error)}. "
                         "Start it, or correct --redis-url (TANDEM_REDIS_URL)"
                     ) from error
+                if not waiting:
+                    logger.warning("waiting for Redis at %s: %s", self.address, _reason(error))
+                waiting = True
             await asyncio.sleep(0.2)
 
     async def close(self) -> None:

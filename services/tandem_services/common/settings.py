@@ -1,24 +1,28 @@
 """The only place of the services that reads the process environment; read once at start.
 
-Every value here is the default of a flag: the flag wins. Secrets are files, so that they show up neither
-in the environment nor on a command line (RELIABILITY C1).
+A value here is the default of a flag where there is one: the flag wins. Secrets are best given as files, which
+show up neither in the environment nor on a command line (RELIABILITY C1).
 """
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem_engine.errors import ConfigError
+
 PREFIX = "TANDEM_"
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 KNOWN = {
     "TANDEM_REDIS_URL": "redis://, rediss:// or unix:// address of Redis",
     "TANDEM_REDIS_PASSWORD_FILE": "file with the Redis password",
     "TANDEM_CLUSTER": "name of the deployment within Redis",
     "TANDEM_CURVE_KEYS": "file with the key pair of worker and gateway sockets",
-    "TANDEM_API_KEYS": "file with the hashed API keys of the gateway",
     "TANDEM_WORKER_ID": "stable name of this worker; the pod name",
     "TANDEM_HOST": "address that other pods reach this process at; the pod IP",
     "TANDEM_LOG_LEVEL": "debug, info, warning or error",
@@ -38,16 +42,18 @@ class Settings:
     redis_password_file: Path | None = None
     cluster: str = "default"
     curve_keys: Path | None = None
-    api_keys: Path | None = None
     worker_id: str | None = None
     host: str | None = None
-    log_level: str = "info"
+    log_level: int = logging.INFO
     warnings: tuple[str, ...] = ()
     """One sentence per TANDEM_ variable that means nothing, for the log."""
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings of this process, or of the given variables. An empty value is the same as none."""
+    """Settings of this process, or of the given variables. An empty value is the same as none.
+
+    Raises `ConfigError` for a log level that is none.
+    """
     variables = os.environ if environ is None else environ
     values = {name: value for name, value in variables.items() if name.startswith(PREFIX) and value}
     return Settings(
@@ -55,10 +61,9 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         redis_password_file=_path(values, "TANDEM_REDIS_PASSWORD_FILE"),
         cluster=values.get("TANDEM_CLUSTER", "default"),
         curve_keys=_path(values, "TANDEM_CURVE_KEYS"),
-        api_keys=_path(values, "TANDEM_API_KEYS"),
         worker_id=values.get("TANDEM_WORKER_ID"),
         host=values.get("TANDEM_HOST"),
-        log_level=values.get("TANDEM_LOG_LEVEL", "info").lower(),
+        log_level=_log_level(values.get("TANDEM_LOG_LEVEL", "info")),
         warnings=tuple(_unknown(name) for name in sorted(values) if not _is_known(name)),
     )
 
@@ -69,6 +74,12 @@ def _is_known(name: str) -> bool:
 
 def _path(values: Mapping[str, str], name: str) -> Path | None:
     return Path(values[name]) if name in values else None
+
+
+def _log_level(name: str) -> int:
+    if name.lower() not in LOG_LEVELS:
+        raise ConfigError(f"TANDEM_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, got {name[:200]!r}")
+    return logging.getLevelNamesMapping()[name.upper()]
 
 
 def _unknown(name: str) -> str:

@@ -1,9 +1,11 @@
 """Configuration of a gateway: frozen, from flags. Durations are seconds."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_services.common.logs import LogFormat
+from tandem_services.common.redis_client import RedisAddress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +18,7 @@ class GatewayConfig:
     """Name clients use."""
     host: str = "127.0.0.1"
     port: int = 8000
-    redis_url: str = "redis://127.0.0.1:6379/0"
+    redis: RedisAddress = RedisAddress(url="redis://127.0.0.1:6379/0")
     cluster: str = "default"
     """Separates deployments in one Redis."""
     curve_keys: Path | None = None
@@ -42,3 +44,4 @@ class GatewayConfig:
     """After that, running requests have this long to finish."""
     keep_alive_s: int = 75
     log_format: LogFormat = LogFormat.PLAIN
+    log_level: int = logging.INFO

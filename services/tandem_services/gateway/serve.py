@@ -26,7 +26,7 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.logs import configure_logging
-from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.app import create_app
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.router.router import Router, RouterConfig
@@ -41,7 +41,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def serve(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit status. Raises `StartupError`, `ConfigError`, `CheckpointError`."""
-    configure_logging(config.log_format)
+    configure_logging(config.log_format, level=config.log_level)
     tokenizer = TextTokenizer.load(config.model_path)
     keys = None if config.curve_keys is None else KeyPair.load(config.curve_keys)
     with listen(config.host, config.port) as listener:
@@ -121,7 +121,7 @@ async def _serve(
 ) -> None:
     router = Router(
         RouterConfig(
-            redis=RedisAddress(url=config.redis_url),
+            redis=config.redis,
             cluster=config.cluster,
             local_prefill_tokens=config.local_prefill_tokens,
         )

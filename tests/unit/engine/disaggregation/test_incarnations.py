@@ -44,3 +44,9 @@ def test_names_that_contradict_each_other_are_refused(incarnation):
     peer = Peer(worker_id="a", incarnation=incarnation, endpoint="", compat_hash="")
     with pytest.raises(WireError, match="worker 'a'"):
         Incarnations().observe(peer)
+
+
+def test_numbers_as_long_as_a_worker_draws_them_are_known():
+    # Microseconds shifted by twelve bits: 19 digits (`tandem_services.worker.config.new_incarnation`).
+    seen = Incarnations()
+    assert seen.observe(make_peer("a", 7353120427461185208)).accepted

@@ -1,5 +1,9 @@
+import logging
 from pathlib import Path
 
+import pytest
+
+from tandem_engine.errors import ConfigError
 from tandem_services.common.settings import read_settings
 
 
@@ -21,13 +25,18 @@ def test_variables_are_read_and_empty_ones_are_not_there():
     assert settings.redis_url == "redis://h"
     assert settings.redis_password_file == Path("/run/secret")
     assert settings.cluster == "default"
-    assert settings.log_level == "debug"
+    assert settings.log_level == logging.DEBUG
 
 
 def test_a_misspelt_variable_is_reported_with_the_nearest_name():  # RELIABILITY E8.85
     (warning,) = read_settings({"TANDEM_REDIS_URI": "redis://h"}).warnings
     assert "TANDEM_REDIS_URI" in warning
     assert "did you mean TANDEM_REDIS_URL?" in warning
+
+
+def test_a_log_level_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="TANDEM_LOG_LEVEL must be one of debug, info, warning, error"):
+        read_settings({"TANDEM_LOG_LEVEL": "loud"})
 
 
 def test_an_unlike_variable_is_reported_with_all_names():
