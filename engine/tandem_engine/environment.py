@@ -10,15 +10,12 @@ class Environment:
 
     log_level: str
     """TANDEM_LOG_LEVEL: debug, info (default), warning, error."""
-    test_faults: bool
-    """TANDEM_TEST_FAULTS=1 lets tests inject transfer faults. Never set in production."""
 
 
 def read_environment() -> Environment:
     """Read the environment of this process."""
     return Environment(
         log_level=os.environ.get("TANDEM_LOG_LEVEL", "info").lower(),
-        test_faults=os.environ.get("TANDEM_TEST_FAULTS", "") == "1",
     )
 
 

@@ -2,7 +2,7 @@
 
 Start   load model → build engine → bind sockets → self-test → `EngineReady` to the worker service
 Turn    gateways' requests → worker's orders → one scheduler step → outputs, KV events, stats
-Idle    sleep on all sockets and the transport's descriptor; nothing spins
+Idle    sleep on all sockets and the transport's descriptor, also while requests wait; nothing spins
 Stop    SIGTERM, `Shutdown`, or the worker service gone: abort what is left, tell every client, close
 
 Everything runs on one thread, the scheduler's; the forward and NIXL have threads of their own.
@@ -42,11 +42,11 @@ from tandem_engine.names import RequestId
 log = logging.getLogger(__name__)
 
 STATS_PERIOD = 0.5
-IDLE_SLEEP = 0.05
-"""Longest sleep while idle: bounds how late a deadline or a hold is noticed."""
-WAIT_SLEEP = 0.002
-"""Longest sleep while requests wait for something that no socket announces, such as a digest."""
+LONGEST_SLEEP = 0.05
+"""Bounds how late a deadline or a lease is noticed; everything else is announced by a socket or the transport."""
 MAX_EVENTS_PER_BATCH = 256
+UNEXPECTED_ERROR = 70
+"""Exit status, EX_SOFTWARE of sysexits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +111,7 @@ class EngineProcess:
             self._abort_unreachable()
             self._publish()
             if not (received or worked):
-                self._poller.wait(IDLE_SLEEP if self._engine.scheduler.idle else WAIT_SLEEP)
+                self._poller.wait(LONGEST_SLEEP)
         self._abort_everything()
 
     def _receive(self) -> bool:
@@ -207,6 +207,10 @@ def serve(config: ProcessConfig) -> int:
             control.send(EngineFailed(message=str(error), code=error.code))
             control.drain(seconds=1.0)
         return 3
+    except Exception:
+        # A bug: what it left behind cannot be trusted, so the worker service starts the engine anew.
+        log.exception("the engine stops on an unexpected error")
+        return UNEXPECTED_ERROR
     finally:
         if control is not None:
             control.close()

@@ -114,7 +114,7 @@ class PeerChannels:
             if self._incarnations.is_superseded(peer):
                 return None
             channel = self._channels.get(peer.incarnation)
-            if channel is None:
+            if channel is None or channel.endpoint != peer.endpoint:
                 channel = self._open(peer)
         except WireError as error:
             logger.warning("no channel to %r: %s", peer.incarnation, error)
@@ -123,6 +123,8 @@ class PeerChannels:
 
     def _open(self, peer: Peer) -> DealerChannel[PeerMessage]:
         channel: DealerChannel[PeerMessage] = DealerChannel(self._context, peer.endpoint, outbound=PeerMessage)
+        # Whoever named another endpoint before was wrong: an incarnation has one for life.
+        self.fence(peer.incarnation)
         if len(self._channels) >= MAX_CHANNELS:
             self.fence(next(iter(self._channels)))
         self._channels[peer.incarnation] = channel

@@ -19,6 +19,7 @@ import ipaddress
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +62,10 @@ class KeyPair:
 
     @staticmethod
     def load(path: Path) -> "KeyPair":
-        """Raises `ConfigError` when the file is absent or not a key file; warns when others can read it."""
+        """Raises `ConfigError` when the file is absent or not a key file; warns when everybody can read it."""
         try:
-            if path.stat().st_mode & 0o077:
-                logger.warning("%s can be read by others than its owner: run chmod 600 %s", path, path)
+            if path.stat().st_mode & stat.S_IROTH:
+                logger.warning("everybody on this machine can read %s: run chmod o-r on it", path)
             fields = json.loads(path.read_text("ascii"))
             keys = KeyPair(fields["public"].encode("ascii"), fields["secret"].encode("ascii"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -236,6 +237,7 @@ class DealerChannel(Generic[Out]):
         self.socket = context.socket(zmq.DEALER)
         _configure(self.socket)
         context.secure_client(self.socket)
+        self.endpoint = endpoint
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:

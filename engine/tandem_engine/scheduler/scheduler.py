@@ -15,8 +15,8 @@ One thread calls everything here. Nothing blocks but the wait for a launched ste
 
 What a stage calls back, from inside its own methods:
 
-    admit_prebuilt, recompute, finish    for a request that `accept` kept; each takes it over
-    release, finish                      for one that `prefill_settled` kept: its KV was sent, or it failed
+    admit_prebuilt, finish    for a request that `accept` kept; each takes it over
+    release, finish           for one that `prefill_settled` kept: its KV was sent, or it failed
 """
 
 from tandem_engine.clock import Clock
@@ -260,17 +260,6 @@ class Scheduler:
         *outputs, newest = req.output_ids
         cut = self._stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=outputs, run=(newest,))
         return cut.finish
-
-    def recompute(self, req: Request) -> None:
-        """`req` is computed here from its tokens: it goes to the head of the queue, exempt from the cap.
-
-        For a transfer that failed. What KV it has is given back first.
-        """
-        self._endings.release(req, checkpoint=False)
-        self.queues.requests[req.rid] = req
-        self.queues.waiting.return_to_head(req)
-        if req.to_finish is not None:
-            self.queues.wishes.append(req)
 
     def release(self, req: Request, *, checkpoint: bool = True) -> None:
         """Give back row and pages of a request that a stage keeps. The only way to do so; no-op without KV.

@@ -5,7 +5,7 @@ Life of a process
     exit while starting up   the whole start-up fails, with the reason it gave or the last lines of its log
     exit while serving       restarted after a pause that doubles from 1 s to 30 s
     stop       SIGTERM in reverse order of start: finish what runs. SIGINT after the grace period: end now.
-               SIGKILL for what is left then
+               SIGKILL for what is left then. What the others use to say good-bye (Redis) is stopped after them
 """
 
 import re
@@ -43,6 +43,8 @@ class Child:
     pause: float = FIRST_PAUSE
     restart_at: float | None = None
     restarts: int = 0
+    outlives_others: bool = False
+    """Stopped once the others are gone."""
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -110,21 +112,27 @@ class Supervisor:
 
     def stop(self, grace: float) -> None:
         """End every child; returns when all are gone. Running requests have `grace` seconds to finish."""
-        for number, patience in ((signal.SIGTERM, grace), (signal.SIGINT, HURRY_SECONDS), (signal.SIGKILL, None)):
-            for child in reversed(self.children):
-                if child.process is not None and child.status is None:
-                    child.process.send_signal(number)
-            if self._gone_within(patience):
-                return
+        _stop([child for child in self.children if not child.outlives_others], grace)
+        _stop([child for child in self.children if child.outlives_others], grace)
 
-    def _gone_within(self, patience: float | None) -> bool:
-        """Whether every child has exited before `patience` is over; None waits as long as it takes."""
-        deadline = None if patience is None else time.monotonic() + patience
-        while any(child.process is not None and child.status is None for child in self.children):
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
+
+def _stop(children: Sequence[Child], grace: float) -> None:
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGINT, HURRY_SECONDS), (signal.SIGKILL, None)):
+        for child in reversed(children):
+            if child.process is not None and child.status is None:
+                child.process.send_signal(number)
+        if _gone_within(children, patience):
+            return
+
+
+def _gone_within(children: Sequence[Child], patience: float | None) -> bool:
+    """Whether every child has exited before `patience` is over; None waits as long as it takes."""
+    deadline = None if patience is None else time.monotonic() + patience
+    while any(child.process is not None and child.status is None for child in children):
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def _describe(status: int) -> str:

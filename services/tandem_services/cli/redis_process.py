@@ -43,7 +43,7 @@ def start_redis(supervisor: Supervisor, run_dir: Path) -> str:
         "--maxmemory-policy",
         "volatile-ttl",
     ]
-    supervisor.start(Child(name="redis", argv=argv, log=run_dir / "redis.log"))
+    supervisor.start(Child(name="redis", argv=argv, log=run_dir / "redis.log", outlives_others=True))
     _wait_for_port(supervisor, port)
     return f"redis://127.0.0.1:{port}/0"
 

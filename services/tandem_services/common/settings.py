@@ -26,7 +26,8 @@ KNOWN = {
     "TANDEM_WORKER_ID": "stable name of this worker; the pod name",
     "TANDEM_HOST": "address that other pods reach this process at; the pod IP",
     "TANDEM_LOG_LEVEL": "debug, info, warning or error",
-    "TANDEM_TEST_FAULTS": "read by the engine: lets tests inject transfer faults",
+    "TANDEM_TORCH": "read by set-up: cpu or cuda build of torch",
+    "TANDEM_VENV": "read by set-up: folder of the virtual environment",
 }
 """Every variable that means something to Tandem, with what it means."""
 

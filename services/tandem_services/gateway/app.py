@@ -46,6 +46,7 @@ from tandem_services.gateway.tokenization import Tokenization
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
+READ = ["GET", "HEAD"]
 LABELLED_PATHS = frozenset({*GENERATION_PATHS, *TOKENIZER_PATHS, "/v1/models"})
 """Paths that are metric labels; every other one counts as "other"."""
 
@@ -176,16 +177,16 @@ def _tokenizer_routes(gateway: Gateway) -> list[Route]:
 
 
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def list_models() -> Response:
         return _json(gateway.model.listing())
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def get_model(name: str) -> Response:
         gateway.model.check_name(name)
         return _json(gateway.model.card())
 
-    @app.get("/v1/requests/{request_id}/explain")
+    @app.api_route("/v1/requests/{request_id}/explain", methods=READ)
     async def explain(request_id: str) -> Response:
         record = gateway.answering.journal.find(request_id)
         if record is None:
@@ -194,21 +195,21 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.get("/live")
+    @app.api_route("/live", methods=READ)
     async def live() -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/ready")
-    @app.get("/health")
+    @app.api_route("/ready", methods=READ)
+    @app.api_route("/health", methods=READ)
     async def ready() -> Response:
         report = gateway.health.report()
         return _json(report, report.http_status)
 
-    @app.get("/version")
+    @app.api_route("/version", methods=READ)
     async def get_version() -> Response:
         return _json({"version": app.version})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def get_metrics() -> Response:
         return Response(render(gateway.registry), headers={"content-type": CONTENT_TYPE})
 

@@ -1,7 +1,7 @@
 """Configuration of a gateway: frozen, from flags. Durations are seconds."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_services.common.logs import LogFormat
@@ -18,7 +18,7 @@ class GatewayConfig:
     """Name clients use."""
     host: str = "127.0.0.1"
     port: int = 8000
-    redis: RedisAddress = RedisAddress(url="redis://127.0.0.1:6379/0")
+    redis: RedisAddress = field(default_factory=lambda: RedisAddress(url="redis://127.0.0.1:6379/0"))
     cluster: str = "default"
     """Separates deployments in one Redis."""
     curve_keys: Path | None = None

@@ -167,11 +167,14 @@ class SystemClient:
         for worker_id, url in self.system.workers.items():
             report: dict[str, Any] = {}
 
-            async def idle(worker_id: str = worker_id, report: dict[str, Any] = report) -> bool:
+            async def idle(url: str = url, report: dict[str, Any] = report) -> bool:
                 try:
-                    report.update(await self.audit(worker_id))
+                    response = await self.http.get(f"{url}/audit")
                 except httpx.TransportError:  # being restarted
                     return False
+                if response.status_code == 504:  # its engine still loads
+                    return False
+                report.update(response.json())
                 return report["idle"] and report["private_pages"] == report["held_pages"] == 0
 
             await until(idle, SETTLE_TIMEOUT_S, f"{worker_id} idle", report.copy)

@@ -138,6 +138,13 @@ def test_a_peer_that_cannot_exist_is_unreachable_and_no_error(prefill, decode, a
     assert receive(decode) == [ack(prefill)]
 
 
+def test_a_wrong_endpoint_does_not_stay_with_a_peer(prefill, decode):  # E10
+    elsewhere = msgspec.structs.replace(decode.me, endpoint="tcp://127.0.0.1:1")
+    assert prefill.send(elsewhere, ack(prefill, "lost"))
+    assert prefill.send(decode.me, ack(prefill))
+    assert receive(decode) == [ack(prefill)]
+
+
 def test_a_sender_with_a_number_of_thousands_of_digits_is_not_listened_to(prefill, decode):  # E10
     forged = Peer(worker_id="p", incarnation="p@" + "9" * 5000, endpoint="", compat_hash=COMPAT)
     prefill.send(decode.me, DrainAck(room="room", generation=1, sender=forged))

@@ -191,18 +191,6 @@ def test_a_prebuilt_request_can_be_retracted_and_is_then_computed_here():
     assert merged(pair) == expected(pair.prefill)
 
 
-def test_a_failed_transfer_is_computed_here_ahead_of_the_queue():
-    pair = make_pair(max_running_requests=1)
-    pair.decode.add(make_message("running", max_tokens=5))
-    pair.decode.add(make_message("queued", [7], max_tokens=2))
-    pair.decode.add(make_message(prompt=range(1, 12), max_tokens=4, handoff=make_handoff(RECEIVE, "room")))
-    pair.decode.step()
-    pair.decode.scheduler.recompute(pair.receiver.waiting.pop("room"))
-    assert [req.rid for req in pair.decode.scheduler.queues.waiting] == ["r", "queued"]
-    pair.run()
-    pair.decode.assert_expected()
-
-
 def test_a_transfer_report_and_the_handed_over_cache_hit_go_out_with_the_next_output():
     pair = make_pair()
     add(pair, max_tokens=4)

@@ -1,6 +1,8 @@
 """What the command line teaches and refuses."""
 
+import logging
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -11,7 +13,7 @@ from tandem_services.cli.chat import Turn
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import free_port, start_redis
-from tandem_services.cli.up import plan
+from tandem_services.cli.up import plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 
 COMMANDS = ["up", "chat", "bench", "verify", "gateway", "worker"]
@@ -45,6 +47,110 @@ def test_a_flag_is_never_guessed_from_its_beginning(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["up", "--pref", "2"])
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+BAD_VALUES = [
+    (["up", "--port", "70000"], "--port: must be between 0 and 65535, got 70000"),
+    (["up", "--ready-timeout", "-1"], "--ready-timeout: must be more than 0"),
+    (["gateway", "--redis-url", "redis://h", "--port", "70000"], "--port: must be between 0 and 65535"),
+    (["gateway", "--redis-url", "redis://h", "--drain-notice", "inf"], "--drain-notice: must be a number"),
+    (["gateway"], "--redis-url"),
+    (["worker", "--redis-url", "redis://h", "--health-port", "70000"], "--health-port: must be between 0 and 65535"),
+    (["bench", "serve", "--spread", "2"], "--spread: must be between 0 and 1, got 2"),
+    (["bench", "serve", "--request-rate", "0"], "--request-rate: must be more than 0"),
+    (["bench", "serve", "--request-rate", "nan"], "--request-rate: must be a number, got 'nan'"),
+    (["bench", "serve", "--trace-scale", "-1"], "--trace-scale: must be more than 0"),
+    (["bench", "serve", "--trace-speed", "0"], "--trace-speed: must be more than 0"),
+    (["bench", "serve", "--slo-ttft-ms", "x"], "--slo-ttft-ms: must be a number, got 'x'"),
+    (["bench", "serve", "--num-prompts", "1_000"], "--num-prompts: must be a whole number"),
+    (["chat", "--max-tokens", "0"], "--max-tokens: must be at least 1"),
+    (["chat", "--temperature", "-1"], "--temperature: must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("argv", "sentence"), BAD_VALUES, ids=[" ".join(argv) for argv, _ in BAD_VALUES])
+def test_a_bad_value_is_a_usage_error_that_names_its_flag(argv, sentence, capsys) -> None:  # E8 #86, #88
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+BAD_DEPLOYMENTS = [
+    (["gateway", "--redis-url", "http://me:secret@h"], "a Redis URL starts with redis://"),
+    (["gateway", "--redis-url", "redis://me:secret@h:port"], "its host, port or database cannot be read"),
+    (["gateway", "--redis-url", "redis://h", "--cluster", "a b"], "--cluster"),
+    (["gateway", "--redis-url", "redis://h", "--port", "0", "--model", "/"], "no config.json"),
+    (["gateway", "--redis-url", "redis://h", "--port", "0", "--curve-keys", "/does/not/exist"], "--curve-keys"),
+    (["gateway", "--redis-url", "redis://h", "--host", "192.0.2.1"], "choose another --host or --port"),
+    (["worker", "--redis-url", "http://me:secret@h"], "a Redis URL starts with redis://"),
+    (["worker", "--redis-url", "redis://me:secret@h:port"], "its host, port or database cannot be read"),
+    (["worker", "--redis-url", "redis://h", "--worker-id", "a b"], "--worker-id"),
+    (["worker", "--redis-url", "redis://h", "--redis-password-file", "/does/not/exist"], "--redis-password-file"),
+    (["up", "--redis-url", "http://me:secret@h", "--port", "0"], "a Redis URL starts with redis://"),
+    (["up", "--redis-url", "redis://me:secret@127.0.0.1:1", "--port", "0"], "cannot use Redis at redis://me:***@"),
+    (["up", "--port", "0", "--run-dir", "/proc/nope"], "choose another folder with --run-dir"),
+    (["bench", "serve", "--trace", "/does/not/exist.jsonl"], "--trace /does/not/exist.jsonl"),
+    (["bench", "serve", "--url", "not-a-url"], "not-a-url"),
+    (["chat", "--url", "ftp://h"], "ftp://h"),
+]
+
+
+@pytest.mark.parametrize(("argv", "sentence"), BAD_DEPLOYMENTS, ids=[" ".join(argv) for argv, _ in BAD_DEPLOYMENTS])
+def test_what_cannot_work_is_one_sentence_and_a_status(argv, sentence, tmp_path, monkeypatch, capfd) -> None:  # E8
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(argv)
+    finally:
+        logging.getLogger().handlers[:] = []
+    shown = capfd.readouterr().err
+    assert status in (1, 2, 3)
+    assert sentence in shown
+    assert "Traceback" not in shown
+    assert "secret" not in shown
+
+
+def test_a_redis_password_is_not_on_the_command_line_of_any_child(tmp_path, monkeypatch) -> None:  # C1
+    monkeypatch.setattr("tandem_services.cli.up.require_redis", lambda _: None)
+    monkeypatch.setattr(Child, "start", lambda _: None)
+    parsed = args("--port", "0", "--run-dir", str(tmp_path), "--redis-url", "redis://me:se%40cret@h:1/2")
+    supervisor = Supervisor()
+    start(parsed, plan(parsed), supervisor)
+    assert len(supervisor.children) == 3
+    for child in supervisor.children:
+        line = " ".join(child.argv)
+        assert "cret" not in line
+        assert f"--redis-url redis://me@h:1/2 --redis-password-file {tmp_path}/redis-password" in line
+    password = tmp_path / "redis-password"
+    assert (password.read_text(), password.stat().st_mode & 0o777) == ("se@cret", 0o600)
+
+
+def test_the_environment_gives_defaults_and_flags_win(monkeypatch) -> None:
+    monkeypatch.setenv("TANDEM_REDIS_URL", "redis://from-env")
+    monkeypatch.setenv("TANDEM_CLUSTER", "blue")
+    monkeypatch.setenv("TANDEM_WORKER_ID", "pod-0")
+    parsed = build_parser().parse_args(["worker", "--cluster", "green"])
+    assert (parsed.redis_url, parsed.cluster, parsed.worker_id) == ("redis://from-env", "green", "pod-0")
+
+
+def test_a_misspelt_variable_is_answered_with_the_nearest(monkeypatch, capsys) -> None:  # E8 #85
+    monkeypatch.setenv("TANDEM_REDIS_URI", "redis://h")
+    with pytest.raises(SystemExit):
+        main(["up", "--prefil", "1"])
+    assert "did you mean TANDEM_REDIS_URL?" in capsys.readouterr().err
+
+
+def test_a_command_works_without_home_and_in_the_c_locale(tmp_path) -> None:  # E8 #90
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem_services.cli.main", "up", "--model", "/døes/not/exist"],
+        env={"LANG": "C", "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no such folder" in done.stderr
 
 
 def args(*argv: str):
@@ -122,6 +228,30 @@ def test_a_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_pa
     assert child.status is None
     supervisor.stop(grace=5)
     assert child.status is not None
+
+
+def test_what_the_others_need_is_stopped_after_them(tmp_path) -> None:
+    flag = tmp_path / "gone"
+    last = f"""
+import pathlib, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if pathlib.Path({str(flag)!r}).exists() else 9))
+pathlib.Path({str(tmp_path / "up-last")!r}).touch()
+signal.pause()
+"""
+    first = f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), pathlib.Path({str(flag)!r}).touch(), sys.exit(0)))
+pathlib.Path({str(tmp_path / "up-first")!r}).touch()
+signal.pause()
+"""
+    supervisor = Supervisor()
+    for name, code, outlives in (("last", last, True), ("first", first, False)):
+        argv = [sys.executable, "-c", code]
+        supervisor.start(Child(name=name, argv=argv, log=tmp_path / name, outlives_others=outlives))
+    while not ((tmp_path / "up-last").exists() and (tmp_path / "up-first").exists()):
+        supervisor.require_alive()
+    supervisor.stop(grace=20)
+    assert [child.status for child in supervisor.children] == [0, 0]
 
 
 def test_a_chat_turn_keeps_text_usage_and_id_and_raises_on_an_error_event() -> None:

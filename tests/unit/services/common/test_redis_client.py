@@ -113,6 +113,16 @@ def test_a_password_file_is_read_at_each_connect(tmp_path):  # RELIABILITY B3.53
     assert FilePassword(None, path).get_credentials() == ("second",)
 
 
+def test_a_password_can_move_from_the_url_to_a_private_file(tmp_path):  # RELIABILITY C1
+    path = tmp_path / "password"
+    path.touch(mode=0o644)
+    moved = RedisAddress(url="rediss://us%40er:p%2Fw@h:6380/1?ssl_ca_certs=/ca.pem").with_password_in(path)
+    assert (moved.url, moved.password_file) == ("rediss://us%40er@h:6380/1?ssl_ca_certs=/ca.pem", path)
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("p/w", 0o600)
+    plain = RedisAddress(url="redis://h")
+    assert plain.with_password_in(path) is plain
+
+
 def test_an_absent_password_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="redis-password-file"):
         RedisAddress(url="redis://h", password_file=tmp_path / "absent")
