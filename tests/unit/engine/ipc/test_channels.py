@@ -224,3 +224,15 @@ async def test_a_flood_of_messages_is_taken_in_by_portions(monkeypatch, context)
     assert nonces == [*range(8)]
     dealer.close()
     router.close()
+
+
+def test_a_key_file_is_private_even_where_another_was_not(tmp_path, caplog):  # E8 #89
+    path = tmp_path / "keys.json"
+    path.touch(mode=0o644)
+    KeyPair.generate().save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    KeyPair.load(path)
+    assert not caplog.records
+    path.chmod(0o644)
+    KeyPair.load(path)
+    assert f"everybody on this machine can read {path}" in caplog.text

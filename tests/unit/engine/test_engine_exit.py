@@ -1,0 +1,17 @@
+"""The engine's process ends as soon as its work has."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import atexit, logging, sys
+from tandem_engine.cli import exit_now
+atexit.register(print, "destructors ran")
+print("last words")
+exit_now(3)
+"""
+
+
+def test_an_engine_exits_with_its_status_and_last_words_but_without_destructors():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "last words\n")
