@@ -11,6 +11,7 @@ Everything runs on one thread, the scheduler's; the forward and NIXL have thread
 import logging
 import signal
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,9 @@ class EngineProcess:
         self._event_sequence = 0
         self._stats_at = 0.0
         self._stopping = False
+        self._early: deque[tuple[bytes, EngineRequest]] = deque()
+        """Requests that came during a long step; handled at the next turn."""
+        engine.scheduler.on_wait(self._answer_pings)
         sockets = [requests.socket, *engine.sockets()]
         sockets += [control.socket] if control is not None else []
         self._poller = Poller(sockets, engine.descriptors())
@@ -116,6 +120,9 @@ class EngineProcess:
 
     def _receive(self) -> bool:
         any_message = False
+        while self._early:
+            any_message = True
+            self._handle_request(*self._early.popleft())
         for client, message in self._requests.receive():
             any_message = True
             self._handle_request(client, message)
@@ -124,6 +131,15 @@ class EngineProcess:
                 any_message = True
                 self._handle_order(order)
         return any_message
+
+    def _answer_pings(self) -> None:
+        """During a long step: prove that this engine lives, and keep everything else for the next turn."""
+        for client, message in self._requests.receive():
+            if isinstance(message, Ping):
+                self._handle_request(client, message)
+            else:
+                self._early.append((client, message))
+        self._publish_stats()
 
     def _handle_request(self, client: bytes, message: EngineRequest) -> None:
         match message:
@@ -170,6 +186,9 @@ class EngineProcess:
         events = self._engine.memory.cache.take_events()
         if events:
             self._send_events(events)
+        self._publish_stats()
+
+    def _publish_stats(self) -> None:
         now = time.monotonic()
         if now >= self._stats_at:
             self._stats_at = now + STATS_PERIOD

@@ -11,7 +11,7 @@ What the plan may not do without the tokens of N (retract, T15, T16) it answers 
 then this turn settles before it launches, as normal mode does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,11 @@ from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
 from tandem_engine.scheduler.settle import Settlement
 from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.tally import Tally
+
+WAIT_SLICE = 0.25
+"""Seconds that the loop waits for a step before it lets its owner answer others."""
+LONGEST_STEP = 120.0
+"""Seconds after which a step that has not come back is taken for hung."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +52,8 @@ class Loop:
     clock: Clock
     tally: Tally
     in_flight: InFlight | None = None
+    while_waiting: Callable[[], None] = lambda: None
+    """Called between slices of a long wait. It must not touch the scheduler."""
 
     def turn(self) -> None:
         """Plan, launch and settle once."""
@@ -87,12 +94,28 @@ class Loop:
         return InFlight(batch=batch, future=self.executor.launch(view))
 
     def _settle(self, done: InFlight, current: InFlight | None) -> None:
-        error = done.future.exception()  # waits for the step
+        error = self._wait(done.future)
         with self._scheduling(beside=current):
             if error is None:
                 self.settlement.settle(done.batch, done.future.result())
             else:
                 self.settlement.fail(done.batch, error)
+
+    def _wait(self, future: Future[ForwardResult]) -> BaseException | None:
+        """Wait for a step; returns what it raised.
+
+        A step can take seconds: a long chunk of a large model on a CPU. That is no silence, so the owner of
+        the loop gets to answer its peers meanwhile, and every slice of the wait counts as a turn. After
+        `LONGEST_STEP` a step counts as hung: nobody is told any more that this engine lives.
+        """
+        began = self.clock.now()
+        while True:
+            try:
+                return future.exception(timeout=WAIT_SLICE)
+            except TimeoutError:
+                if self.clock.now() - began < LONGEST_STEP:
+                    self.tally.loops += 1
+                    self.while_waiting()
 
     @contextmanager
     def _scheduling(self, *, beside: InFlight | None) -> Iterator[None]:

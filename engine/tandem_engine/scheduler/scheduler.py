@@ -19,6 +19,8 @@ What a stage calls back, from inside its own methods:
     release, finish           for one that `prefill_settled` kept: its KV was sent, or it failed
 """
 
+from collections.abc import Callable
+
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.executor.interface import ModelExecutor
@@ -190,6 +192,10 @@ class Scheduler:
         self._stream.flush()
         self._health.after_turn(idle=self.idle)
         return any(polled) or self.tally.moves != before
+
+    def on_wait(self, answer_others: Callable[[], None]) -> None:
+        """Have `answer_others` called now and then during a long step. It must not touch the scheduler."""
+        self._loop.while_waiting = answer_others
 
     def drain(self) -> None:
         """Refuse new requests from now on; those that are here finish."""

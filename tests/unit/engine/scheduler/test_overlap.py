@@ -1,10 +1,14 @@
 """Step N+1 is launched before step N is settled (BEHAVIOUR C.3, C.4)."""
 
+import threading
+from concurrent.futures import Future
+
 import pytest
 
-from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch
+from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, ForwardResult
 from tandem_engine.messages.outputs import FinishReason
-from tandem_testing.fake_executors import EagerExecutor
+from tandem_engine.scheduler import loop
+from tandem_testing.fake_executors import EagerExecutor, resolve
 from tandem_testing.scheduler_builders import Engine, ManualClock, expected_output, make_engine, make_message
 
 
@@ -233,3 +237,50 @@ def test_tokens_of_steps_before_the_one_that_raised_were_streamed():
     engine.add(make_message(max_tokens=9))
     engine.run()
     assert engine.output() == expected_output(engine.messages["r"])[:3]
+
+
+class StuckExecutor(EagerExecutor):
+    """Leaves every forward undone until `finish` is called."""
+
+    def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
+        self.batches.append(batch)
+        self.future: Future[ForwardResult] = Future()
+        return self.future
+
+    def finish(self) -> None:
+        resolve(self.future, self.model, self.batches[-1], self.faults)
+
+
+def test_during_a_long_step_the_owner_of_the_loop_answers_others(monkeypatch):
+    monkeypatch.setattr(loop, "WAIT_SLICE", 0.001)
+    engine = make_engine(executor=StuckExecutor)
+    answers = []
+
+    def answer_others() -> None:
+        answers.append(engine.scheduler.tally.loops)
+        if len(answers) == 3:
+            engine.executor.finish()
+
+    engine.scheduler.on_wait(answer_others)
+    engine.add(make_message(max_tokens=1))
+    engine.step()
+    assert answers == [2, 3, 4], "each slice of the wait counts as a turn"
+    engine.assert_expected()
+
+
+def test_a_step_that_never_comes_back_is_not_covered_up(monkeypatch):
+    monkeypatch.setattr(loop, "WAIT_SLICE", 0.001)
+    engine = make_engine(executor=StuckExecutor)
+    answers = []
+    rescue = threading.Timer(0.1, engine.executor.finish)
+
+    def answer_others() -> None:
+        answers.append(engine.clock.now())
+        engine.clock.time += loop.LONGEST_STEP / 2
+
+    engine.scheduler.on_wait(answer_others)
+    engine.add(make_message(max_tokens=1))
+    rescue.start()
+    engine.step()
+    rescue.join()
+    assert len(answers) == 2, "after the longest step nobody is told any more that this engine lives"
