@@ -83,6 +83,7 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     for name, default in (("num-prompts", 64), ("input-len", 256), ("output-len", 96), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=positive_int, default=default, metavar="N")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=non_negative_int, default=0, metavar="N")
     parser.add_argument("--skip-reference", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_bench)
@@ -99,6 +100,7 @@ def _bench(args: argparse.Namespace) -> int:
             output_len=args.output_len,
             rounds=args.rounds,
             dtype=args.dtype,
+            threads=args.threads,
             skip_reference=args.skip_reference,
             as_json=args.json,
         )

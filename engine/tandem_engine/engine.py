@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import msgspec
 import torch
@@ -26,7 +26,6 @@ from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.errors import ConfigError
 from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
-from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.executor.self_test import SelfTestReport, self_test
 from tandem_engine.forward.future_map import FutureMap
@@ -61,6 +60,8 @@ if TYPE_CHECKING:
 
 LAYOUT_VERSION = 1
 """Of `KvPool`: [page, layer, kv, kv_head, slot, head_dim]."""
+Executor: TypeAlias = ForwardThread | InlineExecutor
+
 SELF_TEST_TOKENS = 256
 MAX_STALLED_TURNS = 100_000
 """Turns without progress after which `generate` gives up instead of spinning for ever."""
@@ -73,6 +74,8 @@ class LoadedModel:
     config: EngineConfig
     model: CausalLM
     dtype: torch.dtype
+    threads: int
+    """That a forward may use."""
     text: TextTokenizer | None
 
     @property
@@ -95,14 +98,17 @@ def load(config: EngineConfig, *, progress: bool) -> LoadedModel:
     """Read the checkpoint. Raises `CheckpointError` and `ConfigError` before anything large is allocated."""
     facts = read_model_config(config.model_path)
     context_length = _context_length(config, facts)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    threads = config.threads or torch.get_num_threads()
+    # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
+    torch.set_num_threads(1)
     dtype = resolve_dtype(config.dtype, facts)
     model = load_model(config.model_path, facts, dtype, config.device, context_length=context_length, progress=progress)
     scheduler = replace(config.scheduler, context_length=context_length)
     folder = Path(config.model_path)
     text = TextTokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-    return LoadedModel(config=replace(config, scheduler=scheduler), model=model, dtype=dtype, text=text)
+    return LoadedModel(
+        config=replace(config, scheduler=scheduler), model=model, dtype=dtype, threads=threads, text=text
+    )
 
 
 def _context_length(config: EngineConfig, facts: ModelConfig) -> int:
@@ -124,12 +130,12 @@ class Engine:
         pool: KvPool,
         memory: KvMemory,
         runner: ModelRunner,
-        executor: ModelExecutor,
+        executor: Executor,
         scheduler: Scheduler,
         generations: Generations,
     ) -> None:
         self.model_config = loaded.model_config
-        self.dtype = loaded.dtype
+        self.threads = loaded.threads
         self.scheduler_config = config.scheduler
         self.memory = memory
         self.scheduler = scheduler
@@ -165,7 +171,7 @@ class Engine:
         pool = _pool(geometry, config, loaded.dtype)
         memory = _memory(pool, config)
         runner = _runner(loaded, pool, config)
-        executor = _executor(runner, config.scheduler)
+        executor = _executor(runner, config.scheduler, loaded.threads)
         generations = Generations()
         facts = ModelFacts(
             vocab_size=loaded.model_config.vocab_size,
@@ -251,12 +257,14 @@ class Engine:
         pages = self.memory.reserve_pages(self.memory.pages_for(tokens + 1))
         assert pages is not None, "a fresh pool has free pages"
         try:
-            return self_test(
-                self._runner,
-                pages=pages,
-                page_size=self.geometry.page_size,
-                vocab_size=self.model_config.vocab_size,
-                prompt_tokens=tokens,
+            return self._executor.run(
+                lambda: self_test(
+                    self._runner,
+                    pages=pages,
+                    page_size=self.geometry.page_size,
+                    vocab_size=self.model_config.vocab_size,
+                    prompt_tokens=tokens,
+                )
             )
         finally:
             self.memory.give_back(pages)
@@ -383,8 +391,11 @@ def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig) -> ModelRun
     )
 
 
-def _executor(runner: ModelRunner, config: SchedulerConfig) -> ModelExecutor:
-    return ForwardThread(runner.forward) if config.enable_overlap else InlineExecutor(runner.forward)
+def _executor(runner: ModelRunner, config: SchedulerConfig, threads: int) -> Executor:
+    if config.enable_overlap:
+        return ForwardThread(runner.forward, threads=threads)
+    torch.set_num_threads(threads)
+    return InlineExecutor(runner.forward)
 
 
 def _decode_text(text: TextTokenizer | None) -> DecodeText | None:

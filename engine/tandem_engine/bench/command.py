@@ -1,4 +1,4 @@
-"""`tandem bench offline`: the engine against transformers generate, in one process, in turn.
+"""`tandem bench offline`: the engine against transformers generate, in turn.
 
 Each round runs every workload on Tandem and then on transformers (A B A B …), so that a noisy machine
 disturbs both alike; medians over rounds count and only ratios mean anything across machines. Before any
@@ -10,13 +10,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import msgspec
 import torch
 from tqdm import tqdm
 
-from tandem_engine.bench.reference import TransformersBaseline
+from tandem_engine.bench.reference import Start, TransformersBaseline
 from tandem_engine.bench.workload import Job, mixed_jobs, random_ids, single_job
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine, load
@@ -32,6 +33,8 @@ class BenchOptions:
     output_len: int
     rounds: int
     dtype: str
+    threads: int
+    """0 leaves torch's choice."""
     skip_reference: bool
     as_json: bool
 
@@ -82,8 +85,8 @@ class _Side:
 
 def run_bench(options: BenchOptions) -> int:
     """Entry point of the command; returns the exit status. Raises `EngineError`."""
-    engine = _build(options)
-    with engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(_build(options))
         vocab = engine.model_config.vocab_size
         jobs = mixed_jobs(
             options.num_prompts, input_len=options.input_len, output_len=options.output_len, vocab_size=vocab, seed=1
@@ -91,7 +94,8 @@ def run_bench(options: BenchOptions) -> int:
         stream = single_job(input_len=128, output_len=options.output_len, vocab_size=vocab, seed=2)
         sides = [_side("tandem", lambda batch: run_on(engine, batch))]
         if not options.skip_reference:
-            baseline = TransformersBaseline(options.model_path, engine.dtype)
+            start = Start(model_path=options.model_path, dtype=options.dtype, threads=engine.threads)
+            baseline = stack.enter_context(TransformersBaseline(start))
             sides.append(_side("transformers", baseline.run))
         equal = _compare(sides, jobs)
         _measure(options, sides, jobs, stream)
@@ -106,6 +110,7 @@ def _build(options: BenchOptions) -> Engine:
     config = EngineConfig(
         model_path=options.model_path,
         dtype=options.dtype,
+        threads=options.threads,
         scheduler=SchedulerConfig(
             context_length=longest, max_running_requests=options.num_prompts, chunked_prefill_size=2048
         ),
@@ -191,7 +196,7 @@ def _print(
     report = OfflineReport(
         model=options.model_path,
         dtype=options.dtype,
-        threads=torch.get_num_threads(),
+        threads=engine.threads,
         torch=str(torch.__version__),
         num_prompts=options.num_prompts,
         rounds=options.rounds,

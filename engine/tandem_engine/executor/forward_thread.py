@@ -6,24 +6,38 @@ computes, because torch and the compiled kernels let go of the interpreter lock.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 
 Forward = Callable[[ForwardBatch], ForwardResult]
+T = TypeVar("T")
 
 
 class ForwardThread:
     """Implements `ModelExecutor`: overlap mode. `launch` returns at once; batches run in order."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, *, threads: int | None = None) -> None:
+        """`threads`: how many torch may use inside a forward; None leaves its choice.
+
+        The number belongs to the thread that asks. Nobody else of the process should compute with more than
+        one: every thread that does gets an OpenMP team of its own, and once teams outnumber the cores their
+        members sleep between operations instead of being ready, which makes small steps twice as slow.
+        """
         self._forward = forward
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forward")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="forward", initializer=_use_threads, initargs=(threads,)
+        )
 
     def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
         """Raises `RuntimeError` after `shutdown`."""
         return self._thread.submit(self._run, batch)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run `function` where forwards run, with their threads, and wait for it."""
+        return self._thread.submit(function).result()
 
     def shutdown(self) -> None:
         self._thread.shutdown(wait=True)
@@ -32,6 +46,11 @@ class ForwardThread:
         # Grad mode belongs to a thread, so it is set where the forward runs.
         with torch.inference_mode():
             return self._forward(batch)
+
+
+def _use_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 class InlineExecutor:
@@ -48,6 +67,10 @@ class InlineExecutor:
         except Exception as error:  # noqa: BLE001 - the boundary: `result()` raises it, as on a thread
             future.set_exception(error)
         return future
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run `function` where forwards run: here."""
+        return function()
 
     def shutdown(self) -> None:
         """Nothing runs between launches."""

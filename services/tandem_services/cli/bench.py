@@ -108,6 +108,13 @@ def _add_offline(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="both sides (default float32)"
     )
+    parser.add_argument(
+        "--threads",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="CPU threads of both sides; 0 is torch's choice",
+    )
     parser.add_argument("--skip-reference", action="store_true", help="measure Tandem only")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run_offline, parser=parser)
@@ -115,7 +122,7 @@ def _add_offline(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def run_offline(args: argparse.Namespace) -> int:
     argv = [sys.executable, "-m", "tandem_engine.cli", "bench", "--model", str(model_folder(args.model))]
-    for name in ("num_prompts", "input_len", "output_len", "rounds", "dtype"):
+    for name in ("num_prompts", "input_len", "output_len", "rounds", "dtype", "threads"):
         argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     argv += ["--skip-reference"] if args.skip_reference else []
     argv += ["--json"] if args.json else []
