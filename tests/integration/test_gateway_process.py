@@ -12,9 +12,10 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from tandem_services.common.ports import free_port
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
-from tandem_testing.redis_server import REDIS_SERVER, RedisServer, free_port
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import Fleet, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
 

@@ -10,18 +10,12 @@ from typing import TYPE_CHECKING
 
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.common.errors import StartupError
+from tandem_services.common.ports import free_port
 
 if TYPE_CHECKING:
     from tandem_services.common.redis_client import RedisAddress
 
 START_TIMEOUT = 10.0
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def start_redis(supervisor: Supervisor, run_dir: Path) -> str:

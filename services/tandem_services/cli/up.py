@@ -16,9 +16,10 @@ from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, no
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.processes import Child, Supervisor
-from tandem_services.cli.redis_process import free_port, python_command, require_free, require_redis, start_redis
+from tandem_services.cli.redis_process import python_command, require_free, require_redis, start_redis
 from tandem_services.cli.shared_flags import add_cluster, add_local_prefill, add_model, add_redis
 from tandem_services.common.errors import StartupError
+from tandem_services.common.ports import free_port
 
 STOP_GRACE = 5.0
 """Running requests may take this long to finish after Ctrl-C."""

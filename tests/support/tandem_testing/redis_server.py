@@ -12,14 +12,10 @@ import subprocess
 import time
 from dataclasses import dataclass
 
+from tandem_services.common.ports import free_port
+
 REDIS_SERVER = shutil.which("redis-server")
 """None where Redis is not installed; tests that need it skip."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(kw_only=True)

@@ -12,9 +12,10 @@ from tandem_services.cli.bundled import bundled_model, model_folder
 from tandem_services.cli.chat import Turn
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor
-from tandem_services.cli.redis_process import free_port, start_redis
+from tandem_services.cli.redis_process import start_redis
 from tandem_services.cli.up import plan, start
 from tandem_services.common.errors import RemoteError, StartupError
+from tandem_services.common.ports import free_port
 
 COMMANDS = ["up", "chat", "bench", "verify", "gateway", "worker"]
 
