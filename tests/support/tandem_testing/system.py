@@ -24,7 +24,7 @@ from tandem_testing.waiting import wait_for
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
-MARK = "TANDEM_TEST_SYSTEM"
+MARK = "SYSTEM_UNDER_TEST"
 
 
 def tandem_command(*args: str) -> list[str]:
