@@ -26,13 +26,14 @@ sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/suppo
 
 import uvloop  # noqa: E402
 
+from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer  # noqa: E402
 from tandem_services.common.health import Health  # noqa: E402
 from tandem_services.gateway.app import create_app  # noqa: E402
 from tandem_services.gateway.config import GatewayConfig  # noqa: E402
 from tandem_services.gateway.serve import http_server, listen  # noqa: E402
-from tandem_services.router.choice import Role, WorkerView  # noqa: E402
+from tandem_services.router.choice import WorkerView  # noqa: E402
 from tandem_testing.gateway_builders import FakeChooser  # noqa: E402
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, scripted_tokens  # noqa: E402
 from tandem_testing.tokenizer_builders import write_tokenizer  # noqa: E402

@@ -24,8 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support")]
 
+from tandem_engine.config import Role  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress, RedisClient  # noqa: E402
-from tandem_services.router.choice import Role, WorkerView  # noqa: E402
+from tandem_services.router.choice import WorkerView  # noqa: E402
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind  # noqa: E402
 from tandem_services.router.keys import Keys  # noqa: E402
 from tandem_services.router.library import FunctionLibrary  # noqa: E402

@@ -5,8 +5,8 @@ import asyncio
 import openai
 import pytest
 
+from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.router.choice import Role
 from tandem_testing.gateway_builders import EngineRack, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from tandem_engine.config import Role
 from tandem_services.router import keys
-from tandem_services.router.choice import Role
 from tandem_services.router.registry import LeaseStatus, WorkerState
 from tandem_services.router.scoring import Demand
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer

@@ -6,8 +6,9 @@ from random import Random
 
 import pytest
 
+from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import NoWorkersError, Role, RouteQuery, Source
+from tandem_services.router.choice import NoWorkersError, RouteQuery, Source
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_load, make_record

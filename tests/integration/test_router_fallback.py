@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
+from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.router.choice import Role, RouteQuery, Source
+from tandem_services.router.choice import RouteQuery, Source
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from tandem_engine.clock import MonotonicClock
+from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.router.choice import Role
 from tandem_services.router.registry import WorkerRecord, WorkerState
 from tandem_services.router.scoring import Demand
 from tandem_services.worker.config import WorkerConfig

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem_services.router.choice import Role
+from tandem_engine.config import Role
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import HANDOFF_S, NO_ROOM_S, TIE_S, Candidate, Demand, Load, select
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer

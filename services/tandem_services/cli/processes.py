@@ -42,7 +42,6 @@ class Child:
     started_at: float = 0.0
     pause: float = FIRST_PAUSE
     restart_at: float | None = None
-    restarts: int = 0
     outlives_others: bool = False
     """Stopped once the others are gone."""
 
@@ -105,7 +104,6 @@ class Supervisor:
                 events.append(f"{child.name} {_describe(status)}; restarting in {child.pause:g} s (log: {child.log})")
                 child.pause = min(child.pause * 2, LONGEST_PAUSE)
             elif now >= child.restart_at:
-                child.restarts += 1
                 child.start()
                 events.append(f"{child.name} restarted")
         return events

@@ -61,7 +61,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     from tandem_services.common.logs import LogFormat, configure_logging
     from tandem_services.common.redis_client import RedisAddress
-    from tandem_services.router.choice import Role as RoutedRole
     from tandem_services.worker.config import WorkerConfig
     from tandem_services.worker.main import run_worker
 
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         WorkerConfig(
             model_path=args.model,
             model_name=args.served_model_name or folder.name,
-            role=RoutedRole(args.role),
+            role=Role(args.role),
             worker_id=args.worker_id or f"{platform.node()}-{os.getpid()}",
             redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
             cluster=args.cluster,

@@ -3,13 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-
-class Role(StrEnum):
-    """What a worker is offered for."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
+from tandem_engine.config import Role
 
 
 class Source(StrEnum):

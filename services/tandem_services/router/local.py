@@ -14,7 +14,8 @@ from hashlib import blake2b
 from random import Random
 
 from tandem_engine.clock import Clock
-from tandem_services.router.choice import Claim, Role
+from tandem_engine.config import Role
+from tandem_services.router.choice import Claim
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import Candidate, Demand, Option, room_needed, select, uncached
 

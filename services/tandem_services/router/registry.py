@@ -22,8 +22,9 @@ from typing import TypeVar
 
 import msgspec
 
+from tandem_engine.config import Role
 from tandem_services.common.redis_client import Argument, RedisUnavailableError, Reply
-from tandem_services.router.choice import Role, WorkerView
+from tandem_services.router.choice import WorkerView
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.scoring import ASSUMED_TRANSFER_RATE, Load

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar
 
-from tandem_services.router.choice import Role, ScoreTerm, WorkerView
+from tandem_engine.config import Role
+from tandem_services.router.choice import ScoreTerm, WorkerView
 
 ASSUMED_PREFILL_RATE = 2_000.0
 """Tokens per second of a worker that has published no rate: a slow one, so that it is tried but not flooded."""

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem_engine.config import Role
 from tandem_engine.errors import ConfigError
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import Role
 from tandem_services.router.keys import check_name
 
 ENGINE_COMMAND = (sys.executable, "-m", "tandem_engine.cli", "serve")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext, RouterChannel
 from tandem_engine.messages.outputs import (
     EngineReply,
@@ -28,7 +29,7 @@ from tandem_engine.messages.requests import (
     HandoffSide,
     Ping,
 )
-from tandem_services.router.choice import Role, WorkerView
+from tandem_services.router.choice import WorkerView
 
 WAIT_S = 10.0
 

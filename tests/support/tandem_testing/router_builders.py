@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from tandem_engine.config import Role
 from tandem_engine.messages.block_hash import chain_hashes, chain_seed
 from tandem_services.common.redis_client import RedisAddress, RedisClient
-from tandem_services.router.choice import Role, WorkerView
+from tandem_services.router.choice import WorkerView
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import CONSTANTS, FunctionLibrary, library_source

@@ -5,8 +5,8 @@ python -m tandem_testing.worker_process REDIS_URL REMOTE_SOCKET
 
 import sys
 
+from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import Role
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.main import run_worker
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_services.common.errors import StartupError
 from tandem_services.gateway.serve import listen
-from tandem_services.router.choice import Role
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.explain import RequestJournal, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
-from tandem_services.router.choice import Role
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer

@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 
-from tandem_services.router.choice import Role
+from tandem_engine.config import Role
 from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
 from tandem_services.router.scoring import Demand
 from tandem_testing.router_builders import make_load, make_record

@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
+from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.choice import Role
 from tandem_services.router.registry import (
     ROW,
     HeartbeatReply,

@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 
-from tandem_services.router.choice import Role, WorkerView
+from tandem_engine.config import Role
+from tandem_services.router.choice import WorkerView
 from tandem_services.router.scoring import Candidate, Demand, Load, options
 
 

@@ -1,7 +1,7 @@
 import pytest
 
+from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import Role
 from tandem_services.router.registry import WorkerState
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.load import LoadMonitor, describe
