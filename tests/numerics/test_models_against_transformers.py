@@ -54,7 +54,7 @@ def extend(model: CausalLM, attend: DenseAttend, ids: list[Tensor], starts: list
     attend.extend_lens = [len(part) for part in ids]
     positions = torch.cat([torch.arange(start, start + len(part)) for start, part in zip(starts, ids, strict=True)])
     with torch.inference_mode():
-        return model.forward(torch.cat(ids), positions, attend, torch.arange(len(positions)))
+        return model.logits(model.forward(torch.cat(ids), positions, attend, torch.arange(len(positions))))
 
 
 def reference(model: torch.nn.Module, ids: Tensor) -> Tensor:
@@ -109,7 +109,8 @@ def test_logits_are_computed_for_the_tokens_asked_for(pair):
     with torch.inference_mode():
         for index in ([19], [3, 11, 4], []):
             wanted = torch.tensor(index, dtype=torch.int64)
-            logits = pair.ours.forward(ids, torch.arange(20), DenseAttend(extend_lens=[20]), wanted)
+            hidden = pair.ours.forward(ids, torch.arange(20), DenseAttend(extend_lens=[20]), wanted)
+            logits = pair.ours.logits(hidden)
             assert logits.shape == (len(index), VOCAB_SIZE)
             torch.testing.assert_close(logits, whole[wanted], atol=1e-5, rtol=0)
 

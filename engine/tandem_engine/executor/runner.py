@@ -56,7 +56,8 @@ class ModelRunner:
         """Run the model alone: KV is written, nothing is sampled. float32 [S, vocab]."""
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
         attend = self.backend.plan(batch)
-        return self.model.forward(input_ids, batch.positions, attend, _last_tokens(batch))
+        hidden = self.model.forward(input_ids, batch.positions, attend, _last_tokens(batch))
+        return self.model.logits(hidden)
 
 
 def _last_tokens(batch: ForwardBatch) -> Tensor:

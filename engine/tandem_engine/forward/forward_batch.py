@@ -90,8 +90,12 @@ class ForwardResult:
 
     step: int
     next_token_ids: tuple[int, ...]
-    """[S] in the order of `sample_index`."""
+    """One for each of the S sampling sequences, in the order of `sample_index`; with `accept_lens`, their runs
+    one after the other."""
+    accept_lens: tuple[int, ...] = ()
+    """[S] tokens in each sequence's run when drafts were verified: accepted drafts and the bonus token. ()
+    when every sequence has one token."""
     logprobs: tuple[SampledLogprobs | None, ...] = ()
-    """[S], or empty when nobody asked."""
+    """As many as `next_token_ids`, or empty when nobody asked."""
     compute_s: float = 0.0
     """Time the forward itself took."""

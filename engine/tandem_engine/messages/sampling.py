@@ -1,13 +1,21 @@
 """How a request wants its tokens chosen. Checked at the gateway and again by the engine."""
 
+from collections.abc import Sized
+
 import msgspec
 
 from tandem_engine.errors import InvalidRequestError
+from tandem_engine.messages.grammar import GrammarSpec
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 32
 GREEDY_TEMPERATURE = 1e-5
 """Below this a temperature means greedy: dividing logits by less overflows float32."""
 
@@ -31,6 +39,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: none. n: logprob of the sampled token and of the n most likely."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    logprob_start: int = 0
+    """First prompt token that `prompt_logprobs` is wanted for. The prefix cache is not used beyond it (T21)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that occur in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens once for each time they occur in the output."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens that occur in prompt or output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else may be sampled; () allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not occur in the output; one of a single id forbids that token."""
+    grammar: GrammarSpec | None = None
 
     @property
     def greedy(self) -> bool:
@@ -48,6 +73,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        _within("logprob_start", self.logprob_start, 0, 2**31 - 1)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not 0.0 < self.repetition_penalty <= 2.0:
+            raise InvalidRequestError(
+                f"repetition_penalty must be above 0 and at most 2, got {self.repetition_penalty}",
+                param="repetition_penalty",
+            )
+        self._check_stops(vocab_size)
+        self._check_token_lists(vocab_size)
+        if self.grammar is not None:
+            self.grammar.check()
+
+    def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError(
                 f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop"
@@ -62,6 +103,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for token in self.stop_token_ids:
             _within("stop_token_ids", token, 0, vocab_size - 1)
+
+    def _check_token_lists(self, vocab_size: int) -> None:
+        _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIASES)
+        for token, bias in self.logit_bias:
+            _within("logit_bias", token, 0, vocab_size - 1)
+            _within("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        _at_most("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        for token in self.allowed_token_ids:
+            _within("allowed_token_ids", token, 0, vocab_size - 1)
+        _at_most("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in self.bad_words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequestError(
+                    f"each of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens, one has {len(word)}",
+                    param="bad_words",
+                )
+            for token in word:
+                _within("bad_words", token, 0, vocab_size - 1)
+
+
+def _at_most(name: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidRequestError(f"{name} takes at most {limit} entries, got {len(values)}", param=name)
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

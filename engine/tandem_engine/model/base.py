@@ -1,6 +1,6 @@
 """What the executor knows of a model: one forward over a flat run of tokens, attention passed in.
 
-Shapes use  T = tokens computed in this step, S = tokens whose logits are wanted, H = query heads,
+Shapes use  T = tokens computed in this step, S = tokens whose hidden states are wanted, H = query heads,
 KV = key/value heads, D = head_dim. The model holds weights and nothing else: where keys and values live,
 which tokens belong together and what each may see is the business of the `Attend` it is given.
 """
@@ -33,16 +33,24 @@ class CausalLM(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, logits_index: Tensor) -> Tensor:
-        """Compute one step. The caller holds `torch.inference_mode`.
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+        """Compute one step up to the final norm. The caller holds `torch.inference_mode`.
 
         Args:
             input_ids: [T] int64, each within the vocabulary.
             positions: [T] int64, absolute position of each token in its sequence.
             attend: called once per layer, in layer order.
-            logits_index: [S] int64, indices into T; S may be 0.
+            wanted: [S] int64, indices into T of the tokens whose hidden states somebody needs; S may be 0.
 
         Returns:
-            float32 logits [S, vocab_size] of those tokens, in that order.
+            Hidden states [S, hidden_size] of those tokens, in that order, in the model's dtype.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, hidden_size] that `forward` returned, to float32 logits [N, vocab_size].
+
+        Apart from `forward` because a long prompt's logits must be taken a part at a time (T22), and
+        because pooling and drafting want hidden states and no logits.
         """
         ...

@@ -4,7 +4,7 @@
             └───────────────────────────────────────────────────────┘  └────────────────────────────────────┘
 
 What a family does differently is a tensor that is there or not: a bias, a norm on q and k, an output head
-of its own. Shapes use  T = tokens of the step, S = tokens whose logits are wanted, H = query heads,
+of its own. Shapes use  T = tokens of the step, S = tokens whose hidden states are wanted, H = query heads,
 KV = key/value heads, D = head_dim.
 
 The parts are plain frozen objects that hold tensors. At the sizes that run on a CPU a decode step consists
@@ -95,7 +95,7 @@ class Decoder:
     norm: RmsNorm
     lm_head: Projection
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, logits_index: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
         hidden = self.embedding(input_ids)
         rotation = self.rotary.at(positions)
@@ -103,12 +103,16 @@ class Decoder:
         for layer, block in enumerate(self.blocks):
             gathered = block.attention.attend(layer, hidden, rotation, attend)
             if layer == last:
-                # From here on a token serves only its own logits: most of a prompt need go no further.
-                hidden = hidden.index_select(0, logits_index)
-                gathered = gathered.index_select(0, logits_index)
+                # From here on a token serves only itself: most of a prompt need go no further.
+                hidden = hidden.index_select(0, wanted)
+                gathered = gathered.index_select(0, wanted)
             hidden.add_(block.attention.output(gathered))
             hidden.add_(block.feed_forward(hidden))
-        return self.lm_head(self.norm(hidden)).float()
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+        return self.lm_head(hidden).float()
 
 
 def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> Decoder:

@@ -47,8 +47,11 @@ class ToyModel:
             tie_embeddings=False,
         )
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, logits_index: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         qkv = self.embedding[input_ids] + self.position[positions]
         q, k, v = qkv.split_with_sizes((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
         hidden = sum((attend(layer, q, k, v) for layer in range(NUM_LAYERS)), start=torch.zeros(()))
-        return hidden[logits_index] @ self.head
+        return hidden[wanted]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.head

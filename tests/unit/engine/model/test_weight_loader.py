@@ -22,9 +22,8 @@ def load(directory, dtype=torch.float32, **options):
 def logits(model, ids=(1, 2, 3)) -> torch.Tensor:
     count = len(ids)
     with torch.inference_mode():
-        return model.forward(
-            torch.tensor(ids), torch.arange(count), DenseAttend(extend_lens=[count]), torch.arange(count)
-        )
+        attend = DenseAttend(extend_lens=[count])
+        return model.logits(model.forward(torch.tensor(ids), torch.arange(count), attend, torch.arange(count)))
 
 
 @pytest.fixture
