@@ -80,13 +80,16 @@ def drive(pair: Pair, trouble: Trouble, dice: random.Random) -> list[str]:
 
 
 def submit(pair: Pair, rid: str, shared: list[int], dice: random.Random) -> None:
-    prompt = [*shared[: dice.choice([0, 4, 9])], *(dice.randrange(1, 90) for _ in range(dice.randrange(1, 20)))]
+    is_choice = dice.random() < 0.3
+    own = [] if is_choice else [dice.randrange(1, 90) for _ in range(dice.randrange(1, 20))]
+    prompt = [*shared, *shared] if is_choice else [*shared[: dice.choice([0, 4, 9])], *own]
     max_tokens = dice.choice([1, 2, 6, 12])
     ignore_eos = dice.random() < 0.5
     ends = [pair.submit_prefill, pair.submit_decode]
     dice.shuffle(ends)
     for end in ends:
-        end(rid, tuple(prompt), max_tokens=max_tokens, ignore_eos=ignore_eos)
+        group = "choices" if is_choice else ""
+        end(rid, tuple(prompt), max_tokens=max_tokens, ignore_eos=ignore_eos, group=group)
 
 
 def abort(pair: Pair, rid: str) -> None:

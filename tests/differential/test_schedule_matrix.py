@@ -47,6 +47,10 @@ def workload() -> list[GenerateRequest]:
         make_message("resumed", SHARED[:9], max_tokens=14, resume=(4, 9, 2)),
         make_message("minimum", [8, 8, 8], max_tokens=18, min_tokens=9, ignore_eos=False, stop_token_ids=(3, 4, 5)),
         make_message("string", [9, 1], max_tokens=30, stop=("ab", "qx", "z")),
+        *(
+            make_message(f"choice-{i}", SHARED[3:30], max_tokens=8 + i, temperature=1.0, seed=i, group="choices")
+            for i in range(3)
+        ),
     ]
 
 

@@ -219,7 +219,7 @@ class DecodeStage:
 
     def _grant_in_order(self) -> bool:
         granted = False
-        while reserved := self.prealloc.reserve_next(under_way=len(self._receiving)):
+        while reserved := self.prealloc.reserve_next(under_way=[entry.req for entry in self._receiving.values()]):
             self._grant(reserved.waiting, reserved.kv)
             granted = True
         return granted

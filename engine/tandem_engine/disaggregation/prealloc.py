@@ -3,10 +3,13 @@
 First come, first served: a long prompt at the head waits for its pages and nothing overtakes it, or it
 would wait for ever. Pages are given only while running requests can spare them, so that transfers neither
 starve them nor push them into retraction, and no more are let in than the running batch can take.
+
+Choices of one answer (`scheduler.groups`) share the pages of their prompt. Those that wait while the first of
+them receives it are passed over: once it is here, they find it in the prefix cache and receive the rest.
 """
 
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +18,7 @@ from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.requests import Handoff
 from tandem_engine.names import RequestId
+from tandem_engine.scheduler.groups import same_prompt
 from tandem_engine.scheduler.request import Request
 
 
@@ -80,16 +84,21 @@ class PreallocQueue:
         now = self.host.clock.now()
         return [waiting for waiting in self._waiting if now >= waiting.deadline]
 
-    def reserve_next(self, *, under_way: int) -> Reserved | None:
-        """Take the head out with all the memory it needs, or leave it when that would crowd others out.
+    def reserve_next(self, *, under_way: Collection[Request]) -> Reserved | None:
+        """Take the next one out with all the memory it needs, or leave it when that would crowd others out.
 
-        `under_way` transfers hold their pages already; each becomes a running request that soon wants
-        one page more.
+        Requests `under_way` hold their pages already; each becomes a running request that soon wants one page
+        more.
         """
-        if not self._waiting:
+        prompts = [req for req in under_way if req.group]
+        waiting = next((waiting for waiting in self._waiting if not _comes(waiting.req, prompts)), None)
+        if waiting is None:
             return None
-        kv = self._reserve(self._waiting[0], under_way)
-        return None if kv is None else Reserved(self._waiting.popleft(), kv)
+        kv = self._reserve(waiting, len(under_way))
+        if kv is None:
+            return None
+        self._waiting.remove(waiting)
+        return Reserved(waiting, kv)
 
     def _reserve(self, waiting: Waiting, under_way: int) -> RequestKv | None:
         memory, tokens, salt = self.host.memory, waiting.tokens, waiting.req.cache_salt
@@ -105,3 +114,10 @@ class PreallocQueue:
             memory.release(kv, tokens, checkpoint=False, after_step=None)
             return None
         return kv
+
+
+def _comes(req: Request, under_way: Sequence[Request]) -> bool:
+    """Whether another choice of the same answer is receiving the prompt of `req`."""
+    return bool(req.group) and any(
+        (req.client, req.group) == (other.client, other.group) and same_prompt(req, other) for other in under_way
+    )

@@ -56,6 +56,8 @@ class FakeModel:
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Store, attend, sample, publish."""
         self.forwards += 1
+        if batch.page_copies:
+            self.pool.copy_pages(batch.page_copies)
         self._store(batch)
         tokens = tuple(self._sample(batch, index) for index in range(len(batch.sample_index)))
         self._future_map.publish(batch.rows[batch.sample_index], torch.tensor(tokens, dtype=torch.int64))

@@ -54,6 +54,8 @@ class ModelRunner:
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Run the model alone: KV is written, nothing is sampled. float32 [S, vocab]."""
+        if batch.page_copies:
+            self.pool.copy_pages(batch.page_copies)
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
         attend = self.backend.plan(batch)
         hidden = self.model.forward(input_ids, batch.positions, attend, _last_tokens(batch))

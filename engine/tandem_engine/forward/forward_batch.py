@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.names import PageId
 
 RESOLVE = -1
 """Input id of a token that only the device knows yet: read it from the FutureMap row (T41)."""
@@ -66,6 +67,8 @@ class ForwardBatch:
     sample_index: torch.Tensor
     """[S] indices into B; a chunk that is not the last of its prompt samples nothing."""
     sampling: SamplingBatch
+    page_copies: tuple[tuple[PageId, PageId], ...] = ()
+    """(source, target): pages to copy whole before anything is computed. No target is a source."""
 
     @property
     def num_tokens(self) -> int:

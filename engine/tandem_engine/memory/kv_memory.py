@@ -130,6 +130,10 @@ class KvMemory:
         self.rows.write(kv.row, 0, inserted.pages)
         self._free(inserted.duplicates, after_step)
 
+    def is_news(self, kv: RequestKv, token_ids: Sequence[int]) -> bool:
+        """Whether a checkpoint would exchange no page: the cache has nothing of `token_ids` but what `kv` borrows."""
+        return self.cached_len(token_ids, salt=kv.salt, max_match=kv.committed_len) <= kv.cache_protected_len
+
     def release(self, kv: RequestKv, token_ids: Sequence[int], *, checkpoint: bool, after_step: int | None) -> None:
         """Give back all that `kv` holds; with `checkpoint` the cache first adopts its whole settled pages."""
         if checkpoint:

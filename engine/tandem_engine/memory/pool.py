@@ -9,6 +9,8 @@ descriptor and a digest reads it in a single pass.
 The pool knows nothing about who owns which page.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from tandem_engine.names import PageId
@@ -68,6 +70,11 @@ class KvPool:
         keys, values = self.key_value(layer)
         keys[pages, :, slots] = k.to(keys.dtype)
         values[pages, :, slots] = v.to(values.dtype)
+
+    def copy_pages(self, copies: Sequence[tuple[PageId, PageId]]) -> None:
+        """Copy whole pages, (source, target) each. No target may be a source."""
+        sources, targets = (torch.tensor(pages, device=self.data.device) for pages in zip(*copies, strict=True))
+        self._bytes[targets] = self._bytes[sources]
 
     def bytes_view(self) -> torch.Tensor:
         """The bytes of all pages: uint8 [num_pages, page_bytes], a view."""

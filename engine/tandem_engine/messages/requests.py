@@ -13,6 +13,7 @@ from tandem_engine.errors import InvalidRequestError
 from tandem_engine.messages.sampling import SamplingParams
 
 MAX_ROOM_BYTES = 256
+MAX_GROUP_BYTES = 256
 MAX_GENERATION = 2**53
 """Room and generation travel in every transfer notification, which NIXL bounds."""
 
@@ -68,8 +69,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     cache_salt: str = ""
     """Prefix cache entries are shared only among equal salts."""
     priority: int = 0
+    group: str = ""
+    """Requests with one prompt and one group name are choices of one answer (n, best_of): the prompt is computed
+    once and its pages are shared. Each has an end of its own."""
     deadline_s: float | None = None
     """Seconds from receipt after which the request is aborted."""
+
+
+def check_group(name: str) -> None:
+    """Raise `InvalidRequestError` for a group name that is too long to be kept."""
+    size = len(name.encode("utf-8", "surrogatepass"))
+    if size > MAX_GROUP_BYTES:
+        raise InvalidRequestError(f"group may have at most {MAX_GROUP_BYTES} bytes, got {size}", param="group")
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

@@ -50,6 +50,7 @@ class Endings:
             self.queues.waiting.discard(req)
         self.release(req, checkpoint=checkpoint)
         self.queues.forget(req)
+        self.queues.leave_group(req)
         self.stream.send(req, finish=finish, first=first)
         self.tally.count_end(finish)
         if finish.reason in {FinishReason.ABORT, FinishReason.ERROR}:

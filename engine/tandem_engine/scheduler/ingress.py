@@ -15,7 +15,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.errors import DrainingError, EngineError, InvalidRequestError, QueueFullError
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import GenerateRequest, check_group
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.model_facts import ModelFacts
@@ -58,8 +58,7 @@ class Ingress:
             self.endings.finish(req, Finish(reason=FinishReason.LENGTH))
             return None
         if not any(stage.accept(req) for stage in self.queues.stages):
-            self.queues.requests[req.rid] = req
-            self.queues.waiting.join(req)
+            self.queues.enter(req)
         return req
 
     def abort(self, rid: RequestId, wish: Finish) -> None:
@@ -72,6 +71,11 @@ class Ingress:
         for stage in self.queues.stages:
             if stage.abort(rid, wish):
                 return
+
+    def abort_group(self, client: bytes, name: str, wish: Finish) -> None:
+        """As `abort`, for every request of a client's group."""
+        for req in [req for req in self.queues.live() if req.client == client and req.group == name]:
+            self.abort(req.rid, wish)
 
     def knows(self, rid: RequestId) -> bool:
         """Whether an attempt of this name is alive here."""
@@ -87,6 +91,7 @@ class Ingress:
             handoff=message.handoff,
             cache_salt=message.cache_salt,
             priority=message.priority,
+            group=message.group,
             client=client,
             deadline=None if message.deadline_s is None else now + message.deadline_s,
             arrived_at=now,
@@ -97,13 +102,14 @@ class Ingress:
     def _check(self, req: Request) -> None:
         if self.draining:
             raise DrainingError("this worker is draining and takes no new requests")
-        waiting = len(self.queues.waiting) + self.queues.waiting_in_stages()
+        waiting = self.queues.num_waiting + self.queues.waiting_in_stages()
         if waiting >= self.config.max_queued_requests:
             raise QueueFullError(f"{waiting} requests are waiting, the limit is {self.config.max_queued_requests}")
         if req.deadline is not None and not math.isfinite(req.deadline):
             raise InvalidRequestError("deadline_s must be a finite number of seconds", param="deadline_s")
         if req.handoff is not None:
             req.handoff.check()
+        check_group(req.group)
         req.sampling.check(vocab_size=self.model.vocab_size)
         self._check_tokens("input_ids", req.origin_input_ids)
         self._check_tokens("resume_ids", req.output_ids)

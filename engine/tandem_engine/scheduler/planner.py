@@ -125,11 +125,12 @@ class Planner:
         admits = admit and len(self.queues.waiting) > 0
         return PrefillAdder(
             memory=self.memory,
+            groups=self.queues.groups,
             tokens_left=self.config.max_prefill_tokens,
             chunk_limit=self.config.chunked_prefill_size,
             ratio=self.ratio.value,
             reserved=self.reserved_pages() if admits else 0,
-            crowded=len(self.queues.requests) > len(self.queues.waiting) or self.queues.stage_keeps_memory(),
+            crowded=len(self.queues.requests) > self.queues.num_waiting or self.queues.stage_keeps_memory(),
             may_chunk=self.queues.chunked is None,
         )
 

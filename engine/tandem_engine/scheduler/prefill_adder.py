@@ -17,6 +17,7 @@ from math import ceil
 
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.scheduler.groups import Groups, PageCopy
 from tandem_engine.scheduler.request import Request
 
 
@@ -34,6 +35,8 @@ class Extend:
     req: Request
     start: int
     stop: int
+    copies: tuple[PageCopy, ...] = ()
+    """Pages that have to be there before: the part of the prompt that another request computed (`groups`)."""
 
     @property
     def samples(self) -> bool:
@@ -61,6 +64,7 @@ class PrefillAdder:
     """One pass over the queue."""
 
     memory: KvMemory
+    groups: Groups
     tokens_left: int
     """Prompt tokens that this step may still compute."""
     chunk_limit: int
@@ -87,35 +91,43 @@ class PrefillAdder:
         if self.tokens_left == 0 or (self.crowded and self.memory.available_pages() <= self.reserved):
             return Admission.LATER
         tokens = req.token_ids(0, req.seq_len)
-        kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=len(tokens) - 1)
+        longest = len(tokens) - 1
+        kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=longest)
         if kv is None:
             return Admission.LATER
-        chunk = self._chunk(len(tokens) - kv.committed_len)
-        if not self._fits(req, kv, len(tokens), chunk):
+        donor = self.groups.donor(req)
+        start = kv.committed_len if donor is None else max(kv.committed_len, min(req.prompt_len, longest))
+        chunk = self._chunk(len(tokens) - start)
+        if not self._fits(req, kv, len(tokens), start + chunk):
             self.memory.release(kv, (), checkpoint=False, after_step=None)
             return Admission.LATER
         req.kv = kv
         req.extend_target = len(tokens)
-        req.launched_len = kv.committed_len
-        self._take(req, chunk)
+        req.launched_len = start
+        self._take(req, chunk, copies=() if donor is None else self._copies(donor, kv, start))
         self.crowded = True
         self.reserved += max(0, expected_pages(self.memory, req, len(tokens), self.ratio) - len(kv.pages))
         return Admission.OK
 
-    def _fits(self, req: Request, kv: RequestKv, tokens: int, chunk: int) -> bool:
-        """Check the budgets under the lock and take the pages of the chunk if they allow it."""
-        if kv.committed_len + chunk < tokens and not self.may_chunk:
+    def _fits(self, req: Request, kv: RequestKv, tokens: int, stop: int) -> bool:
+        """Check the budgets under the lock and take the pages up to `stop` if they allow it."""
+        if stop < tokens and not self.may_chunk:
             return False
         # Alone in the engine a request may use all there is, so only its prompt counts.
         ratio = self.ratio if self.crowded else 0.0
         missing = expected_pages(self.memory, req, tokens, ratio) - len(kv.pages)
         if missing > self.memory.available_pages() - self.reserved:
             return False
-        return self.memory.ensure(kv, kv.committed_len + chunk)
+        return self.memory.ensure(kv, stop)
+
+    def _copies(self, donor: RequestKv, kv: RequestKv, stop: int) -> tuple[PageCopy, ...]:
+        """Pages of tokens [kv.committed_len, stop), which the cache did not have and `donor` does."""
+        pages = slice(kv.committed_len // kv.page_size, self.memory.pages_for(stop))
+        return tuple(map(PageCopy, donor.pages[pages], kv.pages[pages]))
 
     def _chunk(self, remaining: int) -> int:
         return min(self.tokens_left, self.chunk_limit, remaining)
 
-    def _take(self, req: Request, chunk: int) -> None:
-        self.extends.append(Extend(req=req, start=req.launched_len, stop=req.launched_len + chunk))
+    def _take(self, req: Request, chunk: int, *, copies: tuple[PageCopy, ...] = ()) -> None:
+        self.extends.append(Extend(req=req, start=req.launched_len, stop=req.launched_len + chunk, copies=copies))
         self.tokens_left -= chunk

@@ -3,6 +3,7 @@
 Every live request has exactly one home (T8):
 
     waiting     needs an EXTEND; arrival order, with retracted and recomputed requests at its head
+    following   waits for another choice of the same answer to compute their prompt (`groups`)
     chunked     the one request whose prompt is partly computed
     running     decodes, one token per step
     leaving     its last chunk is in flight and a stage will be asked to keep it: never decodes here
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tandem_engine.names import PageId, RequestId
+from tandem_engine.scheduler.groups import Groups
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.stage import QueueStage
 
@@ -57,6 +59,7 @@ class Queues:
     """The homes of requests. The planner and the release path move requests between them."""
 
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    groups: Groups = field(default_factory=Groups)
     chunked: Request | None = None
     running: list[Request] = field(default_factory=list)
     """In admission order. May hold finished requests until the next plan filters them (T19)."""
@@ -70,6 +73,28 @@ class Queues:
         yield from self.requests.values()
         for stage in self.stages:
             yield from stage.live()
+
+    def enter(self, req: Request) -> None:
+        """`req` needs its prompt computed: by itself, or by another choice of its answer."""
+        self.requests[req.rid] = req
+        if not self.groups.follow(req):
+            self.waiting.join(req)
+
+    def prompt_computed(self, req: Request) -> None:
+        """Those that waited for the prompt of `req` go next, in their order."""
+        for follower in reversed(self.groups.computed(req)):
+            self.waiting.return_to_head(follower)
+
+    def leave_group(self, req: Request) -> None:
+        """`req` is gone for good, or its pages are: whoever followed it has to lead."""
+        leader = self.groups.gone(req)
+        if leader is not None:
+            self.waiting.return_to_head(leader)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no memory, those in stages not counted."""
+        return len(self.waiting) + sum(1 for _ in self.groups.following())
 
     def stage_keeps_any(self) -> bool:
         """Whether some stage has a request that will come back or go by itself."""

@@ -35,6 +35,8 @@ class Request:
     handoff: Handoff | None = None
     cache_salt: str = ""
     priority: int = 0
+    group: str = ""
+    """Name shared by the choices of one answer, "" for a request of its own (see `groups`)."""
     client: bytes = b""
     """Where outputs go: the identity of the gateway's socket, empty for an in-process caller."""
     deadline: float | None = None

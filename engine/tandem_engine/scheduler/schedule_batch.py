@@ -125,6 +125,7 @@ class BatchBuilder:
             num_extend=len(batch.extends),
             sample_index=torch.from_numpy(sample_index),
             sampling=self._sampling(batch.samplers, seq_lens[sample_index]),
+            page_copies=tuple(copy for extend in batch.extends for copy in extend.copies),
         )
 
     def _sequences(self, batch: ScheduleBatch) -> tuple[Ints, Ints, Ints, Ints]:

@@ -176,6 +176,11 @@ class Scheduler:
         self._ingress.abort(rid, ABORTED)
         self._stream.flush()
 
+    def abort_group(self, client: bytes, name: str) -> None:
+        """Abort every request of one client's group. Unknown names are ignored."""
+        self._ingress.abort_group(client, name, ABORTED)
+        self._stream.flush()
+
     def abort_client(self, client: bytes) -> None:
         """Abort every request of a client that is gone."""
         for req in [req for req in self.queues.live() if req.client == client]:
@@ -221,8 +226,8 @@ class Scheduler:
         queues = self.queues
         return SchedulerStats(
             loop_count=tally.loops,
-            running=len(queues.requests) - len(queues.waiting),
-            waiting=len(queues.waiting),
+            running=len(queues.requests) - queues.num_waiting,
+            waiting=queues.num_waiting,
             waiting_tokens=queues.waiting_tokens(),
             prefill_tokens_per_s=tally.prefill_tokens_per_s,
             decode_step_s=tally.decode_step_s,
@@ -273,6 +278,7 @@ class Scheduler:
         `checkpoint` leaves its settled whole pages in the prefix cache. The client hears nothing.
         """
         self._endings.release(req, checkpoint=checkpoint)
+        self.queues.leave_group(req)
 
     def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True) -> None:
         """End a request that a stage keeps: release it, tell the client, call `aborted` if it failed."""

@@ -107,8 +107,9 @@ class Settlement:
         if req.to_finish is not None:
             self.endings.finish(req, req.to_finish)
             return
-        if sampled is not None and not sends_kv(req):
+        if sampled is not None:
             self._cache(req)
+            self.queues.prompt_computed(req)
         for stage in self.queues.stages:
             stage.chunk_settled(req)
         if sampled is not None and req.finished is None:
@@ -129,11 +130,14 @@ class Settlement:
     def _cache(self, req: Request) -> None:
         """Let others share the prompt while its output goes on.
 
-        A request whose pages are being sent does so when it is released: this may exchange pages for
-        equal ones of the tree and give its own back, and the sender reads them outside any step.
+        This may exchange pages for equal ones of the tree and give the request's own back. One whose pages are
+        being sent, which happens outside any step, therefore shares only what the tree does not have, and
+        otherwise waits for its release.
         """
         kv = req.held_kv
         settled = req.token_ids(0, kv.committed_len)
+        if sends_kv(req) and not (req.group and self.memory.is_news(kv, settled)):
+            return
         self.memory.checkpoint(kv, settled, after_step=self.steps.newest_in_flight)
 
     def _tokens(self, req: Request, sampled: Sampled) -> None:

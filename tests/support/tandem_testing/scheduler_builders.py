@@ -46,6 +46,7 @@ def make_message(
     handoff: Handoff | None = None,
     cache_salt: str = "",
     priority: int = 0,
+    group: str = "",
     deadline_s: float | None = None,
     ignore_eos: bool = True,
     **sampling: object,
@@ -60,6 +61,7 @@ def make_message(
         handoff=handoff,
         cache_salt=cache_salt,
         priority=priority,
+        group=group,
         deadline_s=deadline_s,
     )
 
