@@ -57,11 +57,12 @@ class Verification:
 
     def _compare(self, path: Path, generate: Generate, engines: Sequence[Engine], began: float) -> PathResult:
         stagger = STAGGER_STEPS if path.stagger else 0
+        references = [reference for reference in self.references for _ in range(path.choices)]
         if path.repeat:
-            generate(requests_for(path, self.references, self.max_tokens, "warm"), stagger)
-        requests = requests_for(path, self.references, self.max_tokens, path.name)
+            generate(requests_for(path, references, self.max_tokens, "warm"), stagger)
+        requests = requests_for(path, references, self.max_tokens, path.name)
         outputs = generate(requests, stagger)
-        found = compare(requests, outputs, self.references)
+        found = compare(requests, outputs, references)
         cached = sum(output.cached_tokens for output in outputs)
         retractions = sum(engine.scheduler.stats().retracted_total for engine in engines)
         return PathResult(

@@ -48,6 +48,7 @@ def requests_for(path: Path, references: Sequence[ReferenceOutput], max_tokens: 
         GenerateRequest(
             rid=f"{tag}-{i}",
             input_ids=reference.prompt,
+            group=f"{tag}-{i // path.choices}" if path.choices > 1 else "",
             resume_ids=reference.token_ids[: len(reference.token_ids) // 2] if path.resume else (),
             sampling=SamplingParams(
                 max_tokens=max_tokens, temperature=0.0, logprobs=0, ignore_eos=reference.ignore_eos

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 from tandem_engine.config import CacheConfig, SchedulerConfig
 
+CHOICES = 3
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
@@ -16,6 +18,8 @@ class Path:
     """Add requests while others run, instead of all at once."""
     repeat: bool = False
     """Run all prompts once before, so that the measured run finds its prefixes cached."""
+    choices: int = 1
+    """Ask for each prompt this many times at once, as choices of one answer."""
     resume: bool = False
     """Give the first half of the expected output as resume_ids."""
     disaggregated: bool = False
@@ -38,6 +42,7 @@ def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bo
     mixed = replace(overlap, enable_mixed_chunk=True, chunked_prefill_size=16, max_prefill_tokens=48)
     cold = _cache(page_size=16, longest=longest, num_prompts=num_prompts, prefix=False)
     warm = _cache(page_size=16, longest=longest, num_prompts=num_prompts, prefix=True)
+    crowd = _cache(page_size=16, longest=longest, num_prompts=CHOICES * num_prompts, prefix=True)
     # Room for the longest request and a half, and admission that expects next to no output: the rest must
     # give back pages again and again.
     tight = replace(warm, num_pages=2 + (3 * longest // 2) // 16)
@@ -64,6 +69,15 @@ def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bo
         Path(name="mixed, no overlap", cache=warm, scheduler=no_overlap_mixed, stagger=True),
         Path(name="retracted (short of pages)", cache=tight, scheduler=eager, expects_retraction=True),
         Path(name="resumed", cache=warm, scheduler=mixed, resume=True),
+        Path(name="choices that share a prompt", cache=crowd, scheduler=mixed, choices=CHOICES, expects_cached=True),
+        Path(
+            name="choices, disaggregated",
+            cache=crowd,
+            scheduler=mixed,
+            choices=CHOICES,
+            disaggregated=True,
+            expects_cached=True,
+        ),
         *(
             Path(
                 name=f"page size {size}",

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from tandem_engine.clock import Clock
 from tandem_services.common.errors import timed_out
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage
+from tandem_services.gateway.best_of import keep_best
 from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
 from tandem_services.gateway.disconnect import run_until_disconnect
@@ -112,7 +113,8 @@ class Answer:
         choices = [WholeChoice(index=c.index, texts=[c.echo]) for c in self._job.plan.choices]
         async with _time_limit(self._remaining()):
             await self._gather(choices)
-        await send_json(self._send, 200, self._format.whole(choices, self._usage()))
+        best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
+        await send_json(self._send, 200, self._format.whole(best, self._usage()))
 
     async def stream(self) -> None:
         """Answer while it is generated. Raises only before the first event."""

@@ -9,7 +9,7 @@ from tandem_services.common.logs import quoted
 from tandem_services.gateway import logprobs
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, encode_json, stop_reason
 from tandem_services.gateway.choice_text import ChoicePiece, ScoredToken
-from tandem_services.gateway.limits import MAX_OUTPUT_TOKENS, check_choices, check_context
+from tandem_services.gateway.limits import MAX_OUTPUT_TOKENS, check_context
 from tandem_services.gateway.openai_schemas import (
     AssistantMessage,
     ChatChoice,
@@ -27,6 +27,7 @@ from tandem_services.gateway.request_body import decode_body
 from tandem_services.gateway.translate import (
     chat_logprobs,
     check_common_fields,
+    choice_counts,
     fit_output,
     generation_plan,
     sampling_params,
@@ -50,8 +51,7 @@ class ChatPlanner:
         check_common_fields(request)
         if request.echo:
             raise bad_request("echo is not supported for chat", "echo")
-        n = 1 if request.n is None else request.n
-        check_choices(n, prompts=1)
+        counts = choice_counts(request, prompts=1)
         top = chat_logprobs(request)
         wanted = _wanted_tokens(request)
         vocab_size = self._prompts.tokenizer.vocab_size
@@ -62,7 +62,7 @@ class ChatPlanner:
         check_context(len(input_ids), wanted or 0, context_length, "messages")
         sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size)
         choice = PlannedChoice(index=0, input_ids=input_ids, sampling=sampling)
-        return generation_plan(request, model.name, [choice], n=n)
+        return generation_plan(request, model.name, [choice], counts)
 
     def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
         return ChatFormat(f"chatcmpl-{request_id}", created, plan, self._prompts.tokenizer.vocabulary)
@@ -84,7 +84,7 @@ class ChatFormat:
         self._created = created
         self._model = plan.model
         self._vocabulary = vocabulary
-        self._top = plan.choices[0].sampling.logprobs
+        self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
 
     def opening(self, choice: PlannedChoice, usage: Usage | None) -> bytes:

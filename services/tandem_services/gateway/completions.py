@@ -15,7 +15,6 @@ from tandem_services.gateway.choice_text import ChoicePiece, ScoredToken
 from tandem_services.gateway.limits import (
     MAX_OUTPUT_TOKENS,
     MAX_PROMPTS,
-    check_choices,
     check_context,
     check_token_ids,
 )
@@ -32,6 +31,7 @@ from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import decode_body
 from tandem_services.gateway.translate import (
     check_common_fields,
+    choice_counts,
     completion_logprobs,
     fit_output,
     generation_plan,
@@ -58,8 +58,7 @@ class CompletionPlanner:
         self._prompts.model.check_name(request.model)
         check_common_fields(request)
         prompts = split_prompts(request.prompt)
-        n = 1 if request.n is None else request.n
-        check_choices(n, len(prompts))
+        counts = choice_counts(request, prompts=len(prompts))
         wanted = _wanted_tokens(request)
         # Ranges are checked before any prompt is encoded.
         sampling = sampling_params(
@@ -69,7 +68,7 @@ class CompletionPlanner:
             vocab_size=self._prompts.tokenizer.vocab_size,
         )
         choices = [await self._choice(request, prompt, wanted, sampling) for prompt in prompts]
-        return generation_plan(request, self._prompts.model.name, choices, n=n, generate=wanted != 0)
+        return generation_plan(request, self._prompts.model.name, choices, counts, generate=wanted != 0)
 
     def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
         return CompletionFormat(f"cmpl-{request_id}", created, plan, self._prompts.tokenizer.vocabulary)
@@ -129,7 +128,7 @@ class CompletionFormat:
         self._created = created
         self._model = plan.model
         self._vocabulary = vocabulary
-        self._top = plan.choices[0].sampling.logprobs
+        self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
 
     def opening(self, choice: PlannedChoice, usage: Usage | None) -> bytes | None:

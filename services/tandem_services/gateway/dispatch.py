@@ -30,6 +30,7 @@ from tandem_services.gateway.attempt import Attempt, AttemptFailedError, Failure
 from tandem_services.gateway.engine_client import EngineConnection, EnginePool
 from tandem_services.gateway.explain import ChoiceRecord
 from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.gateway.token_sequence import Accepted
 from tandem_services.router.choice import Choice, NoWorkersError, RouteQuery, WorkerView
 
@@ -79,6 +80,10 @@ class ChoiceRequest:
     sampling: SamplingParams
     cache_salt: str
     priority: int
+    group: str = ""
+    """Name that all choices of the prompt share, "" when there is one."""
+    route: SharedRoute | None = None
+    """Where their first attempts go."""
     deadline: float
     """Monotonic time of the gateway's clock."""
 
@@ -127,7 +132,8 @@ class Dispatcher:
                 if note.outcome == "running":
                     note.outcome = "stopped"
                 self.metrics.attempts.labels(outcome=note.outcome).inc()
-                self._in_background(self.chooser.release(choice))
+                if request.route is None or request.route.let_go(choice):
+                    self._in_background(self.chooser.release(choice))
         # The worker died between its last token and its finish.
         yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
 
@@ -160,6 +166,7 @@ class Dispatcher:
             resume_ids=tuple(progress.received),
             cache_salt=request.cache_salt,
             priority=request.priority,
+            group=request.group,
             deadline_s=max(request.deadline - self.clock.now(), 0.0),
         )
         if prefill is None:
@@ -202,6 +209,8 @@ class Dispatcher:
             exclude=frozenset(progress.failed),
         )
         try:
+            if request.route is not None and progress.attempts == 0:
+                return await request.route.choose(query)
             return await self.chooser.choose(query)
         except NoWorkersError:
             if not progress.failed:

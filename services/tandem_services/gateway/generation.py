@@ -16,6 +16,7 @@ from tandem_services.gateway.dispatch import ChoiceRequest, Dispatcher
 from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.shared_route import SharedRoute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ class Generator:
     async def pieces(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
         """Pieces of all choices; each list is what has gathered since the last one. Close it when done."""
         if len(job.plan.choices) == 1:
-            async with aclosing(self._choice(job, job.plan.choices[0])) as pieces:
+            async with aclosing(self._choice(job, job.plan.choices[0], None)) as pieces:
                 async for piece in pieces:
                     yield [piece]
             return
@@ -50,7 +51,11 @@ class Generator:
 
     async def _merged(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
         arrived: asyncio.Queue[ChoicePiece | Exception] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._feed(job, choice, arrived)) for choice in job.plan.choices]
+        routes = self._routes(job.plan)
+        tasks = [
+            asyncio.create_task(self._feed(job, choice, routes[choice.index // job.plan.n], arrived))
+            for choice in job.plan.choices
+        ]
         unfinished = len(tasks)
         try:
             while unfinished:
@@ -62,15 +67,30 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _feed(self, job: Job, choice: PlannedChoice, arrived: "asyncio.Queue[ChoicePiece | Exception]") -> None:
+    def _routes(self, plan: GenerationPlan) -> list[SharedRoute | None]:
+        """One for each prompt that has several choices."""
+        prompts = len(plan.choices) // plan.n
+        if plan.n == 1:
+            return [None] * prompts
+        return [SharedRoute(chooser=self.dispatcher.chooser, choices=plan.n) for _ in range(prompts)]
+
+    async def _feed(
+        self,
+        job: Job,
+        choice: PlannedChoice,
+        route: SharedRoute | None,
+        arrived: "asyncio.Queue[ChoicePiece | Exception]",
+    ) -> None:
         try:
-            async with aclosing(self._choice(job, choice)) as pieces:
+            async with aclosing(self._choice(job, choice, route)) as pieces:
                 async for piece in pieces:
                     arrived.put_nowait(piece)
         except Exception as error:  # noqa: BLE001  # raised again by whoever merges the choices
             arrived.put_nowait(error)
 
-    async def _choice(self, job: Job, choice: PlannedChoice) -> AsyncGenerator[ChoicePiece, None]:
+    async def _choice(
+        self, job: Job, choice: PlannedChoice, route: SharedRoute | None
+    ) -> AsyncGenerator[ChoicePiece, None]:
         record = job.record.choices[choice.index]
         text = ChoiceText(
             choice.index,
@@ -80,7 +100,7 @@ class Generator:
             keep_stop=job.plan.keep_stop,
         )
         last_token_at: float | None = None
-        async with aclosing(self.dispatcher.run(_choice_request(job, choice), record)) as outputs:
+        async with aclosing(self.dispatcher.run(_choice_request(job, choice, route), record)) as outputs:
             async for accepted in outputs:
                 if accepted.token_ids:
                     last_token_at = self._time_tokens(job, record, last_token_at, len(accepted.token_ids))
@@ -112,7 +132,7 @@ async def _gathered(arrived: "asyncio.Queue[ChoicePiece | Exception]") -> list[C
     return batch
 
 
-def _choice_request(job: Job, choice: PlannedChoice) -> ChoiceRequest:
+def _choice_request(job: Job, choice: PlannedChoice, route: SharedRoute | None) -> ChoiceRequest:
     return ChoiceRequest(
         request_id=job.record.request_id,
         index=choice.index,
@@ -121,6 +141,8 @@ def _choice_request(job: Job, choice: PlannedChoice) -> ChoiceRequest:
         sampling=choice.sampling,
         cache_salt=job.plan.cache_salt,
         priority=job.plan.priority,
+        group="" if route is None else f"{job.record.request_id}-{choice.index // job.plan.n}",
+        route=route,
         deadline=job.deadline,
     )
 

@@ -29,6 +29,7 @@ class GenerationFields(UnsupportedFields, kw_only=True):
     max_tokens: int | None = None
     min_tokens: int | None = None
     n: int | None = None
+    best_of: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

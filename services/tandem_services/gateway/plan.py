@@ -23,7 +23,12 @@ class GenerationPlan:
     model: str
     choices: tuple[PlannedChoice, ...]
     """Ordered by index: prompt by prompt, `n` choices each."""
+    shows_logprobs: bool
+    """False when logprobs are computed for `best_of` alone."""
     n: int
+    """Choices generated for each prompt."""
+    kept: int
+    """Of these, the best that are returned: fewer than `n` with best_of."""
     stream: bool
     include_usage: bool
     continuous_usage: bool

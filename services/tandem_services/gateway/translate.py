@@ -2,6 +2,8 @@
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -9,9 +11,11 @@ from tandem_engine.messages.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from tandem_services.common.errors import bad_request
 from tandem_services.common.logs import quoted
 from tandem_services.gateway.limits import (
+    MAX_BEST_OF,
     MAX_CHAT_TOP_LOGPROBS,
     MAX_COMPLETION_LOGPROBS,
     check_cache_salt,
+    check_choices,
     check_metadata,
     check_priority,
     check_stop,
@@ -74,17 +78,50 @@ def fit_output(sampling: SamplingParams, room: int, *, vocab_size: int) -> Sampl
     return fitted
 
 
+class ChoiceCounts(NamedTuple):
+    """Choices of one prompt."""
+
+    generated: int
+    kept: int
+
+
+def choice_counts(request: GenerationFields, *, prompts: int) -> ChoiceCounts:
+    """`n`, and `best_of` from which the n best are kept. Raises `ApiError` 400 naming the field out of range."""
+    n = 1 if request.n is None else request.n
+    best_of = n if request.best_of is None else request.best_of
+    check_choices(n, prompts)
+    if not n <= best_of <= max(n, MAX_BEST_OF):
+        raise bad_request(f"best_of must be between n ({n}) and {MAX_BEST_OF}, got {quoted(best_of)}", "best_of")
+    if request.stream and best_of > n:
+        raise bad_request("best_of above n cannot be streamed: the best is known at the end", "best_of")
+    check_choices(best_of, prompts)
+    return ChoiceCounts(generated=best_of, kept=n)
+
+
 def generation_plan(
-    request: GenerationFields, model: str, prompts: Sequence[PlannedChoice], *, n: int, generate: bool = True
+    request: GenerationFields,
+    model: str,
+    prompts: Sequence[PlannedChoice],
+    counts: ChoiceCounts,
+    *,
+    generate: bool = True,
 ) -> GenerationPlan:
-    """`prompts` hold one choice each; every prompt gets `n`, whose seeds follow one another."""
+    """`prompts` hold one choice each; every prompt gets as many as are generated, whose seeds follow one another."""
+    generated = counts.generated
+    shows_logprobs = any(prompt.sampling.logprobs is not None for prompt in prompts)
+    if generated > counts.kept:
+        prompts = [_scored(prompt) for prompt in prompts]
     options = request.stream_options
     return GenerationPlan(
         model=model,
         choices=tuple(
-            _nth_choice(prompt, position * n + nth, nth) for position, prompt in enumerate(prompts) for nth in range(n)
+            _nth_choice(prompt, position * generated + nth, nth)
+            for position, prompt in enumerate(prompts)
+            for nth in range(generated)
         ),
-        n=n,
+        shows_logprobs=shows_logprobs,
+        n=generated,
+        kept=counts.kept,
         stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
@@ -120,6 +157,12 @@ def completion_logprobs(request: CompletionRequest) -> int | None:
     if request.echo:
         raise bad_request("logprobs together with echo is not supported yet", "logprobs")
     return top
+
+
+def _scored(prompt: PlannedChoice) -> PlannedChoice:
+    """With the logprobs that choices are ranked by."""
+    logprobs = prompt.sampling.logprobs or 0
+    return replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, logprobs=logprobs))
 
 
 def _nth_choice(prompt: PlannedChoice, index: int, nth: int) -> PlannedChoice:

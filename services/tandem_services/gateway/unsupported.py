@@ -44,7 +44,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     bootstrap_room: Any = None
     lora_path: Any = None
     suffix: Any = None
-    best_of: Any = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
