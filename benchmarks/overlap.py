@@ -1,0 +1,150 @@
+"""What overlapped scheduling and the prefix cache are worth, on real engines around one loaded model.
+
+    python benchmarks/overlap.py [--model models/tandem-mini] [--rounds 5] [--threads 1]
+
+Overlap: each round runs every workload on an engine that plans step N+1 while step N computes, and on one
+that does not, in turn. `ratio` is throughput with overlap over throughput without, median of the rounds'
+ratios; above 1 overlap pays. `hidden` is the share of scheduling time that ran beside a forward.
+
+Prefix: time to the first token of a prompt whose first 1,000 tokens are cached, over the time of the same
+suffix as a prompt of its own. 1.0 would mean that a cached prefix costs nothing at all; what remains above
+it is the attention of the suffix over the prefix, and the match. Target: at most 1.15.
+
+Prints one JSON object per line; ratios above (overlap) or below (prefix) the target are the claim.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tandem_engine.bench.workload import Job, random_ids
+from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from tandem_engine.engine import Engine, LoadedModel, load
+
+PREFIX = 1000
+SUFFIXES = (16, 64, 256)
+PREFIX_LIMIT = 1.15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """`count` requests of `input_len` prompt and `output_len` output tokens, `stagger` turns apart."""
+
+    name: str
+    count: int
+    input_len: int
+    output_len: int
+    stagger: int = 0
+
+    def jobs(self, vocab_size: int) -> list[Job]:
+        dice = random.Random(self.name)
+        return [
+            Job(prompt=random_ids(dice, self.input_len, vocab_size), output_len=self.output_len)
+            for _ in range(self.count)
+        ]
+
+
+WORKLOADS = (
+    Workload(name="single stream", count=1, input_len=64, output_len=128),
+    Workload(name="decode, 16 streams", count=16, input_len=32, output_len=96),
+    Workload(name="decode, 64 streams", count=64, input_len=32, output_len=64),
+    Workload(name="long prompts", count=8, input_len=900, output_len=8),
+    Workload(name="mixed arrivals", count=24, input_len=200, output_len=48, stagger=4),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="models/tandem-mini", help="checkpoint (default the bundled one)")
+    parser.add_argument("--rounds", type=int, default=5, help="times each workload runs (default 5)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a forward (default 1)")
+    args = parser.parse_args()
+    loaded = load(config_of(args.model, args.threads), progress=False)
+    for workload in WORKLOADS:
+        print(json.dumps(compare_overlap(loaded, workload, args.rounds)), flush=True)
+    for suffix in SUFFIXES:
+        print(json.dumps(compare_prefix(loaded, suffix, args.rounds)), flush=True)
+
+
+def config_of(model: str, threads: int) -> EngineConfig:
+    return EngineConfig(
+        model_path=model,
+        dtype="float32",
+        threads=threads,
+        scheduler=SchedulerConfig(context_length=2048),
+        cache=CacheConfig(num_pages=64 * 128),
+    )
+
+
+def engine_of(loaded: LoadedModel, *, overlap: bool) -> Engine:
+    scheduler = replace(loaded.config.scheduler, enable_overlap=overlap)
+    return Engine.build(loaded, replace(loaded.config, scheduler=scheduler))
+
+
+def compare_overlap(loaded: LoadedModel, workload: Workload, rounds: int) -> dict[str, object]:
+    jobs = workload.jobs(loaded.model_config.vocab_size)
+    with engine_of(loaded, overlap=True) as overlapped, engine_of(loaded, overlap=False) as normal:
+        outputs = [run(engine, jobs, workload.stagger)[1] for engine in (overlapped, normal)]
+        assert outputs[0] == outputs[1], f"{workload.name}: overlap changes the output"
+        seconds = [[run(engine, jobs, workload.stagger)[0] for engine in (overlapped, normal)] for _ in range(rounds)]
+        stats = overlapped.stats()
+    tokens = workload.count * workload.output_len
+    return {
+        "benchmark": "overlap",
+        "workload": workload.name,
+        "output_tokens_per_s": round(tokens / statistics.median(on for on, _ in seconds), 1),
+        "without_overlap": round(tokens / statistics.median(off for _, off in seconds), 1),
+        "ratio": round(statistics.median(off / on for on, off in seconds), 3),
+        "hidden": round(stats.overlap_hidden_s / stats.schedule_s, 3),
+        "threads": loaded.threads,
+    }
+
+
+def run(engine: Engine, jobs: Sequence[Job], stagger: int) -> tuple[float, list[tuple[int, ...]]]:
+    """Seconds and outputs. The cache starts empty: a repeated prompt must not look like speed."""
+    engine.memory.clear_cache()
+    began = time.perf_counter()
+    outputs = engine.generate([job.request(f"r{i}") for i, job in enumerate(jobs)], steps_between=stagger)
+    return time.perf_counter() - began, [output.token_ids for output in outputs]
+
+
+def compare_prefix(loaded: LoadedModel, suffix: int, rounds: int) -> dict[str, object]:
+    vocab_size = loaded.model_config.vocab_size
+    with engine_of(loaded, overlap=True) as engine:
+        first_token(engine, random_ids(random.Random(0), suffix, vocab_size), "warm")
+        pairs = []
+        for number in range(3 * rounds):
+            dice = random.Random(number)
+            prefix, own = random_ids(dice, PREFIX, vocab_size), random_ids(dice, suffix, vocab_size)
+            first_token(engine, prefix, f"prefix-{number}")
+            cached = first_token(engine, (*prefix, *own), f"cached-{number}")
+            alone = first_token(engine, own, f"alone-{number}")
+            pairs.append((cached, alone))
+    ratio = statistics.median(cached / alone for cached, alone in pairs)
+    return {
+        "benchmark": "prefix",
+        "cached_tokens": PREFIX // 16 * 16,
+        "computed_tokens": suffix + PREFIX % 16,
+        "alone_tokens": suffix,
+        "cached_ttft_ms": round(statistics.median(cached for cached, _ in pairs) * 1e3, 2),
+        "alone_ttft_ms": round(statistics.median(alone for _, alone in pairs) * 1e3, 2),
+        "ratio": round(ratio, 3),
+        "limit": PREFIX_LIMIT,
+        "threads": loaded.threads,
+    }
+
+
+def first_token(engine: Engine, prompt: Sequence[int], rid: str) -> float:
+    """Seconds to the first token of `prompt`."""
+    request = Job(prompt=tuple(prompt), output_len=1).request(rid)
+    began = time.perf_counter()
+    engine.generate([request])
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""A checkpoint with random weights and the shape of a real model, for benchmarks.
+
+    python tools/random_model.py 125M /tmp/random-125m
+
+Speed does not depend on what the weights say, and no model hub is needed. The tokenizer of the bundled model
+comes along, so that every command of Tandem works on the result; the text it writes is noise.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+TOKENIZER = Path(__file__).parent.parent / "models" / "tandem-mini"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class Shape(NamedTuple):
+    """Of a Qwen3; head_dim is 64."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+
+
+SHAPES = {
+    "25M": Shape(384, 8, 6, 2, 1024, 16384),
+    "125M": Shape(768, 12, 12, 4, 2048, 32768),
+    "500M": Shape(1024, 28, 16, 8, 3072, 65536),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SHAPES, help="parameters, about")
+    parser.add_argument("directory", type=Path, help="where the checkpoint is written; must not exist")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    args = parser.parse_args()
+    if args.directory.exists():
+        parser.error(f"{args.directory} exists; remove it or name another directory")
+    make_model(SHAPES[args.size], args.directory, getattr(torch, args.dtype))
+
+
+def make_model(shape: Shape, directory: Path, dtype: torch.dtype) -> None:
+    """Write the checkpoint. The same shape gives the same weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=64,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        dtype=dtype,
+    )
+    model = Qwen3ForCausalLM(config).to(dtype)
+    model.save_pretrained(directory)
+    for name in TOKENIZER_FILES:
+        source = TOKENIZER / name
+        if source.is_file():
+            shutil.copy(source, directory / name)
+    print(f"{directory}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {dtype}")
+
+
+if __name__ == "__main__":
+    main()
