@@ -15,6 +15,7 @@ from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.transfer import Hello, TransferAborted
 from tandem_engine.names import RequestId
 from tandem_testing.disagg_pair import DRAIN_TIMEOUT, Pair, Side, make_pair
+from tandem_testing.scheduler_builders import expected_prompt_logprobs
 
 REQUESTS = 14
 TURN_SECONDS = 0.1
@@ -79,6 +80,16 @@ def drive(pair: Pair, trouble: Trouble, dice: random.Random) -> list[str]:
     raise AssertionError("not at rest")
 
 
+EDITS: list[dict[str, object]] = [
+    {},
+    {},
+    {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "prompt_logprobs": 1},
+    {"presence_penalty": 1.5, "logit_bias": ((5, 4.0),)},
+    {"bad_words": tuple((first, second) for first in range(97) for second in (first, 8))[:256]},
+]
+"""Whatever depends on tokens that another worker has sampled (T43), and what only the prefill worker knows."""
+
+
 def submit(pair: Pair, rid: str, shared: list[int], dice: random.Random) -> None:
     is_choice = dice.random() < 0.3
     own = [] if is_choice else [dice.randrange(1, 90) for _ in range(dice.randrange(1, 20))]
@@ -87,9 +98,10 @@ def submit(pair: Pair, rid: str, shared: list[int], dice: random.Random) -> None
     ignore_eos = dice.random() < 0.5
     ends = [pair.submit_prefill, pair.submit_decode]
     dice.shuffle(ends)
+    edits = dice.choice(EDITS)
     for end in ends:
         group = "choices" if is_choice else ""
-        end(rid, tuple(prompt), max_tokens=max_tokens, ignore_eos=ignore_eos, group=group)
+        end(rid, tuple(prompt), max_tokens=max_tokens, ignore_eos=ignore_eos, group=group, **edits)
 
 
 def abort(pair: Pair, rid: str) -> None:
@@ -121,8 +133,17 @@ def assert_right_or_retryable(pair: Pair, rid: str) -> bool:
     assert all(error.retryable for error in errors)
     complete = bool({FinishReason.STOP, FinishReason.LENGTH} & {*finishes(pair, rid)})
     assert not complete or tokens == expected
+    assert not tokens or prompt_logprobs_are_right(pair, rid)
     assert complete or errors or FinishReason.ABORT in finishes(pair, rid), f"{rid} ended without a word"
     return complete
+
+
+def prompt_logprobs_are_right(pair: Pair, rid: str) -> bool:
+    """They come from the prefill worker, once, with its first token."""
+    received = [side.engine.received.get(rid) for side in (pair.prefill, pair.decode)]
+    by_prefill, by_decode = (None if got is None else got.prompt_logprobs for got in received)
+    expected = expected_prompt_logprobs(pair.decode.engine.messages[rid])
+    return by_decode is None and by_prefill == (expected if pair.prefill.tokens(rid) else None)
 
 
 def failed(side: Side, rid: str) -> bool:

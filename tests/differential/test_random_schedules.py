@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest
-from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
+from tandem_testing.scheduler_builders import (
+    Engine,
+    expected_output,
+    expected_prompt_logprobs,
+    make_engine,
+    make_message,
+)
 
 PREFIX = tuple(range(20, 38))
 
@@ -42,6 +48,12 @@ def arrival(rid: str) -> st.SearchStrategy[Arrival]:
         stop=st.sampled_from([(), ("ab",), ("c", "dd")]),
         cache_salt=st.sampled_from(["", "tenant"]),
         priority=st.integers(0, 1),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 2.0, 0.5]),
+        presence_penalty=st.sampled_from([0.0, 0.0, 1.5]),
+        frequency_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+        logit_bias=st.sampled_from([(), ((5, 4.0), (6, -4.0))]),
+        bad_words=st.sampled_from([(), ((1,), (2, 3)), tuple((first, 9) for first in range(60))]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
     )
     return st.builds(Arrival, message, st.integers(0, 6), st.none() | st.integers(0, 25))
 
@@ -107,3 +119,4 @@ def check(engine: Engine, entry: Arrival) -> None:
     else:
         assert finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
         assert got == expected
+        assert engine.received[rid].prompt_logprobs == expected_prompt_logprobs(entry.message)

@@ -30,6 +30,8 @@ def name(case: Case) -> str:
     )
 
 
+WORDS = tuple((first, second) for first in range(60) for second in (first, 7, 30, 41))
+"""One in ten of the pairs that could follow one another."""
 SHARED = tuple(range(10, 43))
 """A prefix of two whole pages and a bit, at the largest page size."""
 
@@ -50,6 +52,22 @@ def workload() -> list[GenerateRequest]:
         *(
             make_message(f"choice-{i}", SHARED[3:30], max_tokens=8 + i, temperature=1.0, seed=i, group="choices")
             for i in range(3)
+        ),
+        *edited(),
+    ]
+
+
+def edited() -> list[GenerateRequest]:
+    """Requests that change their logits or want their prompt scored. Strengths are powers of two, so exact."""
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+    return [
+        make_message("penalised", [*SHARED, 50], max_tokens=16, prompt_logprobs=1, **penalties),
+        make_message("biased", [4, 4], max_tokens=9, logit_bias=((3, 2.0), (9, -4.0)), presence_penalty=-1.0),
+        make_message("resumed-penalised", SHARED[:7], max_tokens=14, resume=(4, 9, 2), repetition_penalty=0.5),
+        make_message("allowed", [6, 2], max_tokens=20, allowed_token_ids=(3, 5, 8), bad_words=((3, 5), (5, 3, 8))),
+        make_message("worded", [1, 9], max_tokens=24, bad_words=WORDS),
+        make_message(
+            "scored", range(1, 60), max_tokens=3, prompt_logprobs=2, logprob_start=20, temperature=0.8, seed=3
         ),
     ]
 

@@ -6,6 +6,9 @@ requests share, a double free or a late write changes the hash, so a test that c
 `next_token` over the plain history finds it in milliseconds.
 
 Positions are hashed too: a page of the right tokens in the wrong place is also wrong.
+
+Where a request edits its logits, the hash is the peak of a ramp of logits and the real editor does the rest, so that
+its history on the device is tested with everything else. Prompt logprobs are hashes of what was read up to there.
 """
 
 import struct
@@ -16,10 +19,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult, SampledLogprobs, SamplingBatch
+from tandem_engine.forward.forward_batch import (
+    ForwardBatch,
+    ForwardResult,
+    PromptPositions,
+    PromptScores,
+    SampledLogprobs,
+    SamplingBatch,
+)
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.names import DUMMY_PAGE
+from tandem_engine.sampling.editor import LogitEditor
+
+RAMP_TOP = 3.0
+RAMP_STEP = 0.25
 
 
 def make_fake_pool(*, num_pages: int, page_size: int) -> KvPool:
@@ -44,6 +58,17 @@ def next_token(
     return _token(digest, vocab_size, noise, suppress)
 
 
+def ramp(token: int, vocab_size: int) -> torch.Tensor:
+    """[V] float32 logits whose largest is that of `token`, those of the ids after it each a step lower."""
+    return RAMP_TOP - RAMP_STEP * ((torch.arange(vocab_size) - token) % vocab_size)
+
+
+def prompt_logprob(history: Sequence[int], token: int) -> float:
+    """The logprob of prompt token `token` after `history`: any number that depends on all of it."""
+    tokens = np.asarray(history, dtype=np.int64)
+    return _logprob_of(_digest(tokens, np.arange(len(tokens), dtype=np.int64)), token)
+
+
 class FakeModel:
     """Runs `ForwardBatch`es over a fake pool. Batches run one after the other, in launch order."""
 
@@ -52,6 +77,7 @@ class FakeModel:
         self.vocab_size = vocab_size
         self.forwards = 0
         self._future_map = FutureMap(max_rows, debug=True)
+        self._editor = LogitEditor()
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Store, attend, sample, publish."""
@@ -59,9 +85,23 @@ class FakeModel:
         if batch.page_copies:
             self.pool.copy_pages(batch.page_copies)
         self._store(batch)
-        tokens = tuple(self._sample(batch, index) for index in range(len(batch.sample_index)))
-        self._future_map.publish(batch.rows[batch.sample_index], torch.tensor(tokens, dtype=torch.int64))
-        return ForwardResult(step=batch.step, next_token_ids=tokens, logprobs=self._logprobs(batch.sampling, tokens))
+        sampled = torch.tensor([self._sample(batch, index) for index in range(len(batch.sample_index))]).long()
+        if batch.sampling.edits is not None:
+            sampled = self._edited(sampled, batch.sampling)
+        self._future_map.publish(batch.rows[batch.sample_index], sampled)
+        self._editor.record(batch.sampling.edits, sampled[:, None])
+        tokens = tuple(sampled.tolist())
+        return ForwardResult(
+            step=batch.step,
+            next_token_ids=tokens,
+            logprobs=self._logprobs(batch.sampling, tokens),
+            prompt_scores=tuple(self._scores(batch, positions) for positions in batch.prompt_positions),
+        )
+
+    def _edited(self, tokens: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+        """What is chosen when the tokens [S] that would have been are the peaks of ramps of logits."""
+        logits = torch.stack([ramp(token, self.vocab_size) for token in tokens.tolist()])
+        return self._editor.edit(logits, sampling.edits, sampling.suppress).argmax(dim=1)
 
     def _store(self, batch: ForwardBatch) -> None:
         slots = batch.out_cache_loc
@@ -86,7 +126,7 @@ class FakeModel:
             self._read(batch.page_table[sequence], length),
             self.vocab_size,
             None if greedy else (int(sampling.seed[index]), position),
-            sampling.suppress[index] if sampling.suppress else (),
+            sampling.suppress[index] if sampling.suppress and sampling.edits is None else (),
         )
 
     def _read(self, page_table: torch.Tensor, length: int) -> int:
@@ -95,6 +135,22 @@ class FakeModel:
         keys, values = self.pool.key_value(0)
         tokens, positions = keys[pages].view(-1)[:length], values[pages].view(-1)[:length]
         return _digest(tokens.numpy(), positions.numpy())
+
+    def _scores(self, batch: ForwardBatch, wanted: PromptPositions) -> PromptScores:
+        """Reads the KV before each position, and checks that its predecessor is computed in this step."""
+        before = torch.arange(wanted.first, wanted.first + len(wanted.tokens)) - 1
+        assert torch.equal(batch.positions[wanted.tokens], before), f"step {batch.step} scores the wrong tokens"
+        page_table = batch.page_table[wanted.sequence]
+        logprobs = tuple(
+            self._prompt_logprob(self._read(page_table, wanted.first + index), token, wanted.top)
+            for index, token in enumerate(wanted.token_ids.tolist())
+        )
+        return PromptScores(sequence=wanted.sequence, first=wanted.first, logprobs=logprobs)
+
+    def _prompt_logprob(self, digest: int, token: int, wanted: int) -> SampledLogprobs:
+        logprob = _logprob_of(digest, token)
+        top = tuple(((token + i) % self.vocab_size, logprob - i) for i in range(wanted))
+        return SampledLogprobs(logprob=logprob, top=top, rank=1)
 
     def _logprobs(self, sampling: SamplingBatch, tokens: Sequence[int]) -> tuple[SampledLogprobs | None, ...]:
         pairs = zip(sampling.logprobs, tokens, strict=False)
@@ -107,6 +163,10 @@ class FakeModel:
 
 def _digest(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> int:
     return crc32(positions.tobytes(), crc32(tokens.tobytes()))
+
+
+def _logprob_of(digest: int, token: int) -> float:
+    return -(crc32(struct.pack("<q", token), digest) % 4096) / 1024
 
 
 def _token(digest: int, vocab_size: int, noise: tuple[int, int] | None, suppress: Sequence[int]) -> int:

@@ -1,12 +1,15 @@
 """One step from start to end, on the device.
 
-    resolve ─▶ model forward, attention as planned ─▶ sample ─▶ publish ─▶ copy to host
+    resolve ─▶ model forward, attention as planned ─▶ sample ─▶ publish, record ─▶ copy to host
+                                                  └─▶ prompt logprobs
 
-The runner keeps nothing between steps but what its parts keep: KV pages and the newest token of each row.
+The runner keeps nothing between steps but what its parts keep: KV pages, the newest token of each row, and the
+token history of rows whose requests need it.
 """
 
 import time
 
+import torch
 from torch import Tensor
 
 from tandem_engine.attention.backend import AttentionBackend
@@ -14,7 +17,10 @@ from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM
-from tandem_engine.sampling.sampler import Sampler
+from tandem_engine.sampling.prompt_logprobs import prompt_scores
+from tandem_engine.sampling.sampler import Sampler, SampleOutput
+
+NOTHING_SAMPLED = SampleOutput(token_ids=torch.empty(0, dtype=torch.int64), logprobs=())
 
 
 class ModelRunner:
@@ -40,26 +46,42 @@ class ModelRunner:
         started = time.perf_counter()
         if batch.num_tokens == 0:
             return ForwardResult(step=batch.step, next_token_ids=())
-        logits = self.logits(batch)
-        if len(logits) == 0:
-            return ForwardResult(step=batch.step, next_token_ids=(), compute_s=time.perf_counter() - started)
-        sampled = self._sampler.sample(logits, batch.sampling)
-        self._future_map.publish(batch.rows[batch.sample_index], sampled.token_ids)
+        samplers = len(batch.sample_index)
+        hidden = self._hidden(batch)
+        sampled = self._sample(batch, hidden[:samplers]) if samplers else NOTHING_SAMPLED
         return ForwardResult(
             step=batch.step,
             next_token_ids=tuple(sampled.token_ids.tolist()),
             logprobs=sampled.logprobs,
+            prompt_scores=prompt_scores(hidden[samplers:], batch.prompt_positions, self.model.logits),
             compute_s=time.perf_counter() - started,
         )
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Run the model alone: KV is written, nothing is sampled. float32 [S, vocab]."""
+        return self.model.logits(self._hidden(batch)[: len(batch.sample_index)])
+
+    def _hidden(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states of the tokens that are sampled after, then of those that predict wanted prompt tokens."""
         if batch.page_copies:
             self.pool.copy_pages(batch.page_copies)
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
         attend = self.backend.plan(batch)
-        hidden = self.model.forward(input_ids, batch.positions, attend, _last_tokens(batch))
-        return self.model.logits(hidden)
+        return self.model.forward(input_ids, batch.positions, attend, _wanted_tokens(batch))
+
+    def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SampleOutput:
+        sampled = self._sampler.sample(self.model.logits(hidden), batch.sampling)
+        self._future_map.publish(batch.rows[batch.sample_index], sampled.token_ids)
+        self._sampler.record(batch.sampling, sampled.token_ids)
+        return sampled
+
+
+def _wanted_tokens(batch: ForwardBatch) -> Tensor:
+    """Indices of the tokens whose hidden states are needed, among the step's tokens."""
+    last = _last_tokens(batch)
+    if not batch.prompt_positions:
+        return last
+    return torch.cat((last, *(positions.tokens for positions in batch.prompt_positions)))
 
 
 def _last_tokens(batch: ForwardBatch) -> Tensor:

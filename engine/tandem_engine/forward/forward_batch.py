@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.logit_edits import LogitEdits
 from tandem_engine.names import PageId
 
 RESOLVE = -1
@@ -40,6 +41,24 @@ class SamplingBatch:
     logprobs: tuple[int, ...] = ()
     """Per sequence −1 for none, n ≥ 0 for the sampled token and the top n; () when nobody asks."""
     all_greedy: bool = False
+    edits: LogitEdits | None = None
+    """Penalties, biases and forbidden tokens; None when nobody asks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptPositions:
+    """Prompt tokens of one sequence whose logprobs are wanted and whose predecessors this step computes."""
+
+    sequence: int
+    """Index into B."""
+    first: int
+    """Position in the prompt of the first of them; the others follow it."""
+    tokens: torch.Tensor
+    """[N] indices into T of the tokens before them, which predict them."""
+    token_ids: torch.Tensor
+    """[N] the prompt tokens themselves."""
+    top: int
+    """How many of the most likely tokens to report with each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +88,8 @@ class ForwardBatch:
     sampling: SamplingBatch
     page_copies: tuple[tuple[PageId, PageId], ...] = ()
     """(source, target): pages to copy whole before anything is computed. No target is a source."""
+    prompt_positions: tuple[PromptPositions, ...] = ()
+    """At most one per EXTEND sequence; () when nobody asks."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,10 +102,21 @@ class ForwardBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledLogprobs:
-    """Logprobs of one sampled position."""
+    """Logprobs of one position, sampled or of the prompt."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int | None = None
+    """Of the token among all, 1 for the most likely; of prompt tokens only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptScores:
+    """Answers a `PromptPositions`, whose `sequence` and `first` it repeats."""
+
+    sequence: int
+    first: int
+    logprobs: tuple[SampledLogprobs, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,5 +132,7 @@ class ForwardResult:
     when every sequence has one token."""
     logprobs: tuple[SampledLogprobs | None, ...] = ()
     """As many as `next_token_ids`, or empty when nobody asked."""
+    prompt_scores: tuple[PromptScores, ...] = ()
+    """One for each of `ForwardBatch.prompt_positions`."""
     compute_s: float = 0.0
     """Time the forward itself took."""

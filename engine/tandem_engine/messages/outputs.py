@@ -30,11 +30,13 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=True):
-    """Log probability of one sampled token and of the most likely ones at its position."""
+    """Log probability of one token, sampled or of the prompt, and of the most likely ones at its position."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """(token id, logprob), most likely first."""
+    rank: int | None = None
+    """1 for the most likely token. Of prompt tokens only."""
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One per token when the request asked for logprobs."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of prompt tokens [logprob_start, prompt_len), with the first output of the worker that computed the prompt.
+    None at position 0, which nothing predicts."""
     finish: Finish | None = None
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache of the worker that computed the prompt; with its first output, and

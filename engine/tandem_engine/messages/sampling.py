@@ -1,6 +1,6 @@
 """How a request wants its tokens chosen. Checked at the gateway and again by the engine."""
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 
 import msgspec
 
@@ -11,6 +11,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**18
+"""Logprobs of one prompt: its tokens times the alternatives of each and one. They travel in one message."""
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 1024
@@ -42,7 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     logprob_start: int = 0
-    """First prompt token that `prompt_logprobs` is wanted for. The prefix cache is not used beyond it (T21)."""
+    """First prompt token that `prompt_logprobs` is wanted for. What predicts it and the rest is computed, whatever
+    the prefix cache has (T21)."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0
@@ -54,12 +57,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] = ()
     """Nothing else may be sampled; () allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not occur in the output; one of a single id forbids that token."""
+    """Token sequences that must not occur in the output; one of a single id forbids that token. What the prompt
+    ends with is no part of a sequence, as in vLLM."""
     grammar: GrammarSpec | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether its logits depend on how often tokens occurred."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def recalls_tokens(self) -> bool:
+        """Whether its logits depend on the tokens before, beside through the model."""
+        return self.penalised or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether it changes its logits in every step. Stop ids below min_tokens are another matter."""
+        return bool(self.penalised or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
     def check(self, *, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the field, the limit and the value seen."""
@@ -76,6 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.prompt_logprobs is not None:
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         _within("logprob_start", self.logprob_start, 0, 2**31 - 1)
+        if self.logprob_start and self.prompt_logprobs is None:
+            raise InvalidRequestError("logprob_start is only allowed with prompt_logprobs", param="logprob_start")
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not 0.0 < self.repetition_penalty <= 2.0:
@@ -87,6 +108,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_token_lists(vocab_size)
         if self.grammar is not None:
             self.grammar.check()
+
+    def check_prompt(self, prompt_tokens: int) -> None:
+        """Raise `InvalidRequestError` when logprobs are wanted that this prompt does not have, or too many (T24)."""
+        if self.prompt_logprobs is None:
+            return
+        if self.logprob_start >= prompt_tokens:
+            raise InvalidRequestError(
+                f"logprob_start must be below the prompt's {prompt_tokens} tokens, got {self.logprob_start}",
+                param="logprob_start",
+            )
+        wanted = (prompt_tokens - self.logprob_start) * (1 + self.prompt_logprobs)
+        if wanted > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"prompt_logprobs={self.prompt_logprobs} for {prompt_tokens - self.logprob_start} tokens is {wanted} "
+                f"logprobs, the limit is {MAX_PROMPT_LOGPROBS}; ask for fewer, or start later with logprob_start",
+                param="prompt_logprobs",
+            )
 
     def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -101,17 +139,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
                 param="stop_token_ids",
             )
-        for token in self.stop_token_ids:
-            _within("stop_token_ids", token, 0, vocab_size - 1)
+        _check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
 
     def _check_token_lists(self, vocab_size: int) -> None:
         _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIASES)
-        for token, bias in self.logit_bias:
-            _within("logit_bias", token, 0, vocab_size - 1)
+        _check_ids("logit_bias", [token for token, _ in self.logit_bias], vocab_size)
+        for _, bias in self.logit_bias:
             _within("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InvalidRequestError("logit_bias names a token more than once", param="logit_bias")
         _at_most("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-        for token in self.allowed_token_ids:
-            _within("allowed_token_ids", token, 0, vocab_size - 1)
+        _check_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         _at_most("bad_words", self.bad_words, MAX_BAD_WORDS)
         for word in self.bad_words:
             if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
@@ -119,8 +157,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     f"each of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens, one has {len(word)}",
                     param="bad_words",
                 )
-            for token in word:
-                _within("bad_words", token, 0, vocab_size - 1)
+            _check_ids("bad_words", word, vocab_size)
+        if self.allowed_token_ids:
+            self._check_against_allowed({*self.allowed_token_ids})
+
+    def _check_against_allowed(self, allowed: set[int]) -> None:
+        lost = next((token for token, bias in self.logit_bias if bias > 0 and token not in allowed), None)
+        if lost is not None:
+            raise InvalidRequestError(
+                f"logit_bias favours token {lost}, which allowed_token_ids does not have", param="allowed_token_ids"
+            )
+        if allowed <= {word[0] for word in self.bad_words if len(word) == 1}:
+            raise InvalidRequestError("bad_words forbids every one of allowed_token_ids", param="allowed_token_ids")
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        _within(name, token, 0, vocab_size - 1)
 
 
 def _at_most(name: str, values: Sized, limit: int) -> None:

@@ -1,6 +1,6 @@
 """Logprobs of sampled tokens, for the rows that asked.
 
-They are raw: log_softmax of what the model said, before suppression, temperature and filters.
+They are raw, vLLM's default: log_softmax of what the model said, before any edit, temperature and filter.
 """
 
 from torch import Tensor
@@ -21,12 +21,12 @@ def sampled_logprobs(logits: Tensor, token_ids: Tensor, wanted: tuple[int, ...])
     logprobs = logits[rows].log_softmax(dim=1)
     chosen = logprobs.gather(1, token_ids[rows][:, None]).squeeze(1).tolist()
     for index, row in enumerate(rows):
-        top = _most_likely(logprobs[index], wanted[row])
+        top = most_likely(logprobs[index], wanted[row])
         result[row] = SampledLogprobs(logprob=chosen[index], top=top)
     return tuple(result)
 
 
-def _most_likely(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+def most_likely(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     """The `count` best (token id, logprob) of one row, best first, the lower id first among equals."""
     if count == 0:
         return ()

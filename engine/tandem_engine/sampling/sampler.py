@@ -1,10 +1,11 @@
 """From logits to tokens, in one fixed order.
 
-    logits float32 ─▶ suppress ─▶ ÷ temperature ─▶ top-k, top-p, min-p ─▶ + noise ─▶ argmax
-          └─▶ raw logprobs                                        greedy rows ─▶ argmax
+    logits float32 ─▶ edits ─▶ ÷ temperature ─▶ top-k, top-p, min-p ─▶ + noise ─▶ argmax
+          └─▶ raw logprobs  └─▶ greedy rows ─▶ argmax
 
-A row's token is a function of its own logits, parameters, seed and position. Nothing here has state or
-looks across rows, so the same row gives the same token alone, in any batch, and on any worker.
+A row's token is a function of its own logits, parameters, history, seed and position. Nothing here looks
+across rows, so the same row gives the same token alone, in any batch, and on any worker. The only state is
+the history that penalties and bad words need (`editor`).
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.forward_batch import SampledLogprobs, SamplingBatch
+from tandem_engine.sampling.editor import LogitEditor
 from tandem_engine.sampling.filters import keep_thresholds
 from tandem_engine.sampling.logprobs import sampled_logprobs
 from tandem_engine.sampling.noise import gumbel, token_hashes
@@ -37,19 +39,24 @@ class Sampler:
     def __init__(self) -> None:
         # Hashes of all token ids, made when the first row needs noise: a constant of the vocabulary.
         self._hashes = torch.empty(0, dtype=torch.int32)
+        self.editor = LogitEditor()
 
     def sample(self, logits: Tensor, sampling: SamplingBatch) -> SampleOutput:
         """logits [S, V] float32, left as they are. NaN is not looked for: the self-test is there for that."""
-        allowed = _suppress(logits, sampling.suppress) if sampling.suppress else logits
-        token_ids = allowed.argmax(dim=1)  # the first of equals, as transformers has it
+        edited = self.editor.edit(logits, sampling.edits, sampling.suppress)
+        token_ids = edited.argmax(dim=1)  # the first of equals, as transformers has it
         if not sampling.all_greedy:
             rows = (sampling.temperature > 0.0).nonzero().squeeze(1)
             if len(rows) == len(logits):
-                token_ids = self._draw(allowed, sampling)
+                token_ids = self._draw(edited, sampling)
             elif len(rows):
-                token_ids[rows] = self._draw(allowed[rows], _only(sampling, rows))
+                token_ids[rows] = self._draw(edited[rows], _only(sampling, rows))
         logprobs = sampled_logprobs(logits, token_ids, sampling.logprobs) if sampling.logprobs else ()
         return SampleOutput(token_ids=token_ids, logprobs=logprobs)
+
+    def record(self, sampling: SamplingBatch, token_ids: Tensor) -> None:
+        """Let rows with a history have the tokens [S] that they got. After every `sample`, in step order."""
+        self.editor.record(sampling.edits, token_ids[:, None])
 
     def _draw(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         """Token ids [R] of rows that all sample, by the Gumbel-max rule over the tokens their filters keep."""
@@ -90,15 +97,6 @@ class RowNoise:
     def of(self, token_ids: Tensor) -> Tensor:
         """[R, C], the same numbers that `of_all` has for `token_ids` [R, C]."""
         return gumbel(self.seed, self.position, self.hashes[token_ids])
-
-
-def _suppress(logits: Tensor, suppress: tuple[tuple[int, ...], ...]) -> Tensor:
-    rows = [row for row, ids in enumerate(suppress) for _ in ids]
-    if not rows:
-        return logits
-    logits = logits.clone()
-    logits[rows, [token for ids in suppress for token in ids]] = -torch.inf
-    return logits
 
 
 def _only(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:

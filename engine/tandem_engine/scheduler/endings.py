@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tandem_engine.errors import EngineError, InvalidRequestError
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.steps import Steps
@@ -37,6 +38,7 @@ class Endings:
     queues: Queues
     stream: OutputStream
     steps: Steps
+    slots: PenaltySlots
     tally: Tally
 
     def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True, first: bool = False) -> None:
@@ -66,7 +68,8 @@ class Endings:
             stage.aborted(req)
 
     def release(self, req: Request, *, checkpoint: bool) -> None:
-        """Give back row and pages. No-op for a request that has none."""
+        """Give back row and pages, and the penalty slot. No-op for a request that has none."""
+        self.slots.give_back(req)
         if req.kv is None:
             return
         kv, req.kv = req.kv, None

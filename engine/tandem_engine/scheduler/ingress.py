@@ -15,10 +15,11 @@ from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.errors import DrainingError, EngineError, InvalidRequestError, QueueFullError
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import GenerateRequest, check_group
+from tandem_engine.messages.requests import GenerateRequest, HandoffSide, check_group
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.model_facts import ModelFacts
+from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.tally import Tally
@@ -96,6 +97,7 @@ class Ingress:
             deadline=None if message.deadline_s is None else now + message.deadline_s,
             arrived_at=now,
             output_ids=list(message.resume_ids),
+            prompt_logprobs=_prompt_logprobs(message),
             streamed=len(message.resume_ids),
         )
 
@@ -114,6 +116,7 @@ class Ingress:
         self._check_tokens("input_ids", req.origin_input_ids)
         self._check_tokens("resume_ids", req.output_ids)
         self._check_length(req)
+        req.sampling.check_prompt(req.prompt_len)
         if req.sampling.stop and not self.allow_stop_strings:
             raise InvalidRequestError(
                 "stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop"
@@ -152,3 +155,10 @@ class Ingress:
                 f"{self.capacity_tokens}",
                 param="max_tokens",
             )
+
+
+def _prompt_logprobs(message: GenerateRequest) -> PromptLogprobs | None:
+    """The worker that computes the prompt gathers them, and sends them with its first output."""
+    if message.handoff is not None and message.handoff.side is HandoffSide.RECEIVE:
+        return None
+    return PromptLogprobs.wanted_by(message.sampling, len(message.input_ids))

@@ -59,6 +59,13 @@ def reserved_pages(memory: KvMemory, running: Iterable[Request], ratio: float) -
     return reserved
 
 
+def _longest_match(req: Request) -> int:
+    """Tokens that may come from the prefix cache: one at least is computed, and what wanted logprobs need (T21)."""
+    longest = req.seq_len - 1
+    allowed = None if req.prompt_logprobs is None else req.prompt_logprobs.longest_match
+    return longest if allowed is None else min(longest, allowed)
+
+
 @dataclass(kw_only=True, slots=True)
 class PrefillAdder:
     """One pass over the queue."""
@@ -91,7 +98,7 @@ class PrefillAdder:
         if self.tokens_left == 0 or (self.crowded and self.memory.available_pages() <= self.reserved):
             return Admission.LATER
         tokens = req.token_ids(0, req.seq_len)
-        longest = len(tokens) - 1
+        longest = _longest_match(req)
         kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=longest)
         if kv is None:
             return Admission.LATER

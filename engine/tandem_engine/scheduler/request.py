@@ -21,6 +21,7 @@ from tandem_engine.messages.outputs import Finish, TokenLogprob, TransferReport
 from tandem_engine.messages.requests import Handoff
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import RequestId
+from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(kw_only=True, slots=True, weakref_slot=True, eq=False)
@@ -47,12 +48,17 @@ class Request:
     """Settled output tokens, resumed ones first."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One per output token after the resumed ones, when asked for."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """What is known of them, when asked for and the prompt is computed here."""
     kv: RequestKv | None = None
     """Row, pages and cursors while the request holds any."""
     extend_target: int = 0
     """Length of fill_ids that its prefill must reach before it may sample."""
     launched_len: int = 0
     """Tokens whose KV was matched or launched: the next step computes from here. 0 without `kv`."""
+    recalled: RequestKv | None = None
+    """The holding whose row knows, on the device, the tokens that penalties and bad words need."""
+    penalty_slot: int | None = None
     steps_in_flight: int = 0
     """Launched steps that have not settled (T16)."""
     tokens_in_flight: int = 0

@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, SamplingBatch
+from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, PromptPositions, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.scheduler.edit_columns import NO_EDITS, EditColumns
+from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.stop import StopRule
@@ -103,7 +105,9 @@ class BatchBuilder:
 
     memory: KvMemory
     stop: StopRule
+    slots: PenaltySlots
     columns: SamplingColumns = field(default_factory=lambda: SamplingColumns.of([]))
+    edits: EditColumns = NO_EDITS
 
     def build(self, batch: ScheduleBatch) -> ForwardBatch:
         """The device view of `batch`, before `mark_launched`."""
@@ -126,6 +130,7 @@ class BatchBuilder:
             sample_index=torch.from_numpy(sample_index),
             sampling=self._sampling(batch.samplers, seq_lens[sample_index]),
             page_copies=tuple(copy for extend in batch.extends for copy in extend.copies),
+            prompt_positions=_prompt_positions(batch.extends),
         )
 
     def _sequences(self, batch: ScheduleBatch) -> tuple[Ints, Ints, Ints, Ints]:
@@ -160,6 +165,9 @@ class BatchBuilder:
     def _sampling(self, samplers: list[Request], positions: Ints) -> SamplingBatch:
         if samplers != self.columns.samplers:
             self.columns = SamplingColumns.of(samplers)
+            self.edits = EditColumns.of(samplers, self.slots)
+        elif self.edits.stale:
+            self.edits = EditColumns.of(samplers, self.slots)
         columns = self.columns
         return SamplingBatch(
             temperature=columns.temperature,
@@ -171,6 +179,7 @@ class BatchBuilder:
             suppress=self._suppressed(samplers) if columns.any_min_tokens else (),
             logprobs=columns.logprobs,
             all_greedy=columns.all_greedy,
+            edits=self.edits.with_histories(),
         )
 
     def _suppressed(self, samplers: Sequence[Request]) -> tuple[tuple[int, ...], ...]:
@@ -178,6 +187,30 @@ class BatchBuilder:
             self.stop.suppressed(req.sampling, len(req.output_ids) + req.tokens_in_flight) for req in samplers
         )
         return suppressed if any(suppressed) else ()
+
+
+def _prompt_positions(extends: Sequence[Extend]) -> tuple[PromptPositions, ...]:
+    """Prompt tokens that the step can score and somebody wants scored."""
+    if all(extend.req.prompt_logprobs is None for extend in extends):
+        return ()
+    wanted, offset = [], 0
+    for sequence, extend in enumerate(extends):
+        collection = extend.req.prompt_logprobs
+        positions = range(0) if collection is None else collection.positions(extend.start, extend.stop)
+        if collection is not None and positions:
+            # Of tokens in the step: the one before each position, counted from the extend's first.
+            before = offset - 1 - extend.start
+            wanted.append(
+                PromptPositions(
+                    sequence=sequence,
+                    first=positions.start,
+                    tokens=torch.arange(positions.start + before, positions.stop + before),
+                    token_ids=torch.tensor(extend.req.origin_input_ids[positions.start : positions.stop]),
+                    top=collection.top,
+                )
+            )
+        offset += extend.stop - extend.start
+    return tuple(wanted)
 
 
 def _ints(values: Sequence[int]) -> Ints:

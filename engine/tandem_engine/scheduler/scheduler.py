@@ -36,6 +36,7 @@ from tandem_engine.scheduler.ingress import Ingress
 from tandem_engine.scheduler.loop import Loop
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
+from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.planner import Planner
 from tandem_engine.scheduler.policy import Fcfs, Policy
 from tandem_engine.scheduler.prefill_adder import expected_pages
@@ -84,12 +85,18 @@ class Scheduler:
         self.queues = Queues()
         self._policy = policy or Fcfs()
         self._steps = Steps()
+        self._slots = PenaltySlots()
         self._stop = StopRule(model=facts, decode_text=decode_text)
         self._ratio = NewTokenRatio(config=config)
         self._stream = OutputStream(sink=sink)
         self._deadlines = Deadlines()
         self._endings = Endings(
-            memory=memory, queues=self.queues, stream=self._stream, steps=self._steps, tally=self.tally
+            memory=memory,
+            queues=self.queues,
+            stream=self._stream,
+            steps=self._steps,
+            slots=self._slots,
+            tally=self.tally,
         )
         self._ingress = Ingress(
             config=config,
@@ -141,7 +148,7 @@ class Scheduler:
         return Loop(
             overlap=self.config.enable_overlap,
             planner=self._planner,
-            builder=BatchBuilder(memory=self.memory, stop=self._stop),
+            builder=BatchBuilder(memory=self.memory, stop=self._stop, slots=self._slots),
             executor=executor,
             settlement=settlement,
             steps=self._steps,

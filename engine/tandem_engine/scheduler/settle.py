@@ -63,6 +63,7 @@ class Settlement:
         assert result.step == batch.step, f"result of step {result.step} for batch {batch.step}"
         self._close(batch)
         self._measure(batch, result)
+        self._prompt_scores(batch, result)
         sampled = _sampled(result)
         for extend in batch.extends:
             self._extend(extend, next(sampled) if extend.samples else None)
@@ -70,6 +71,13 @@ class Settlement:
             self._decode(req, next(sampled))
         surplus = next(sampled, None)
         assert surplus is None, f"step {batch.step} sampled more tokens than it has sampling sequences"
+
+    def _prompt_scores(self, batch: ScheduleBatch, result: ForwardResult) -> None:
+        for scores in result.prompt_scores:
+            req = batch.extends[scores.sequence].req
+            if req.finished is None:
+                assert req.prompt_logprobs is not None, f"prompt logprobs of {req.rid}, which wants none"
+                req.prompt_logprobs.take(scores.first, [*_wire_logprobs(scores.logprobs)])
 
     def fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         """The forward of `batch` raised: its requests fail, all others go on."""
@@ -184,4 +192,4 @@ def _sampled(result: ForwardResult) -> Iterator[Sampled]:
 def _wire_logprobs(logprobs: Sequence[SampledLogprobs | None]) -> Iterator[TokenLogprob]:
     for logprob in logprobs:
         assert logprob is not None, "a request asked for logprobs and its step returned none"
-        yield TokenLogprob(logprob=logprob.logprob, top=logprob.top)
+        yield TokenLogprob(logprob=logprob.logprob, top=logprob.top, rank=logprob.rank)

@@ -25,8 +25,8 @@ class OutputStream:
     def send(self, req: Request, *, finish: Finish | None = None, first: bool = False) -> None:
         """Queue what `req` has that was not streamed, and how it ended.
 
-        `first` adds the timings, the cache hit and the transfer: once, with the first tokens of this
-        worker.
+        `first` adds the timings, the cache hit, the transfer and the prompt's logprobs: once, with the first
+        tokens of this worker.
         """
         output = self._output(req, finish, first)
         req.streamed = max(req.streamed, len(req.output_ids))
@@ -49,12 +49,19 @@ class OutputStream:
             index=req.streamed,
             token_ids=tokens,
             logprobs=self._logprobs(req, len(tokens)),
+            prompt_logprobs=self._prompt_logprobs(req) if first else None,
             finish=finish,
             cached_tokens=req.cached_tokens if cache_hit_known else None,
             transfer=req.transfer if first else None,
             queue_s=_elapsed(req.arrived_at, req.first_scheduled_at) if first else None,
             prefill_s=_elapsed(req.first_scheduled_at, req.first_token_at) if first else None,
         )
+
+    def _prompt_logprobs(self, req: Request) -> tuple[TokenLogprob | None, ...] | None:
+        if req.prompt_logprobs is None:
+            return None
+        assert req.prompt_logprobs.complete, f"{req.rid} has a token and no logprob of {req.prompt_logprobs.next}"
+        return tuple(req.prompt_logprobs.collected)
 
     def _logprobs(self, req: Request, tokens: int) -> tuple[TokenLogprob, ...] | None:
         if req.sampling.logprobs is None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem_engine.config import SchedulerConfig
-from tandem_engine.executor.fake import FakeModel, make_fake_pool, next_token
+from tandem_engine.executor.fake import FakeModel, make_fake_pool, next_token, prompt_logprob, ramp
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.no_cache import NoPrefixCache
@@ -17,6 +17,7 @@ from tandem_engine.scheduler.scheduler import Scheduler
 from tandem_engine.scheduler.stop import DecodeText
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor
 from tandem_testing.memory_builders import make_memory
+from tandem_testing.plain_sampling import edited_logits, most_likely_token
 
 VOCAB = 97
 EOS = 0
@@ -73,16 +74,24 @@ def expected_output(message: GenerateRequest, *, context_length: int = 10**9) ->
     while not _ended(sampling, len(message.input_ids), outputs, len(message.resume_ids), context_length):
         history = [*message.input_ids, *outputs]
         noise = None if sampling.greedy else (sampling.seed, len(history))
-        suppress = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
-        outputs.append(
-            next_token(
-                history,
-                vocab_size=VOCAB,
-                noise=noise,
-                suppress=tuple(suppress) if len(outputs) < sampling.min_tokens else (),
-            )
-        )
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        suppress = tuple(stops) if len(outputs) < sampling.min_tokens else ()
+        if not sampling.edits_logits:
+            outputs.append(next_token(history, vocab_size=VOCAB, noise=noise, suppress=suppress))
+            continue
+        logits = ramp(next_token(history, vocab_size=VOCAB, noise=noise), VOCAB).tolist()
+        edited = edited_logits(logits, sampling, prompt=message.input_ids, outputs=outputs, suppress=suppress)
+        outputs.append(most_likely_token(edited))
     return outputs
+
+
+def expected_prompt_logprobs(message: GenerateRequest) -> list[float | None] | None:
+    """Of positions from `logprob_start` on; None when nobody asked."""
+    if message.sampling.prompt_logprobs is None:
+        return None
+    prompt, start = message.input_ids, message.sampling.logprob_start
+    scores = [None, *(prompt_logprob(prompt[:position], prompt[position]) for position in range(1, len(prompt)))]
+    return scores[start:]
 
 
 def _ended(sampling: SamplingParams, prompt_len: int, outputs: list[int], resumed: int, context_length: int) -> bool:
@@ -109,6 +118,13 @@ class Received:
     @property
     def logprobs(self) -> list[TokenLogprob]:
         return [logprob for output in self.outputs for logprob in output.logprobs or ()]
+
+    @property
+    def prompt_logprobs(self) -> list[float | None] | None:
+        """As they came; more than once is a bug."""
+        came = [output.prompt_logprobs for output in self.outputs if output.prompt_logprobs is not None]
+        assert len(came) <= 1, f"prompt logprobs came {len(came)} times"
+        return [entry and entry.logprob for entry in came[0]] if came else None
 
     @property
     def finish(self) -> Finish | None:
@@ -167,7 +183,9 @@ class Engine:
     def assert_expected(self, *rids: str) -> None:
         """The outputs of `rids` (all, if none are named) are what the plain computation gives."""
         for rid in rids or self.messages:
-            assert self.output(rid) == expected_output(self.messages[rid]), rid
+            message = self.messages[rid]
+            assert self.output(rid) == expected_output(message), rid
+            assert self.received[rid].prompt_logprobs == expected_prompt_logprobs(message), rid
 
     def assert_nothing_held(self) -> None:
         """Idle, nothing leaked: all pages are free or in the tree, all rows are free."""

@@ -8,6 +8,7 @@ from tandem_engine.forward.forward_batch import RESOLVE
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.model_facts import ModelFacts
+from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
@@ -22,7 +23,7 @@ class Bench:
 
     def __init__(self, page_size: int = 4) -> None:
         self.memory = make_memory(page_size=page_size, usable_pages=200, max_rows=16, max_pages=80)
-        self.builder = BatchBuilder(memory=self.memory, stop=StopRule(model=FACTS))
+        self.builder = BatchBuilder(memory=self.memory, stop=StopRule(model=FACTS), slots=PenaltySlots())
 
     def request(
         self, prompt: int, *, outputs: int = 0, launched: int = 0, room: int = 1, **sampling: object
