@@ -18,7 +18,7 @@ from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM
 from tandem_engine.sampling.prompt_logprobs import prompt_scores
-from tandem_engine.sampling.sampler import Sampler, SampleOutput
+from tandem_engine.sampling.sampler import SampleOutput, Sampler
 
 NOTHING_SAMPLED = SampleOutput(token_ids=torch.empty(0, dtype=torch.int64), logprobs=())
 

@@ -80,6 +80,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether it changes its logits in every step. Stop ids below min_tokens are another matter."""
         return bool(self.penalised or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
+    def without_prompt_logprobs(self) -> "SamplingParams":
+        """The same for somebody who has those of the prompt already."""
+        return msgspec.structs.replace(self, prompt_logprobs=None, logprob_start=0)
+
     def check(self, *, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the field, the limit and the value seen."""
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)

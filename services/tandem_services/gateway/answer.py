@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem_engine.clock import Clock
 from tandem_services.common.errors import timed_out
-from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage
+from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage, share_prompt_logprobs
 from tandem_services.gateway.best_of import keep_best
 from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
@@ -113,6 +113,7 @@ class Answer:
         choices = [WholeChoice(index=c.index, texts=[c.echo]) for c in self._job.plan.choices]
         async with _time_limit(self._remaining()):
             await self._gather(choices)
+        share_prompt_logprobs(choices, self._job.plan.n)
         best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
         await send_json(self._send, 200, self._format.whole(best, self._usage()))
 
@@ -131,7 +132,7 @@ class Answer:
         await events.finish(usage)
 
     async def _gather(self, choices: list[WholeChoice]) -> None:
-        if not self._job.plan.generate:
+        if not self._job.plan.needs_workers:
             for choice in choices:
                 choice.finish = ChoiceFinish("length", None)
             return
@@ -141,7 +142,7 @@ class Answer:
                     choices[piece.index].add(piece)
 
     async def _write_events(self, events: EventStream) -> None:
-        if not self._job.plan.generate:
+        if not self._job.plan.needs_workers:
             await events.write(self._echo_events())
             return
         opened: set[int] = set()
@@ -155,7 +156,7 @@ class Answer:
         if piece.index in opened:
             return [chunk]
         opened.add(piece.index)
-        opening = self._format.opening(self._job.plan.choices[piece.index], usage)
+        opening = self._format.opening(self._job.plan.choices[piece.index], piece, usage)
         return [chunk] if opening is None else [opening, chunk]
 
     def _echo_events(self) -> list[bytes]:

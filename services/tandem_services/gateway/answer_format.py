@@ -1,10 +1,12 @@
 """How an answer is written: what chat and completions have in common is `AnswerFormat`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from tandem_engine.messages.outputs import TokenLogprob
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece, ScoredToken
 from tandem_services.gateway.openai_schemas import PromptTokensDetails, Usage
 from tandem_services.gateway.plan import PlannedChoice
@@ -22,10 +24,12 @@ class WholeChoice:
     texts: list[str] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish: ChoiceFinish | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def add(self, piece: ChoicePiece) -> None:
         self.texts.append(piece.text)
         self.scored += piece.scored
+        self.prompt_logprobs = piece.prompt_logprobs or self.prompt_logprobs
         self.finish = piece.finish
 
     @property
@@ -33,11 +37,17 @@ class WholeChoice:
         return "".join(self.texts)
 
 
+def share_prompt_logprobs(choices: Sequence[WholeChoice], n: int) -> None:
+    """The first of every `n` choices, those of one prompt, has asked for its logprobs on behalf of the others."""
+    for choice in choices:
+        choice.prompt_logprobs = choices[choice.index - choice.index % n].prompt_logprobs
+
+
 class AnswerFormat(Protocol):
     """JSON of one answer; made for one request."""
 
-    def opening(self, choice: PlannedChoice, usage: Usage | None) -> bytes | None:
-        """The chunk before the first piece of a choice, if there is one."""
+    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes | None:
+        """The chunk before the first piece of a choice, if there is one. It is written before that of `first`."""
         ...
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:

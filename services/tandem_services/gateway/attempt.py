@@ -76,12 +76,14 @@ class Attempt:
 
     __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_wake", "began")
 
-    def __init__(self, rid: str, start: int, record: ChoiceRecord, *, began: float) -> None:
+    def __init__(
+        self, rid: str, start: int, record: ChoiceRecord, *, began: float, awaits_prompt: bool = False
+    ) -> None:
         self.began = began
         """On the gateway's clock."""
         self._rid = rid
         self._record = record
-        self._sequence = TokenSequence(start)
+        self._sequence = TokenSequence(start, awaits_prompt=awaits_prompt)
         self._sides: list[Side] = []
         self._arrivals: deque[tuple[Side, TokenOutput | None]] = deque()
         self._wake: asyncio.Future[None] | None = None
@@ -162,7 +164,9 @@ class Attempt:
             raise self._output_lost() from error
 
     def _superseded(self, side: Side) -> bool:
-        """The decode worker has spoken: the prefill worker's part is over."""
+        """The decode worker has spoken, and nothing is missing: the prefill worker's part is over."""
+        if self._sequence.awaits_prompt:
+            return False
         return side.is_prefill and any(other.spoke for other in self._sides if not other.is_prefill)
 
     def _output_lost(self) -> AttemptFailedError:

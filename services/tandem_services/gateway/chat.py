@@ -19,6 +19,7 @@ from tandem_services.gateway.openai_schemas import (
     ChatLogprobs,
     ChatRequest,
     ChatResponse,
+    PromptLogprobs,
     Usage,
 )
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
@@ -54,13 +55,18 @@ class ChatPlanner:
         counts = choice_counts(request, prompts=1)
         top = chat_logprobs(request)
         wanted = _wanted_tokens(request)
-        vocab_size = self._prompts.tokenizer.vocab_size
         # Ranges are checked before the prompt is encoded.
-        sampling = sampling_params(request, max_tokens=wanted or MAX_OUTPUT_TOKENS, logprobs=top, vocab_size=vocab_size)
+        sampling = sampling_params(
+            request,
+            max_tokens=wanted or MAX_OUTPUT_TOKENS,
+            logprobs=top,
+            prompt_logprobs=request.prompt_logprobs,
+            tokenizer=self._prompts.tokenizer,
+        )
         input_ids = await self._encode(request)
         context_length = self._prompts.context_length()
         check_context(len(input_ids), wanted or 0, context_length, "messages")
-        sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size)
+        sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=self._prompts.tokenizer.vocab_size)
         choice = PlannedChoice(index=0, input_ids=input_ids, sampling=sampling)
         return generation_plan(request, model.name, [choice], counts)
 
@@ -84,10 +90,13 @@ class ChatFormat:
         self._created = created
         self._model = plan.model
         self._vocabulary = vocabulary
+        self._prompt = plan.choices[0].input_ids
         self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
+        self._prompt_top = plan.prompt_logprobs
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
 
-    def opening(self, choice: PlannedChoice, usage: Usage | None) -> bytes:
+    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
+        del first  # a chat does not begin with its prompt
         delta = ChatDelta(role="assistant", content="")
         return self._chunk(ChatChunkChoice(index=choice.index, delta=delta), usage)
 
@@ -112,8 +121,15 @@ class ChatFormat:
                 model=self._model,
                 choices=[self._whole_choice(choice) for choice in choices],
                 usage=usage,
+                prompt_logprobs=self._prompt_logprobs(choices[0]),
             )
         )
+
+    def _prompt_logprobs(self, first: WholeChoice) -> PromptLogprobs | UnsetType:
+        """Of the one prompt that all choices have."""
+        if self._prompt_top is None or first.prompt_logprobs is None:
+            return UNSET
+        return logprobs.prompt_logprobs(self._prompt, first.prompt_logprobs, self._vocabulary, self._prompt_top)
 
     def _chunk(self, choice: ChatChunkChoice, usage: Usage | None) -> bytes:
         return encode_json(

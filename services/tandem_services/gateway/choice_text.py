@@ -42,6 +42,8 @@ class ChoicePiece:
     """Output tokens of the choice so far."""
     scored: list[ScoredToken]
     finish: ChoiceFinish | None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """With the first piece, when they were asked for."""
 
 
 class ChoiceText:
@@ -61,10 +63,12 @@ class ChoiceText:
         self._output = OutputText(vocabulary, sampling, skip_special_tokens=skip_special_tokens, keep_stop=keep_stop)
         self._tokens = 0
         self._unsent: list[ScoredToken] = []
+        self._prompt: tuple[TokenLogprob | None, ...] | None = None
 
     def absorb(self, accepted: Accepted) -> ChoicePiece | None:
         """The next piece, or None while all new text is held back. Nothing follows a piece with a finish."""
         text = ""
+        self._prompt = accepted.prompt_logprobs or self._prompt
         shown = len(accepted.token_ids) - self._hidden_tokens(accepted.finish)
         for position, token_id in enumerate(accepted.token_ids):
             self._tokens += 1
@@ -94,4 +98,5 @@ class ChoiceText:
 
     def _piece(self, text: str, finish: ChoiceFinish | None) -> ChoicePiece:
         scored, self._unsent = self._unsent, []
-        return ChoicePiece(self.index, text, self._tokens, scored, finish)
+        prompt, self._prompt = self._prompt, None
+        return ChoicePiece(self.index, text, self._tokens, scored, finish, prompt)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import bad_request
@@ -24,6 +25,7 @@ from tandem_services.gateway.openai_schemas import (
     CompletionRequest,
     CompletionResponse,
     PromptItem,
+    PromptLogprobs,
     Usage,
 )
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
@@ -33,6 +35,7 @@ from tandem_services.gateway.translate import (
     check_common_fields,
     choice_counts,
     completion_logprobs,
+    completion_prompt_logprobs,
     fit_output,
     generation_plan,
     sampling_params,
@@ -63,9 +66,11 @@ class CompletionPlanner:
         # Ranges are checked before any prompt is encoded.
         sampling = sampling_params(
             request,
-            max_tokens=wanted or DEFAULT_MAX_TOKENS,
+            # To score a prompt and nothing else, one token is computed and dropped.
+            max_tokens=DEFAULT_MAX_TOKENS if wanted is None else max(wanted, 1),
             logprobs=completion_logprobs(request),
-            vocab_size=self._prompts.tokenizer.vocab_size,
+            prompt_logprobs=completion_prompt_logprobs(request),
+            tokenizer=self._prompts.tokenizer,
         )
         choices = [await self._choice(request, prompt, wanted, sampling) for prompt in prompts]
         return generation_plan(request, self._prompts.model.name, choices, counts, generate=wanted != 0)
@@ -128,19 +133,21 @@ class CompletionFormat:
         self._created = created
         self._model = plan.model
         self._vocabulary = vocabulary
+        self._plan = plan
         self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
 
-    def opening(self, choice: PlannedChoice, usage: Usage | None) -> bytes | None:
+    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes | None:
         if not choice.echo:
             return None
-        return self._chunk(CompletionChoice(index=choice.index, text=choice.echo), usage)
+        echoed = self._echoed(choice.index, first.prompt_logprobs)
+        return self._chunk(CompletionChoice(index=choice.index, text=choice.echo, logprobs=echoed), usage)
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
         choice = CompletionChoice(
             index=piece.index,
             text=piece.text,
-            logprobs=self._logprobs(piece.scored) if piece.scored else None,
+            logprobs=self._logprobs(piece.index, piece.scored) if piece.scored else None,
             finish_reason=None if piece.finish is None else piece.finish.reason,
             stop_reason=stop_reason(piece.finish),
         )
@@ -165,13 +172,39 @@ class CompletionFormat:
         return CompletionChoice(
             index=choice.index,
             text=choice.text,
-            logprobs=self._logprobs(choice.scored),
+            logprobs=self._whole_logprobs(choice),
             finish_reason=choice.finish.reason,
             stop_reason=choice.finish.stop,
+            prompt_logprobs=self._prompt_logprobs(choice),
         )
 
-    def _logprobs(self, scored: list[ScoredToken]) -> CompletionLogprobs | None:
-        return None if self._top is None else logprobs.completion_logprobs(scored, self._vocabulary, self._top)
+    def _whole_logprobs(self, choice: WholeChoice) -> CompletionLogprobs | None:
+        output = self._logprobs(choice.index, choice.scored)
+        echoed = self._echoed(choice.index, choice.prompt_logprobs)
+        return output if output is None or echoed is None else logprobs.joined(echoed, output)
+
+    def _logprobs(self, index: int, scored: list[ScoredToken]) -> CompletionLogprobs | None:
+        if self._top is None:
+            return None
+        echo = len(self._planned(index).echo)
+        return logprobs.completion_logprobs(scored, self._vocabulary, self._top, after=echo)
+
+    def _echoed(self, index: int, prompt: Sequence[TokenLogprob | None] | None) -> CompletionLogprobs | None:
+        planned = self._planned(index)
+        if self._top is None or prompt is None or not planned.echo:
+            return None
+        return logprobs.echoed_logprobs(planned.input_ids, prompt, self._vocabulary, self._top)
+
+    def _prompt_logprobs(self, choice: WholeChoice) -> PromptLogprobs | UnsetType:
+        top = self._plan.prompt_logprobs
+        if top is None or choice.prompt_logprobs is None:
+            return UNSET
+        input_ids = self._planned(choice.index).input_ids
+        return logprobs.prompt_logprobs(input_ids, choice.prompt_logprobs, self._vocabulary, top)
+
+    def _planned(self, index: int) -> PlannedChoice:
+        """The first choice of the prompt that choice `index` of the answer belongs to."""
+        return self._plan.choices[index // self._plan.kept * self._plan.n]
 
 
 def _wanted_tokens(request: CompletionRequest) -> int | None:

@@ -108,12 +108,19 @@ class Dispatcher:
         while len(progress.received) < request.sampling.max_tokens:
             choice = await self._choose(request, progress)
             note = record.begin_attempt(choice, resumed_tokens=len(progress.received))
-            attempt = Attempt(_attempt_id(request, progress), len(progress.received), record, began=self.clock.now())
+            attempt = Attempt(
+                _attempt_id(request, progress),
+                len(progress.received),
+                record,
+                began=self.clock.now(),
+                awaits_prompt=request.sampling.prompt_logprobs is not None and not progress.scored,
+            )
             try:
                 self._send(attempt, request, choice, progress)
                 while True:
                     accepted = await self._next(attempt, progress)
                     progress.received += accepted.token_ids
+                    progress.scored = progress.scored or accepted.prompt_logprobs is not None
                     if accepted.finish is not None:
                         note.outcome = "finished"
                     yield accepted
@@ -162,7 +169,7 @@ class Dispatcher:
         alone = GenerateRequest(
             rid=_attempt_id(request, progress),
             input_ids=request.input_ids,
-            sampling=request.sampling,
+            sampling=request.sampling.without_prompt_logprobs() if progress.scored else request.sampling,
             resume_ids=tuple(progress.received),
             cache_salt=request.cache_salt,
             priority=request.priority,
@@ -248,6 +255,8 @@ class _Progress:
     """What one choice has achieved so far, over all its attempts."""
 
     received: list[int] = field(default_factory=list)
+    scored: bool = False
+    """The logprobs of the prompt are here: they must not be computed, nor sent, again."""
     attempts: int = 0
     """Attempts that have failed."""
     failed: set[str] = field(default_factory=set)

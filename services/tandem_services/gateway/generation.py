@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
 from tandem_engine.tokenizer.vocabulary import Vocabulary
-from tandem_services.gateway.choice_text import ChoicePiece, ChoiceText
+from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece, ChoiceText
 from tandem_services.gateway.dispatch import ChoiceRequest, Dispatcher
 from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.shared_route import SharedRoute
+from tandem_services.gateway.token_sequence import Accepted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +105,7 @@ class Generator:
             async for accepted in outputs:
                 if accepted.token_ids:
                     last_token_at = self._time_tokens(job, record, last_token_at, len(accepted.token_ids))
-                piece = text.absorb(accepted)
+                piece = text.absorb(accepted) if job.plan.generate else _scored_prompt(choice, accepted)
                 if piece is None:
                     continue
                 _note_piece(record, piece)
@@ -145,6 +146,11 @@ def _choice_request(job: Job, choice: PlannedChoice, route: SharedRoute | None) 
         route=route,
         deadline=job.deadline,
     )
+
+
+def _scored_prompt(choice: PlannedChoice, accepted: Accepted) -> ChoicePiece:
+    """All of an answer without output. The one token that was computed to get there is nobody's."""
+    return ChoicePiece(choice.index, "", 0, [], ChoiceFinish("length", None), accepted.prompt_logprobs)
 
 
 def _note_piece(record: ChoiceRecord, piece: ChoicePiece) -> None:

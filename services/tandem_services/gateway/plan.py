@@ -33,11 +33,18 @@ class GenerationPlan:
     include_usage: bool
     continuous_usage: bool
     generate: bool = True
-    """False: the answer is the echo alone (max_tokens 0)."""
+    """False: the answer is the echo alone (max_tokens 0), with the logprobs of the prompt if they are wanted."""
     cache_salt: str = ""
     priority: int = 0
     skip_special_tokens: bool = True
     keep_stop: bool = False
+    prompt_logprobs: int | None = None
+    """Alternatives that the client wants listed with each prompt token; None when it wants no such list."""
+
+    @property
+    def needs_workers(self) -> bool:
+        """An echo without logprobs is written here."""
+        return self.generate or any(choice.sampling.prompt_logprobs is not None for choice in self.choices)
 
     @property
     def prompt_tokens(self) -> int:

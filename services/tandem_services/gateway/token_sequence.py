@@ -3,6 +3,9 @@
 Prefill and decode worker both send the first token, on two connections; a retried attempt starts where
 the last one ended. A position is accepted once, and only when all before it are there (B2.2): no token is
 missing or doubled.
+
+Prompt logprobs that were asked for come before the first token: the prefill worker alone sends them, so tokens
+of the decode worker that are here earlier wait for them as for a missing position.
 """
 
 from typing import NamedTuple
@@ -19,6 +22,8 @@ class Accepted(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprob]
     finish: Finish | None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """With the first tokens, when they were awaited."""
 
 
 class SequenceGapError(Exception):
@@ -28,10 +33,12 @@ class SequenceGapError(Exception):
 class TokenSequence:
     """Accepts outputs from position `start` on."""
 
-    __slots__ = ("_next", "_waiting")
+    __slots__ = ("_next", "_waiting", "awaits_prompt")
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, *, awaits_prompt: bool = False) -> None:
         self._next = start
+        self.awaits_prompt = awaits_prompt
+        """No prompt logprobs have come yet, and nothing is accepted without them."""
         self._waiting: dict[int, TokenOutput] = {}
 
     @property
@@ -40,7 +47,10 @@ class TokenSequence:
 
     def accept(self, output: TokenOutput, into: Accepted) -> Accepted:
         """`into` with what `output` adds, and what had been waiting for it. Raises `SequenceGapError`."""
-        if output.index > self._next:
+        if self.awaits_prompt and output.prompt_logprobs is not None:
+            self.awaits_prompt = False
+            into = into._replace(prompt_logprobs=output.prompt_logprobs)
+        if self.awaits_prompt or output.index > self._next:
             self._keep_for_later(output)
             return into
         into = self._append(output, into)

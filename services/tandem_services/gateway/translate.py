@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem_engine.messages.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from tandem_engine.messages.sampling import MAX_PROMPT_LOGPROBS, MAX_TOP_LOGPROBS, SamplingParams
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import bad_request
 from tandem_services.common.logs import quoted
 from tandem_services.gateway.limits import (
@@ -23,6 +24,7 @@ from tandem_services.gateway.limits import (
 )
 from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.token_rules import allowed_ids, bad_word_ids, logit_biases
 from tandem_services.gateway.unsupported import refuse_unsupported
 
 _SEED_RANGE = 1 << 64
@@ -39,6 +41,8 @@ def check_common_fields(request: GenerationFields) -> None:
     check_cache_salt(request.cache_salt)
     check_priority(request.priority or 0)
     check_stop(stop_strings(request))
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs is not available with stream=true", "prompt_logprobs")
 
 
 def stop_strings(request: GenerationFields) -> tuple[str, ...]:
@@ -48,9 +52,14 @@ def stop_strings(request: GenerationFields) -> tuple[str, ...]:
 
 
 def sampling_params(
-    request: GenerationFields, *, max_tokens: int, logprobs: int | None, vocab_size: int
+    request: GenerationFields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    tokenizer: TextTokenizer,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Raises `InvalidRequestError` naming the field that is out of range."""
+    """Raises `InvalidRequestError` or `ApiError` 400 naming the field that is out of range."""
     top_k = request.top_k or 0
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -64,8 +73,16 @@ def sampling_params(
         stop=stop_strings(request),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logprob_start=request.logprob_start or 0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias=logit_biases(request.logit_bias),
+        allowed_token_ids=allowed_ids(request.allowed_token_ids),
+        bad_words=bad_word_ids(request.bad_words, tokenizer),
     )
-    sampling.check(vocab_size=vocab_size)
+    sampling.check(vocab_size=tokenizer.vocab_size)
     return sampling
 
 
@@ -112,10 +129,11 @@ def generation_plan(
     if generated > counts.kept:
         prompts = [_scored(prompt) for prompt in prompts]
     options = request.stream_options
+    _check_prompt_logprobs(prompts, counts.kept)
     return GenerationPlan(
         model=model,
         choices=tuple(
-            _nth_choice(prompt, position * generated + nth, nth)
+            _nth_choice(prompt, position * generated + nth, nth, scores_prompt=nth == 0 or bool(request.stream))
             for position, prompt in enumerate(prompts)
             for nth in range(generated)
         ),
@@ -130,6 +148,7 @@ def generation_plan(
         priority=request.priority or 0,
         skip_special_tokens=request.skip_special_tokens is not False,
         keep_stop=bool(request.include_stop_str_in_output),
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -154,8 +173,6 @@ def completion_logprobs(request: CompletionRequest) -> int | None:
         return None
     if not 0 <= top <= MAX_COMPLETION_LOGPROBS:
         raise bad_request(f"logprobs must be between 0 and {MAX_COMPLETION_LOGPROBS}, got {quoted(top)}", "logprobs")
-    if request.echo:
-        raise bad_request("logprobs together with echo is not supported yet", "logprobs")
     return top
 
 
@@ -165,11 +182,38 @@ def _scored(prompt: PlannedChoice) -> PlannedChoice:
     return replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, logprobs=logprobs))
 
 
-def _nth_choice(prompt: PlannedChoice, index: int, nth: int) -> PlannedChoice:
+def completion_prompt_logprobs(request: CompletionRequest) -> int | None:
+    """Alternatives per prompt token: for `prompt_logprobs`, and for `logprobs` when the prompt is echoed."""
+    asked = request.prompt_logprobs
+    if not request.echo or request.logprobs is None:
+        return asked
+    if request.logprob_start:
+        raise bad_request("logprob_start must be 0 when logprobs are asked for with echo", "logprob_start")
+    return request.logprobs if asked is None else max(asked, request.logprobs)
+
+
+def _check_prompt_logprobs(prompts: Sequence[PlannedChoice], kept: int) -> None:
+    """Bounds on what one answer may hold: each of its choices repeats those of its prompt."""
+    total = 0
+    for prompt in prompts:
+        sampling, tokens = prompt.sampling, len(prompt.input_ids)
+        if sampling.prompt_logprobs is not None:
+            sampling.check_prompt(tokens)
+            total += kept * (tokens - sampling.logprob_start) * (1 + sampling.prompt_logprobs)
+    if total > MAX_PROMPT_LOGPROBS:
+        raise bad_request(
+            f"all choices together have {total} logprobs of prompts, the limit is {MAX_PROMPT_LOGPROBS}",
+            "prompt_logprobs",
+        )
+
+
+def _nth_choice(prompt: PlannedChoice, index: int, nth: int, *, scores_prompt: bool) -> PlannedChoice:
+    """`scores_prompt`: it asks for the prompt's logprobs. In a stream each does, so that none waits for another."""
     seed = (prompt.sampling.seed + nth - _SEED_LOWEST) % _SEED_RANGE + _SEED_LOWEST
+    sampling = msgspec.structs.replace(prompt.sampling, seed=seed)
     return PlannedChoice(
         index=index,
         input_ids=prompt.input_ids,
-        sampling=msgspec.structs.replace(prompt.sampling, seed=seed),
+        sampling=sampling if scores_prompt else sampling.without_prompt_logprobs(),
         echo=prompt.echo,
     )

@@ -15,21 +15,14 @@ from tandem_services.common.errors import bad_request
 class UnsupportedFields(msgspec.Struct, kw_only=True):
     """Fields of chat and completion requests that are refused unless neutral."""
 
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
     length_penalty: Any = None
-    logit_bias: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    prompt_logprobs: Any = None
     logprob_token_ids: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
     use_beam_search: Any = None
     truncate_prompt_tokens: Any = None
     spaces_between_special_tokens: Any = None
@@ -61,13 +54,8 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
 
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "bad_words": ([],),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),

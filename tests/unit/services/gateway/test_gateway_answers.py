@@ -296,6 +296,7 @@ async def test_unknown_and_neutral_fields_are_accepted(gateway):
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "logit_bias": {},
+        "bad_words": [],
         "tools": [],
         "tool_choice": "auto",
         "response_format": {"type": "text"},

@@ -1,0 +1,67 @@
+"""Fields that name tokens to prefer or to avoid, as token ids. Pure, and bounded before anything is encoded.
+
+Words are encoded as they would stand in a text: at its beginning, and after a space. vLLM drops the second when it
+has another number of tokens than the first; here it is dropped only when it ends in the first, which then forbids
+both.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tandem_engine.messages.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.errors import bad_request
+from tandem_services.common.logs import quoted
+from tandem_services.gateway.limits import MAX_BAD_WORD_CHARACTERS
+
+MAX_WORDS = MAX_BAD_WORDS // 2
+"""Each may take two token sequences."""
+
+
+def logit_biases(biases: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+    """OpenAI's object of token id → bias. Raises `ApiError` 400 naming a key that is no token id."""
+    if not biases:
+        return ()
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise bad_request(f"logit_bias takes at most {MAX_LOGIT_BIASES} entries, got {len(biases)}", "logit_bias")
+    return tuple((_token_id(key), bias) for key, bias in biases.items())
+
+
+def allowed_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
+    """Raises `ApiError` 400 for an empty list: nothing could be said."""
+    if ids is not None and not ids:
+        raise bad_request("allowed_token_ids must have at least one token id", "allowed_token_ids")
+    return tuple(ids or ())
+
+
+def bad_word_ids(words: Sequence[str] | None, tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of `words`. Raises `ApiError` 400 naming a word that is empty or too long."""
+    if not words:
+        return ()
+    if len(words) > MAX_WORDS:
+        raise bad_request(f"bad_words takes at most {MAX_WORDS} words, got {len(words)}", "bad_words")
+    spellings = (ids for position, word in enumerate(words) for ids in _spellings(word, position, tokenizer))
+    return tuple(dict.fromkeys(spellings))
+
+
+def _token_id(key: str) -> int:
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 18):
+        raise bad_request(f"logit_bias: {quoted(key)} is not a token id", "logit_bias")
+    return int(key)
+
+
+def _spellings(word: str, position: int, tokenizer: TextTokenizer) -> list[tuple[int, ...]]:
+    bare = word.lstrip()
+    if not bare or len(word) > MAX_BAD_WORD_CHARACTERS:
+        raise bad_request(
+            f"bad_words[{position}] must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, one of them no space, "
+            f"got {len(word)}",
+            "bad_words",
+        )
+    first, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}"))
+    for ids in (first, spaced):
+        if len(ids) > MAX_BAD_WORD_TOKENS:
+            raise bad_request(
+                f"bad_words[{position}] has {len(ids)} tokens, the limit is {MAX_BAD_WORD_TOKENS}", "bad_words"
+            )
+    return [first] if spaced[-len(first) :] == first else [first, spaced]
