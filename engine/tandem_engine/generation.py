@@ -15,6 +15,7 @@ class Generation:
     """Output tokens that the request came with; `token_ids` starts after them."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     cached_tokens: int = 0
     transfer: TransferReport | None = None
     finished: Finish | None = None
@@ -32,6 +33,7 @@ class Generation:
         self.token_ids += output.token_ids[known:]
         if output.logprobs is not None:
             self.logprobs += output.logprobs[known:]
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         if output.cached_tokens is not None:
             self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.transfer = output.transfer or self.transfer

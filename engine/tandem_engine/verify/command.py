@@ -17,6 +17,7 @@ from tqdm import tqdm
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine, LoadedModel, load
 from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
+from tandem_engine.verify.edited import edits_against
 from tandem_engine.verify.pair import Pair
 from tandem_engine.verify.paths import Path, make_paths
 from tandem_engine.verify.prompts import make_prompts
@@ -44,6 +45,8 @@ class Verification:
     model: LoadedModel
     references: Sequence[ReferenceOutput]
     max_tokens: int
+    edited: Sequence[ReferenceOutput] = ()
+    """For the paths whose requests edit their logits, one for each of `references`."""
 
     def run(self, path: Path) -> PathResult:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
@@ -57,7 +60,8 @@ class Verification:
 
     def _compare(self, path: Path, generate: Generate, engines: Sequence[Engine], began: float) -> PathResult:
         stagger = STAGGER_STEPS if path.stagger else 0
-        references = [reference for reference in self.references for _ in range(path.choices)]
+        once = self.edited if path.edited else self.references
+        references = [reference for reference in once for _ in range(path.choices)]
         if path.repeat:
             generate(requests_for(path, references, self.max_tokens, "warm"), stagger)
         requests = requests_for(path, references, self.max_tokens, path.name)
@@ -73,8 +77,15 @@ class Verification:
             retractions=retractions,
             max_logprob_difference=found.max_logprob_difference,
             seconds=time.perf_counter() - began,
-            difference=found.difference or _unmet(path, cached, retractions) or _audit(engines),
+            difference=found.difference
+            or _unmet(path, cached, retractions)
+            or (self._without_effect() if path.edited else None)
+            or _audit(engines),
         )
+
+    def _without_effect(self) -> str | None:
+        pairs = zip(self.references, self.edited, strict=True)
+        return None if any(a.token_ids != b.token_ids for a, b in pairs) else "no edit changed a token"
 
 
 def _unmet(path: Path, cached: int, retractions: int) -> str | None:
@@ -111,9 +122,13 @@ def run_verify(model_path: str, *, quick: bool, as_json: bool) -> int:
             tqdm(prompts.prompts, desc="transformers", unit="prompt", file=sys.stderr, disable=as_json)
         )
     ]
+    edited = [
+        reference.generate(r.prompt, prompts.max_tokens, eos, ignore_eos=r.ignore_eos, edits=edits_against(r.token_ids))
+        for r in references
+    ]
     longest = max(len(r.prompt) for r in references) + prompts.max_tokens
     paths = make_paths(context_length=longest + 1, longest=longest, num_prompts=len(references), quick=quick)
-    verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens)
+    verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens, edited=edited)
     results = _run_paths(verification, paths, as_json=as_json)
     equal = len(results) == len(paths) and all(result.equal for result in results)
     if as_json:

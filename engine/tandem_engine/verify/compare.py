@@ -50,8 +50,12 @@ def requests_for(path: Path, references: Sequence[ReferenceOutput], max_tokens: 
             input_ids=reference.prompt,
             group=f"{tag}-{i // path.choices}" if path.choices > 1 else "",
             resume_ids=reference.token_ids[: len(reference.token_ids) // 2] if path.resume else (),
-            sampling=SamplingParams(
-                max_tokens=max_tokens, temperature=0.0, logprobs=0, ignore_eos=reference.ignore_eos
+            sampling=msgspec.structs.replace(
+                reference.edits or SamplingParams(max_tokens=max_tokens),
+                max_tokens=max_tokens,
+                temperature=0.0,
+                logprobs=0,
+                ignore_eos=reference.ignore_eos,
             ),
         )
         for i, reference in enumerate(references)
@@ -64,6 +68,9 @@ def compare(
     """The first difference in tokens or logprobs, and the largest logprob difference up to there."""
     worst = 0.0
     for request, output, reference in zip(requests, outputs, references, strict=True):
+        wrong = _prompt_difference(request, output, reference)
+        if wrong is not None:
+            return Comparison(difference=wrong, max_logprob_difference=worst)
         start = len(request.resume_ids)
         tokens = (*request.resume_ids, *output.token_ids)
         if tokens != reference.token_ids:
@@ -79,6 +86,20 @@ def compare(
                 text = f"{request.rid}: logprob {mine.logprob:.6f} at output {start + i}, reference {truth:.6f}"
                 return Comparison(difference=text, max_logprob_difference=worst)
     return Comparison(difference=None, max_logprob_difference=worst)
+
+
+def _prompt_difference(request: GenerateRequest, output: Generation, reference: ReferenceOutput) -> str | None:
+    """What is wrong with the prompt's logprobs; nothing, when they were not asked for and did not come."""
+    if request.sampling.prompt_logprobs is None:
+        return None if output.prompt_logprobs is None else f"{request.rid}: prompt logprobs that nobody asked for"
+    first, *rest = output.prompt_logprobs or (None,)
+    mine = [entry.logprob for entry in rest if entry is not None]
+    if first is not None or len(mine) != len(reference.prompt_logprobs):
+        return f"{request.rid}: {len(mine)} prompt logprobs for {len(reference.prompt) - 1} predicted tokens"
+    for at, (value, truth) in enumerate(zip(mine, reference.prompt_logprobs, strict=True), 1):
+        if abs(value - truth) > LOGPROB_TOLERANCE:
+            return f"{request.rid}: logprob {value:.6f} of prompt token {at}, reference {truth:.6f}"
+    return None
 
 
 def _token_difference(

@@ -22,6 +22,8 @@ class Path:
     """Ask for each prompt this many times at once, as choices of one answer."""
     resume: bool = False
     """Give the first half of the expected output as resume_ids."""
+    edited: bool = False
+    """Ask for penalties, biases and bad words, and for the logprobs of the prompt."""
     disaggregated: bool = False
     """One engine prefills, another decodes, NIXL between them."""
     expects_cached: bool = False
@@ -60,12 +62,33 @@ def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bo
             expects_retraction=True,
         ),
         Path(name="disaggregated over NIXL", cache=warm, scheduler=mixed, disaggregated=True),
+        Path(name="edited: mixed, staggered", cache=warm, scheduler=mixed, stagger=True, edited=True),
     ]
     if quick:
         return paths
     no_overlap_mixed = replace(mixed, enable_overlap=False)
     return [
         *paths,
+        Path(name="edited: no overlap", cache=cold, scheduler=plain, edited=True),
+        Path(
+            name="edited: retracted (forced)",
+            cache=warm,
+            scheduler=replace(mixed, force_retract_every=3, max_retractions=10_000),
+            edited=True,
+            expects_retraction=True,
+        ),
+        Path(name="edited: resumed", cache=warm, scheduler=mixed, resume=True, edited=True),
+        *(
+            Path(
+                name=f"edited: disaggregated, page size {size}",
+                cache=_cache(page_size=size, longest=longest, num_prompts=num_prompts, prefix=True),
+                scheduler=mixed,
+                disaggregated=True,
+                repeat=True,
+                edited=True,
+            )
+            for size in (1, 64)
+        ),
         Path(name="mixed, no overlap", cache=warm, scheduler=no_overlap_mixed, stagger=True),
         Path(name="retracted (short of pages)", cache=tight, scheduler=eager, expects_retraction=True),
         Path(name="resumed", cache=warm, scheduler=mixed, resume=True),

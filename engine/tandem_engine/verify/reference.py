@@ -4,16 +4,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.verify.edited import Processor, processors_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceOutput:
-    """Greedy continuation of one prompt, with the logprob of each chosen token."""
+    """Greedy continuation of one prompt, with the raw logprob of each chosen token."""
 
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     ignore_eos: bool
+    edits: SamplingParams | None = None
+    """How logits were edited before each token was chosen."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of prompt tokens 1, 2, …, when the edits ask for them."""
 
 
 class TransformersReference:
@@ -30,21 +38,45 @@ class TransformersReference:
 
     @torch.inference_mode()
     def generate(
-        self, prompt: Sequence[int], max_tokens: int, eos_token_ids: frozenset[int], *, ignore_eos: bool
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        eos_token_ids: frozenset[int],
+        *,
+        ignore_eos: bool,
+        edits: SamplingParams | None = None,
     ) -> ReferenceOutput:
         """Greedy tokens up to and including the first EOS unless that is ignored, at most `max_tokens`."""
-        tokens: list[int] = []
+        processors = [] if edits is None else processors_for(edits, len(prompt))
+        ids = torch.tensor([list(prompt)])
         logprobs: list[float] = []
-        inputs, cache = torch.tensor([list(prompt)]), None
-        while len(tokens) < max_tokens:
+        inputs, cache = ids, None
+        while len(logprobs) < max_tokens:
             out = self._model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            row = torch.log_softmax(out.logits[0, -1].float(), dim=-1)
-            token = int(row.argmax())
-            tokens.append(token)
-            logprobs.append(float(row[token]))
+            raw = out.logits[:, -1].float()
+            token = _choose(ids, raw, processors)
+            logprobs.append(float(raw.log_softmax(dim=-1)[0, token]))
+            inputs, cache = torch.tensor([[token]]), out.past_key_values
+            ids = torch.cat((ids, inputs), dim=1)
             if token in eos_token_ids and not ignore_eos:
                 break
-            inputs, cache = torch.tensor([[token]]), out.past_key_values
         return ReferenceOutput(
-            prompt=tuple(prompt), token_ids=tuple(tokens), logprobs=tuple(logprobs), ignore_eos=ignore_eos
+            prompt=tuple(prompt),
+            token_ids=tuple(ids[0, len(prompt) :].tolist()),
+            logprobs=tuple(logprobs),
+            ignore_eos=ignore_eos,
+            edits=edits,
+            prompt_logprobs=() if edits is None else self._score(prompt),
         )
+
+    def _score(self, prompt: Sequence[int]) -> tuple[float, ...]:
+        """Logprobs of all tokens of `prompt` but the first."""
+        ids = torch.tensor([list(prompt)])
+        logprobs = self._model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
+        return tuple(logprobs[:-1].gather(1, ids[0, 1:, None]).squeeze(1).tolist())
+
+
+def _choose(ids: Tensor, logits: Tensor, processors: Sequence[Processor]) -> int:
+    for process in processors:
+        logits = process(ids, logits)
+    return int(logits.argmax())
