@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.logit_edits import LogitEdits
 from tandem_engine.memory.pool import KvPool
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 16
@@ -77,6 +78,7 @@ def make_sampling(
     suppress: tuple[tuple[int, ...], ...] = (),
     logprobs: tuple[int, ...] = (),
     all_greedy: bool = False,
+    edits: LogitEdits | None = None,
 ) -> SamplingBatch:
     """As many rows as temperatures; what is not given filters nothing."""
     count = len(temperature)
@@ -90,6 +92,7 @@ def make_sampling(
         suppress=suppress,
         logprobs=logprobs,
         all_greedy=all_greedy,
+        edits=edits,
     )
 
 

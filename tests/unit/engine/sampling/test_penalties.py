@@ -1,0 +1,132 @@
+"""Counts on the device, and what they do to logits."""
+
+import pytest
+import torch
+
+from tandem_engine.forward.logit_edits import Penalties
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.sampling.penalties import PenaltyRows
+from tandem_testing.plain_sampling import edited_logits
+
+VOCAB = 40
+PROMPT, OUTPUTS = (3, 3, 7, 12), (5, 7, 5, 30)
+STRONG = SamplingParams(max_tokens=9, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.25)
+
+
+def logits(rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows)) * 3
+
+
+def penalties(*slots: int, params: SamplingParams = STRONG) -> Penalties:
+    count = len(slots)
+    return Penalties(
+        index=torch.arange(count),
+        slots=torch.tensor(slots),
+        repetition=torch.tensor([params.repetition_penalty] * count),
+        frequency=torch.tensor([params.frequency_penalty] * count),
+        presence=torch.tensor([params.presence_penalty] * count),
+    )
+
+
+def loaded(*histories: tuple[tuple[int, ...], tuple[int, ...]]) -> PenaltyRows:
+    rows = PenaltyRows()
+    for slot, (prompt, outputs) in enumerate(histories):
+        rows.load(slot, prompt, outputs, vocab_size=VOCAB)
+    return rows
+
+
+def applied(rows: PenaltyRows, slot: int = 0, params: SamplingParams = STRONG, raw: torch.Tensor | None = None):
+    penalised = (logits() if raw is None else raw).clone()
+    rows.apply(penalised, penalties(slot, params=params))
+    return penalised[0]
+
+
+def expected(outputs: tuple[int, ...], prompt: tuple[int, ...] = PROMPT, params: SamplingParams = STRONG):
+    return torch.tensor(edited_logits(logits()[0].tolist(), params, prompt=prompt, outputs=outputs))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        STRONG,
+        SamplingParams(max_tokens=1, repetition_penalty=0.7),
+        SamplingParams(max_tokens=1, frequency_penalty=-1.0),
+        SamplingParams(max_tokens=1, presence_penalty=2.0),
+    ],
+)
+def test_each_penalty_does_what_its_formula_says(params):
+    torch.testing.assert_close(applied(loaded((PROMPT, OUTPUTS)), params=params), expected(OUTPUTS, params=params))
+
+
+def test_repetition_counts_prompt_and_output_the_others_output_alone():
+    changed = (applied(loaded((PROMPT, OUTPUTS))) != logits()[0]).nonzero().flatten().tolist()
+    assert changed == sorted({*PROMPT, *OUTPUTS})
+    output_only = SamplingParams(max_tokens=1, presence_penalty=1.0, frequency_penalty=1.0)
+    changed = (applied(loaded((PROMPT, OUTPUTS)), params=output_only) != logits()[0]).nonzero().flatten().tolist()
+    assert changed == sorted({*OUTPUTS})
+
+
+def test_recorded_tokens_count_like_loaded_ones():  # T41
+    rows = loaded((PROMPT, ()))
+    for token in OUTPUTS:
+        rows.record(torch.tensor([0]), torch.tensor([[token]]))
+    torch.testing.assert_close(applied(rows), expected(OUTPUTS))
+
+
+def test_every_token_of_a_run_counts_and_rejected_ones_do_not():  # T42
+    rows = loaded((PROMPT, ()), (PROMPT, ()))
+    rows.record(torch.tensor([0, 1]), torch.tensor([[5, 7, 5, 30], [9, -1, -1, -1]]))
+    torch.testing.assert_close(applied(rows, 0), expected(OUTPUTS))
+    torch.testing.assert_close(applied(rows, 1), expected((9,)))
+
+
+def test_each_position_of_a_run_sees_the_drafts_before_it():  # T42
+    drafts = (5, 5, 12)
+    rows = loaded((PROMPT, OUTPUTS))
+    raw = logits(len(drafts) + 1)
+    ahead = torch.tensor([[*drafts[:at], *[-1] * (len(drafts) - at)] for at in range(len(drafts) + 1)])
+    together = raw.clone()
+    rows.apply(together, penalties(0, 0, 0, 0), ahead)
+    for at in range(len(drafts) + 1):
+        alone = applied(rows, raw=raw[at : at + 1])
+        assert torch.equal(together[at], alone), at
+        if at < len(drafts):
+            rows.record(torch.tensor([0]), torch.tensor([[drafts[at]]]))
+
+
+def test_drafts_ahead_are_not_remembered():
+    rows = loaded((PROMPT, OUTPUTS))
+    before = applied(rows)
+    rows.apply(logits().clone(), penalties(0), torch.tensor([[5, 9]]))
+    assert torch.equal(applied(rows), before)
+
+
+def test_the_next_owner_of_a_slot_finds_nothing_of_the_last():
+    rows = loaded((PROMPT, OUTPUTS))
+    rows.load(0, (1,), (2,), vocab_size=VOCAB)
+    torch.testing.assert_close(applied(rows), expected((2,), prompt=(1,)))
+
+
+def test_tables_grow_with_the_slots_in_use_and_keep_what_they_know():
+    rows = loaded((PROMPT, OUTPUTS))
+    assert rows.capacity == 1
+    before = applied(rows)
+    rows.load(4, (), (1, 1), vocab_size=VOCAB)
+    assert rows.capacity == 5
+    assert torch.equal(applied(rows), before)
+    torch.testing.assert_close(applied(rows, 4), expected((1, 1), prompt=()))
+
+
+def test_only_the_named_rows_are_touched():
+    rows, raw = loaded((PROMPT, OUTPUTS)), logits(3)
+    penalised = raw.clone()
+    only_middle = Penalties(
+        index=torch.tensor([1]),
+        slots=torch.tensor([0]),
+        repetition=torch.tensor([2.0]),
+        frequency=torch.tensor([1.0]),
+        presence=torch.tensor([0.0]),
+    )
+    rows.apply(penalised, only_middle)
+    assert torch.equal(penalised[[0, 2]], raw[[0, 2]])
+    assert not torch.equal(penalised[1], raw[1])
