@@ -117,22 +117,24 @@ class KvMemory:
         its own goes back through the fence: a step in flight may still read it.
         """
         self._assert_live(kv)
-        whole = kv.committed_len // self.page_size
+        first, whole = kv.cache_protected_len // self.page_size, kv.committed_len // self.page_size
         settled = whole * self.page_size
         assert settled <= len(token_ids), f"row {kv.row}: {settled} settled tokens, {len(token_ids)} ids given"
-        if settled == kv.cache_protected_len:
+        if first == whole:
             return
-        inserted = self.cache.insert(token_ids[:settled], kv.pages[:whole], salt=kv.salt)
-        self._unlock(kv)
+        assert kv.lock is not None, f"row {kv.row} holds no lock"
+        inserted = self.cache.extend(kv.lock, token_ids[kv.cache_protected_len : settled], kv.pages[first:whole])
         kv.lock = inserted.lock
-        kv.pages[: len(inserted.pages)] = inserted.pages
-        kv.cache_protected_len = len(inserted.pages) * self.page_size
-        self.rows.write(kv.row, 0, inserted.pages)
-        self._free(inserted.duplicates, after_step)
+        kv.cache_protected_len += len(inserted.pages) * self.page_size
+        if inserted.duplicates:
+            kv.pages[first:whole] = inserted.pages
+            self.rows.write(kv.row, first, inserted.pages)
+            self._free(inserted.duplicates, after_step)
 
     def is_news(self, kv: RequestKv, token_ids: Sequence[int]) -> bool:
         """Whether a checkpoint would exchange no page: the cache has nothing of `token_ids` but what `kv` borrows."""
-        return self.cached_len(token_ids, salt=kv.salt, max_match=kv.committed_len) <= kv.cache_protected_len
+        assert kv.lock is not None, f"row {kv.row} holds no lock"
+        return self.cache.peek_after(kv.lock, token_ids[kv.cache_protected_len : kv.committed_len]) == 0
 
     def release(self, kv: RequestKv, token_ids: Sequence[int], *, checkpoint: bool, after_step: int | None) -> None:
         """Give back all that `kv` holds; with `checkpoint` the cache first adopts its whole settled pages."""

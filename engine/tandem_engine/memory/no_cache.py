@@ -32,7 +32,14 @@ class NoPrefixCache:
     def peek(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> int:
         return 0
 
+    def peek_after(self, lock: Lock, token_ids: Sequence[int]) -> int:
+        return 0
+
     def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
+        return InsertResult(duplicates=(), pages=(), lock=self._lock())
+
+    def extend(self, lock: Lock, token_ids: Sequence[int], pages: Sequence[PageId]) -> InsertResult:
+        self.unlock(lock)
         return InsertResult(duplicates=(), pages=(), lock=self._lock())
 
     def unlock(self, lock: Lock) -> None:

@@ -56,11 +56,23 @@ class PrefixCache(Protocol):
         """How many pages `match` would return. Changes nothing, not even recency."""
         ...
 
+    def peek_after(self, lock: Lock, token_ids: Sequence[int]) -> int:
+        """How many pages the cache has for `token_ids` after the path that `lock` covers. Changes nothing."""
+        ...
+
     def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
         """Add the whole pages of `token_ids`. `pages[i]` holds tokens [i*page_size, (i+1)*page_size).
 
         Pages that equal the tree's own at the same position (the borrowed prefix) are neither
         duplicates nor adopted twice. `len(token_ids)` must be a multiple of `page_size`.
+        """
+        ...
+
+    def extend(self, lock: Lock, token_ids: Sequence[int], pages: Sequence[PageId]) -> InsertResult:
+        """`insert` of what follows the path that `lock` covers; work does not grow with that path's length.
+
+        `token_ids`, `pages` and the result's pages are those after the path. The result's lock takes the
+        place of `lock`, which counts as given back.
         """
         ...
 

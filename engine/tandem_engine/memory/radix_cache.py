@@ -12,6 +12,10 @@ child always stands before its parent, the head of the list is always a leaf, an
 nothing but the head. There are no timestamps.
 
 A salt has its own root: requests with different salts share nothing.
+
+Work is proportional to what is new. A key is packed only as far as the tree has something to compare it
+with; a request that runs on extends the path that it has locked, and the leaf itself when nobody else uses
+it; and what was stored is hashed for its event when somebody takes the events.
 """
 
 from collections import Counter, OrderedDict
@@ -20,7 +24,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem_engine.memory.prefix_cache import InsertResult, Lock, MatchResult
-from tandem_engine.memory.radix_node import Block, Node, whole_blocks
+from tandem_engine.memory.radix_node import Node
+from tandem_engine.messages.block_hash import TOKEN_BYTES, pack_tokens
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent
 from tandem_engine.names import PageId
 
@@ -34,14 +39,22 @@ class PathLock:
 
 
 class Reach(NamedTuple):
-    """How far a key goes down the tree."""
+    """How far tokens go down the tree from a node."""
 
     node: Node
-    """The deepest node that shares at least one block with the key; the root if none does."""
+    """The deepest node that shares at least one block with them; the one they start from if none does."""
     within: int
-    """Blocks of `node` that the key shares."""
+    """Blocks of `node` that they share."""
     blocks: int
-    """Blocks of the key that the tree has."""
+    """Blocks of theirs that the tree has."""
+
+
+class Unannounced(NamedTuple):
+    """Blocks [start, stop) of `node` that no event has named yet."""
+
+    node: Node
+    start: int
+    stop: int
 
 
 class RadixCache:
@@ -54,37 +67,45 @@ class RadixCache:
         self._unlocked: OrderedDict[Node, None] = OrderedDict()
         self._evictable = 0
         self._events: list[KvEvent] = []
+        self._unannounced: list[Unannounced] = []
 
     def match(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> MatchResult:
-        reach = self._reach(self._root(salt), self._key(token_ids, max_tokens))
+        reach = self._reach(self._root(salt), token_ids, self._blocks(token_ids, max_tokens))
         node = self._node_ending_at(reach)
         return MatchResult(pages=node.path_pages(), lock=self._lock(node))
 
     def peek(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> int:
         root = self._roots.get(salt)
-        return 0 if root is None else self._reach(root, self._key(token_ids, max_tokens)).blocks
+        return 0 if root is None else self._reach(root, token_ids, self._blocks(token_ids, max_tokens)).blocks
+
+    def peek_after(self, lock: Lock, token_ids: Sequence[int]) -> int:
+        return self._reach(self._held(lock).node, token_ids, self._blocks(token_ids, None)).blocks
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
-        key = whole_blocks(token_ids, self._page_size)
+        return self.extend(self._lock(self._root(salt)), token_ids, pages)
+
+    def extend(self, lock: Lock, token_ids: Sequence[int], pages: Sequence[PageId]) -> InsertResult:
+        path = self._held(lock)
         assert len(pages) * self._page_size == len(token_ids), (
             f"{len(pages)} pages of {self._page_size} cannot hold exactly {len(token_ids)} tokens"
         )
-        reach = self._reach(self._root(salt), key)
+        start = path.node
+        reach = self._reach(start, token_ids, len(pages))
         node = self._node_ending_at(reach)
-        known = node.path_pages()
-        if reach.blocks < len(key):
-            node = self._add_leaf(node, key[reach.blocks :], list(pages[reach.blocks :]))
+        known = node.path_pages(start)
+        if reach.blocks < len(pages):
+            key = pack_tokens(token_ids[reach.blocks * self._page_size :])
+            node = self._store(node, key, list(pages[reach.blocks :]), grow=node is start)
         return InsertResult(
             duplicates=tuple(page for mine, page in zip(known, pages, strict=False) if mine != page),
             pages=(*known, *pages[reach.blocks :]),
-            lock=self._lock(node),
+            lock=self._move(path, node),
         )
 
     def unlock(self, lock: Lock) -> None:
-        assert isinstance(lock, PathLock), f"{lock!r} is not a lock of this cache"
-        assert not lock.released, f"lock on {len(lock.node)} blocks released twice (T26)"
-        lock.released = True
-        for node in lock.node.lineage():
+        path = self._held(lock)
+        path.released = True
+        for node in path.node.lineage():
             assert node.lock_count > 0, f"lock count of a node with pages {node.pages} would go negative"
             node.lock_count -= 1
             if node.lock_count == 0:
@@ -108,6 +129,7 @@ class RadixCache:
         return self.evict(self._evictable)
 
     def take_events(self) -> list[KvEvent]:
+        self._announce()
         taken, self._events = self._events, []
         return taken
 
@@ -131,25 +153,33 @@ class RadixCache:
             problems.append(f"{evictable} tree pages are evictable, the counter says {self._evictable}")
         return problems
 
-    def _key(self, token_ids: Sequence[int], max_tokens: int | None) -> list[Block]:
+    def _blocks(self, token_ids: Sequence[int], max_tokens: int | None) -> int:
+        """Whole blocks of `token_ids` that may be matched; a trailing partial one is left out."""
         if max_tokens is None:
-            return whole_blocks(token_ids, self._page_size)
+            return len(token_ids) // self._page_size
         assert max_tokens >= 0, f"cannot match at most {max_tokens} tokens"
-        return whole_blocks(token_ids[:max_tokens], self._page_size)
+        return min(len(token_ids), max_tokens) // self._page_size
 
     def _root(self, salt: str) -> Node:
         """Roots exist while they have a child or a lock; `_expose` and `_trim` drop them."""
-        return self._roots.setdefault(salt, Node(salt=salt))
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Node(salt=salt, block_bytes=self._page_size * TOKEN_BYTES)
+        return root
 
-    def _reach(self, root: Node, key: list[Block]) -> Reach:
-        reach = Reach(root, 0, 0)
-        while reach.within == len(reach.node) and reach.blocks < len(key):
-            child = reach.node.children.get(key[reach.blocks])
+    def _reach(self, start: Node, token_ids: Sequence[int], blocks: int) -> Reach:
+        """Follow the first `blocks` blocks of `token_ids` from the end of `start`, packing what is compared."""
+        size = self._page_size
+        node, within, reached = start, len(start), 0
+        while within == len(node) and reached < blocks:
+            first = reached * size
+            child = node.children.get(pack_tokens(token_ids[first : first + size]))
             if child is None:
                 break
-            shared = child.common_blocks(key, reach.blocks)
-            reach = Reach(child, shared, reach.blocks + shared)
-        return reach
+            last = first + min(len(child), blocks - reached) * size
+            node, within = child, child.common_blocks(pack_tokens(token_ids[first:last]))
+            reached += within
+        return Reach(node, within, reached)
 
     def _node_ending_at(self, reach: Reach) -> Node:
         """Make the shared part a node of its own. The caller locks it in the same call.
@@ -158,25 +188,50 @@ class RadixCache:
         """
         if reach.within == len(reach.node):
             return reach.node
+        self._announce()  # while the blocks still stand where they were noted
         upper = reach.node.split(reach.within)
         if upper.lock_count == 0:
             self._unlocked[upper] = None
         return upper
 
-    def _add_leaf(self, parent: Node, blocks: list[Block], pages: list[PageId]) -> Node:
-        leaf = parent.add_child(blocks, pages)
-        self._expose(leaf)
+    def _store(self, parent: Node, key: bytes, pages: list[PageId], *, grow: bool) -> Node:
+        """Add blocks below `parent`; in it, if `grow` and its only lock is the caller's: chunks make no chain."""
+        if grow and parent.parent is not None and not parent.children and parent.lock_count == 1:
+            node, start = parent, len(parent)
+            node.grow(key, pages)
+        else:
+            node, start = parent.add_child(key, pages), 0
+            self._expose(node)
         if self._emit_events:
-            self._events.append(BlockStored(hashes=tuple(leaf.chain())))
-        return leaf
+            self._unannounced.append(Unannounced(node, start, len(node)))
+        return node
+
+    def _announce(self) -> None:
+        """Turn what was stored into events. In order, so parents are hashed before their children."""
+        noted, self._unannounced = self._unannounced, []
+        self._events += (BlockStored(hashes=tuple(node.chain()[start:stop])) for node, start, stop in noted)
+
+    def _held(self, lock: Lock) -> PathLock:
+        assert isinstance(lock, PathLock), f"{lock!r} is not a lock of this cache"
+        assert not lock.released, f"lock on {len(lock.node)} blocks released twice (T26)"
+        return lock
 
     def _lock(self, node: Node) -> PathLock:
-        for locked in node.lineage():  # the node itself first (T25)
+        self._lock_path(node, None)
+        return PathLock(node)
+
+    def _move(self, path: PathLock, node: Node) -> PathLock:
+        """Exchange a lock for one that reaches further down, to `node`."""
+        self._lock_path(node, path.node)
+        path.released = True
+        return PathLock(node)
+
+    def _lock_path(self, node: Node, stop: Node | None) -> None:
+        for locked in node.lineage(stop):  # the node itself first (T25)
             if locked.lock_count == 0 and locked in self._unlocked:
                 del self._unlocked[locked]
                 self._evictable -= len(locked)
             locked.lock_count += 1
-        return PathLock(node)
 
     def _expose(self, node: Node) -> None:
         """`node` has no lock any more: eviction may have it, as the most recently used."""
@@ -191,6 +246,7 @@ class RadixCache:
         parent, keep = leaf.parent, max(0, len(leaf) - at_most)
         assert parent is not None, "roots are never in the recency list"
         if self._emit_events:
+            self._announce()
             self._events.append(BlockRemoved(hashes=tuple(leaf.chain()[keep:])))
         pages = leaf.truncate(keep)
         self._evictable -= len(pages)

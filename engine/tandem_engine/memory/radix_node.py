@@ -2,22 +2,22 @@
 
 A block is the tokens of one page. Keys, pages and hashes are counted in blocks alone, so lengths of
 different units cannot be mixed up (T27, T29).
+
+    key      bytes of the packed tokens, block after block
+    pages    one per block
+    hashes   one per block, as far as anybody asked
+
+A key is bytes and not tuples of ints, because bytes are compared and hashed by one call in C: a prompt of
+32k tokens against a cached one costs a memcmp, and where they differ is found by halving. It is a bytearray,
+so that a leaf grows and shrinks at its end without copying the rest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain
 
-from tandem_engine.messages.block_hash import block_hash, chain_seed
+from tandem_engine.messages.block_hash import chain_packed, chain_seed
 from tandem_engine.names import PageId
-
-Block = tuple[int, ...]
-
-
-def whole_blocks(token_ids: Sequence[int], page_size: int) -> list[Block]:
-    """The whole blocks of `token_ids`; a trailing partial one is left out."""
-    bounds = pairwise(range(0, len(token_ids) + 1, page_size))
-    return [tuple(token_ids[start:end]) for start, end in bounds]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -25,43 +25,66 @@ class Node:
     """Children are keyed by their first block. A root has no blocks; there is one per salt."""
 
     salt: str
+    block_bytes: int
+    """Of one packed block."""
     parent: "Node | None" = None
-    blocks: list[Block] = field(default_factory=list)
+    key: bytearray = field(default_factory=bytearray)
     pages: list[PageId] = field(default_factory=list)
-    """`pages[i]` holds the KV of `blocks[i]`."""
-    children: dict[Block, "Node"] = field(default_factory=dict)
+    """`pages[i]` holds the KV of block i."""
+    children: dict[bytes, "Node"] = field(default_factory=dict)
     lock_count: int = 0
     """Locks on this node or below it."""
     hashes: list[bytes] = field(default_factory=list)
     """Empty until somebody asks; then one per block."""
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.pages)
 
-    def lineage(self) -> Iterator["Node"]:
-        """This node, its parent, … and the root."""
+    @property
+    def first_block(self) -> bytes:
+        """What the parent knows this node by."""
+        return bytes(self.key[: self.block_bytes])
+
+    def lineage(self, stop: "Node | None" = None) -> Iterator["Node"]:
+        """This node, its parent, … and the root, or the last one below `stop`."""
         node: Node | None = self
-        while node is not None:
+        while node is not stop and node is not None:
             yield node
             node = node.parent
 
-    def path_pages(self) -> tuple[PageId, ...]:
-        """Pages from the root to the end of this node."""
-        path = reversed([*self.lineage()])
-        return tuple(page for node in path for page in node.pages)
+    def path_pages(self, stop: "Node | None" = None) -> tuple[PageId, ...]:
+        """Pages from the root, or from the end of `stop`, to the end of this node."""
+        path = reversed([*self.lineage(stop)])
+        return tuple(chain.from_iterable(node.pages for node in path))
 
-    def common_blocks(self, blocks: Sequence[Block], start: int) -> int:
-        """How many leading blocks of this node equal `blocks[start:]`."""
-        limit = min(len(self), len(blocks) - start)
-        for i in range(limit):
-            if self.blocks[i] != blocks[start + i]:
-                return i
-        return limit
+    def common_blocks(self, key: bytes) -> int:
+        """How many leading blocks of this node equal those of `key`."""
+        alike, limit = 0, min(len(self.key), len(key)) // self.block_bytes
+        if self._equal(key, 0, limit):
+            return limit
+        while limit - alike > 1:
+            middle = (alike + limit) // 2
+            if self._equal(key, alike, middle):
+                alike = middle
+            else:
+                limit = middle
+        return alike
 
-    def add_child(self, blocks: list[Block], pages: list[PageId]) -> "Node":
-        child = Node(salt=self.salt, parent=self, blocks=blocks, pages=pages)
-        self.children[blocks[0]] = child
+    def _equal(self, key: bytes, first: int, last: int) -> bool:
+        start, end = first * self.block_bytes, last * self.block_bytes
+        return self.key[start:end] == key[start:end]
+
+    def add_child(self, key: bytes | bytearray, pages: list[PageId]) -> "Node":
+        child = Node(salt=self.salt, block_bytes=self.block_bytes, parent=self, key=bytearray(key), pages=pages)
+        self.children[child.first_block] = child
         return child
+
+    def grow(self, key: bytes, pages: list[PageId]) -> None:
+        """Append blocks to a leaf."""
+        assert self.parent is not None, "a root holds no blocks"
+        assert not self.children, f"{len(self.children)} children would change their prefix"
+        self.key += key
+        self.pages += pages
 
     def split(self, at: int) -> "Node":
         """Move the first `at` blocks into a new parent and return it.
@@ -71,11 +94,12 @@ class Node:
         """
         assert self.parent is not None, "a root has nothing to split"
         assert 0 < at < len(self), f"cannot split a node of {len(self)} blocks at {at}"
-        upper = self.parent.add_child(self.blocks[:at], self.pages[:at])
+        cut = at * self.block_bytes
+        upper = self.parent.add_child(self.key[:cut], self.pages[:at])
         upper.lock_count = self.lock_count
         upper.hashes = self.hashes[:at]
-        del self.blocks[:at], self.pages[:at], self.hashes[:at]
-        upper.children[self.blocks[0]] = self
+        del self.key[:cut], self.pages[:at], self.hashes[:at]
+        upper.children[self.first_block] = self
         self.parent = upper
         return upper
 
@@ -85,19 +109,19 @@ class Node:
         assert not self.children, f"{len(self.children)} children would lose their prefix"
         dropped = self.pages[keep:]
         if keep == 0:
-            del self.parent.children[self.blocks[0]]
-        del self.blocks[keep:], self.pages[keep:], self.hashes[keep:]
+            del self.parent.children[self.first_block]
+        del self.key[keep * self.block_bytes :], self.pages[keep:], self.hashes[keep:]
         return dropped
 
     def chain(self) -> list[bytes]:
         """The hash of each block, chained from the salt. Ask parents before children: one level is computed."""
-        if len(self.hashes) < len(self.blocks):
-            parent = self.parent.last_hash() if self.parent is not None else b""
-            for block in self.blocks:
-                parent = block_hash(parent, block)
-                self.hashes.append(parent)
+        known = len(self.hashes)
+        if known < len(self.pages):
+            assert self.parent is not None, "a root has nothing to hash"
+            before = self.hashes[-1] if self.hashes else self.parent.last_hash()
+            self.hashes += chain_packed(self.key[known * self.block_bytes :], self.block_bytes, parent=before)
         return self.hashes
 
     def last_hash(self) -> bytes:
         """Where the chain of a child continues."""
-        return self.chain()[-1] if self.blocks else chain_seed(self.salt)
+        return self.chain()[-1] if self.pages else chain_seed(self.salt)

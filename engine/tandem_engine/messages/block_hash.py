@@ -7,11 +7,22 @@ Tokens are little-endian uint32. A block is one KV page (`page_size` tokens); a 
 has no hash. The salt separates tenants: equal prompts under different salts share nothing.
 """
 
+import sys
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from struct import pack
 
 DIGEST_BYTES = 16
+TOKEN_BYTES = 4
+"""Of one packed token."""
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Tokens as the chain hashes them: `TOKEN_BYTES` little-endian bytes each. Several times faster than `struct`."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def chain_seed(salt: str) -> bytes:
@@ -21,13 +32,18 @@ def chain_seed(salt: str) -> bytes:
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Digest of one block after `parent`."""
-    return blake2b(parent + pack(f"<{len(tokens)}I", *tokens), digest_size=DIGEST_BYTES).digest()
+    return blake2b(parent + pack_tokens(tokens), digest_size=DIGEST_BYTES).digest()
 
 
 def chain_hashes(token_ids: Sequence[int], block_size: int, *, parent: bytes) -> list[bytes]:
     """Digests of the whole blocks of `token_ids` after `parent`."""
+    return chain_packed(pack_tokens(token_ids), block_size * TOKEN_BYTES, parent=parent)
+
+
+def chain_packed(packed: bytes | bytearray, block_bytes: int, *, parent: bytes) -> list[bytes]:
+    """`chain_hashes` of tokens that are packed already."""
     hashes = []
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_hash(parent, token_ids[start : start + block_size])
+    for end in range(block_bytes, len(packed) + 1, block_bytes):
+        parent = blake2b(parent + packed[end - block_bytes : end], digest_size=DIGEST_BYTES).digest()
         hashes.append(parent)
     return hashes

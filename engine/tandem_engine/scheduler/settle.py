@@ -5,7 +5,7 @@ For each request of a settled step, in this order
     2. ended      a request that finished meanwhile is skipped altogether, its reply included (T9)
     3. commit     the KV of the step is final
     4. wish       an abort that came after the launch is obeyed before the token is looked at (T6)
-    5. chunk      stages may send the new pages; whole prompts enter the prefix cache
+    5. chunk      whole pages enter the prefix cache; stages may send them
     6. token      appended up to the first stop, streamed; a stop releases the request
     7. handoff    a stage may keep a request whose prompt is done
 
@@ -115,8 +115,8 @@ class Settlement:
         if req.to_finish is not None:
             self.endings.finish(req, req.to_finish)
             return
+        self._cache(req)
         if sampled is not None:
-            self._cache(req)
             self.queues.prompt_computed(req)
         for stage in self.queues.stages:
             stage.chunk_settled(req)
@@ -136,7 +136,7 @@ class Settlement:
         self._tokens(req, sampled)
 
     def _cache(self, req: Request) -> None:
-        """Let others share the prompt while its output goes on.
+        """Let others share what is computed of the prompt while the rest, and its output, go on.
 
         This may exchange pages for equal ones of the tree and give the request's own back. One whose pages are
         being sent, which happens outside any step, therefore shares only what the tree does not have, and
@@ -144,7 +144,7 @@ class Settlement:
         """
         kv = req.held_kv
         settled = req.token_ids(0, kv.committed_len)
-        if sends_kv(req) and not (req.group and self.memory.is_news(kv, settled)):
+        if sends_kv(req) and not self.memory.is_news(kv, settled):
             return
         self.memory.checkpoint(kv, settled, after_step=self.steps.newest_in_flight)
 
