@@ -1,0 +1,271 @@
+"""What one step costs the scheduler when the model costs nothing.
+
+    python benchmarks/scheduler_cost.py [--plot docs/benchmarks/scheduler_cost.svg] [--sizes 1 8 64 …]
+
+A real scheduler runs over real KV memory with an executor that answers at once, in overlap mode, so plan, build
+and settle are all there is. Prints one JSON object: per workload and number of running requests the microseconds
+per step (mean of the fastest of several rounds), split by phase, and a straight line through the totals.
+
+    plan     the planner: sweep, pages of decodes, admission
+    build    the tensors of the step
+    settle   results to requests: stop rules, outputs, releases
+    rest     the loop itself, delivery of outputs, audit
+
+    decode     every request decodes; greedy, no extras
+    sampling   the same with temperature, top-k, top-p, penalties, stop ids and a seed per request
+    logprobs   the same with five top-logprobs each
+    mixed      every step also prefills 128 prompt tokens, and as many requests start as end
+
+Limits: 200 µs at 64 running and 600 µs at 256, decoding.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from tandem_engine.clock import MonotonicClock
+from tandem_engine.config import SchedulerConfig
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult, SampledLogprobs
+from tandem_engine.memory.allocator import PageAllocator
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.radix_cache import RadixCache
+from tandem_engine.memory.rows import ReqToTokenPool
+from tandem_engine.messages.outputs import TokenOutput
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.scheduler.loop import Loop
+from tandem_engine.scheduler.model_facts import ModelFacts
+from tandem_engine.scheduler.planner import Hold, StepPlan
+from tandem_engine.scheduler.schedule_batch import ScheduleBatch
+from tandem_engine.scheduler.scheduler import Scheduler
+
+SIZES = (1, 8, 64, 128, 256, 512)
+LIMITS = {64: 200.0, 256: 600.0}
+PAGE_SIZE, CONTEXT, PROMPT, OUTPUT = 16, 4096, 128, 512
+VOCAB = 32_000
+WARM_UP, STEPS, ROUNDS = 20, 60, 5
+PHASES = ("plan", "build", "settle")
+Prompts: TypeAlias = Iterator[tuple[int, ...]]
+
+
+class Instant:
+    """Implements `ModelExecutor`: every step is done when it is launched."""
+
+    def __init__(self) -> None:
+        self.logprob = SampledLogprobs(logprob=-0.5, top=tuple((token, -float(token)) for token in range(1, 6)))
+
+    def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
+        future: Future[ForwardResult] = Future()
+        wanted = batch.sampling.logprobs
+        future.set_result(
+            ForwardResult(
+                step=batch.step,
+                next_token_ids=(7,) * len(batch.sample_index),
+                logprobs=tuple(None if n < 0 else self.logprob for n in wanted),
+            )
+        )
+        return future
+
+    def shutdown(self) -> None:
+        """Nothing runs."""
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by phase."""
+
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.spent[phase] += time.perf_counter() - start
+
+    def attach(self, loop: Loop) -> None:
+        """Put a timer around the three parts of `loop`."""
+        loop.planner = TimedPlanner(loop.planner, self)
+        loop.builder = TimedBuilder(loop.builder, self)
+        loop.settlement = TimedSettlement(loop.settlement, self)
+
+
+@dataclass
+class TimedPlanner:
+    inner: object
+    watch: Stopwatch
+
+    def plan(self, *, in_flight: bool) -> StepPlan | Hold:
+        with self.watch.timing("plan"):
+            return self.inner.plan(in_flight=in_flight)
+
+
+@dataclass
+class TimedBuilder:
+    inner: object
+    watch: Stopwatch
+
+    def build(self, batch: ScheduleBatch) -> ForwardBatch:
+        with self.watch.timing("build"):
+            return self.inner.build(batch)
+
+
+@dataclass
+class TimedSettlement:
+    inner: object
+    watch: Stopwatch
+
+    def settle(self, batch: ScheduleBatch, result: ForwardResult) -> None:
+        with self.watch.timing("settle"):
+            self.inner.settle(batch, result)
+
+
+def plain(_: int) -> SamplingParams:
+    return SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+
+
+def varied(number: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=OUTPUT,
+        temperature=0.5 + number % 5 / 10,
+        top_k=number % 3 * 20,
+        top_p=0.9,
+        min_p=0.01 * (number % 2),
+        seed=number,
+        stop_token_ids=(1, 2, 3),
+        ignore_eos=True,
+        presence_penalty=0.1 * (number % 4),
+        frequency_penalty=0.1 * (number % 3),
+        repetition_penalty=1.0 + 0.1 * (number % 2),
+    )
+
+
+def with_logprobs(number: int) -> SamplingParams:
+    return SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True, logprobs=5, seed=number)
+
+
+WORKLOADS: dict[str, Callable[[int], SamplingParams]] = {
+    "decode": plain,
+    "sampling": varied,
+    "logprobs": with_logprobs,
+    "mixed": plain,
+}
+
+
+class Bench:
+    """One scheduler with `running` requests."""
+
+    def __init__(self, workload: str, running: int) -> None:
+        self.sampling = WORKLOADS[workload]
+        self.running = running
+        self.names = count()
+        self.watch = Stopwatch()
+        pages = (running + 8) * (CONTEXT // PAGE_SIZE // 4) + 1
+        memory = KvMemory(
+            rows=ReqToTokenPool(2 * running + 8, CONTEXT // PAGE_SIZE + 1),
+            allocator=PageAllocator(pages),
+            cache=RadixCache(PAGE_SIZE),
+            page_size=PAGE_SIZE,
+        )
+        self.scheduler = Scheduler(
+            memory=memory,
+            executor=Instant(),
+            config=SchedulerConfig(
+                context_length=CONTEXT,
+                max_running_requests=running + 1,
+                max_prefill_tokens=8192,
+                chunked_prefill_size=8192,
+            ),
+            model=ModelFacts(vocab_size=VOCAB, eos_token_ids=frozenset({0}), context_length=CONTEXT),
+            clock=MonotonicClock(),
+            sink=self.discard,
+        )
+        for _ in range(running):
+            self.add()
+        while len(self.scheduler.queues.running) < running:
+            self.step()
+
+    def discard(self, client: bytes, outputs: tuple[TokenOutput, ...]) -> None:
+        """A client that reads everything at once."""
+
+    def step(self) -> None:
+        self.scheduler.step()
+        self.scheduler.memory.cache.take_events()
+
+    def add(self) -> None:
+        number = next(self.names)
+        prompt = tuple((number * 7919 + i * 31) % VOCAB for i in range(PROMPT))
+        self.scheduler.add(GenerateRequest(rid=f"r{number}", input_ids=prompt, sampling=self.sampling(number)))
+
+    def replace_one(self) -> None:
+        """The oldest request ends with its next token, and a new one comes."""
+        oldest = self.scheduler.queues.running[0]
+        self.scheduler.abort(oldest.rid)
+        self.add()
+
+    def measure(self, steps: int, *, replace: bool) -> dict[str, float]:
+        """Microseconds per step and phase."""
+        self.watch.spent = dict.fromkeys(PHASES, 0.0)
+        total = 0.0
+        for _ in range(steps):
+            if replace:
+                self.replace_one()
+            start = time.perf_counter()
+            self.scheduler.step()
+            total += time.perf_counter() - start
+            self.scheduler.memory.cache.take_events()
+        phases = {phase: seconds / steps * 1e6 for phase, seconds in self.watch.spent.items()}
+        return {"total": total / steps * 1e6, **phases, "rest": total / steps * 1e6 - sum(phases.values())}
+
+
+def cost(workload: str, running: int) -> dict[str, float]:
+    """Mean microseconds per step in the fastest of several rounds."""
+    bench = Bench(workload, running)
+    bench.watch.attach(bench.scheduler._loop)
+    replace = workload == "mixed"
+    bench.measure(WARM_UP, replace=replace)
+    gc.collect()
+    rounds = [bench.measure(STEPS, replace=replace) for _ in range(ROUNDS)]
+    fastest = min(rounds, key=lambda each: each["total"])
+    return {phase: round(spent, 1) for phase, spent in fastest.items()}
+
+
+def line(points: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Least squares through the totals: microseconds per step and per running request, and how straight it is."""
+    x, y = np.array([*points]), np.array([point["total"] for point in points.values()])
+    slope, fixed = np.polyfit(x, y, 1)
+    residual = y - (slope * x + fixed)
+    unexplained = float((residual**2).sum() / ((y - y.mean()) ** 2).sum()) if len(x) > 1 else 0.0
+    return {"fixed_us": round(fixed, 1), "us_per_request": round(slope, 3), "r_squared": round(1 - unexplained, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="running requests")
+    parser.add_argument("--plot", type=Path, help="also draw the totals into this SVG file")
+    args = parser.parse_args()
+
+    costs = {name: {size: cost(name, size) for size in args.sizes} for name in WORKLOADS}
+    report = {
+        "us_per_step": costs,
+        "line": {name: line(points) for name, points in costs.items()},
+        "limits": {
+            str(size): {"limit_us": limit, "decode_us": costs["decode"][size]["total"]}
+            for size, limit in LIMITS.items()
+            if size in args.sizes
+        },
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
