@@ -76,8 +76,8 @@ def test_a_kept_request_keeps_its_pages_until_the_stage_releases_it():
 
 def test_pages_being_sent_are_not_exchanged_for_equal_ones_of_the_cache():
     pair = make_pair(chunked_prefill_size=4, max_prefill_tokens=64, page_size=4)
-    add(pair, prompt=range(1, 12), max_tokens=3)
     pair.prefill.add(make_message("same", range(1, 5), max_tokens=1))
+    add(pair, prompt=range(1, 12), max_tokens=3)
     pair.prefill.step()
     first_page = pair.prefill.scheduler.queues.chunked.kv.pages[0]
     assert {first_page} != {*pair.prefill.memory.cache.pages()}
@@ -85,6 +85,18 @@ def test_pages_being_sent_are_not_exchanged_for_equal_ones_of_the_cache():
     (kept,) = pair.sender.live()
     assert kept.kv.pages[0] == first_page
     pair.run()
+    assert merged(pair) == expected(pair.prefill)
+
+
+def test_settled_chunks_that_are_being_sent_are_shared_when_the_cache_has_nothing_like_them():
+    pair = make_pair(chunked_prefill_size=4, max_prefill_tokens=64, page_size=4, delay=9)
+    add(pair, prompt=range(1, 12), max_tokens=3)
+    pair.prefill.step()
+    kv = pair.prefill.scheduler.queues.chunked.kv
+    assert [*pair.prefill.memory.cache.pages()] == kv.pages[:1]
+    pair.prefill.add(make_message("same", range(1, 9), max_tokens=1))
+    pair.run()
+    assert pair.prefill.received["same"].outputs[0].cached_tokens == 4
     assert merged(pair) == expected(pair.prefill)
 
 
