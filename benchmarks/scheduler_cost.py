@@ -4,7 +4,8 @@
 
 A real scheduler runs over real KV memory with an executor that answers at once, in overlap mode, so plan, build
 and settle are all there is. Prints one JSON object: per workload and number of running requests the microseconds
-per step (mean of the fastest of several rounds), split by phase, and a straight line through the totals.
+of a step (the median of several hundred, which others on the machine disturb least), split by phase, and a
+straight line through the totals.
 
     plan     the planner: sweep, pages of decodes, admission
     build    the tensors of the step
@@ -23,13 +24,13 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TypeAlias
+from statistics import median
+from typing import TypeVar
 
 import numpy as np
 
@@ -45,17 +46,18 @@ from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.loop import Loop
 from tandem_engine.scheduler.model_facts import ModelFacts
-from tandem_engine.scheduler.planner import Hold, StepPlan
-from tandem_engine.scheduler.schedule_batch import ScheduleBatch
+from tandem_engine.scheduler.planner import Hold, Planner, StepPlan
+from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
 from tandem_engine.scheduler.scheduler import Scheduler
+from tandem_engine.scheduler.settle import Settlement
 
 SIZES = (1, 8, 64, 128, 256, 512)
 LIMITS = {64: 200.0, 256: 600.0}
 PAGE_SIZE, CONTEXT, PROMPT, OUTPUT = 16, 4096, 128, 512
 VOCAB = 32_000
-WARM_UP, STEPS, ROUNDS = 20, 60, 5
+WARM_UP, STEPS = 20, 300
 PHASES = ("plan", "build", "settle")
-Prompts: TypeAlias = Iterator[tuple[int, ...]]
+T = TypeVar("T")
 
 
 class Instant:
@@ -70,7 +72,7 @@ class Instant:
         future.set_result(
             ForwardResult(
                 step=batch.step,
-                next_token_ids=(7,) * len(batch.sample_index),
+                next_token_ids=(7,) * batch.sample_index.shape[0],
                 logprobs=tuple(None if n < 0 else self.logprob for n in wanted),
             )
         )
@@ -86,11 +88,11 @@ class Stopwatch:
 
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    @contextmanager
-    def timing(self, phase: str) -> Iterator[None]:
+    def call(self, phase: str, function: Callable[[], T]) -> T:
         start = time.perf_counter()
-        yield
+        result = function()
         self.spent[phase] += time.perf_counter() - start
+        return result
 
     def attach(self, loop: Loop) -> None:
         """Put a timer around the three parts of `loop`."""
@@ -101,32 +103,29 @@ class Stopwatch:
 
 @dataclass
 class TimedPlanner:
-    inner: object
+    inner: Planner
     watch: Stopwatch
 
     def plan(self, *, in_flight: bool) -> StepPlan | Hold:
-        with self.watch.timing("plan"):
-            return self.inner.plan(in_flight=in_flight)
+        return self.watch.call("plan", lambda: self.inner.plan(in_flight=in_flight))
 
 
 @dataclass
 class TimedBuilder:
-    inner: object
+    inner: BatchBuilder
     watch: Stopwatch
 
     def build(self, batch: ScheduleBatch) -> ForwardBatch:
-        with self.watch.timing("build"):
-            return self.inner.build(batch)
+        return self.watch.call("build", lambda: self.inner.build(batch))
 
 
 @dataclass
 class TimedSettlement:
-    inner: object
+    inner: Settlement
     watch: Stopwatch
 
     def settle(self, batch: ScheduleBatch, result: ForwardResult) -> None:
-        with self.watch.timing("settle"):
-            self.inner.settle(batch, result)
+        self.watch.call("settle", lambda: self.inner.settle(batch, result))
 
 
 def plain(_: int) -> SamplingParams:
@@ -212,31 +211,30 @@ class Bench:
         self.scheduler.abort(oldest.rid)
         self.add()
 
-    def measure(self, steps: int, *, replace: bool) -> dict[str, float]:
-        """Microseconds per step and phase."""
+    def time_step(self) -> dict[str, float]:
+        """Microseconds of one step, in all and by phase."""
         self.watch.spent = dict.fromkeys(PHASES, 0.0)
-        total = 0.0
-        for _ in range(steps):
-            if replace:
-                self.replace_one()
-            start = time.perf_counter()
-            self.scheduler.step()
-            total += time.perf_counter() - start
-            self.scheduler.memory.cache.take_events()
-        phases = {phase: seconds / steps * 1e6 for phase, seconds in self.watch.spent.items()}
-        return {"total": total / steps * 1e6, **phases, "rest": total / steps * 1e6 - sum(phases.values())}
+        start = time.perf_counter()
+        self.scheduler.step()
+        total = time.perf_counter() - start
+        self.scheduler.memory.cache.take_events()
+        spent = {"total": total, **self.watch.spent, "rest": total - sum(self.watch.spent.values())}
+        return {phase: seconds * 1e6 for phase, seconds in spent.items()}
 
 
 def cost(workload: str, running: int) -> dict[str, float]:
-    """Mean microseconds per step in the fastest of several rounds."""
+    """Median microseconds of a step, in all and by phase."""
     bench = Bench(workload, running)
     bench.watch.attach(bench.scheduler._loop)
-    replace = workload == "mixed"
-    bench.measure(WARM_UP, replace=replace)
-    gc.collect()
-    rounds = [bench.measure(STEPS, replace=replace) for _ in range(ROUNDS)]
-    fastest = min(rounds, key=lambda each: each["total"])
-    return {phase: round(spent, 1) for phase, spent in fastest.items()}
+    steps = []
+    for number in range(WARM_UP + STEPS):
+        if workload == "mixed":
+            bench.replace_one()
+        steps.append(bench.time_step())
+        if number == WARM_UP:
+            gc.collect()
+    measured = steps[WARM_UP:]
+    return {phase: round(median(step[phase] for step in measured), 1) for phase in measured[0]}
 
 
 def line(points: dict[int, dict[str, float]]) -> dict[str, float]:

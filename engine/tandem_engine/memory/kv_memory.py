@@ -110,6 +110,13 @@ class KvMemory:
         )
         kv.committed_len = committed_len
 
+    def commit_next(self, kv: RequestKv) -> None:
+        """`commit` of one more token. Called for every token that is decoded."""
+        kv.committed_len += 1
+        assert kv.committed_len <= len(kv.pages) * self.page_size, (
+            f"row {kv.row}: cannot commit {kv.committed_len} tokens with {kv.allocated_len} allocated"
+        )
+
     def checkpoint(self, kv: RequestKv, token_ids: Sequence[int], *, after_step: int | None = None) -> None:
         """Give the cache the whole settled pages of `token_ids[:committed_len]`; the request runs on.
 

@@ -29,7 +29,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     retryable: bool = False
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=True, gc=False):
     """Log probability of one token, sampled or of the prompt, and of the most likely ones at its position."""
 
     logprob: float
@@ -50,7 +50,7 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """From granting the pages to committing them."""
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """New tokens of one attempt. Idempotent: the receiver accepts position `index` only once."""
 
     rid: str

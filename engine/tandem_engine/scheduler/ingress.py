@@ -80,7 +80,8 @@ class Ingress:
 
     def knows(self, rid: RequestId) -> bool:
         """Whether an attempt of this name is alive here."""
-        return rid in self.queues.requests or any(req.rid == rid for req in self.queues.live())
+        kept = (req for stage in self.queues.stages for req in stage.live())
+        return rid in self.queues.requests or any(req.rid == rid for req in kept)
 
     def _request(self, message: GenerateRequest, client: bytes) -> Request:
         now = self.clock.now()

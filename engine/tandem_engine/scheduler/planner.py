@@ -64,7 +64,7 @@ class Planner:
     def plan(self, *, in_flight: bool) -> StepPlan | Hold:
         """`in_flight`: a step was launched whose result is not settled."""
         self._sweep()
-        decodes = [req for req in self.queues.running if may_decode(req)]
+        decodes = [req for req in self.queues.running if req.may_decode]
         plan = self._mixed(decodes, in_flight) if self._joins(decodes) else self._prefill_first(decodes, in_flight)
         if plan is Hold.NOTHING and not in_flight:
             self._break_stall()
@@ -189,8 +189,3 @@ class Planner:
         stuck = bool(self.queues.running) or self.queues.chunked is not None
         if stuck and not self.queues.stage_keeps_memory():
             self.retraction.give_up_one()
-
-
-def may_decode(req: Request) -> bool:
-    """Whether one more token may be computed for a running request."""
-    return req.to_finish is None and req.remaining_tokens > 0

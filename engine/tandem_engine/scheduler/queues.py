@@ -121,8 +121,7 @@ class Queues:
 
     def drop_finished(self) -> None:
         """Filter the running batch. Each plan does, whatever path the step before took (T19)."""
-        if any(req.finished is not None for req in self.running):
-            self.running = [req for req in self.running if req.finished is None]
+        self.running = [req for req in self.running if req.finished is None]
 
     def waiting_tokens(self) -> int:
         """Tokens that wait to be computed: the queue, and the rest of the chunked prompt."""

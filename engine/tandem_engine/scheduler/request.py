@@ -22,6 +22,7 @@ from tandem_engine.messages.requests import Handoff
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
+from tandem_engine.scheduler.stop import PlainEnd
 
 
 @dataclass(kw_only=True, slots=True, weakref_slot=True, eq=False)
@@ -72,6 +73,10 @@ class Request:
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
 
+    plain_end: PlainEnd | None = None
+    """Set with the first token when nothing needs to be known of later ones but whether they end the output:
+    settlement may then go the short way."""
+
     to_finish: Finish | None = None
     finished: Finish | None = None
 
@@ -107,3 +112,8 @@ class Request:
     def remaining_tokens(self) -> int:
         """Output tokens still allowed, those in flight counted as spent."""
         return self.sampling.max_tokens - len(self.output_ids) - self.tokens_in_flight
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether one more token may be computed while it runs."""
+        return self.to_finish is None and self.sampling.max_tokens > len(self.output_ids) + self.tokens_in_flight

@@ -35,10 +35,19 @@ class Room(Enum):
     """Short even with a single request: it waits for chunks and stages to give pages back."""
 
 
+def short_of_page(memory: KvMemory, decodes: Sequence[Request]) -> list[Request]:
+    """Those of `decodes` that have no page for their next token.
+
+    A token lacks one only if it is the first of its page, so the others, nearly all, are not looked at.
+    """
+    size = memory.page_size
+    first_of_page = [req for req in decodes if req.launched_len % size == 0]
+    return [req for req in first_of_page if req.launched_len >= req.held_kv.allocated_len]
+
+
 def decode_pages_fit(memory: KvMemory, decodes: Sequence[Request]) -> bool:
     """Whether each of `decodes` can have the page of its next token."""
-    needed = sum(req.launched_len >= req.held_kv.allocated_len for req in decodes)
-    return needed <= memory.available_pages()
+    return len(short_of_page(memory, decodes)) <= memory.available_pages()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,11 +121,9 @@ class Retraction:
         self.endings.finish(req, error_finish(error))
 
     def _take_pages(self, decodes: Sequence[Request]) -> None:
-        for req in decodes:
-            kv = req.held_kv
-            if req.launched_len >= kv.allocated_len:
-                granted = self.memory.ensure(kv, req.launched_len + 1)
-                assert granted, f"no page for token {req.launched_len} of {req.rid} after the check passed"
+        for req in short_of_page(self.memory, decodes):
+            granted = self.memory.ensure(req.held_kv, req.launched_len + 1)
+            assert granted, f"no page for token {req.launched_len} of {req.rid} after the check passed"
         if decodes:
             self.decode_steps += 1
 

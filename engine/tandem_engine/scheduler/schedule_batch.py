@@ -88,12 +88,12 @@ class SamplingColumns:
         wanted = tuple(-1 if p.logprobs is None else p.logprobs for p in params)
         return SamplingColumns(
             samplers=samplers,
-            temperature=torch.tensor([0.0 if p.greedy else p.temperature for p in params], dtype=torch.float32),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-            seed=torch.tensor([p.seed for p in params], dtype=torch.int64),
-            logprobs=wanted if any(n >= 0 for n in wanted) else (),
+            temperature=_floats([0.0 if p.greedy else p.temperature for p in params]),
+            top_k=torch.from_numpy(_ints([p.top_k for p in params])),
+            top_p=_floats([p.top_p for p in params]),
+            min_p=_floats([p.min_p for p in params]),
+            seed=torch.from_numpy(_ints([p.seed for p in params])),
+            logprobs=wanted if max(wanted, default=-1) >= 0 else (),
             all_greedy=all(p.greedy for p in params),
             any_min_tokens=any(p.min_tokens for p in params),
         )
@@ -142,9 +142,8 @@ class BatchBuilder:
             lens.append(extend.stop - extend.start)
             if extend.samples:
                 sampled.append(index)
-        for req in batch.decodes:
-            rows.append(req.held_kv.row)
-            starts.append(req.launched_len)
+        rows += [req.held_kv.row for req in batch.decodes]
+        starts += [req.launched_len for req in batch.decodes]
         lens += [1] * len(batch.decodes)
         sampled += range(len(batch.extends), len(rows))
         return _ints(rows), _ints(starts), _ints(lens), _ints(sampled)
@@ -215,6 +214,11 @@ def _prompt_positions(extends: Sequence[Extend]) -> tuple[PromptPositions, ...]:
 
 def _ints(values: Sequence[int]) -> Ints:
     return np.array(values, dtype=np.int64)
+
+
+def _floats(values: Sequence[float]) -> torch.Tensor:
+    """float32. By way of numpy: several times faster than `torch.tensor` of a list."""
+    return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
 def _ranges(starts: Ints, lens: Ints) -> Ints:

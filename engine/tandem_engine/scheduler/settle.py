@@ -11,11 +11,16 @@ For each request of a settled step, in this order
 
 In overlap mode the next step is in flight meanwhile, perhaps with a request that ends here: its surplus
 token falls to rule 2 when that step settles, and pages it may write to wait until then (T77).
+
+Nearly all tokens are plain: one of a request that decodes, that nobody wants to end, and whose token does not
+end it. `_decodes` does for them what the rules above would do, and nothing else: it runs once per token that
+this engine yields, so it is what limits how many requests one scheduler can feed.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem_engine.clock import Clock
 from tandem_engine.errors import EngineError
@@ -30,15 +35,14 @@ from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import sends_kv
 from tandem_engine.scheduler.schedule_batch import ScheduleBatch
 from tandem_engine.scheduler.steps import Steps
-from tandem_engine.scheduler.stop import StopRule
+from tandem_engine.scheduler.stop import PlainEnd, StopRule
 from tandem_engine.scheduler.stream import OutputStream
 from tandem_engine.scheduler.tally import Tally
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """New tokens of one request from one step: a run of one, unless they were drafted."""
 
     run: tuple[int, ...]
@@ -67,10 +71,12 @@ class Settlement:
         sampled = _sampled(result)
         for extend in batch.extends:
             self._extend(extend, next(sampled) if extend.samples else None)
-        for req in batch.decodes:
-            self._decode(req, next(sampled))
-        surplus = next(sampled, None)
-        assert surplus is None, f"step {batch.step} sampled more tokens than it has sampling sequences"
+        if result.logprobs:
+            for req, one in zip(batch.decodes, sampled, strict=True):
+                self._decode(req, one)
+        else:
+            first = sum(extend.samples for extend in batch.extends)
+            self._decodes(batch.decodes, result.next_token_ids[first:])
 
     def _prompt_scores(self, batch: ScheduleBatch, result: ForwardResult) -> None:
         for scores in result.prompt_scores:
@@ -124,6 +130,28 @@ class Settlement:
             self._tokens(req, sampled)
             self._hand_off(req)
 
+    def _decodes(self, decodes: Sequence[Request], token_ids: Sequence[int]) -> None:
+        """`_decode` for each, the short way where the token is plain."""
+        plain = 0
+        for req, token in zip(decodes, token_ids, strict=True):
+            end = req.plain_end
+            if (
+                end is None
+                or token in end.token_ids
+                or len(req.output_ids) + 1 >= end.limit
+                or req.finished is not None
+                or req.to_finish is not None
+            ):
+                self._decode(req, Sampled(run=(token,)))
+                continue
+            req.steps_in_flight -= 1
+            req.tokens_in_flight -= 1
+            self.memory.commit_next(req.held_kv)
+            req.output_ids.append(token)
+            self.stream.send_token(req, token)
+            plain += 1
+        self.tally.output_tokens += plain
+
     def _decode(self, req: Request, sampled: Sampled) -> None:
         self._landed(req, samples=True)
         if req.finished is not None:
@@ -158,9 +186,18 @@ class Settlement:
         if first:
             req.first_token_at = self.clock.now()
         if cut.finish is None:
+            if first:
+                req.plain_end = self._plain_end(req)
             self.stream.send(req, first=first)
         else:
             self.endings.finish(req, cut.finish, first=first)
+
+    def _plain_end(self, req: Request) -> PlainEnd | None:
+        """None for a request of which settlement has to know more than its tokens."""
+        sampling = req.sampling
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.grammar is not None:
+            return None
+        return self.stop.plain_end(sampling, prompt_len=req.prompt_len)
 
     def _hand_off(self, req: Request) -> None:
         """Offer a request with a computed prompt to the stages; without a taker it decodes here."""

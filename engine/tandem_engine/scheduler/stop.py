@@ -14,7 +14,7 @@ which `Finish.matched_stop` tells where.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.sampling import SamplingParams
@@ -27,12 +27,20 @@ CONTEXT_TOKENS = 4
 """Tokens decoded ahead of a stop-string window: a window may start inside a character."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """`keep` tokens of the run belong to the output; `finish` is set if the last of them ends it."""
 
     keep: int
     finish: Finish | None
+
+
+class PlainEnd(NamedTuple):
+    """When a request ends that ends by a single token or by its length alone, as most do."""
+
+    token_ids: frozenset[int]
+    """Tokens that may end it; min_tokens is not looked at."""
+    limit: int
+    """Output tokens at which its length ends it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +61,16 @@ class StopRule:
             if finish is not None:
                 return Cut(keep=keep, finish=finish)
         return Cut(keep=len(run), finish=None)
+
+    def plain_end(self, sampling: SamplingParams, *, prompt_len: int) -> PlainEnd | None:
+        """What tells for most tokens that `cut_at_stop` would not cut. None when the text has a say."""
+        if sampling.stop:
+            return None
+        eos = frozenset[int]() if sampling.ignore_eos else self.model.eos_token_ids
+        return PlainEnd(
+            token_ids=eos.union(sampling.stop_token_ids),
+            limit=min(sampling.max_tokens, self.model.context_length - prompt_len),
+        )
 
     def suppressed(self, sampling: SamplingParams, generated: int) -> tuple[int, ...]:
         """Ids that may not be sampled after `generated` output tokens: those that stop, below min_tokens."""

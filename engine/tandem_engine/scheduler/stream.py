@@ -4,6 +4,7 @@
 resumption or from both workers of a handoff, keeps the first.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -20,7 +21,7 @@ class OutputStream:
     """Collects outputs during a step and delivers them at its end."""
 
     sink: Sink
-    pending: dict[bytes, list[TokenOutput]] = field(default_factory=dict)
+    pending: defaultdict[bytes, list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
 
     def send(self, req: Request, *, finish: Finish | None = None, first: bool = False) -> None:
         """Queue what `req` has that was not streamed, and how it ended.
@@ -30,13 +31,19 @@ class OutputStream:
         """
         output = self._output(req, finish, first)
         req.streamed = max(req.streamed, len(req.output_ids))
-        self.pending.setdefault(req.client, []).append(output)
+        self.pending[req.client].append(output)
+
+    def send_token(self, req: Request, token: int) -> None:
+        """`send` of a request that has one new token, no logprobs, and its first output behind it."""
+        output = TokenOutput(rid=req.rid, index=req.streamed, token_ids=(token,))
+        req.streamed += 1
+        self.pending[req.client].append(output)
 
     def flush(self) -> None:
         """Deliver everything that is pending."""
         if not self.pending:
             return
-        pending, self.pending = self.pending, {}
+        pending, self.pending = self.pending, defaultdict(list)
         for client, outputs in pending.items():
             self.sink(client, tuple(outputs))
 
