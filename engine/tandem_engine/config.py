@@ -4,6 +4,7 @@
 comes from flags. Nothing below reads the environment or argv.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -11,6 +12,21 @@ from tandem_engine.errors import ConfigError
 
 DEFAULT_CONTEXT = 4096
 """Context length when no flag asks for one: a model's own maximum can be far larger than the pool."""
+
+
+class SchedulePolicy(StrEnum):
+    """In which order waiting requests are admitted (docs/scheduling.md)."""
+
+    FCFS = "fcfs"
+    LPM = "lpm"
+    DFS_WEIGHT = "dfs-weight"
+    PRIORITY = "priority"
+    SRF = "srf"
+
+    @property
+    def by_prefix(self) -> bool:
+        """Whether it looks at the prefix cache."""
+        return self in (SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT)
 
 
 class Role(StrEnum):
@@ -108,10 +124,21 @@ class SchedulerConfig:
     """Longest prompt + output of one request, in tokens."""
     max_running_requests: int = 64
     max_queued_requests: int = 1024
+    max_tokens_per_step: int = 0
+    """Token budget that running requests, one token each, and prompts share; 0 is the sum of their own limits."""
     max_prefill_tokens: int = 2048
     """Token budget of the EXTEND part of one step."""
     chunked_prefill_size: int = 512
     """Longest run of prompt tokens one request may compute in one step."""
+    long_prefill_token_threshold: int = 0
+    """While others decode, a prompt with more tokens left than this computes only so many in a step; 0 is off."""
+    schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
+    policy_ageing_seconds: float = 30.0
+    """What nobody has to fear: see the policies for what waiting this long is worth."""
+    priority_preemption_threshold: int = 10
+    """How much greater a waiting request's priority must be to put a running one back (policy priority)."""
+    watermark: float = 0.01
+    """Share of the pool's pages that admission leaves free, so that requests just admitted can grow."""
     enable_mixed_chunk: bool = True
     """Let running decodes join a step that prefills."""
     enable_overlap: bool = True
@@ -137,11 +164,40 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if 0 < self.max_tokens_per_step <= self.max_running_requests:
+            raise ConfigError(
+                f"--max-tokens-per-step {self.max_tokens_per_step} leaves no token for prompts beside "
+                f"--max-running-requests {self.max_running_requests}: raise it to at least "
+                f"{self.max_running_requests + 1}"
+            )
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"--long-prefill-token-threshold must be at least 0, got {self.long_prefill_token_threshold}"
+            )
+        if not (0.0 < self.policy_ageing_seconds < math.inf):
+            raise ConfigError(f"--policy-ageing-seconds must be above 0, got {self.policy_ageing_seconds:g}")
+        if self.priority_preemption_threshold < 1:
+            raise ConfigError(
+                f"--priority-preemption-threshold must be at least 1, got {self.priority_preemption_threshold}"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"--watermark must be at least 0 and below 1, got {self.watermark:g}")
         if not 0.0 < self.min_new_token_ratio <= self.init_new_token_ratio <= 1.0:
             raise ConfigError(
                 "new token ratios must satisfy 0 < min <= init <= 1, got "
                 f"min {self.min_new_token_ratio} and init {self.init_new_token_ratio}"
             )
+
+    def prefill_budget(self, *, decodes: int) -> int:
+        """Prompt tokens that fit in a step beside `decodes` tokens of running requests: always at least one."""
+        whole = self.max_tokens_per_step or self.max_prefill_tokens + self.max_running_requests
+        return min(self.max_prefill_tokens, max(1, whole - decodes))
+
+    def chunk_limit(self, *, decodes: int) -> int:
+        """Longest run of prompt tokens of one request in a step that `decodes` running requests take part in."""
+        if not (decodes and self.long_prefill_token_threshold):
+            return self.chunked_prefill_size
+        return min(self.chunked_prefill_size, self.long_prefill_token_threshold)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,3 +244,11 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     disagg: DisaggConfig = field(default_factory=DisaggConfig)
+
+    def __post_init__(self) -> None:
+        policy = self.scheduler.schedule_policy
+        if policy.by_prefix and not self.cache.enable_prefix_cache:
+            raise ConfigError(
+                f"--schedule-policy {policy} orders requests by what the prefix cache has for them, and "
+                "--disable-radix-cache keeps nothing: drop one of the two"
+            )

@@ -6,15 +6,20 @@ without torch can show, check and forward them.
 
 import argparse
 
-from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, Role, SchedulerConfig
+from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, Role, SchedulePolicy, SchedulerConfig
 
 GIB = 1 << 30
 
 _SCHEDULER_FLAGS = (
     "max_running_requests",
     "max_queued_requests",
+    "max_tokens_per_step",
     "max_prefill_tokens",
     "chunked_prefill_size",
+    "long_prefill_token_threshold",
+    "policy_ageing_seconds",
+    "priority_preemption_threshold",
+    "watermark",
 )
 
 
@@ -103,6 +108,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help=f"waiting requests before new ones are refused (default {scheduler.max_queued_requests})",
     )
     group.add_argument(
+        "--max-tokens-per-step",
+        "--max-num-batched-tokens",
+        type=non_negative_int,
+        default=scheduler.max_tokens_per_step,
+        metavar="N",
+        help="tokens computed in one step: one for each running request, the rest for prompts; must be above "
+        "--max-running-requests, so that neither starves (default: --max-prefill-tokens + --max-running-requests)",
+    )
+    group.add_argument(
         "--max-prefill-tokens",
         type=positive_int,
         default=scheduler.max_prefill_tokens,
@@ -116,6 +130,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"prompt tokens of one request in one step (default {scheduler.chunked_prefill_size})",
     )
+    group.add_argument(
+        "--long-prefill-token-threshold",
+        type=non_negative_int,
+        default=scheduler.long_prefill_token_threshold,
+        metavar="N",
+        help="while others decode, compute only N tokens per step of a prompt that has more left, so that their "
+        "tokens keep coming (default 0: the chunk size alone bounds it)",
+    )
+    _add_policy_flags(group, scheduler)
     group.add_argument("--disable-mixed-chunk", action="store_true", help="never decode in a step that prefills")
     group.add_argument("--disable-overlap-schedule", action="store_true", help="schedule only when no step computes")
     group.add_argument(
@@ -146,6 +169,43 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig) -> None:
+    """Who is admitted next, and when (docs/scheduling.md)."""
+    group.add_argument(
+        "--schedule-policy",
+        "--scheduling-policy",
+        choices=[policy.value for policy in SchedulePolicy],
+        default=scheduler.schedule_policy.value,
+        help="which waiting request goes next: first come (fcfs), longest cached prefix (lpm), most requests with "
+        "the same cached prefix (dfs-weight), greatest priority (priority), fewest steps left (srf); default "
+        f"{scheduler.schedule_policy.value}",
+    )
+    group.add_argument(
+        "--policy-ageing-seconds",
+        type=float,
+        default=scheduler.policy_ageing_seconds,
+        metavar="S",
+        help="a request that has waited S seconds goes first, whatever the policy; under priority it gains one "
+        f"level every S seconds instead (default {scheduler.policy_ageing_seconds:g})",
+    )
+    group.add_argument(
+        "--priority-preemption-threshold",
+        "--priority-scheduling-preemption-threshold",
+        type=positive_int,
+        default=scheduler.priority_preemption_threshold,
+        metavar="N",
+        help="under priority, a waiting request may put back a running one whose priority is lower by N or more "
+        f"(default {scheduler.priority_preemption_threshold})",
+    )
+    group.add_argument(
+        "--watermark",
+        type=float,
+        default=scheduler.watermark,
+        metavar="X",
+        help=f"share of KV pages that new requests leave free for running ones to grow (default {scheduler.watermark})",
+    )
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Build the configuration from parsed flags, `args.model` and `args.role` included.
 
@@ -168,6 +228,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             enable_overlap=not args.disable_overlap_schedule,
             audit_every_step=args.audit_every_step,
             force_retract_every=args.force_retract_every,
+            schedule_policy=SchedulePolicy(args.schedule_policy),
             **{name: getattr(args, name) for name in _SCHEDULER_FLAGS},
         ),
         disagg=DisaggConfig(

@@ -8,6 +8,7 @@ Stop    SIGTERM, `Shutdown`, or the worker service gone: abort what is left, tel
 Everything runs on one thread, the scheduler's; the forward and NIXL have threads of their own.
 """
 
+import gc
 import logging
 import signal
 import time
@@ -251,6 +252,10 @@ def _serve(
     loaded = load(config.engine, progress=True)
     with Engine.build(loaded, loaded.config, sink=outbox, port=port) as engine:
         test = engine.self_test()
+        # What is there now stays: without this every full collection walks torch and the tokenizer, for tens of
+        # milliseconds in which no token is yielded.
+        gc.collect()
+        gc.freeze()
         requests: RouterChannel[EngineRequest, EngineReply] = RouterChannel(
             context, config.host, config.request_port, inbound=EngineRequest, outbound=EngineReply
         )

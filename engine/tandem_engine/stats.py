@@ -35,4 +35,6 @@ def engine_stats(scheduler: Scheduler, handoff: HandoffStage | None, *, total_pa
         digest_mismatches_total=0 if transfers is None else transfers.digest_mismatches,
         overlap_hidden_s=stats.overlap_hidden_s,
         schedule_s=stats.schedule_s,
+        preempted_total=stats.preempted_total,
+        head_waits=stats.head_waits,
     )

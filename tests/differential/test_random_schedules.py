@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tandem_engine.config import SchedulePolicy
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_testing.scheduler_builders import (
@@ -47,7 +48,7 @@ def arrival(rid: str) -> st.SearchStrategy[Arrival]:
         seed=st.integers(0, 3),
         stop=st.sampled_from([(), ("ab",), ("c", "dd")]),
         cache_salt=st.sampled_from(["", "tenant"]),
-        priority=st.integers(0, 1),
+        priority=st.integers(0, 2),
         repetition_penalty=st.sampled_from([1.0, 1.0, 2.0, 0.5]),
         presence_penalty=st.sampled_from([0.0, 0.0, 1.5]),
         frequency_penalty=st.sampled_from([0.0, 0.0, 0.5]),
@@ -71,6 +72,11 @@ engines = st.fixed_dictionaries(
         "init_new_token_ratio": st.sampled_from([0.1, 0.7]),
         "force_retract_every": st.sampled_from([0, 0, 1, 4]),
         "max_retractions": st.just(1000),
+        "schedule_policy": st.sampled_from(SchedulePolicy),
+        "priority_preemption_threshold": st.just(1),
+        "max_tokens_per_step": st.sampled_from([0, 17, 40]),
+        "long_prefill_token_threshold": st.sampled_from([0, 2]),
+        "watermark": st.sampled_from([0.0, 0.1]),
     }
 )
 

@@ -7,7 +7,9 @@ the history of its request. The reference computes each request alone from its p
 from itertools import product
 
 import pytest
+from msgspec import structs
 
+from tandem_engine.config import SchedulePolicy
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_testing.fake_executors import ThreadedExecutor
@@ -138,6 +140,33 @@ def test_aborts_leave_no_trace_in_other_outputs(case):  # T1, T6, T8
         finish = engine.finish(message.rid)
         assert got == expected[: len(got)], message.rid
         assert got == expected or finish.reason is FinishReason.ABORT, message.rid
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_same_output_under_every_policy(policy, overlap, mixed, page_size):
+    """Few seats, few pages and rising priorities: everybody waits, and some are put back."""
+    engine = make_engine(
+        schedule_policy=policy,
+        enable_overlap=overlap,
+        enable_mixed_chunk=mixed,
+        page_size=page_size,
+        usable_pages={1: 200, 16: 16}[page_size],
+        max_running_requests=3,
+        chunked_prefill_size=16,
+        max_tokens_per_step=24,
+        priority_preemption_threshold=2,
+        max_retractions=200,
+    )
+    for number, message in enumerate(workload()):
+        engine.add(structs.replace(message, priority=number))
+        engine.step(2)
+    engine.run()
+    assert engine.scheduler.tally.preempted > 0 or policy is not SchedulePolicy.PRIORITY
+    engine.assert_expected()
+    engine.assert_nothing_held()
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -20,6 +20,20 @@ from tandem_engine.messages.block_hash import chain_packed, chain_seed
 from tandem_engine.names import PageId
 
 
+def shared_blocks(one: bytes | bytearray, other: bytes | bytearray, block_bytes: int) -> int:
+    """How many leading blocks of two keys are equal. By halving: a few comparisons of long runs."""
+    alike, limit = 0, min(len(one), len(other)) // block_bytes
+    middle = limit  # most often all of it
+    while alike < limit:
+        start, end = alike * block_bytes, middle * block_bytes
+        if one[start:end] == other[start:end]:
+            alike = middle
+        else:
+            limit = middle - 1
+        middle = (alike + limit + 1) // 2
+    return alike
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Node:
     """Children are keyed by their first block. A root has no blocks; there is one per salt."""
@@ -59,20 +73,7 @@ class Node:
 
     def common_blocks(self, key: bytes) -> int:
         """How many leading blocks of this node equal those of `key`."""
-        alike, limit = 0, min(len(self.key), len(key)) // self.block_bytes
-        if self._equal(key, 0, limit):
-            return limit
-        while limit - alike > 1:
-            middle = (alike + limit) // 2
-            if self._equal(key, alike, middle):
-                alike = middle
-            else:
-                limit = middle
-        return alike
-
-    def _equal(self, key: bytes, first: int, last: int) -> bool:
-        start, end = first * self.block_bytes, last * self.block_bytes
-        return self.key[start:end] == key[start:end]
+        return shared_blocks(self.key, key, self.block_bytes)
 
     def add_child(self, key: bytes | bytearray, pages: list[PageId]) -> "Node":
         child = Node(salt=self.salt, block_bytes=self.block_bytes, parent=self, key=bytearray(key), pages=pages)

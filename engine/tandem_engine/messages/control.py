@@ -78,6 +78,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Scheduling time spent while a forward was computing, since start."""
     schedule_s: float
     """All scheduling time since start."""
+    preempted_total: int = 0
+    """Of the retracted: those put back for a more important request."""
+    head_waits: str = ""
+    """Why the first waiting request was not admitted: no_seat, no_row, no_pages, watermark, budget,
+    chunk_in_progress, shared_prefix, after_retraction or decode_turn; "" when nobody waits."""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True, tag="audit_report"):

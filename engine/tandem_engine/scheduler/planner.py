@@ -5,6 +5,10 @@
     3. extends    the chunked request first, then the queue in order, while tokens and pages last
     4. together   in one MIXED step if allowed, else prefill before decode
 
+Neither half starves the other. Every running request that can take a token has one in every MIXED step, and
+prompts have at least what those leave of the token budget, never less than one. Without MIXED, prompts have at
+most `MAX_PREFILL_STREAK` steps before running requests have theirs.
+
 A plan moves requests between queues and takes memory, but touches no device; the result says what to
 launch. Nothing is remembered of why a request did not fit: the next plan asks again (T18).
 """
@@ -18,7 +22,8 @@ from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
-from tandem_engine.scheduler.policy import Policy
+from tandem_engine.scheduler.policy.interface import Policy
+from tandem_engine.scheduler.preemption import Preemption
 from tandem_engine.scheduler.prefill_adder import Admission, Extend, PrefillAdder, reserved_pages
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
@@ -58,12 +63,20 @@ class Planner:
     ratio: NewTokenRatio
     clock: Clock
     tally: Tally
+    preemption: Preemption | None = None
+    """Only under a policy that preempts."""
+    head_waits: Admission = Admission.OK
+    """Why the last plan did not admit the first that still waits; for the statistics alone (T18)."""
     prefill_streak: int = 0
     """Steps in a row that made running requests wait."""
 
     def plan(self, *, in_flight: bool) -> StepPlan | Hold:
         """`in_flight`: a step was launched whose result is not settled."""
         self._sweep()
+        if self.preemption is not None and len(self.queues.waiting):
+            room = self.preemption.make_way(self._ask, in_flight=in_flight)
+            if room is Room.SETTLE_FIRST:
+                return Hold.SETTLE_FIRST
         decodes = [req for req in self.queues.running if req.may_decode]
         plan = self._mixed(decodes, in_flight) if self._joins(decodes) else self._prefill_first(decodes, in_flight)
         if plan is Hold.NOTHING and not in_flight:
@@ -81,56 +94,77 @@ class Planner:
         if room is Room.SHORT:
             decodes = []
         # A step that put a request back takes in no new one, or the two would change places for ever.
-        extends = self._extends(admit=not decodes or self.tally.retracted == retracted)
+        extends = self._extends(decodes, admit=not decodes or self.tally.retracted == retracted)
         return self._step(extends, decodes)
 
     def _prefill_first(self, decodes: list[Request], in_flight: bool) -> StepPlan | Hold:
         if not decodes or self.prefill_streak < MAX_PREFILL_STREAK:
-            extends = self._extends(admit=True)
+            extends = self._extends(decodes, admit=True)
             if extends:
                 self.prefill_streak += bool(decodes)
                 return self._step(extends, ())
+        else:
+            self.head_waits = Admission.DECODE_TURN
         room = self.retraction.make_room(decodes, in_flight=in_flight)
         if room is Room.SETTLE_FIRST:
             return Hold.SETTLE_FIRST
         self.prefill_streak = 0
         if room is Room.READY and decodes:
             return self._step((), decodes)
-        return self._step(self._extends(admit=True), ())
+        return self._step(self._extends((), admit=True), ())
 
     def _step(self, extends: Sequence[Extend], decodes: Sequence[Request]) -> StepPlan | Hold:
         if decodes:
             self.ratio.decay()
         return StepPlan(extends=extends, decodes=decodes) if extends or decodes else Hold.NOTHING
 
-    def _extends(self, *, admit: bool) -> list[Extend]:
+    def _extends(self, decodes: Sequence[Request], *, admit: bool) -> list[Extend]:
         """The prefill half of the step. `admit`: the queue may follow the chunked request."""
-        adder = self._adder(admit)
+        adder = self._adder(decodes, admit=admit)
+        answer = Admission.OK if admit else Admission.AFTER_RETRACTION
         chunked = self.queues.chunked
         if chunked is not None and chunked.to_finish is None:
-            admit = adder.resume(chunked) is Admission.OK and admit
+            resumed = adder.resume(chunked)
+            answer = answer if resumed.ok else resumed
             self._house(adder.extends)
             adder.may_chunk = self.queues.chunked is None
-        while admit and self._has_seat():
-            req = self.policy.first(self.queues.waiting)
-            if req is None or adder.add(req) is Admission.LATER:
-                break
+        self.head_waits = self._admit(adder) if answer.ok else answer
+        return adder.extends
+
+    def _admit(self, adder: PrefillAdder) -> Admission:
+        """Add waiting requests as the policy orders them, until one has to wait: why it does, OK if none does."""
+        order = self.policy.order(self.queues)
+        while len(self.queues.waiting):
+            answer = adder.full() if self._has_seat() else Admission.NO_SEAT
+            if not answer.ok:
+                return answer
+            req = next(order, None)
+            if req is None:
+                return Admission.SHARED_PREFIX
+            answer = adder.add(req)
+            if not answer.ok:
+                return answer
             self.queues.waiting.discard(req)
             self._mark_scheduled(req)
             self._house(adder.extends[-1:])
             adder.may_chunk = self.queues.chunked is None
-        return adder.extends
+        return Admission.OK
 
-    def _adder(self, admit: bool) -> PrefillAdder:
+    def _ask(self, req: Request) -> Admission:
+        """Whether `req` would be admitted by a step that computes nothing else."""
+        return self._adder((), admit=True).ask(req) if self._has_seat() else Admission.NO_SEAT
+
+    def _adder(self, decodes: Sequence[Request], *, admit: bool) -> PrefillAdder:
         admits = admit and len(self.queues.waiting) > 0
         return PrefillAdder(
             memory=self.memory,
             groups=self.queues.groups,
-            tokens_left=self.config.max_prefill_tokens,
-            chunk_limit=self.config.chunked_prefill_size,
+            tokens_left=self.config.prefill_budget(decodes=len(decodes)),
+            chunk_limit=self.config.chunk_limit(decodes=len(decodes)),
             ratio=self.ratio.value,
             reserved=self.reserved_pages() if admits else 0,
             crowded=len(self.queues.requests) > self.queues.num_waiting or self.queues.stage_keeps_memory(),
+            watermark=int(self.config.watermark * self.memory.allocator.num_pages),
             may_chunk=self.queues.chunked is None,
         )
 

@@ -1,13 +1,13 @@
 """Fills one step with prompt tokens, request by request, within a token budget and the free pages.
 
 For each request the order is: token budget, row and cached prefix (locked), page estimate, pages. What
-was taken is given back if the next thing is lacking (T36).
+was taken is given back if the next thing is lacking (T36), and the answer says what that was.
 
     chunk = min(budget left, chunk limit, rest of the prompt)
 
 The page estimate covers the whole rest of the prompt and the expected part of the output, not only the
 chunk, for this request and for everybody who runs (`reserved`). So a prompt that is begun can be
-finished, unless outputs grow longer than expected.
+finished, unless outputs grow longer than expected; for those that do, admission leaves the `watermark` free.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,30 @@ from tandem_engine.scheduler.request import Request
 
 
 class Admission(Enum):
-    """Whether a request can run. The third answer, never, is given at ingress."""
+    """Whether a request can run now; if not, why it is asked again later. Never is said at ingress, with a 400."""
 
     OK = "ok"
-    LATER = "later"
+    BUDGET = "budget"
+    """The tokens of this step are spent."""
+    NO_SEAT = "no_seat"
+    """`max_running_requests` are running."""
+    NO_ROW = "no_row"
+    NO_PAGES = "no_pages"
+    """It does not fit beside what running requests are expected to need."""
+    WATERMARK = "watermark"
+    """It would fit, but into pages that are kept free."""
+    CHUNK_IN_PROGRESS = "chunk_in_progress"
+    """It would need chunks, and another prompt is half computed."""
+    SHARED_PREFIX = "shared_prefix"
+    """What it shares with another request is being computed."""
+    AFTER_RETRACTION = "after_retraction"
+    """A request was put back in this step: the two would change places for ever."""
+    DECODE_TURN = "decode_turn"
+    """Prompts had several steps in a row; running requests have this one."""
+
+    @property
+    def ok(self) -> bool:
+        return self is Admission.OK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +79,17 @@ def reserved_pages(memory: KvMemory, running: Iterable[Request], ratio: float) -
     return reserved
 
 
-def _longest_match(req: Request) -> int:
-    """Tokens that may come from the prefix cache: one at least is computed, and what wanted logprobs need (T21)."""
-    longest = req.seq_len - 1
-    allowed = None if req.prompt_logprobs is None else req.prompt_logprobs.longest_match
-    return longest if allowed is None else min(longest, allowed)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a request starts with: row and prefix in `kv`, pages up to `stop`, tokens before `start` known."""
+
+    kv: RequestKv
+    donor: RequestKv | None
+    """Where tokens [kv.committed_len, start) are copied from."""
+    start: int
+    stop: int
+    tokens: int
+    """All that its prefill must compute or find."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,6 +107,8 @@ class PrefillAdder:
     """Pages promised to running requests and to those added by this pass."""
     crowded: bool
     """Something else runs and will give pages back: a request that does not fit can wait for them."""
+    watermark: int
+    """Pages that stay free unless nothing else runs."""
     may_chunk: bool
     """No other prompt is half computed: one at a time, so that the first in the queue is done first."""
     extends: list[Extend] = field(default_factory=list)
@@ -89,43 +117,76 @@ class PrefillAdder:
         """The next chunk of a request that has row and prefix already."""
         chunk = self._chunk(req.extend_target - req.launched_len)
         if not self.memory.ensure(req.held_kv, req.launched_len + chunk):
-            return Admission.LATER
+            return Admission.NO_PAGES
         self._take(req, chunk)
+        return Admission.OK
+
+    def full(self) -> Admission:
+        """What every request would be answered, as far as that is known without looking at one."""
+        if self.tokens_left == 0:
+            return Admission.BUDGET
+        if self.crowded and self.memory.available_pages() <= self.reserved:
+            return Admission.NO_PAGES
+        return Admission.OK
+
+    def ask(self, req: Request) -> Admission:
+        """What `add` would answer. Changes nothing but when the cached prefix was last used."""
+        start = self._begin(req)
+        if isinstance(start, Admission):
+            return start
+        self._give_back(start.kv)
         return Admission.OK
 
     def add(self, req: Request) -> Admission:
         """The first chunk of a waiting request: match its prefix, then count (T34)."""
-        if self.tokens_left == 0 or (self.crowded and self.memory.available_pages() <= self.reserved):
-            return Admission.LATER
-        tokens = req.token_ids(0, req.seq_len)
-        longest = _longest_match(req)
-        kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=longest)
-        if kv is None:
-            return Admission.LATER
-        donor = self.groups.donor(req)
-        start = kv.committed_len if donor is None else max(kv.committed_len, min(req.prompt_len, longest))
-        chunk = self._chunk(len(tokens) - start)
-        if not self._fits(req, kv, len(tokens), start + chunk):
-            self.memory.release(kv, (), checkpoint=False, after_step=None)
-            return Admission.LATER
-        req.kv = kv
-        req.extend_target = len(tokens)
-        req.launched_len = start
-        self._take(req, chunk, copies=() if donor is None else self._copies(donor, kv, start))
+        start = self._begin(req)
+        if isinstance(start, Admission):
+            return start
+        req.kv = start.kv
+        req.extend_target = start.tokens
+        req.launched_len = start.start
+        copies = () if start.donor is None else self._copies(start.donor, start.kv, start.start)
+        self._take(req, start.stop - start.start, copies=copies)
         self.crowded = True
-        self.reserved += max(0, expected_pages(self.memory, req, len(tokens), self.ratio) - len(kv.pages))
+        expected = expected_pages(self.memory, req, start.tokens, self.ratio)
+        self.reserved += max(0, expected - len(start.kv.pages))
         return Admission.OK
 
-    def _fits(self, req: Request, kv: RequestKv, tokens: int, stop: int) -> bool:
+    def _begin(self, req: Request) -> Start | Admission:
+        """Row, locked prefix and the pages of the first chunk; or what is lacking, and nothing is held."""
+        full = self.full()
+        if not full.ok:
+            return full
+        tokens = req.token_ids(0, req.seq_len)
+        longest = req.longest_match
+        kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=longest)
+        if kv is None:
+            return Admission.NO_ROW
+        donor = self.groups.donor(req)
+        first = kv.committed_len if donor is None else max(kv.committed_len, min(req.prompt_len, longest))
+        stop = first + self._chunk(len(tokens) - first)
+        answer = self._fits(req, kv, len(tokens), stop)
+        if answer.ok:
+            return Start(kv=kv, donor=donor, start=first, stop=stop, tokens=len(tokens))
+        self._give_back(kv)
+        return answer
+
+    def _give_back(self, kv: RequestKv) -> None:
+        self.memory.release(kv, (), checkpoint=False, after_step=None)
+
+    def _fits(self, req: Request, kv: RequestKv, tokens: int, stop: int) -> Admission:
         """Check the budgets under the lock and take the pages up to `stop` if they allow it."""
         if stop < tokens and not self.may_chunk:
-            return False
+            return Admission.CHUNK_IN_PROGRESS
         # Alone in the engine a request may use all there is, so only its prompt counts.
-        ratio = self.ratio if self.crowded else 0.0
+        ratio, watermark = (self.ratio, self.watermark) if self.crowded else (0.0, 0)
         missing = expected_pages(self.memory, req, tokens, ratio) - len(kv.pages)
-        if missing > self.memory.available_pages() - self.reserved:
-            return False
-        return self.memory.ensure(kv, stop)
+        spare = self.memory.available_pages() - self.reserved
+        if missing > spare:
+            return Admission.NO_PAGES
+        if missing > spare - watermark:
+            return Admission.WATERMARK
+        return Admission.OK if self.memory.ensure(kv, stop) else Admission.NO_PAGES
 
     def _copies(self, donor: RequestKv, kv: RequestKv, stop: int) -> tuple[PageCopy, ...]:
         """Pages of tokens [kv.committed_len, stop), which the cache did not have and `donor` does."""

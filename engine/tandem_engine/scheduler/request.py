@@ -109,6 +109,12 @@ class Request:
         return len(self.origin_input_ids) + len(self.output_ids)
 
     @property
+    def longest_match(self) -> int:
+        """Tokens that may come from the prefix cache: one at least is computed, and what wanted logprobs need (T21)."""
+        allowed = None if self.prompt_logprobs is None else self.prompt_logprobs.longest_match
+        return self.seq_len - 1 if allowed is None else min(self.seq_len - 1, allowed)
+
+    @property
     def remaining_tokens(self) -> int:
         """Output tokens still allowed, those in flight counted as spent."""
         return self.sampling.max_tokens - len(self.output_ids) - self.tokens_in_flight

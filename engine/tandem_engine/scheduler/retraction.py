@@ -19,7 +19,7 @@ from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
-from tandem_engine.scheduler.policy import Policy
+from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.tally import Tally
@@ -79,6 +79,12 @@ class Retraction:
             self._retract(self.policy.victim(candidates), decodes)
         self._take_pages(decodes)
         return Room.READY
+
+    def preempt(self, req: Request) -> None:
+        """Put `req` back for somebody who matters more. No step is in flight."""
+        req.retractions += 1
+        self.tally.preempted += 1
+        self._put_back(req, [req] if req is not self.queues.chunked else [])
 
     def give_up_one(self) -> None:
         """Nothing can run and nothing will change: end the request that gives way first (T13)."""

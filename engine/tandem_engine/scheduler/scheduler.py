@@ -38,7 +38,10 @@ from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
 from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.planner import Planner
-from tandem_engine.scheduler.policy import Fcfs, Policy
+from tandem_engine.scheduler.policy.choose import make_policy
+from tandem_engine.scheduler.policy.interface import Policy
+from tandem_engine.scheduler.policy.priority import ByPriority
+from tandem_engine.scheduler.preemption import Preemption
 from tandem_engine.scheduler.prefill_adder import expected_pages
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
@@ -70,7 +73,10 @@ class Scheduler:
         decode_text: DecodeText | None = None,
         policy: Policy | None = None,
     ) -> None:
-        """`decode_text` turns output ids into text; without it requests with stop strings are refused."""
+        """`decode_text` turns output ids into text; without it requests with stop strings are refused.
+
+        `policy` takes the place of the one that `config` names.
+        """
         self.memory = memory
         self.config = config
         self.clock = clock
@@ -83,7 +89,7 @@ class Scheduler:
         )
         self.tally = Tally()
         self.queues = Queues()
-        self._policy = policy or Fcfs()
+        self._policy = policy or make_policy(config, memory=memory, clock=clock)
         self._steps = Steps()
         self._slots = PenaltySlots()
         self._stop = StopRule(model=facts, decode_text=decode_text)
@@ -132,6 +138,19 @@ class Scheduler:
             ratio=self._ratio,
             clock=self.clock,
             tally=self.tally,
+            preemption=self._build_preemption(retraction),
+        )
+
+    def _build_preemption(self, retraction: Retraction) -> Preemption | None:
+        if not isinstance(self._policy, ByPriority):
+            return None
+        return Preemption(
+            config=self.config,
+            memory=self.memory,
+            queues=self.queues,
+            policy=self._policy,
+            retraction=retraction,
+            ratio=self._ratio,
         )
 
     def _build_loop(self, executor: ModelExecutor) -> Loop:
@@ -246,6 +265,8 @@ class Scheduler:
             failed_total=tally.failed,
             refused_total=tally.refused,
             retracted_total=tally.retracted,
+            preempted_total=tally.preempted,
+            head_waits=self._planner.head_waits.value if len(queues.waiting) else "",
             engine_errors_total=tally.engine_errors,
             audit_failures_total=tally.audit_failures,
             overlap_hidden_s=tally.overlap_hidden_s,

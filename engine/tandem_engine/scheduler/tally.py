@@ -27,6 +27,10 @@ class SchedulerStats:
     """Ended by an error; refused ones are not counted here."""
     refused_total: int
     retracted_total: int
+    preempted_total: int
+    """Of the retracted: those put back for a more important request."""
+    head_waits: str
+    """Why the first waiting request was not admitted by the last plan (`Admission`); "" when nobody waits."""
     engine_errors_total: int
     """Steps whose forward raised."""
     audit_failures_total: int
@@ -47,6 +51,7 @@ class Tally:
     aborted: int = 0
     failed: int = 0
     retracted: int = 0
+    preempted: int = 0
     engine_errors: int = 0
     audit_failures: int = 0
     prompt_tokens: int = 0

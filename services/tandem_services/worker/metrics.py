@@ -1,7 +1,7 @@
 """Prometheus metrics of a worker, computed from the engine's last statistics when they are scraped.
 
-Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. No label but none: one process is
-one engine.
+Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. No labels, for one process is one
+engine, but for the reason why requests wait.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,6 +44,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("requests", "Requests accepted.", lambda s: s.requests_total),
     ("requests_aborted", "Requests aborted.", lambda s: s.aborted_total),
     ("num_preemptions", "Retractions of running requests.", lambda s: s.retracted_total),
+    ("num_priority_preemptions", "Of them, for a more important request.", lambda s: s.preempted_total),
     ("kv_transfers", "KV transfers committed.", lambda s: s.transfers_total),
     ("kv_transfer_failures", "KV transfers that failed.", lambda s: s.transfer_failures_total),
     ("kv_transfer_bytes", "Bytes of committed KV transfers.", lambda s: s.transfer_bytes_total),
@@ -83,6 +84,18 @@ class WorkerCollector(Collector):
             yield _gauge(name, text, value(stats))
         for name, text, value in _COUNTERS:
             yield _counter(name, text, value(stats))
+        yield _head_waits(stats.head_waits)
+
+
+def _head_waits(reason: str) -> Metric:
+    metric = GaugeMetricFamily(
+        PREFIX + "queue_head_waits",
+        "1 for the reason why the first waiting request was not admitted.",
+        labels=["reason"],
+    )
+    if reason:
+        metric.add_metric([reason], 1.0)
+    return metric
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from tandem_engine.config import CacheConfig, EngineConfig, SchedulePolicy, SchedulerConfig
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
 
@@ -39,6 +39,12 @@ def test_flags_survive_the_way_to_a_child_process() -> None:
     assert engine_config(args).context_length == 99
 
 
+def test_names_of_other_engines_are_understood() -> None:
+    args = parse("--max-num-batched-tokens", "512", "--scheduling-policy", "priority")
+    assert engine_config(args).scheduler.max_tokens_per_step == 512
+    assert engine_config(parse(*engine_argv(args))).scheduler.schedule_policy is SchedulePolicy.PRIORITY
+
+
 def test_defaults_are_not_passed_on() -> None:
     assert engine_argv(parse()) == []
 
@@ -48,12 +54,19 @@ def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
         name
         for name, value in (
             ("max_running_requests", "3"),
+            ("max_tokens_per_step", "99"),
+            ("long_prefill_token_threshold", "3"),
+            ("priority_preemption_threshold", "3"),
+            ("policy_ageing_seconds", "3"),
+            ("watermark", "0.5"),
+            ("schedule_policy", "lpm"),
             ("max_queued_requests", "3"),
             ("max_prefill_tokens", "3"),
             ("chunked_prefill_size", "3"),
             ("force_retract_every", "3"),
         )
-        if getattr(engine_config(parse(f"--{name.replace('_', '-')}", value)).scheduler, name) == 3
+        if str(getattr(engine_config(parse(f"--{name.replace('_', '-')}", value)).scheduler, name))
+        in (value, f"{value}.0")
     }
     switches = {"enable_mixed_chunk", "enable_overlap", "audit_every_step"}
     assert settable | switches | INTERNAL == {field.name for field in fields(SchedulerConfig)}
@@ -74,6 +87,23 @@ def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
         (lambda: CacheConfig(num_pages=1), "--num-pages"),
         (lambda: CacheConfig(kv_cache_bytes=0), "--kv-cache-gib"),
         (lambda: SchedulerConfig(max_running_requests=0), "--max-running-requests"),
+        (
+            lambda: SchedulerConfig(max_running_requests=8, max_tokens_per_step=8),
+            "--max-tokens-per-step 8 .* at least 9",
+        ),
+        (lambda: SchedulerConfig(long_prefill_token_threshold=-1), "--long-prefill-token-threshold"),
+        (lambda: SchedulerConfig(policy_ageing_seconds=0.0), "--policy-ageing-seconds"),
+        (lambda: SchedulerConfig(policy_ageing_seconds=float("nan")), "--policy-ageing-seconds"),
+        (lambda: SchedulerConfig(priority_preemption_threshold=0), "--priority-preemption-threshold"),
+        (lambda: SchedulerConfig(watermark=1.0), "--watermark"),
+        (
+            lambda: EngineConfig(
+                model_path="model",
+                cache=CacheConfig(enable_prefix_cache=False),
+                scheduler=SchedulerConfig(schedule_policy=SchedulePolicy.LPM),
+            ),
+            "--schedule-policy lpm .* --disable-radix-cache",
+        ),
         (lambda: CacheConfig(kv_cache_bytes=100).pages_for(60), "--kv-cache-gib"),
     ],
 )

@@ -1,6 +1,8 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tandem_engine.memory.radix_node import Node
+from tandem_engine.memory.radix_node import Node, shared_blocks
 from tandem_engine.messages.block_hash import TOKEN_BYTES, chain_hashes, chain_seed, pack_tokens
 from tandem_engine.names import PageId
 
@@ -23,6 +25,15 @@ def test_common_blocks_stops_at_the_block_that_differs(differs: int) -> None:
     assert leaf.common_blocks(pack_tokens(other)) == differs // 4
     assert leaf.common_blocks(pack_tokens(other[:20])) == min(5, differs // 4)
     assert leaf.common_blocks(pack_tokens([*other, 7, 7, 7, 7])) == differs // 4
+
+
+@given(st.binary(max_size=40), st.binary(max_size=12), st.binary(max_size=12), st.integers(1, 5))
+def test_shared_blocks_counts_whole_equal_blocks(prefix: bytes, one: bytes, other: bytes, size: int) -> None:
+    one, other = prefix + one, prefix + other
+    expected = 0
+    while (end := (expected + 1) * size) <= min(len(one), len(other)) and one[:end] == other[:end]:
+        expected += 1
+    assert shared_blocks(one, other, size) == expected
 
 
 def test_a_split_keeps_pages_with_their_blocks_and_locks_with_the_path() -> None:

@@ -1,0 +1,21 @@
+"""First come, first served. Nobody overtakes, so nobody starves.
+
+Requests that were put back, and those that followed another choice of their answer, stand at the head.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from tandem_engine.scheduler.policy.interface import least_important
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request
+
+
+class Fcfs:
+    """Implements `Policy`."""
+
+    def order(self, queues: Queues) -> Iterator[Request]:
+        while (head := queues.waiting.head) is not None:
+            yield head
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        return least_important(candidates)
