@@ -4,13 +4,14 @@
 
 A real scheduler runs over real KV memory with an executor that answers at once, in overlap mode, so plan, build
 and settle are all there is. Prints one JSON object: per workload and number of running requests the microseconds
-of a step (the median of several hundred, which others on the machine disturb least), split by phase, and a
-straight line through the totals.
+of a step, in all and by phase, and a straight line through the totals. Totals are CPU time of the thread, the
+median of several hundred steps; phases are wall time, the lower quartile: both are little disturbed by others on
+the machine.
 
     plan     the planner: sweep, pages of decodes, admission
     build    the tensors of the step
     settle   results to requests: stop rules, outputs, releases
-    rest     the loop itself, delivery of outputs, audit
+    rest     the loop itself, delivery of outputs, and what the collector of garbage takes
 
     decode     every request decodes; greedy, no extras
     sampling   the same with temperature, top-k, top-p, penalties, stop ids and a seed per request
@@ -29,10 +30,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import TypeVar
 
 import numpy as np
+from line_plot import draw
 
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.config import SchedulerConfig
@@ -51,7 +53,7 @@ from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
 from tandem_engine.scheduler.scheduler import Scheduler
 from tandem_engine.scheduler.settle import Settlement
 
-SIZES = (1, 8, 64, 128, 256, 512)
+SIZES = (1, 8, 64, 128, 256, 384, 512)
 LIMITS = {64: 200.0, 256: 600.0}
 PAGE_SIZE, CONTEXT, PROMPT, OUTPUT = 16, 4096, 128, 512
 VOCAB = 32_000
@@ -214,27 +216,29 @@ class Bench:
     def time_step(self) -> dict[str, float]:
         """Microseconds of one step, in all and by phase."""
         self.watch.spent = dict.fromkeys(PHASES, 0.0)
-        start = time.perf_counter()
+        start = time.thread_time()
         self.scheduler.step()
-        total = time.perf_counter() - start
+        total = time.thread_time() - start
         self.scheduler.memory.cache.take_events()
-        spent = {"total": total, **self.watch.spent, "rest": total - sum(self.watch.spent.values())}
-        return {phase: seconds * 1e6 for phase, seconds in spent.items()}
+        return {phase: seconds * 1e6 for phase, seconds in {"total": total, **self.watch.spent}.items()}
 
 
 def cost(workload: str, running: int) -> dict[str, float]:
-    """Median microseconds of a step, in all and by phase."""
+    """Microseconds of a step, in all and by phase."""
     bench = Bench(workload, running)
     bench.watch.attach(bench.scheduler._loop)
+    gc.collect()
+    gc.freeze()  # as the engine process does
     steps = []
-    for number in range(WARM_UP + STEPS):
+    for _ in range(WARM_UP + STEPS):
         if workload == "mixed":
             bench.replace_one()
         steps.append(bench.time_step())
-        if number == WARM_UP:
-            gc.collect()
     measured = steps[WARM_UP:]
-    return {phase: round(median(step[phase] for step in measured), 1) for phase in measured[0]}
+    total = median(step["total"] for step in measured)
+    phases = {phase: quantiles((step[phase] for step in measured), n=4)[0] for phase in PHASES}
+    costs = {"total": total, **phases, "rest": total - sum(phases.values())}
+    return {phase: round(spent, 1) for phase, spent in costs.items()}
 
 
 def line(points: dict[int, dict[str, float]]) -> dict[str, float]:
@@ -263,6 +267,15 @@ def main() -> None:
         },
     }
     print(json.dumps(report, indent=2))
+    if args.plot is not None:
+        totals = {name: {size: point["total"] for size, point in points.items()} for name, points in costs.items()}
+        draw(
+            args.plot,
+            {**totals, "limit": LIMITS},
+            title="Scheduler cost of one step, by running requests",
+            x_label="running requests",
+            y_label="µs of CPU per step (median)",
+        )
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ def requests_for(path: Path, references: Sequence[ReferenceOutput], max_tokens: 
             rid=f"{tag}-{i}",
             input_ids=reference.prompt,
             group=f"{tag}-{i // path.choices}" if path.choices > 1 else "",
+            priority=i if path.rising_priority else 0,
             resume_ids=reference.token_ids[: len(reference.token_ids) // 2] if path.resume else (),
             sampling=msgspec.structs.replace(
                 reference.edits or SamplingParams(max_tokens=max_tokens),

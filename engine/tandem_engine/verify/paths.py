@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from tandem_engine.config import CacheConfig, SchedulerConfig
+from tandem_engine.config import CacheConfig, SchedulePolicy, SchedulerConfig
 
 CHOICES = 3
 
@@ -26,6 +26,8 @@ class Path:
     """Ask for penalties, biases and bad words, and for the logprobs of the prompt."""
     disaggregated: bool = False
     """One engine prefills, another decodes, NIXL between them."""
+    rising_priority: bool = False
+    """Each request is more important than the one before."""
     expects_cached: bool = False
     expects_retraction: bool = False
 
@@ -91,6 +93,27 @@ def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bo
         ),
         Path(name="mixed, no overlap", cache=warm, scheduler=no_overlap_mixed, stagger=True),
         Path(name="retracted (short of pages)", cache=tight, scheduler=eager, expects_retraction=True),
+        Path(
+            name="preempted by priority",
+            cache=warm,
+            scheduler=replace(
+                mixed,
+                schedule_policy=SchedulePolicy.PRIORITY,
+                priority_preemption_threshold=1,
+                max_running_requests=2,
+                max_retractions=10_000,
+            ),
+            stagger=True,
+            rising_priority=True,
+            expects_retraction=True,
+        ),
+        Path(
+            name="longest cached prefix first",
+            cache=warm,
+            scheduler=replace(mixed, schedule_policy=SchedulePolicy.LPM, max_tokens_per_step=72),
+            repeat=True,
+            expects_cached=True,
+        ),
         Path(name="resumed", cache=warm, scheduler=mixed, resume=True),
         Path(name="choices that share a prompt", cache=crowd, scheduler=mixed, choices=CHOICES, expects_cached=True),
         Path(
