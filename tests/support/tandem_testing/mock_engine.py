@@ -49,6 +49,22 @@ def scripted_tokens(ids: Sequence[int]) -> Callable[[GenerateRequest, int], int]
     return lambda _, position: ids[position]
 
 
+def prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob | None, ...] | None:
+    """Those of position i are −i, of rank i; alternatives follow the token's own id."""
+    sampling = request.sampling
+    if sampling.prompt_logprobs is None:
+        return None
+    scores = [
+        TokenLogprob(
+            logprob=-float(position),
+            top=tuple((token + n, -n / 8) for n in range(sampling.prompt_logprobs)),
+            rank=position,
+        )
+        for position, token in enumerate(request.input_ids)
+    ]
+    return (None, *scores[1:])[sampling.logprob_start :]
+
+
 @dataclass(kw_only=True)
 class MockBehaviour:
     """What the engine does. May be changed while it runs."""
@@ -270,6 +286,7 @@ class MockEngine:
             index=start,
             token_ids=tuple(ids),
             logprobs=self._logprobs(request, ids),
+            prompt_logprobs=prompt_logprobs(request) if first and not receives else None,
             finish=finish,
             cached_tokens=self.behaviour.cached_tokens if first else None,
             transfer=transfer if first and receives else None,

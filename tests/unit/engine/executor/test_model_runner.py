@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,10 +7,13 @@ import torch
 from tandem_engine.attention.cpu import CpuAttention
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.executor.runner import ModelRunner
-from tandem_engine.forward.forward_batch import RESOLVE
+from tandem_engine.forward.forward_batch import RESOLVE, PromptPositions
 from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.sampling.sampler import Sampler
+from tandem_testing.edit_builders import make_edits, make_request, settled
 from tandem_testing.forward_builders import NUM_HEADS, PageDealer, Seq, make_batch, make_pool, make_sampling
+from tandem_testing.plain_sampling import edited_logits, most_likely_token
 from tandem_testing.toy_model import ToyModel
 
 PROMPT = [5, 17, 80, 3, 44, 9, 61, 23, 2, 2, 90, 31, 7, 50, 12, 76, 8, 19, 33]
@@ -96,3 +100,80 @@ def test_logprobs_reach_the_host(runner):
     logprobs = result.logprobs[0]
     assert logprobs.top[0] == (result.next_token_ids[0], logprobs.logprob)
     assert len(logprobs.top) == 3
+
+
+def positions(first: int, stop: int, *, offset: int = 0, sequence: int = 0, top: int = 0) -> PromptPositions:
+    """Tokens [first, stop) of PROMPT, in a step whose token `offset` is the prompt's first."""
+    before = torch.arange(first, stop) - 1 + offset
+    ids = torch.tensor(PROMPT[first:stop])
+    return PromptPositions(sequence=sequence, first=first, tokens=before, token_ids=ids, top=top)
+
+
+def scored(runner: ModelRunner, seqs: list[Seq], *wanted: PromptPositions):
+    return runner.forward(replace(make_batch(seqs), prompt_positions=wanted))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("max_rows", [1, 3, 18, 256])
+def test_prompt_logprobs_are_those_of_the_whole_prompt_however_it_is_projected(runner, monkeypatch, max_rows):  # T22
+    every = [
+        runner.logits(make_batch([replace(extend(0, stop), seq_len=stop)]))[0].log_softmax(0) for stop in range(1, 19)
+    ]
+    monkeypatch.setattr("tandem_engine.sampling.prompt_logprobs.MAX_ROWS", max_rows)
+    result = scored(runner, [extend(0, 19)], positions(1, 19, top=2))
+    [scores] = result.prompt_scores
+    assert (scores.sequence, scores.first, len(scores.logprobs)) == (0, 1, 18)
+    for truth, token, found in zip(every, PROMPT[1:], scores.logprobs, strict=True):
+        assert found.logprob == pytest.approx(truth[token].item(), abs=1e-4)
+        assert found.rank == 1 + int((truth > truth[token]).sum())
+        assert [value for _, value in found.top] == pytest.approx(truth.topk(2).values.tolist(), abs=1e-4)
+    assert len(result.next_token_ids) == 1
+
+
+@torch.inference_mode()
+def test_a_chunk_that_samples_nothing_is_scored_all_the_same(runner):  # T23
+    [whole] = scored(runner, [extend(0, 19)], positions(1, 19)).prompt_scores
+    first = scored(runner, [extend(0, 7, samples=False)], positions(1, 8))
+    assert first.next_token_ids == ()
+    rest = scored(runner, [extend(7, 19)], positions(8, 19, offset=-7))
+    logprobs = [entry.logprob for result in (first, rest) for entry in result.prompt_scores[0].logprobs]
+    assert logprobs == pytest.approx([entry.logprob for entry in whole.logprobs], abs=1e-4)
+
+
+@torch.inference_mode()
+def test_scoring_one_sequence_changes_no_token_of_another(runner):
+    other = PageDealer(pool=runner.pool)
+    other.pages = [page for page in other.pages if page not in PAGES]
+    prompt = Seq(seq_len=6, extend_len=6, pages=other.seq(6).pages, row=5, input_ids=PROMPT[:6])
+    plain = scored(runner, [prompt, extend(0, 19)])
+    with_scores = scored(runner, [prompt, extend(0, 19)], positions(4, 10, offset=6, sequence=1))
+    assert with_scores.next_token_ids == plain.next_token_ids
+    assert with_scores.prompt_scores[0].sequence == 1
+    [whole] = scored(runner, [extend(0, 19)], positions(1, 19)).prompt_scores
+    found = [entry.logprob for entry in with_scores.prompt_scores[0].logprobs]
+    assert found == pytest.approx([entry.logprob for entry in whole.logprobs[3:9]], abs=1e-4)
+
+
+@torch.inference_mode()
+def test_a_penalty_sees_the_tokens_of_steps_before(runner):  # T41
+    plain = generate(runner, [19], 12)
+    params = SamplingParams(max_tokens=12, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0)
+    request = make_request(ROW, params, prompt=PROMPT)
+    sampling = make_sampling(temperature=[0.0], all_greedy=True, edits=make_edits([request]))
+    tokens = [*runner.forward(make_batch([extend(0, 19)], sampling=sampling)).next_token_ids]
+    later = make_sampling(temperature=[0.0], all_greedy=True, edits=settled(sampling.edits))
+    while len(tokens) < 12:
+        tokens += runner.forward(make_batch([decode(19 + len(tokens))], sampling=later)).next_token_ids
+    assert tokens == _penalised_by_hand(runner, params)
+    assert tokens != plain
+
+
+def _penalised_by_hand(runner: ModelRunner, params: SamplingParams) -> list[int]:
+    """One forward over the whole history for each token."""
+    outputs: list[int] = []
+    while len(outputs) < params.max_tokens:
+        ids = [*PROMPT, *outputs]
+        whole = Seq(seq_len=len(ids), extend_len=len(ids), pages=PAGES, row=ROW, input_ids=ids)
+        logits = runner.logits(make_batch([whole]))[0].tolist()
+        outputs.append(most_likely_token(edited_logits(logits, params, prompt=PROMPT, outputs=outputs)))
+    return outputs

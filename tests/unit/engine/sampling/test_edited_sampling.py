@@ -13,7 +13,7 @@ LOGITS = torch.tensor([2.0, 1.0, 1.0, 0.0, -1.0, -2.0, 0.5, 1.5])
 PROMPT, OUTPUTS = (0, 5), (7, 1, 7)
 DRAWS = 20_000
 CRITICAL = 33.4
-"""Of chi-square with 7 degrees of freedom, one less than the tokens there are, at p = 0.001 for all 42 cases together."""
+"""Of chi-square with 7 degrees of freedom, one less than there are tokens, at p = 0.001 for all 42 cases together."""
 
 EDITS = {
     "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.25},

@@ -40,7 +40,9 @@ def plain(req: Request, logits: torch.Tensor, outputs: Sequence[int], suppress: 
 
 @settings(deadline=None, max_examples=150)
 @given(
-    wants=st.lists(st.tuples(params, st.lists(tokens, max_size=5), st.lists(tokens, max_size=40)), min_size=1, max_size=4),
+    wants=st.lists(
+        st.tuples(params, st.lists(tokens, max_size=5), st.lists(tokens, max_size=40)), min_size=1, max_size=4
+    ),
     steps=st.lists(st.lists(tokens, min_size=4, max_size=4), min_size=1, max_size=8),
     suppressed=st.lists(tokens, max_size=2),
 )

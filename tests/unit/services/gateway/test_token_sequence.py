@@ -67,3 +67,38 @@ def test_any_order_and_any_repetition_give_the_same_sequence(data, length):
     assert accepted.token_ids == list(range(length))
     assert len(accepted.logprobs) == length
     assert accepted.finish is LENGTH
+
+
+SCORES = (None, TokenLogprob(logprob=-1.0))
+
+
+def scored(index: int, *ids: int) -> TokenOutput:
+    return TokenOutput(rid="r", index=index, token_ids=ids, prompt_logprobs=SCORES)
+
+
+def test_tokens_wait_for_the_prompts_logprobs():
+    sequence = TokenSequence(0, awaits_prompt=True)
+    assert accept_all(sequence, [output(0, 10), output(1, 11)]).token_ids == []
+    assert sequence.has_gap
+    accepted = accept_all(sequence, [scored(0, 10)])
+    assert (accepted.token_ids, accepted.prompt_logprobs) == ([10, 11], SCORES)
+    assert not sequence.has_gap
+    assert accept_all(sequence, [output(2, 12)]).prompt_logprobs is None
+
+
+def test_prompt_logprobs_that_nobody_awaits_any_more_are_dropped():
+    assert accept_all(TokenSequence(0), [scored(0, 10)]).prompt_logprobs is None
+
+
+@given(data=st.data(), length=st.integers(1, 8))
+def test_the_prompts_logprobs_come_with_the_first_tokens_in_any_order(data, length):
+    others = [output(i, i, finish=LENGTH if i == length - 1 else None) for i in range(length)]
+    sequence, accepted = TokenSequence(0, awaits_prompt=True), Accepted([], [], None)
+    first: Accepted | None = None
+    for item in data.draw(st.permutations([*others, scored(0, 0)])):
+        accepted = sequence.accept(item, accepted)
+        if accepted.token_ids and first is None:
+            first = accepted
+    assert first is not None
+    assert first.prompt_logprobs == SCORES
+    assert accepted.token_ids == list(range(length))
