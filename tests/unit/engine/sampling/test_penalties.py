@@ -130,3 +130,14 @@ def test_only_the_named_rows_are_touched():
     rows.apply(penalised, only_middle)
     assert torch.equal(penalised[[0, 2]], raw[[0, 2]])
     assert not torch.equal(penalised[1], raw[1])
+
+
+@pytest.mark.parametrize("block", [1, VOCAB, 3 * VOCAB])
+def test_rows_are_the_same_however_many_are_penalised_at_a_time(monkeypatch, block):
+    rows, raw = loaded((PROMPT, OUTPUTS), ((1,), (2, 2)), ((), (9,))), logits(3)
+    together = raw.clone()
+    rows.apply(together, penalties(0, 1, 2))
+    monkeypatch.setattr("tandem_engine.sampling.penalties.BLOCK", block)
+    apart = raw.clone()
+    rows.apply(apart, penalties(0, 1, 2), torch.full((3, 1), -1))
+    assert torch.equal(apart, together)
