@@ -1,6 +1,6 @@
 """What the executor knows of attention.
 
-One step
+A backend is built for one pool and one `AttentionSpec` per layer. One step
     1. `plan(batch)` turns a `ForwardBatch` into what all layers share: which tokens see which pages
     2. the model calls the plan once per layer with that layer's q, k and v
     3. the plan writes k and v to the pool, then attends over everything the pool holds for each sequence
@@ -24,7 +24,7 @@ class AttentionPlan(Protocol):
     """Attention of one step; a model's `Attend`."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v at `out_cache_loc`, then compute causal softmax(q·Kᵀ / √head_dim)·V.
+        """Store k and v at `out_cache_loc`, then compute causal attention as the layer's `AttentionSpec` says.
 
         q is [T, heads, head_dim]; k and v are [T, kv_heads, head_dim]. Tokens may lie further apart than
         heads * head_dim. Query head h reads K/V head h // (heads // kv_heads).

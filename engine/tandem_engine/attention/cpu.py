@@ -6,9 +6,12 @@
     any other EXTEND            torch's fused attention, one sequence     bound by arithmetic, where its matmuls
                                 at a time, over gathered pages            win; the gather is small beside them
 
-Which way a sequence goes depends on that sequence alone, and so does its result.
+Which way a sequence goes depends on that sequence alone, and so does its result. A step is planned once for
+each distinct `AttentionSpec` of the layers: once for most models, twice where some layers have a window.
+A window bounds what is read and computed, not only what counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -16,11 +19,21 @@ from torch import Tensor
 from tandem_engine.attention.cpu_kernels import Array
 from tandem_engine.attention.cpu_paged import PagedKernels, PagedQueries, Query, plan_paged
 from tandem_engine.attention.cpu_prompt import Prompt, attend_prompt, plan_prompt
+from tandem_engine.attention.spec import AttentionSpec, distinct
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.memory.pool import KvPool
 
 SHORT_EXTEND = 16
 """Longest run of tokens on a cached prefix that the paged kernel takes (ADR 0002)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """A step as the layers of one spec see it."""
+
+    spec: AttentionSpec
+    paged: PagedQueries | None
+    prompts: tuple[Prompt, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +43,19 @@ class CpuPlan:
     pool: KvPool
     kernels: PagedKernels
     slots: Array
-    paged: PagedQueries | None
-    prompts: tuple[Prompt, ...]
+    views: tuple[View, ...]
+    view_of_layer: tuple[int, ...]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.kernels.store(layer, k, v, self.slots)
-        if self.paged is not None and not self.prompts:
-            return self.kernels.attend(layer, q, self.paged).to(q.dtype).flatten(1)
+        view = self.views[self.view_of_layer[layer]]
+        if view.paged is not None and not view.prompts:
+            return self.kernels.attend(layer, q, view.paged, view.spec).to(q.dtype).flatten(1)
         out = q.new_empty(q.shape)
-        if self.paged is not None:
-            tokens = self.paged.tokens
-            out[tokens] = self.kernels.attend(layer, q, self.paged)[tokens].to(q.dtype)
-        for prompt in self.prompts:
+        if view.paged is not None:
+            tokens = view.paged.tokens
+            out[tokens] = self.kernels.attend(layer, q, view.paged, view.spec)[tokens].to(q.dtype)
+        for prompt in view.prompts:
             part = slice(prompt.start, prompt.stop)
             out[part] = attend_prompt(self.pool, layer, q[part], k[part], v[part], prompt)
         return out.flatten(1)
@@ -54,23 +68,29 @@ class CpuAttention:
         ConfigError: for a pool of another dtype.
     """
 
-    def __init__(self, pool: KvPool, *, num_heads: int) -> None:
+    def __init__(self, pool: KvPool, *, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
+        """`specs`: one for each layer of the pool."""
+        assert len(specs) == pool.data.shape[1], f"{len(specs)} specs for a pool of {pool.data.shape[1]} layers"
         self._pool = pool
-        self._kernels = PagedKernels(pool, num_heads=num_heads)
+        self._kinds, self._kind_of_layer = distinct(specs)
+        self._kernels = PagedKernels(pool, num_heads=num_heads, specs=self._kinds)
 
     def plan(self, batch: ForwardBatch) -> CpuPlan:
-        """Three small arrays for the paged kernel, and a mask for each prompt with a cached prefix."""
-        extends = _sort_extends(batch, self._pool) if batch.num_extend else Extends()
-        paged = None
-        if extends.short or not extends.prompts or batch.num_extend < batch.num_sequences:
-            paged = plan_paged(batch, short=extends.short, first_decode=extends.num_tokens)
+        """For each distinct spec three small arrays for the paged kernel, and masks for prompts that need them."""
         return CpuPlan(
             pool=self._pool,
             kernels=self._kernels,
             slots=batch.out_cache_loc.numpy(),
-            paged=paged,
-            prompts=tuple(extends.prompts),
+            views=tuple(self._view(batch, spec) for spec in self._kinds),
+            view_of_layer=self._kind_of_layer,
         )
+
+    def _view(self, batch: ForwardBatch, spec: AttentionSpec) -> View:
+        extends = _sort_extends(batch, self._pool, spec) if batch.num_extend else Extends()
+        paged = None
+        if extends.short or not extends.prompts or batch.num_extend < batch.num_sequences:
+            paged = plan_paged(batch, short=extends.short, first_decode=extends.num_tokens, window=spec.window)
+        return View(spec=spec, paged=paged, prompts=tuple(extends.prompts))
 
     def warm_up(self) -> None:
         """Compile the kernels: several seconds the first time on a machine, else read from numba's cache."""
@@ -86,14 +106,16 @@ class Extends:
     num_tokens: int = 0
 
 
-def _sort_extends(batch: ForwardBatch, pool: KvPool) -> Extends:
+def _sort_extends(batch: ForwardBatch, pool: KvPool, spec: AttentionSpec) -> Extends:
     extends = Extends()
     extend_lens = batch.extend_lens[: batch.num_extend].tolist()
     for row, (extend_len, seq_len) in enumerate(zip(extend_lens, batch.seq_lens.tolist(), strict=False)):
         start, prefix_len = extends.num_tokens, seq_len - extend_len
         if prefix_len > 0 and extend_len <= SHORT_EXTEND:
-            extends.short += [Query(start + i, row, prefix_len + i + 1) for i in range(extend_len)]
+            extends.short += [
+                Query(start + i, row, spec.first_seen(prefix_len + i), prefix_len + i + 1) for i in range(extend_len)
+            ]
         else:
-            extends.prompts.append(plan_prompt(start, extend_len, seq_len, batch.page_table[row], pool))
+            extends.prompts.append(plan_prompt(start, extend_len, seq_len, batch.page_table[row], pool, spec))
         extends.num_tokens += extend_len
     return extends

@@ -1,7 +1,8 @@
 """Compiled loops of the CPU backend: they store K and V in pages and attend over pages in place.
 
 `attend` computes softmax(q·Kᵀ)·V for queries that each see the first `length` tokens of one sequence.
-Nothing is gathered first: every page is read where it lies.
+Nothing is gathered first: every page is read where it lies. Under a sliding window a query has a first
+token too, and what lies before it is not read.
 
 How a query is computed
     1. its tokens are cut into chunks of `CHUNK`; a (query, chunk) pair is a task, and tasks run in any order
@@ -10,11 +11,12 @@ How a query is computed
        comes from memory faster than the same bytes in pieces
     3. the chunks of a query are merged in order, weighted by their maxima
 
-The cut depends on the query's own length alone, so its result is the same to the bit with any number of
-threads and in any company.
+The cut depends on the query's own length and window alone, so its result is the same to the bit with any
+number of threads and in any company.
 
 numba keeps compiled code on disk, keyed by source file and by the constants a function closes over. Head
-sizes are such constants: LLVM then unrolls and vectorises the loops over head_dim.
+sizes are such constants: LLVM then unrolls and vectorises the loops over head_dim. So is whether scores are
+capped: kernels for models that do not cap hold no trace of it.
 """
 
 import logging
@@ -36,8 +38,11 @@ CHUNK = 512
 TILE = 32
 """Tokens per softmax update, rounded up to whole pages."""
 
-TOKEN, ROW, LENGTH, FIRST_TASK, END_TASK = range(5)
-"""Columns of `queries`: index into q, row of the page table, tokens it sees, its half-open range of tasks."""
+TOKEN, ROW, FIRST, LENGTH, FIRST_TASK, END_TASK = range(6)
+"""Columns of `queries`: index into q, row of the page table, the half-open range [FIRST, LENGTH) of tokens it
+sees, its half-open range of tasks."""
+
+QUERY_COLUMNS = 6
 
 QUERY, TASK_CHUNK = range(2)
 """Columns of `tasks`."""
@@ -46,7 +51,7 @@ STATISTICS = 2
 """A partial result is head_dim values, then the maximum score and the sum of weights relative to it."""
 
 Array = npt.NDArray[Any]
-AttendKernel = Callable[[Array, int, Array, np.float32, Array, Array, Array, Array, Array], None]
+AttendKernel = Callable[[Array, int, Array, np.float32, np.float32, Array, Array, Array, Array, Array], None]
 
 # Sums may be reordered and contracted, else a dot product stays scalar. NaN and inf keep their meaning.
 _OPTIONS: dict[str, Any] = {
@@ -89,17 +94,20 @@ def store(pages: Array, layer: int, k: Array, v: Array, slots: Array) -> None:
                 pages[page, layer, 1, head, slot, d] = v[token, head, d]
 
 
-def build_attend_serial(head_dim: int, group: int) -> AttendKernel:
+def build_attend_serial(head_dim: int, group: int, *, capped: bool) -> AttendKernel:
     """`attend` on the calling thread, for heads of `head_dim` and `group` query heads per K/V head.
+
+    With `capped` a score s becomes soft_cap · tanh(s / soft_cap).
 
     The kernel's arguments:
         pages       [page, layer, 2, KV, slot, D] float32, or bfloat16 seen as uint16
         layer
         q           [T, KV * group, D] float32
         scale       float32 factor of the scores
+        soft_cap    float32, read when `capped`
         page_table  [B, P] int32
         tasks       [N, 2] int64, columns `QUERY`, `TASK_CHUNK`
-        queries     [Q, 5] int64, columns `TOKEN` … `END_TASK`
+        queries     [Q, QUERY_COLUMNS] int64, columns `TOKEN` … `END_TASK`
         partial     [N, KV * group, D + STATISTICS] float32, scratch
         out         [T, KV * group, D] float32; rows of the queries' tokens are written
     """
@@ -109,6 +117,7 @@ def build_attend_serial(head_dim: int, group: int) -> AttendKernel:
         layer: int,
         q: Array,
         scale: np.float32,
+        soft_cap: np.float32,
         page_table: Array,
         tasks: Array,
         queries: Array,
@@ -117,10 +126,22 @@ def build_attend_serial(head_dim: int, group: int) -> AttendKernel:
     ) -> None:
         for task in range(tasks.shape[0]):
             query = queries[tasks[task, QUERY]]
-            start = tasks[task, TASK_CHUNK] * CHUNK
+            begin = tasks[task, TASK_CHUNK] * CHUNK
+            start, stop = max(begin, query[FIRST]), min(begin + CHUNK, query[LENGTH])
             row = page_table[query[ROW]]
             _attend_chunk(
-                pages, layer, q[query[TOKEN]], scale, row, start, query[LENGTH], partial[task], head_dim, group
+                pages,
+                layer,
+                q[query[TOKEN]],
+                scale,
+                soft_cap,
+                row,
+                start,
+                stop,
+                partial[task],
+                head_dim,
+                group,
+                capped,
             )
         for index in range(queries.shape[0]):
             query = queries[index]
@@ -129,7 +150,7 @@ def build_attend_serial(head_dim: int, group: int) -> AttendKernel:
     return compiled(attend_serial)  # type: ignore[no-any-return]
 
 
-def build_attend_parallel(head_dim: int, group: int) -> AttendKernel:
+def build_attend_parallel(head_dim: int, group: int, *, capped: bool) -> AttendKernel:
     """`attend` on numba's threads, same arguments and same bits as `build_attend_serial`.
 
     A function of its own: numba's cache does not tell a parallel build of a function from a serial one.
@@ -140,6 +161,7 @@ def build_attend_parallel(head_dim: int, group: int) -> AttendKernel:
         layer: int,
         q: Array,
         scale: np.float32,
+        soft_cap: np.float32,
         page_table: Array,
         tasks: Array,
         queries: Array,
@@ -148,10 +170,22 @@ def build_attend_parallel(head_dim: int, group: int) -> AttendKernel:
     ) -> None:
         for task in numba.prange(tasks.shape[0]):
             query = queries[tasks[task, QUERY]]
-            start = tasks[task, TASK_CHUNK] * CHUNK
+            begin = tasks[task, TASK_CHUNK] * CHUNK
+            start, stop = max(begin, query[FIRST]), min(begin + CHUNK, query[LENGTH])
             row = page_table[query[ROW]]
             _attend_chunk(
-                pages, layer, q[query[TOKEN]], scale, row, start, query[LENGTH], partial[task], head_dim, group
+                pages,
+                layer,
+                q[query[TOKEN]],
+                scale,
+                soft_cap,
+                row,
+                start,
+                stop,
+                partial[task],
+                head_dim,
+                group,
+                capped,
             )
         for index in range(queries.shape[0]):
             query = queries[index]
@@ -166,29 +200,33 @@ def _attend_chunk(
     layer: int,
     q: Array,
     scale: np.float32,
+    soft_cap: np.float32,
     page_row: Array,
     start: int,
-    length: int,
+    stop: int,
     partial: Array,
     head_dim: int,
     group: int,
+    capped: bool,
 ) -> None:
-    """partial = attention of q [heads, D] over tokens [start, start + CHUNK) of a sequence of `length`."""
+    """partial = attention of q [heads, D] over tokens [start, stop) of a sequence."""
     page_size = pages.shape[4]
     tile_len = (TILE + page_size - 1) // page_size * page_size
     heads = q.shape[0]
     scores = np.empty((heads, tile_len), np.float32)
     exponents = np.empty(tile_len, np.int32)
+    decay = np.empty(tile_len if capped else 0, np.float32)
     wide = np.empty((page_size, head_dim), np.uint32)
     partial[:, :head_dim] = 0.0
     partial[:, head_dim] = -np.inf
     partial[:, head_dim + 1] = 0.0
-    stop = min(length, start + CHUNK)
     # A page may straddle two chunks: its slots before `start` belong to the chunk before.
     while start < stop:
         end = min(stop, start // page_size * page_size + tile_len)
         _score_tile(pages, layer, q, scale, page_row, start, end, scores, wide, head_dim, group)
         for head in range(heads):
+            if capped:
+                _cap(scores[head], decay, exponents, end - start, soft_cap)
             _update_softmax(scores[head], exponents, end - start, partial[head], head_dim)
         _add_tile(pages, layer, scores, page_row, start, end, partial, wide, head_dim, group)
         start = end
@@ -222,6 +260,17 @@ def _score_tile(
                     for d in range(head_dim):
                         total += q[head, d] * keys[slot, d]
                     scores[head, first - start + slot] = total * scale
+
+
+@inlined
+def _cap(scores: Array, decay: Array, exponents: Array, count: int, soft_cap: float) -> None:
+    """scores[:count] = soft_cap · tanh(scores / soft_cap), by tanh |x| = (1 − e^(−2|x|)) / (1 + e^(−2|x|))."""
+    for i in range(count):
+        decay[i] = np.float32(-2.0) * np.abs(scores[i]) / soft_cap
+    _exp(decay, exponents, count, np.float32(0.0))
+    for i in range(count):
+        bounded = soft_cap * (np.float32(1.0) - decay[i]) / (np.float32(1.0) + decay[i])
+        scores[i] = -bounded if scores[i] < 0 else bounded
 
 
 @inlined

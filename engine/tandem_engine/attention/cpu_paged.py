@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from tandem_engine.attention import cpu_kernels
-from tandem_engine.attention.cpu_kernels import CHUNK, LENGTH, STATISTICS, TOKEN, Array, AttendKernel
+from tandem_engine.attention.cpu_kernels import (
+    CHUNK,
+    FIRST,
+    LENGTH,
+    QUERY_COLUMNS,
+    STATISTICS,
+    TOKEN,
+    Array,
+    AttendKernel,
+)
+from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.errors import ConfigError
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.memory.pool import KvPool
@@ -25,10 +35,11 @@ _thread_pool = threading.Lock()
 
 
 class Query(NamedTuple):
-    """One token that attends to the first `length` tokens of the sequence in `row` of the page table."""
+    """One token that attends to tokens [first, length) of the sequence in `row` of the page table."""
 
     token: int
     row: int
+    first: int
     length: int
 
 
@@ -48,37 +59,59 @@ class PagedQueries:
         return torch.from_numpy(self.queries[:, TOKEN])
 
 
-def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int) -> PagedQueries:
-    """`short` queries, then one for every DECODE sequence of `batch`, whose tokens start at `first_decode`."""
+def plan_paged(
+    batch: ForwardBatch, *, short: Sequence[Query], first_decode: int, window: int | None
+) -> PagedQueries:
+    """`short` queries, then one for every DECODE sequence of `batch`, whose tokens start at `first_decode`.
+
+    `window` bounds the decodes; `short` queries carry their own bounds.
+    """
     num_short, num_decode = len(short), batch.num_sequences - batch.num_extend
     count = num_short + num_decode
-    queries = np.empty((count, 5), np.int64)
+    queries = np.empty((count, QUERY_COLUMNS), np.int64)
     if short:
-        queries[:num_short, :3] = short
+        queries[:num_short, : LENGTH + 1] = short
     decode = queries[num_short:]
     decode[:, TOKEN] = np.arange(first_decode, first_decode + num_decode)
     decode[:, cpu_kernels.ROW] = np.arange(batch.num_extend, batch.num_sequences)
     decode[:, LENGTH] = batch.seq_lens.numpy()[batch.num_extend :]
-    chunks = (queries[:, LENGTH] + (CHUNK - 1)) // CHUNK
+    decode[:, FIRST] = 0 if window is None else np.maximum(decode[:, LENGTH] - window, 0)
+    first_chunk = queries[:, FIRST] // CHUNK
+    chunks = (queries[:, LENGTH] + (CHUNK - 1)) // CHUNK - first_chunk
     end = np.cumsum(chunks)
     first = end - chunks
     queries[:, cpu_kernels.FIRST_TASK] = first
     queries[:, cpu_kernels.END_TASK] = end
     tasks = np.empty((int(chunks.sum()), 2), np.int64)
     tasks[:, cpu_kernels.QUERY] = np.repeat(np.arange(count), chunks)
-    tasks[:, cpu_kernels.TASK_CHUNK] = np.arange(len(tasks)) - np.repeat(first, chunks)
+    tasks[:, cpu_kernels.TASK_CHUNK] = np.arange(len(tasks)) - np.repeat(first - first_chunk, chunks)
     return PagedQueries(
         queries=queries,
         tasks=tasks,
         page_table=batch.page_table.numpy(),
-        rows_read=int(queries[:, LENGTH].sum()),
+        rows_read=int((queries[:, LENGTH] - queries[:, FIRST]).sum()),
     )
 
 
-class PagedKernels:
-    """The compiled kernels bound to a pool of float32 or bfloat16 pages in host memory."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelPair:
+    """The same kernel twice: on the calling thread, and on all of them."""
 
-    def __init__(self, pool: KvPool, *, num_heads: int) -> None:
+    serial: AttendKernel
+    parallel: AttendKernel
+
+    @classmethod
+    def build(cls, head_dim: int, group: int, *, capped: bool) -> "KernelPair":
+        return cls(
+            serial=cpu_kernels.build_attend_serial(head_dim, group, capped=capped),
+            parallel=cpu_kernels.build_attend_parallel(head_dim, group, capped=capped),
+        )
+
+
+class PagedKernels:
+    """The compiled kernels that `specs` need, bound to a pool of float32 or bfloat16 pages in host memory."""
+
+    def __init__(self, pool: KvPool, *, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
         if pool.data.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"attention on a CPU needs --dtype float32 or bfloat16, got {pool.data.dtype}")
         # Threads that sleep when idle: those of OpenMP spin, beside torch's own spinning ones (ADR 0002).
@@ -89,49 +122,67 @@ class PagedKernels:
         _, _, _, kv_heads, _, self._head_dim = pool.data.shape
         self._row_bytes = 2 * kv_heads * self._head_dim * self._dtype.itemsize
         self._num_heads = num_heads
-        self._scale = np.float32(self._head_dim**-0.5)
         self._kv_heads = kv_heads
-        self._serial = cpu_kernels.build_attend_serial(self._head_dim, num_heads // kv_heads)
-        self._parallel = cpu_kernels.build_attend_parallel(self._head_dim, num_heads // kv_heads)
+        self._pairs = {
+            capped: KernelPair.build(self._head_dim, num_heads // kv_heads, capped=capped)
+            for capped in {spec.soft_cap is not None for spec in specs}
+        }
 
     def warm_up(self) -> None:
         """Compile, by calls with nothing to do."""
         row = torch.empty((0, self._kv_heads, self._head_dim), dtype=self._dtype)
         self.store(0, row, row, np.empty(0, np.int64))
         nothing = PagedQueries(
-            queries=np.empty((0, 5), np.int64),
+            queries=np.empty((0, QUERY_COLUMNS), np.int64),
             tasks=np.empty((0, 2), np.int64),
             page_table=np.empty((0, 1), np.int32),
             rows_read=0,
         )
-        q = torch.empty((0, self._num_heads, self._head_dim))
-        self._run(self._serial, 0, q, nothing)
-        if _num_threads() > 1:
-            with _thread_pool:
-                self._run(self._parallel, 0, q, nothing)
+        q, spec = torch.empty((0, self._num_heads, self._head_dim)), AttentionSpec(scale=1.0)
+        for pair in self._pairs.values():
+            self._run(pair.serial, 0, q, nothing, spec)
+            if _num_threads() > 1:
+                with _thread_pool:
+                    self._run(pair.parallel, 0, q, nothing, spec)
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Array) -> None:
         """Write k and v [T, kv_heads, head_dim], any float dtype, to int64 slots [T] of one layer."""
         keys, values = (_as_array(rows.to(self._dtype).contiguous()) for rows in (k, v))
         cpu_kernels.store(self._pages, layer, keys, values, slots)
 
-    def attend(self, layer: int, q: Tensor, work: PagedQueries) -> Tensor:
-        """q [T, heads, head_dim] to float32 of that shape, in which the queries' tokens are set and no others."""
+    def attend(self, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec) -> Tensor:
+        """q [T, heads, head_dim] to float32 of that shape, in which the queries' tokens are set and no others.
+
+        `work` was planned with the window of `spec`.
+        """
+        pair = self._pairs[spec.soft_cap is not None]
         threads = _num_threads()
         worth_it = threads > 1 and work.rows_read * self._row_bytes >= PARALLEL_BYTES
         if not worth_it or not _thread_pool.acquire(blocking=False):
-            return self._run(self._serial, layer, q, work)
+            return self._run(pair.serial, layer, q, work, spec)
         try:
             numba.set_num_threads(threads)
-            return self._run(self._parallel, layer, q, work)
+            return self._run(pair.parallel, layer, q, work, spec)
         finally:
             _thread_pool.release()
 
-    def _run(self, kernel: AttendKernel, layer: int, q: Tensor, work: PagedQueries) -> Tensor:
+    def _run(self, kernel: AttendKernel, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec) -> Tensor:
         partial = np.empty((len(work.tasks), q.shape[1], self._head_dim + STATISTICS), np.float32)
         out = torch.empty(q.shape)
         q_rows = q.float().contiguous().numpy()
-        kernel(self._pages, layer, q_rows, self._scale, work.page_table, work.tasks, work.queries, partial, out.numpy())
+        scale, soft_cap = np.float32(spec.scale), np.float32(spec.soft_cap or 0.0)
+        kernel(
+            self._pages,
+            layer,
+            q_rows,
+            scale,
+            soft_cap,
+            work.page_table,
+            work.tasks,
+            work.queries,
+            partial,
+            out.numpy(),
+        )
         return out
 
 

@@ -1,64 +1,147 @@
-"""Prompts on a CPU: torch's fused attention, one sequence at a time."""
+"""Prompts on a CPU: torch's matrix products, one sequence at a time.
 
+    spec and sequence                          how
+    sees everything, nothing cached            torch's fused attention, causal
+    sees everything, on a cached prefix        the same with a mask, over gathered pages
+    a window shorter than the sequence, or     blocks of queries, each over the keys that some of them see;
+    capped scores                              fused unless capped, which torch's fused attention cannot do
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.memory.pool import KvPool
+
+QUERY_BLOCK = 256
+"""Queries that share one range of keys: wide enough for the matrix products, narrow beside usual windows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CachedPrefix:
-    """What a sequence with a cached prefix needs beside its own q, k and v."""
+class CachedKeys:
+    """Where K and V of a sequence lie whose oldest needed tokens are not among the step's own."""
 
     pages: Tensor
-    """[n] int64 pages of the whole sequence."""
-    seq_len: int
+    """[n] int64 pages, the first one that any query needs to the last one of the sequence."""
+    begin: int
+    """Slot of those pages that holds the first key."""
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Queries [start, stop) of a prompt over keys [first_key, last_key); all counted from the prompt's first."""
+
+    start: int
+    stop: int
+    first_key: int
+    last_key: int
     mask: Tensor
-    """[tokens, seq_len] of q's dtype, added to the scores: 0 or −inf."""
+    """[stop − start, last_key − first_key] of the pool's dtype, added to the scores: 0 or −inf."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """Tokens [start, stop) of a step: one EXTEND sequence."""
+    """Tokens [start, stop) of a step: one EXTEND sequence, planned for one spec."""
 
     start: int
     stop: int
-    prefix: CachedPrefix | None
+    spec: AttentionSpec
+    cached: CachedKeys | None
     """None when the step computes the sequence from its first token: its k and v are all there is."""
+    blocks: tuple[Block, ...]
+    """() when one causal attention over everything will do."""
 
 
-def plan_prompt(start: int, extend_len: int, seq_len: int, page_row: Tensor, pool: KvPool) -> Prompt:
+def plan_prompt(
+    start: int, extend_len: int, seq_len: int, page_row: Tensor, pool: KvPool, spec: AttentionSpec
+) -> Prompt:
     """A sequence of `seq_len` tokens, the last `extend_len` of them computed now, on the pages of `page_row` [P].
 
     Its tokens stand at `start` among those of the step.
     """
-    stop = start + extend_len
     prefix_len = seq_len - extend_len
-    if prefix_len == 0:
-        return Prompt(start=start, stop=stop, prefix=None)
-    mask = torch.full((extend_len, seq_len), -torch.inf, dtype=pool.data.dtype).triu(prefix_len + 1)
-    pages = page_row[: -(-seq_len // pool.page_size)].long()
-    return Prompt(start=start, stop=stop, prefix=CachedPrefix(pages=pages, seq_len=seq_len, mask=mask))
+    window = spec.window if spec.window is not None and spec.window < seq_len else None
+    in_blocks = window is not None or spec.soft_cap is not None
+    first_key = 0 if window is None else spec.first_seen(prefix_len)
+    blocks: tuple[Block, ...] = ()
+    if in_blocks or prefix_len > 0:
+        # Without a window one mask over everything is as good as blocks, and one fused call is cheaper.
+        width = QUERY_BLOCK if in_blocks else extend_len
+        blocks = tuple(_blocks(prefix_len, seq_len, first_key, width, window, pool.data.dtype))
+    return Prompt(
+        start=start,
+        stop=start + extend_len,
+        spec=spec,
+        cached=_cached(page_row, first_key, seq_len, pool.page_size) if prefix_len > 0 else None,
+        blocks=blocks,
+    )
 
 
 def attend_prompt(pool: KvPool, layer: int, q: Tensor, k: Tensor, v: Tensor, prompt: Prompt) -> Tensor:
     """q [tokens, heads, D] and k, v [tokens, kv_heads, D] of this sequence, stored already, to q's shape."""
-    mask = None
-    if prompt.prefix is not None:
-        mask = prompt.prefix.mask.to(q.dtype)
-        k, v = (_gather(side, prompt.prefix).to(q.dtype) for side in pool.key_value(layer))
+    cached = prompt.cached
+    if cached is not None:
+        k, v = (_gather(side, cached).to(q.dtype) for side in pool.key_value(layer))
     # The query heads of one K/V head form a batch that shares it by a stride of 0, without a copy.
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     queries = q.view(tokens, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     keys, values = (rows.transpose(0, 1)[:, None].expand(-1, queries.shape[1], -1, -1) for rows in (k, v))
-    out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+    if prompt.blocks:
+        parts = [_attend_block(queries, keys, values, block, prompt.spec) for block in prompt.blocks]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    else:
+        out = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=prompt.spec.scale)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _gather(side: Tensor, prefix: CachedPrefix) -> Tensor:
-    """K or V [page, kv_head, slot, D] of one layer to [seq_len, kv_heads, D] of one sequence."""
-    return side[prefix.pages].transpose(1, 2).flatten(0, 1)[: prefix.seq_len]
+def _cached(page_row: Tensor, first_key: int, seq_len: int, page_size: int) -> CachedKeys:
+    first_page = first_key // page_size
+    return CachedKeys(
+        pages=page_row[first_page : -(-seq_len // page_size)].long(),
+        begin=first_key - first_page * page_size,
+        count=seq_len - first_key,
+    )
+
+
+def _blocks(
+    prefix_len: int, seq_len: int, first_key: int, width: int, window: int | None, dtype: torch.dtype
+) -> Iterator[Block]:
+    """Queries at positions [prefix_len, seq_len), `width` at a time, each with the keys from `first_key` it needs."""
+    for begin in range(prefix_len, seq_len, width):
+        end = min(begin + width, seq_len)
+        oldest = 0 if window is None else max(begin + 1 - window, 0)
+        mask = torch.full((end - begin, end - oldest), -torch.inf, dtype=dtype).triu(begin - oldest + 1)
+        if window is not None:
+            unseen = torch.ones(mask.shape, dtype=torch.bool).tril(begin - oldest - window)
+            mask.masked_fill_(unseen, -torch.inf)
+        yield Block(
+            start=begin - prefix_len,
+            stop=end - prefix_len,
+            first_key=oldest - first_key,
+            last_key=end - first_key,
+            mask=mask,
+        )
+
+
+def _attend_block(queries: Tensor, keys: Tensor, values: Tensor, block: Block, spec: AttentionSpec) -> Tensor:
+    """[KV, group, tokens, D] queries over [KV, group, count, D] keys and values, to the block's rows of queries."""
+    q = queries[:, :, block.start : block.stop]
+    k, v = (rows[:, :, block.first_key : block.last_key] for rows in (keys, values))
+    mask = block.mask.to(q.dtype)
+    if spec.soft_cap is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(spec.scale / spec.soft_cap)
+    weights = scores.tanh_().mul_(spec.soft_cap).add_(mask).softmax(dim=-1)
+    return torch.matmul(weights, v.float()).to(q.dtype)
+
+
+def _gather(side: Tensor, cached: CachedKeys) -> Tensor:
+    """K or V [page, kv_head, slot, D] of one layer to [count, kv_heads, D] of one sequence."""
+    rows = side[cached.pages].transpose(1, 2).flatten(0, 1)
+    return rows[cached.begin : cached.begin + cached.count]

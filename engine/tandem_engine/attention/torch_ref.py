@@ -1,14 +1,16 @@
 """Attention as one would write it on a board. The truth that faster backends are tested against.
 
 Every sequence gathers its slots from the pool and computes one masked softmax in float32, for any page
-size and mode, on any device. Nothing here is meant to be fast.
+size, mode and `AttentionSpec`, on any device. Nothing here is meant to be fast.
 """
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.memory.pool import KvPool
 
@@ -32,6 +34,7 @@ class TorchReferencePlan:
     """Implements `AttentionPlan`."""
 
     pool: KvPool
+    specs: Ordered[AttentionSpec]
     out_cache_loc: Tensor
     sequences: tuple[Sequence, ...]
 
@@ -41,7 +44,8 @@ class TorchReferencePlan:
         for sequence in self.sequences:
             keys, values = (self._gather(side, sequence.slots) for side in self.pool.key_value(layer))
             part = slice(sequence.start, sequence.stop)
-            out[part] = _attend(q[part].float(), keys, values, sequence.prefix_len).to(q.dtype)
+            rows = attend_dense(q[part].float(), keys, values, sequence.prefix_len, self.specs[layer])
+            out[part] = rows.to(q.dtype)
         return out.flatten(1)
 
     def _gather(self, side: Tensor, slots: Tensor) -> Tensor:
@@ -52,8 +56,10 @@ class TorchReferencePlan:
 class TorchReferenceBackend:
     """Implements `AttentionBackend`."""
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, pool: KvPool, *, specs: Ordered[AttentionSpec]) -> None:
+        """`specs`: one for each layer of the pool."""
         self._pool = pool
+        self._specs = specs
 
     def plan(self, batch: ForwardBatch) -> TorchReferencePlan:
         page_size = self._pool.page_size
@@ -65,18 +71,29 @@ class TorchReferenceBackend:
             slots = pages * page_size + positions % page_size
             sequences.append(Sequence(start=start, stop=start + extend_len, slots=slots))
             start += extend_len
-        return TorchReferencePlan(pool=self._pool, out_cache_loc=batch.out_cache_loc, sequences=tuple(sequences))
+        return TorchReferencePlan(
+            pool=self._pool, specs=self._specs, out_cache_loc=batch.out_cache_loc, sequences=tuple(sequences)
+        )
 
     def warm_up(self) -> None:
         """Nothing to compile."""
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, prefix_len: int) -> Tensor:
-    """q [T, heads, D], keys and values [seq_len, kv_heads, D]; token t sees [0, prefix_len + t]."""
+def attend_dense(q: Tensor, keys: Tensor, values: Tensor, prefix_len: int, spec: AttentionSpec) -> Tensor:
+    """q [T, heads, D] over keys and values [seq_len, kv_heads, D], all float32, to q's shape.
+
+    Token t stands at position prefix_len + t. It sees positions up to its own, the newest `spec.window` of them.
+    """
     group = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("thd,shd->hts", q, keys) * q.shape[-1] ** -0.5
-    seen = torch.arange(len(keys), device=q.device) <= prefix_len + torch.arange(len(q), device=q.device)[:, None]
+    scores = torch.einsum("thd,shd->hts", q, keys) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    position = prefix_len + torch.arange(len(q), device=q.device)[:, None]
+    seen_position = torch.arange(len(keys), device=q.device)
+    seen = seen_position <= position
+    if spec.window is not None:
+        seen &= seen_position > position - spec.window
     weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
     return torch.einsum("hts,shd->thd", weights, values)

@@ -1,20 +1,25 @@
 """Attention over whole sequences without pages, plain enough to be trusted as a reference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tandem_engine.attention.spec import AttentionSpec
+
 
 @dataclass
 class DenseAttend:
     """An `Attend` that keeps K and V of every sequence as one growing tensor per layer.
 
-    Set `extend_lens` before each forward: how many of its tokens belong to each sequence, in order.
+    Set `extend_lens` before each forward: how many of its tokens belong to each sequence, in order. Without
+    `specs` every layer is plain attention.
     """
 
     extend_lens: list[int] = field(default_factory=list)
+    specs: Sequence[AttentionSpec] = ()
     cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -27,7 +32,15 @@ class DenseAttend:
             k, v = torch.cat((past_k, k)), torch.cat((past_v, v))
         self.cache[layer, sequence] = (k, v)
         new, seen = q.shape[0], k.shape[0]
+        spec = self.specs[layer] if self.specs else AttentionSpec(scale=q.shape[-1] ** -0.5)
         visible = torch.ones(new, seen, dtype=torch.bool).tril(diagonal=seen - new)
-        heads_first = (tensor.transpose(0, 1) for tensor in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible, enable_gqa=True)
+        if spec.window is not None:
+            visible = visible.triu(diagonal=seen - new - spec.window + 1)
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+        if spec.soft_cap is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=spec.scale, enable_gqa=True)
+        else:
+            k, v = (rows.repeat_interleave(len(q) // len(k), dim=0) for rows in (k, v))
+            scores = spec.soft_cap * torch.tanh(q @ k.mT * spec.scale / spec.soft_cap)
+            out = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
         return out.transpose(0, 1).reshape(new, -1)

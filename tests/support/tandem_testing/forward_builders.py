@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.forward.logit_edits import LogitEdits
@@ -14,13 +15,22 @@ from tandem_engine.memory.pool import KvPool
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 16
 """Heads as in `tiny_checkpoints`, so that all tests share the same compiled kernels."""
 
+PLAIN = (AttentionSpec(scale=HEAD_DIM**-0.5),) * NUM_LAYERS
+"""Attention of every layer of `make_pool`."""
 
-def make_pool(*, page_size: int = 16, num_pages: int = 64, dtype: torch.dtype = torch.float32) -> KvPool:
+
+def make_pool(
+    *,
+    page_size: int = 16,
+    num_pages: int = 64,
+    dtype: torch.dtype = torch.float32,
+    num_kv_heads: int = NUM_KV_HEADS,
+) -> KvPool:
     """A pool full of random numbers."""
     pool = KvPool(
         num_pages=num_pages,
         num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_KV_HEADS,
+        num_kv_heads=num_kv_heads,
         head_dim=HEAD_DIM,
         page_size=page_size,
         dtype=dtype,
@@ -126,12 +136,14 @@ def make_batch(
     )
 
 
-def make_qkv(num_tokens: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def make_qkv(
+    num_tokens: int, *, dtype: torch.dtype = torch.float32, seed: int = 0, num_kv_heads: int = NUM_KV_HEADS
+) -> tuple[Tensor, Tensor, Tensor]:
     """Random q [T, heads, D] and k, v [T, kv_heads, D], tokens further apart than their own heads, as a model's are."""
     generator = torch.Generator().manual_seed(seed)
-    heads = NUM_HEADS + 2 * NUM_KV_HEADS
+    heads = NUM_HEADS + 2 * num_kv_heads
     qkv = torch.randn(num_tokens, heads, HEAD_DIM, generator=generator).to(dtype)
-    q, k, v = qkv.split_with_sizes((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
+    q, k, v = qkv.split_with_sizes((NUM_HEADS, num_kv_heads, num_kv_heads), dim=1)
     return q, k, v
 
 

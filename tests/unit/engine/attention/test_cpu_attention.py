@@ -7,7 +7,7 @@ from tandem_engine.attention.cpu_kernels import CHUNK, compiled
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.errors import ConfigError
 from tandem_engine.memory.pool import KvPool
-from tandem_testing.forward_builders import NUM_HEADS, PageDealer, Seq, make_batch, make_pool, make_qkv
+from tandem_testing.forward_builders import NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_qkv
 
 LAYER = 1
 
@@ -28,7 +28,7 @@ def mixed_sequences(dealer: PageDealer) -> list[Seq]:
 
 def attend(pool: KvPool, sequences, qkv, backend_class=None):
     batch = make_batch(sequences, page_size=pool.page_size)
-    backend = backend_class(pool) if backend_class else CpuAttention(pool, num_heads=NUM_HEADS)
+    backend = backend_class(pool, specs=PLAIN) if backend_class else CpuAttention(pool, num_heads=NUM_HEADS, specs=PLAIN)
     return backend.plan(batch)(LAYER, *qkv)
 
 
@@ -145,7 +145,7 @@ def test_nan_in_a_page_shows_in_the_result(side, token):
 def test_warming_up_leaves_the_pool_alone():
     pool = make_pool()
     before = pool.data.clone()
-    CpuAttention(pool, num_heads=NUM_HEADS).warm_up()
+    CpuAttention(pool, num_heads=NUM_HEADS, specs=PLAIN).warm_up()
     assert torch.equal(pool.data, before)
 
 
@@ -155,7 +155,7 @@ def test_an_empty_step_attends_to_nothing():
 
 def test_a_pool_of_another_dtype_is_refused():
     with pytest.raises(ConfigError, match="float32 or bfloat16"):
-        CpuAttention(make_pool(dtype=torch.float16), num_heads=NUM_HEADS)
+        CpuAttention(make_pool(dtype=torch.float16), num_heads=NUM_HEADS, specs=PLAIN)
 
 
 def test_kernels_compile_where_no_cache_can_be_written():
