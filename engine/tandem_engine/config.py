@@ -56,12 +56,43 @@ class RopeConfig:
     truncate: bool = True
 
 
+class Activation(StrEnum):
+    """Of the gate in a feed-forward block."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    """GELU by its tanh approximation."""
+
+
+class NormKind(StrEnum):
+    """What a stored norm weight w means, and when it is rounded."""
+
+    PLAIN = "plain"
+    """Scale by w, after rounding to the model's dtype (Llama)."""
+    UNIT_OFFSET = "unit_offset"
+    """Scale by 1 + w in float32, then round (Gemma)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeConfig:
+    """Mixture of experts in place of the feed-forward block."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    normalise: bool
+    """Whether the weights of a token's chosen experts are scaled to sum to 1."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that keep an ordinary feed-forward block."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Architecture of a dense decoder, independent of its family's spelling of field names."""
+    """Architecture of a decoder, independent of its family's spelling of field names."""
 
     family: str
-    """llama, qwen2 or qwen3."""
+    """As the family's file under `model` calls it; a `model_type` of transformers when that computes."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -79,7 +110,25 @@ class ModelConfig:
     """Bias on o_proj (llama when `attention_bias`)."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over head_dim on q and k (qwen3)."""
+    """RMSNorm over head_dim on q and k (qwen3, gemma3)."""
+    windows: tuple[int | None, ...] = ()
+    """Per layer, how many tokens a token sees, itself included; None is all. () when no layer has a window."""
+    local_rope: RopeConfig | None = None
+    """Rotary parameters of `local_layers`, where layers differ (gemma3)."""
+    local_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    """Factor of attention scores; None is 1 / √head_dim."""
+    attention_soft_cap: float | None = None
+    """Bound of attention scores (gemma2)."""
+    logit_soft_cap: float | None = None
+    """Bound of the output logits (gemma2)."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings (gemma: √hidden_size)."""
+    activation: Activation = Activation.SILU
+    norm: NormKind = NormKind.PLAIN
+    sandwich_norms: bool = False
+    """Norms after attention and after the feed-forward block too, before each is added (gemma)."""
+    moe: MoeConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
     """dtype that the checkpoint declares: float32, bfloat16 or float16."""

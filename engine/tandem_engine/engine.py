@@ -385,7 +385,7 @@ def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig) -> ModelRun
     return ModelRunner(
         model=loaded.model,
         pool=pool,
-        backend=CpuAttention(pool, num_heads=loaded.model_config.num_heads),
+        backend=CpuAttention(pool, num_heads=loaded.model_config.num_heads, specs=loaded.model.attention),
         sampler=Sampler(),
         future_map=FutureMap(2 * config.scheduler.max_running_requests),
     )

@@ -49,6 +49,10 @@ def random_prompt(length: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
 
 
+def dense(model: CausalLM, *extend_lens: int) -> DenseAttend:
+    return DenseAttend(specs=model.attention, extend_lens=[*extend_lens])
+
+
 def extend(model: CausalLM, attend: DenseAttend, ids: list[Tensor], starts: list[int]) -> Tensor:
     """Logits of all tokens of one step that appends `ids[i]` to sequence i, which has `starts[i]` tokens."""
     attend.extend_lens = [len(part) for part in ids]
@@ -64,21 +68,21 @@ def reference(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 def test_a_whole_prompt_has_the_logits_of_transformers(pair):
     ids = random_prompt(60)
-    logits = extend(pair.ours, DenseAttend(), [ids], [0])
+    logits = extend(pair.ours, dense(pair.ours), [ids], [0])
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, reference(pair.theirs, ids), atol=ATOL, rtol=0)
 
 
 def test_sequences_of_one_step_do_not_see_each_other(pair):
     first, second = random_prompt(17, seed=1), random_prompt(23, seed=2)
-    logits = extend(pair.ours, DenseAttend(), [first, second], [0, 0])
+    logits = extend(pair.ours, dense(pair.ours), [first, second], [0, 0])
     expected = torch.cat((reference(pair.theirs, first), reference(pair.theirs, second)))
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
 
 
 def test_a_prompt_computed_in_chunks_has_the_logits_of_the_whole(pair):
     ids = random_prompt(60, seed=3)
-    attend, start, parts = DenseAttend(), 0, []
+    attend, start, parts = dense(pair.ours), 0, []
     for size in (7, 1, 32, 20):
         parts.append(extend(pair.ours, attend, [ids[start : start + size]], [start]))
         start += size
@@ -90,7 +94,7 @@ def test_greedy_tokens_are_those_of_transformers_past_the_original_context(pair)
     from transformers import DynamicCache
 
     ids = step = random_prompt(40, seed=4)
-    attend, cache, start, produced = DenseAttend(), DynamicCache(config=pair.theirs.config), 0, []
+    attend, cache, start, produced = dense(pair.ours), DynamicCache(config=pair.theirs.config), 0, []
     with torch.inference_mode():
         for _ in range(60):
             logits = extend(pair.ours, attend, [step], [start])[-1]
@@ -105,24 +109,24 @@ def test_greedy_tokens_are_those_of_transformers_past_the_original_context(pair)
 
 def test_logits_are_computed_for_the_tokens_asked_for(pair):
     ids = random_prompt(20, seed=5)
-    whole = extend(pair.ours, DenseAttend(), [ids], [0])
+    whole = extend(pair.ours, dense(pair.ours), [ids], [0])
     with torch.inference_mode():
         for index in ([19], [3, 11, 4], []):
             wanted = torch.tensor(index, dtype=torch.int64)
-            hidden = pair.ours.forward(ids, torch.arange(20), DenseAttend(extend_lens=[20]), wanted)
+            hidden = pair.ours.forward(ids, torch.arange(20), dense(pair.ours, 20), wanted)
             logits = pair.ours.logits(hidden)
             assert logits.shape == (len(index), VOCAB_SIZE)
             torch.testing.assert_close(logits, whole[wanted], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-bias", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3-moe"])
 def test_bfloat16_rounds_like_transformers(name, checkpoints):
     path = write_tiny_checkpoint(name, checkpoints / f"{name}-bfloat16")
     pair = load_pair(name, path, torch.bfloat16)
     exact = load_pair(name, path, torch.float32)
     ids = random_prompt(40, seed=6)
     theirs = reference(pair.theirs, ids).float()
-    ours = extend(pair.ours, DenseAttend(), [ids], [0])
+    ours = extend(pair.ours, dense(pair.ours), [ids], [0])
     truth = reference(exact.theirs, ids)
     assert (ours - truth).norm() < 1.1 * (theirs - truth).norm()
 

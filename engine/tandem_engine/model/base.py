@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import ModelConfig
 
 
@@ -32,6 +33,11 @@ class CausalLM(Protocol):
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """What each layer asks of `Attend`; a backend is built for it."""
+        ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """Compute one step up to the final norm. The caller holds `torch.inference_mode`.

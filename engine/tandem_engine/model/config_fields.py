@@ -10,7 +10,7 @@ from tandem_engine.model.json_file import shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigFields:
-    """One JSON object of a config file. As in transformers, null means the same as absent."""
+    """One JSON object of a config file. Null means the same as absent, but for the `optional_` reads."""
 
     path: Path
     values: dict[str, object]
@@ -35,6 +35,18 @@ class ConfigFields:
         if not least <= value <= most:
             self.refuse(name, f"must be from {least:g} to {most:g}")
         return float(value)
+
+    def optional_integer(self, name: str, *, least: int, most: int, default: int | None) -> int | None:
+        """As `integer`, but null means None and only an absent field means `default`."""
+        if not self.has(name):
+            return None if name in self.values else default
+        return self.integer(name, least=least, most=most)
+
+    def optional_number(self, name: str, *, least: float, most: float, default: float | None) -> float | None:
+        """As `number`, but null means None and only an absent field means `default`."""
+        if not self.has(name):
+            return None if name in self.values else default
+        return self.number(name, least=least, most=most)
 
     def flag(self, name: str, *, default: bool) -> bool:
         value = self._value(name, default)

@@ -1,11 +1,10 @@
-"""The decoder that all supported families share.
+"""The decoder that all our families share.
 
-    hidden ─┬▶ norm ▶ qkv ▶ (q, k norm) ▶ rotate ▶ attend ▶ output ─(+)─┬▶ norm ▶ gate, up ▶ SwiGLU ▶ down ─(+)─▶
-            └───────────────────────────────────────────────────────┘  └────────────────────────────────────┘
+    hidden ─┬▶ self-attention ─(+)─┬▶ feed-forward, or a mixture of experts ─(+)─▶ … ─▶ norm ─▶ lm_head
+            └─────────────────┘   └──────────────────────────────────────┘
 
-What a family does differently is a tensor that is there or not: a bias, a norm on q and k, an output head
-of its own. Shapes use  T = tokens of the step, S = tokens whose hidden states are wanted, H = query heads,
-KV = key/value heads, D = head_dim.
+What a family does differently is a fact of its `ModelConfig`: a bias, norms on q and k or behind a block, a
+window, another base for the rotation of some layers. The blocks themselves are in `layers`.
 
 The parts are plain frozen objects that hold tensors. At the sizes that run on a CPU a decode step consists
 of operations of a few microseconds, to which the bookkeeping of `nn.Module` would add a good part.
@@ -17,14 +16,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem_engine.config import ModelConfig
+from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.config import ModelConfig, MoeConfig, RopeConfig
 from tandem_engine.model.base import Attend
-from tandem_engine.model.layers.activation import silu_and_multiply
+from tandem_engine.model.expert_tensors import ROUTER, expert_name
+from tandem_engine.model.layers.activation import GATED
+from tandem_engine.model.layers.attention import SelfAttention
 from tandem_engine.model.layers.embedding import Embedding
 from tandem_engine.model.layers.linear import Projection, projection
-from tandem_engine.model.layers.norm import RmsNorm
-from tandem_engine.model.layers.rotary import RotaryTable, Rotation, rotary_table
-from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from tandem_engine.model.layers.mlp import FeedForward
+from tandem_engine.model.layers.moe import Expert, Router, SparseFeedForward
+from tandem_engine.model.layers.norm import Norm, rms_norm
+from tandem_engine.model.layers.rotary import RotaryTable, rotary_table
+from tandem_engine.model.layers.soft_cap import soft_cap_
+from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, has_experts, layer_prefix
 
 
 class Weights(Protocol):
@@ -42,128 +47,162 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SelfAttention:
-    """Everything of attention that does not depend on the other tokens."""
-
-    norm: RmsNorm
-    qkv: Projection
-    qk_norm: RmsNorm | None
-    """Weight [H + KV, D]: one operation for all heads of q and k."""
-    output: Projection
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    def attend(self, layer: int, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """[T, hidden] to what each token gathered, [T, H * D]; `output` is yet to be applied."""
-        rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
-        heads = self.qkv(self.norm(hidden)).view(hidden.shape[0], rotated + num_kv, self.head_dim)
-        qk, v = heads.split_with_sizes((rotated, num_kv), dim=1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        q, k = rotation.apply(qk).split_with_sizes((self.num_heads, num_kv), dim=1)
-        return attend(layer, q, k, v)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeedForward:
-    """SwiGLU block."""
-
-    norm: RmsNorm
-    gate_up: Projection
-    down: Projection
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] to what is added to it."""
-        return self.down(silu_and_multiply(self.gate_up(self.norm(hidden))))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     attention: SelfAttention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | SparseFeedForward
+    rotary: int
+    """Index of its table among those of the decoder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """A dense decoder-only language model; implements `CausalLM`."""
+    """A decoder-only language model; implements `CausalLM`."""
 
     config: ModelConfig
+    attention: tuple[AttentionSpec, ...]
     embedding: Embedding
-    rotary: RotaryTable
+    rotary: tuple[RotaryTable, ...]
+    """One, or one of the layers with full attention and one of the local layers."""
     blocks: tuple[Block, ...]
-    norm: RmsNorm
+    norm: Norm
     lm_head: Projection
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
         hidden = self.embedding(input_ids)
-        rotation = self.rotary.at(positions)
+        rotations = [table.at(positions) for table in self.rotary]
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
-            gathered = block.attention.attend(layer, hidden, rotation, attend)
+            gathered = block.attention.attend(layer, hidden, rotations[block.rotary], attend)
             if layer == last:
                 # From here on a token serves only itself: most of a prompt need go no further.
                 hidden = hidden.index_select(0, wanted)
                 gathered = gathered.index_select(0, wanted)
-            hidden.add_(block.attention.output(gathered))
+            hidden.add_(block.attention.project(gathered))
             hidden.add_(block.feed_forward(hidden))
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
-        return self.lm_head(hidden).float()
+        logits = self.lm_head(hidden).float()
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else soft_cap_(logits, cap)
+
+
+def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
+    """What each layer's attention computes."""
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    windows = config.windows or (None,) * config.num_layers
+    return tuple(AttentionSpec(scale=scale, window=window, soft_cap=config.attention_soft_cap) for window in windows)
 
 
 def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> Decoder:
     """Assemble a decoder that can place tokens at [0, positions)."""
-    embedding = weights.stacked(EMBEDDING)
+    table = weights.stacked(EMBEDDING)
+    builder = BlockBuilder(config=config, weights=weights)
     return Decoder(
         config=config,
-        embedding=Embedding(weight=embedding),
-        rotary=rotary_table(
-            config.rope,
-            head_dim=config.head_dim,
-            positions=positions,
-            dtype=weights.dtype,
-            device=weights.device,
-        ),
-        blocks=tuple(_block(config, weights, layer_prefix(layer)) for layer in range(config.num_layers)),
-        norm=RmsNorm(weight=weights.stacked(FINAL_NORM), eps=config.rms_eps),
-        lm_head=projection(embedding if config.tie_embeddings else weights.stacked(LM_HEAD)),
+        attention=attention_specs(config),
+        embedding=_embedding(config, table),
+        rotary=tuple(_rotary(rope, config, weights, positions) for rope in _ropes(config)),
+        blocks=tuple(builder.block(layer) for layer in range(config.num_layers)),
+        norm=rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm),
+        lm_head=projection(table if config.tie_embeddings else weights.stacked(LM_HEAD)),
     )
 
 
-def _block(config: ModelConfig, weights: Weights, prefix: str) -> Block:
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(weight=weights.stacked(f"{prefix}{name}.weight"), eps=config.rms_eps)
+def _embedding(config: ModelConfig, table: Tensor) -> Embedding:
+    if config.embedding_scale == 1.0:
+        return Embedding(weight=table)
+    return Embedding(weight=table, scale=torch.tensor(config.embedding_scale, dtype=table.dtype, device=table.device))
 
-    def linear(*names: str, bias: bool) -> Projection:
-        return projection(
-            weights.stacked(*(f"{prefix}{name}.weight" for name in names)),
-            weights.stacked(*(f"{prefix}{name}.bias" for name in names)) if bias else None,
+
+def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
+    return (config.rope,) if config.local_rope is None else (config.rope, config.local_rope)
+
+
+def _rotary(rope: RopeConfig, config: ModelConfig, weights: Weights, positions: int) -> RotaryTable:
+    return rotary_table(
+        rope, head_dim=config.head_dim, positions=positions, dtype=weights.dtype, device=weights.device
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockBuilder:
+    """Assembles the layers of a decoder from their tensors."""
+
+    config: ModelConfig
+    weights: Weights
+
+    def block(self, layer: int) -> Block:
+        prefix = layer_prefix(layer)
+        moe = self.config.moe if has_experts(self.config, layer) else None
+        return Block(
+            attention=self._attention(prefix),
+            feed_forward=self._feed_forward(prefix) if moe is None else self._sparse(prefix, moe),
+            rotary=int(layer in self.config.local_layers),
         )
 
-    return Block(
-        attention=SelfAttention(
-            norm=norm("input_layernorm"),
-            qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.attention_bias),
-            qk_norm=_qk_norm(config, weights, prefix) if config.qk_norm else None,
-            output=linear("self_attn.o_proj", bias=config.output_bias),
+    def _attention(self, prefix: str) -> SelfAttention:
+        config = self.config
+        names = [f"{prefix}self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+        sandwich = config.sandwich_norms
+        return SelfAttention(
+            norm=self._norm(f"{prefix}input_layernorm"),
+            qkv=self._linear(*names, bias=config.attention_bias),
+            qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
+            output=self._linear(f"{prefix}self_attn.o_proj", bias=config.output_bias),
+            output_norm=self._norm(f"{prefix}post_attention_layernorm") if sandwich else None,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-        ),
-        feed_forward=FeedForward(
-            norm=norm("post_attention_layernorm"),
-            gate_up=linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias),
-            down=linear("mlp.down_proj", bias=config.mlp_bias),
-        ),
-    )
+        )
 
+    def _feed_forward(self, prefix: str) -> FeedForward:
+        config = self.config
+        return FeedForward(
+            norm=self._norm(f"{prefix}{self._before_feed_forward}"),
+            gate_up=self._linear(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", bias=config.mlp_bias),
+            activation=GATED[config.activation],
+            down=self._linear(f"{prefix}mlp.down_proj", bias=config.mlp_bias),
+            output_norm=self._norm(f"{prefix}post_feedforward_layernorm") if config.sandwich_norms else None,
+        )
 
-def _qk_norm(config: ModelConfig, weights: Weights, prefix: str) -> RmsNorm:
-    """All query heads share one weight and all key heads another; repeat them to norm both at once."""
-    query = weights.stacked(f"{prefix}self_attn.q_norm.weight").expand(config.num_heads, -1)
-    key = weights.stacked(f"{prefix}self_attn.k_norm.weight").expand(config.num_kv_heads, -1)
-    return RmsNorm(weight=torch.cat((query, key)), eps=config.rms_eps)
+    def _sparse(self, prefix: str, moe: MoeConfig) -> SparseFeedForward:
+        return SparseFeedForward(
+            norm=self._norm(f"{prefix}{self._before_feed_forward}"),
+            router=Router(
+                weight=projection(self.weights.stacked(f"{prefix}{ROUTER}")),
+                experts_per_token=moe.experts_per_token,
+                normalise=moe.normalise,
+            ),
+            experts=tuple(self._expert(prefix, expert) for expert in range(moe.num_experts)),
+            activation=GATED[self.config.activation],
+        )
+
+    def _expert(self, prefix: str, expert: int) -> Expert:
+        gate, up, down = (prefix + expert_name(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        return Expert(
+            gate_up=projection(self.weights.stacked(gate, up)), down=projection(self.weights.stacked(down))
+        )
+
+    @property
+    def _before_feed_forward(self) -> str:
+        """Gemma needs the usual name, "after attention", for the norm that really comes after it."""
+        return "pre_feedforward_layernorm" if self.config.sandwich_norms else "post_attention_layernorm"
+
+    def _norm(self, name: str) -> Norm:
+        weight = self.weights.stacked(f"{name}.weight")
+        return rms_norm(weight, eps=self.config.rms_eps, kind=self.config.norm)
+
+    def _qk_norm(self, prefix: str) -> Norm:
+        """All query heads share one weight and all key heads another; repeat them to norm both at once."""
+        query = self.weights.stacked(f"{prefix}self_attn.q_norm.weight").expand(self.config.num_heads, -1)
+        key = self.weights.stacked(f"{prefix}self_attn.k_norm.weight").expand(self.config.num_kv_heads, -1)
+        return rms_norm(torch.cat((query, key)), eps=self.config.rms_eps, kind=self.config.norm)
+
+    def _linear(self, *names: str, bias: bool) -> Projection:
+        return projection(
+            self.weights.stacked(*(f"{name}.weight" for name in names)),
+            self.weights.stacked(*(f"{name}.bias" for name in names)) if bias else None,
+        )

@@ -1,26 +1,15 @@
 """What tells one model family from another.
 
-All supported families are the same decoder (see `model.decoder`): pre-norm blocks, grouped-query
-attention with rotary positions, SwiGLU. They differ in a few facts, so a family is the reading of those
-facts from its config.json, and has a file of its own.
+All supported families are the same decoder (see `model.decoder`): blocks of grouped-query attention with
+rotary positions and a gated feed-forward part, each behind a norm. They differ in a few facts, so a family is
+the reading of those facts from its config.json, and has a file of its own under `families`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tandem_engine.config import ModelConfig
 from tandem_engine.model.config_fields import ConfigFields
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traits:
-    """The facts. The fields mean what those of `ModelConfig` mean."""
-
-    attention_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int | None = None
-    """What an absent `head_dim` stands for; None is hidden_size / num_attention_heads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +19,5 @@ class Family:
     name: str
     architecture: str
     """As in `architectures` of config.json."""
-    read_traits: Callable[[ConfigFields], Traits]
-    has_sliding_window: bool = False
-    """Whether the config can ask for sliding-window attention in some layers."""
+    read: Callable[[ConfigFields], ModelConfig]
+    """Everything but the end-of-sequence ids and the fingerprint. Raises `CheckpointError`."""

@@ -20,6 +20,7 @@ from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.decoder import build_decoder
 from tandem_engine.model.directory import open_directory
+from tandem_engine.model.expert_tensors import canonical_experts
 from tandem_engine.model.safetensors_file import StoredTensor
 from tandem_engine.model.shards import open_tensors
 from tandem_engine.model.tensor_names import EMBEDDING, expected_shapes, require_tensors
@@ -58,7 +59,7 @@ def load_model(
         CheckpointError: a file is absent or broken, a tensor missing, superfluous, misshapen or not finite.
     """
     directory = open_directory(path)
-    tensors = open_tensors(directory)
+    tensors = canonical_experts(open_tensors(directory))
     require_tensors(config, tensors, where=directory.path)
     positions = min(context_length or config.max_position, config.max_position)
     total = sum(tensors[name].size for name in expected_shapes(config))

@@ -1,23 +1,29 @@
-"""The model families that can be served. A new one is a file beside `llama.py` and a line here."""
+"""The model families that Tandem computes itself. A new one is a file under `families` and a line here."""
 
 from tandem_engine.model.config_fields import ConfigFields
+from tandem_engine.model.families.gemma2 import GEMMA2
+from tandem_engine.model.families.gemma3 import GEMMA3
+from tandem_engine.model.families.llama import LLAMA
+from tandem_engine.model.families.mistral import MISTRAL
+from tandem_engine.model.families.mixtral import MIXTRAL
+from tandem_engine.model.families.qwen2 import QWEN2
+from tandem_engine.model.families.qwen3 import QWEN3
+from tandem_engine.model.families.qwen3_moe import QWEN3_MOE
 from tandem_engine.model.family import Family
-from tandem_engine.model.llama import LLAMA
-from tandem_engine.model.qwen2 import QWEN2
-from tandem_engine.model.qwen3 import QWEN3
 
-FAMILIES = (LLAMA, QWEN2, QWEN3)
+FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3)
 
 
-def find_family(config: ConfigFields) -> Family:
-    """The family that `architectures` names. `auto_map`, which points at code to run, is never looked at.
-
-    Raises:
-        CheckpointError: none of them is supported.
-    """
+def find_family(config: ConfigFields) -> Family | None:
+    """The family that `architectures` names. `auto_map`, which points at code to run, is never looked at."""
     architectures = config.items("architectures")
-    known = [family for family in FAMILIES if family.architecture in architectures]
-    if not known:
+    return next((family for family in FAMILIES if family.architecture in architectures), None)
+
+
+def require_family(config: ConfigFields) -> Family:
+    """As `find_family`. Raises `CheckpointError` when there is none."""
+    family = find_family(config)
+    if family is None:
         supported = ", ".join(family.architecture for family in FAMILIES)
         config.refuse("architectures", f"must name a supported architecture ({supported})")
-    return known[0]
+    return family

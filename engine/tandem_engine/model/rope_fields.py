@@ -3,6 +3,9 @@
 Since version 5 transformers writes one object, `rope_parameters`, with `rope_theta` inside. Before, the
 base stood at the top as `rope_theta` and the scaling apart in `rope_scaling`, whose kind was called `type`
 at first. As in transformers, `rope_scaling` wins when a file has both.
+
+Where kinds of layer rotate differently, `rope_parameters` holds an object per kind, and the older spelling
+means the layers with full attention.
 """
 
 from tandem_engine.config import RopeConfig
@@ -14,19 +17,26 @@ MAX_FACTOR = 4096.0
 MAX_POSITION = 1 << 22
 
 
-def read_rope(config: ConfigFields, *, max_position: int) -> RopeConfig:
+def read_rope(
+    config: ConfigFields, *, max_position: int, theta: float = 10000.0, layer_kind: str | None = None
+) -> RopeConfig:
     """Parse the rotary parameters of a config whose `max_position_embeddings` is `max_position`.
+
+    Args:
+        theta: the base when the config names none.
+        layer_kind: the kind of layer whose own parameters to take, if the config has such; None where all
+            layers share one set.
 
     Raises:
         CheckpointError: unknown kind, a value out of bounds, or a variant that is not supported.
     """
-    fields = _object(config)
+    fields = _object(config, layer_kind)
     theta_from = fields if fields.has("rope_theta") else config
     rope_type = fields.choice("type" if _spells_type(fields) else "rope_type", ROPE_TYPES, default="default")
     original = _original_position(config, fields, rope_type=rope_type, max_position=max_position)
     return RopeConfig(
         rope_type=rope_type,
-        theta=theta_from.number("rope_theta", least=1.001, most=MAX_THETA, default=10000.0),
+        theta=theta_from.number("rope_theta", least=1.001, most=MAX_THETA, default=theta),
         factor=_factor(fields, rope_type=rope_type, implied=max_position / original),
         original_max_position=None if rope_type in ("default", "linear") else original,
         low_freq_factor=_llama3_bound(fields, rope_type, "low_freq_factor", otherwise=1.0),
@@ -53,8 +63,18 @@ def longest_context(rope: RopeConfig, *, max_position: int) -> int:
     return max_position
 
 
-def _object(config: ConfigFields) -> ConfigFields:
-    fields = config.inner("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
+def has_rope_of(config: ConfigFields, layer_kind: str) -> bool:
+    """Whether the config has rotary parameters for layers of `layer_kind` alone."""
+    return config.has("rope_parameters") and config.inner("rope_parameters").has(layer_kind)
+
+
+def _object(config: ConfigFields, layer_kind: str | None) -> ConfigFields:
+    if layer_kind is not None and has_rope_of(config, layer_kind):
+        if config.has("rope_scaling"):
+            config.refuse("rope_scaling", "and rope_parameters contradict each other; remove one")
+        fields = config.inner("rope_parameters").inner(layer_kind)
+    else:
+        fields = config.inner("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
     for name, value in fields.values.items():
         if isinstance(value, dict):
             fields.refuse(name, "is a set of its own; rotary parameters that differ by layer are not supported")

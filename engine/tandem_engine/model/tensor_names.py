@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from tandem_engine.config import ModelConfig
+from tandem_engine.config import ModelConfig, MoeConfig
 from tandem_engine.errors import CheckpointError
+from tandem_engine.model.expert_tensors import ROUTER, expert_name
 from tandem_engine.model.json_file import shown
 from tandem_engine.model.safetensors_file import StoredTensor
 
@@ -23,9 +24,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table, FINAL_NORM: (config.hidden_size,)}
     if not config.tie_embeddings:
         shapes[LM_HEAD] = table
-    block = dict(_block_shapes(config))
     for layer in range(config.num_layers):
-        shapes |= {layer_prefix(layer) + name: shape for name, shape in block.items()}
+        shapes |= {layer_prefix(layer) + name: shape for name, shape in _block_shapes(config, layer)}
     return shapes
 
 
@@ -52,21 +52,52 @@ def require_tensors(config: ModelConfig, tensors: dict[str, StoredTensor], *, wh
             )
 
 
-def _block_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    return config.moe is not None and layer not in config.moe.dense_layers
+
+
+def _block_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _attention_shapes(config)
+    yield from _norm_shapes(config)
+    if config.moe is not None and has_experts(config, layer):
+        yield from _expert_shapes(config.moe, config.hidden_size)
+    else:
+        yield from _feed_forward_shapes(config)
+
+
+def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield from _linear("self_attn.q_proj", q, hidden, bias=config.attention_bias)
     yield from _linear("self_attn.k_proj", kv, hidden, bias=config.attention_bias)
     yield from _linear("self_attn.v_proj", kv, hidden, bias=config.attention_bias)
     yield from _linear("self_attn.o_proj", hidden, q, bias=config.output_bias)
-    yield from _linear("mlp.gate_proj", inner, hidden, bias=config.mlp_bias)
-    yield from _linear("mlp.up_proj", inner, hidden, bias=config.mlp_bias)
-    yield from _linear("mlp.down_proj", hidden, inner, bias=config.mlp_bias)
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
     if config.qk_norm:
         yield "self_attn.q_norm.weight", (config.head_dim,)
         yield "self_attn.k_norm.weight", (config.head_dim,)
+
+
+def _norm_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    names = ("input_layernorm", "post_attention_layernorm")
+    if config.sandwich_norms:
+        names += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    for name in names:
+        yield f"{name}.weight", (config.hidden_size,)
+
+
+def _feed_forward_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    yield from _linear("mlp.gate_proj", inner, hidden, bias=config.mlp_bias)
+    yield from _linear("mlp.up_proj", inner, hidden, bias=config.mlp_bias)
+    yield from _linear("mlp.down_proj", hidden, inner, bias=config.mlp_bias)
+
+
+def _expert_shapes(moe: MoeConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield ROUTER, (moe.num_experts, hidden)
+    for expert in range(moe.num_experts):
+        yield expert_name(expert, "gate_proj"), (moe.intermediate_size, hidden)
+        yield expert_name(expert, "up_proj"), (moe.intermediate_size, hidden)
+        yield expert_name(expert, "down_proj"), (hidden, moe.intermediate_size)
 
 
 def _linear(name: str, rows: int, columns: int, *, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -94,6 +94,58 @@ TINY_MODELS = {
     "qwen3-sharded": TinyModel(
         config_class="Qwen3Config", fields={"head_dim": 32, "tie_word_embeddings": False}, sharded=True
     ),
+    "qwen2-window": TinyModel(
+        config_class="Qwen2Config", fields={"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    ),
+    "mistral": TinyModel(config_class="MistralConfig", fields={"sliding_window": 20}),
+    "mixtral": TinyModel(
+        config_class="MixtralConfig",
+        fields={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 30},
+    ),
+    "qwen3-moe": TinyModel(
+        config_class="Qwen3MoeConfig",
+        fields={
+            "head_dim": 16,
+            "moe_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-raw-weights": TinyModel(
+        config_class="Qwen3MoeConfig",
+        fields={
+            "head_dim": 16,
+            "moe_intermediate_size": 40,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+        },
+    ),
+    "gemma2": TinyModel(
+        config_class="Gemma2Config",
+        fields={
+            "head_dim": 16,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": TinyModel(
+        config_class="Gemma3TextConfig",
+        fields={
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
 
 
@@ -111,6 +163,9 @@ def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter_name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
+        elif tiny.config_class.startswith("Gemma") and parameter_name.endswith("embed_tokens.weight"):
+            # Scaled by √hidden_size and tied to the output, a larger one would repeat its own token for ever.
+            torch.nn.init.normal_(parameter, std=0.04)
     model.generation_config.eos_token_id = [IM_END, END_OF_TEXT]
     model.save_pretrained(directory, **({"max_shard_size": SHARD_SIZE} if tiny.sharded else {}))
     write_byte_tokenizer(directory)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import ModelConfig, RopeConfig
 from tandem_engine.model.base import Attend
-from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
+from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, PLAIN
 
 VOCAB_SIZE = 97
 
@@ -46,6 +47,10 @@ class ToyModel:
             rope=RopeConfig(),
             tie_embeddings=False,
         )
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        return PLAIN
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         qkv = self.embedding[input_ids] + self.position[positions]

@@ -11,7 +11,10 @@ class Embedding:
     """Rows of a [vocab, hidden] table."""
 
     weight: Tensor
+    scale: Tensor | None = None
+    """Factor of the rows, a scalar in the table's dtype: rounded as transformers rounds it."""
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 to a fresh [T, hidden] that the caller may write to."""
-        return F.embedding(token_ids, self.weight)
+        rows = F.embedding(token_ids, self.weight)
+        return rows if self.scale is None else rows.mul_(self.scale)

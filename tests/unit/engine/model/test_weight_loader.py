@@ -22,7 +22,7 @@ def load(directory, dtype=torch.float32, **options):
 def logits(model, ids=(1, 2, 3)) -> torch.Tensor:
     count = len(ids)
     with torch.inference_mode():
-        attend = DenseAttend(extend_lens=[count])
+        attend = DenseAttend(extend_lens=[count], specs=model.attention)
         return model.logits(model.forward(torch.tensor(ids), torch.arange(count), attend, torch.arange(count)))
 
 

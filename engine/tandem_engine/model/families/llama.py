@@ -1,0 +1,22 @@
+"""Llama 2 and 3, and whatever else ships as `LlamaForCausalLM`."""
+
+from dataclasses import replace
+
+from tandem_engine.config import ModelConfig
+from tandem_engine.model.config_fields import ConfigFields
+from tandem_engine.model.decoder_fields import read_decoder, require_silu
+from tandem_engine.model.family import Family
+
+
+def _read(fields: ConfigFields) -> ModelConfig:
+    attention_bias = fields.flag("attention_bias", default=False)
+    return replace(
+        read_decoder(fields, family=LLAMA.name),
+        activation=require_silu(fields),
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=fields.flag("mlp_bias", default=False),
+    )
+
+
+LLAMA = Family(name="llama", architecture="LlamaForCausalLM", read=_read)

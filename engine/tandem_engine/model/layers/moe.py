@@ -1,0 +1,81 @@
+"""Mixture of experts: a router picks a few of many small feed-forward blocks for each token.
+
+    1. scores    softmax over all experts in float32, the best k of each token, scaled to sum to 1 if so trained
+    2. group     (token, expert) pairs are sorted by expert, so that each expert is one pair of matrix products
+                 over just the tokens that chose it; experts that nobody chose cost nothing
+    3. combine   a token's results are weighted and added, best expert first
+
+A token's results go back to a place of its own before they are added, so what it gets depends neither on the
+order of the groups nor on which other tokens chose its experts, but for the rounding that rows of one matrix
+product share in any layer.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem_engine.model.layers.activation import GatedActivation
+from tandem_engine.model.layers.linear import Projection
+from tandem_engine.model.layers.norm import Norm
+
+
+class Choice(NamedTuple):
+    """Experts of each token, best first."""
+
+    experts: Tensor
+    """[T, k] int64"""
+    weights: Tensor
+    """[T, k]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """Chooses experts. Shapes use  T = tokens, E = experts, k = experts per token."""
+
+    weight: Projection
+    """[T, hidden] to [T, E]."""
+    experts_per_token: int
+    normalise: bool
+
+    def __call__(self, normed: Tensor) -> Choice:
+        """[T, hidden] to each token's experts, with weights in the dtype of `normed`."""
+        scores = self.weight(normed).float().softmax(dim=-1)
+        weights, experts = scores.topk(self.experts_per_token, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return Choice(experts, weights.to(normed.dtype))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expert:
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseFeedForward:
+    """Stands where `FeedForward` stands."""
+
+    norm: Norm
+    router: Router
+    experts: tuple[Expert, ...]
+    activation: GatedActivation
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] to what is added to it."""
+        normed = self.norm(hidden)
+        experts, weights = self.router(normed)
+        chosen = experts.shape[1]
+        # A pair's number is token * k + rank, which is also its row in `results`.
+        pairs = experts.flatten().argsort(stable=True)
+        counts = torch.bincount(experts.flatten(), minlength=len(self.experts)).tolist()
+        results = hidden.new_empty((pairs.shape[0], hidden.shape[1]))
+        start = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                rows = pairs[start : start + count]
+                results[rows] = expert.down(self.activation(expert.gate_up(normed[rows // chosen])))
+                start += count
+        return (results.view(-1, chosen, hidden.shape[1]) * weights[..., None]).sum(dim=1)
