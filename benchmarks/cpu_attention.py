@@ -1,6 +1,7 @@
 """Decode attention on a CPU: the paged kernel against gathering pages for torch's fused attention (ADR 0002).
 
     python benchmarks/cpu_attention.py [--threads N] [--dtype float32] [--heads 4] [--kv-heads 2] [--head-dim 64]
+                                       [--window 0] [--soft-cap 0]
 
 Prints what one thread reads from memory in blocks of a page and in long runs, then one JSON object per
 (batch, context): microseconds per layer of both ways, and the K and V bytes the kernel reads per second.
@@ -18,6 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tandem_engine.attention.cpu import CpuAttention
+from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.memory.pool import KvPool
@@ -103,6 +105,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--window", type=int, default=0, help="newest tokens that count; 0 is all (paged alone)")
+    parser.add_argument("--soft-cap", type=float, default=0.0, help="bound of the scores; 0 is none (paged alone)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
@@ -117,7 +121,8 @@ def main() -> None:
         device="cpu",
     )
     pool.data.normal_()
-    backend = CpuAttention(pool, num_heads=args.heads)
+    spec = AttentionSpec(scale=args.head_dim**-0.5, window=args.window or None, soft_cap=args.soft_cap or None)
+    backend = CpuAttention(pool, num_heads=args.heads, specs=(spec,) * NUM_LAYERS)
     backend.warm_up()
     for count in BATCHES:
         for context in (context for context in CONTEXTS if count * context <= LARGEST):

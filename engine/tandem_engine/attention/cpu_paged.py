@@ -59,16 +59,22 @@ class PagedQueries:
         return torch.from_numpy(self.queries[:, TOKEN])
 
 
-def plan_paged(
-    batch: ForwardBatch, *, short: Sequence[Query], first_decode: int, window: int | None
-) -> PagedQueries:
+def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int, window: int | None) -> PagedQueries:
     """`short` queries, then one for every DECODE sequence of `batch`, whose tokens start at `first_decode`.
 
     `window` bounds the decodes; `short` queries carry their own bounds.
     """
+    queries = _queries(batch, short, first_decode, window)
+    tasks = _cut(queries, windowed=window is not None)
+    skipped = 0 if window is None else int(queries[:, FIRST].sum())
+    rows_read = int(queries[:, LENGTH].sum()) - skipped
+    return PagedQueries(queries=queries, tasks=tasks, page_table=batch.page_table.numpy(), rows_read=rows_read)
+
+
+def _queries(batch: ForwardBatch, short: Sequence[Query], first_decode: int, window: int | None) -> Array:
+    """[Q, QUERY_COLUMNS] without their tasks."""
     num_short, num_decode = len(short), batch.num_sequences - batch.num_extend
-    count = num_short + num_decode
-    queries = np.empty((count, QUERY_COLUMNS), np.int64)
+    queries = np.empty((num_short + num_decode, QUERY_COLUMNS), np.int64)
     if short:
         queries[:num_short, : LENGTH + 1] = short
     decode = queries[num_short:]
@@ -76,21 +82,25 @@ def plan_paged(
     decode[:, cpu_kernels.ROW] = np.arange(batch.num_extend, batch.num_sequences)
     decode[:, LENGTH] = batch.seq_lens.numpy()[batch.num_extend :]
     decode[:, FIRST] = 0 if window is None else np.maximum(decode[:, LENGTH] - window, 0)
-    first_chunk = queries[:, FIRST] // CHUNK
-    chunks = (queries[:, LENGTH] + (CHUNK - 1)) // CHUNK - first_chunk
+    return queries
+
+
+def _cut(queries: Array, *, windowed: bool) -> Array:
+    """Cut every query at multiples of `CHUNK`: note its range of tasks, and return the tasks [N, 2]."""
+    chunks = (queries[:, LENGTH] + (CHUNK - 1)) // CHUNK
+    skipped = queries[:, FIRST] // CHUNK if windowed else None
+    if skipped is not None:
+        chunks -= skipped
     end = np.cumsum(chunks)
     first = end - chunks
     queries[:, cpu_kernels.FIRST_TASK] = first
     queries[:, cpu_kernels.END_TASK] = end
     tasks = np.empty((int(chunks.sum()), 2), np.int64)
-    tasks[:, cpu_kernels.QUERY] = np.repeat(np.arange(count), chunks)
-    tasks[:, cpu_kernels.TASK_CHUNK] = np.arange(len(tasks)) - np.repeat(first - first_chunk, chunks)
-    return PagedQueries(
-        queries=queries,
-        tasks=tasks,
-        page_table=batch.page_table.numpy(),
-        rows_read=int((queries[:, LENGTH] - queries[:, FIRST]).sum()),
-    )
+    tasks[:, cpu_kernels.QUERY] = np.repeat(np.arange(len(queries)), chunks)
+    tasks[:, cpu_kernels.TASK_CHUNK] = np.arange(len(tasks)) - np.repeat(first, chunks)
+    if skipped is not None:
+        tasks[:, cpu_kernels.TASK_CHUNK] += np.repeat(skipped, chunks)
+    return tasks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,12 @@
 """Prompts on a CPU: torch's matrix products, one sequence at a time.
 
-    spec and sequence                          how
-    sees everything, nothing cached            torch's fused attention, causal
-    sees everything, on a cached prefix        the same with a mask, over gathered pages
-    a window shorter than the sequence, or     blocks of queries, each over the keys that some of them see;
-    capped scores                              fused unless capped, which torch's fused attention cannot do
+    spec and sequence                        how
+    sees everything, nothing cached          torch's fused attention, causal
+    sees everything, on a cached prefix      the same with a mask, over gathered pages
+    a window shorter than the sequence,      blocks of queries, each over the keys that some of them see; fused
+    or capped scores                         unless capped, which torch's fused attention cannot do
+
+Which it is depends on the sequence and its spec alone.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """What one layer's attention computes. The model says it per layer; a backend is built for it.
 
-    softmax(cap(q·Kᵀ · scale)) · V   over the last `window` tokens,   cap(s) = soft_cap · tanh(s / soft_cap)
+    softmax(cap(q·Kᵀ · scale)) · V   over the newest `window` tokens
+
+where cap(s) = soft_cap · tanh(s / soft_cap).
 """
 
 from collections.abc import Sequence

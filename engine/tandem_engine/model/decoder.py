@@ -122,9 +122,7 @@ def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
 
 
 def _rotary(rope: RopeConfig, config: ModelConfig, weights: Weights, positions: int) -> RotaryTable:
-    return rotary_table(
-        rope, head_dim=config.head_dim, positions=positions, dtype=weights.dtype, device=weights.device
-    )
+    return rotary_table(rope, head_dim=config.head_dim, positions=positions, dtype=weights.dtype, device=weights.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,9 +180,7 @@ class BlockBuilder:
 
     def _expert(self, prefix: str, expert: int) -> Expert:
         gate, up, down = (prefix + expert_name(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        return Expert(
-            gate_up=projection(self.weights.stacked(gate, up)), down=projection(self.weights.stacked(down))
-        )
+        return Expert(gate_up=projection(self.weights.stacked(gate, up)), down=projection(self.weights.stacked(down)))
 
     @property
     def _before_feed_forward(self) -> str:

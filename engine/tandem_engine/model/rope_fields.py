@@ -68,8 +68,12 @@ def has_rope_of(config: ConfigFields, layer_kind: str) -> bool:
     return config.has("rope_parameters") and config.inner("rope_parameters").has(layer_kind)
 
 
+def _differs_by_kind(config: ConfigFields) -> bool:
+    return any(isinstance(value, dict) for value in config.inner("rope_parameters").values.values())
+
+
 def _object(config: ConfigFields, layer_kind: str | None) -> ConfigFields:
-    if layer_kind is not None and has_rope_of(config, layer_kind):
+    if layer_kind is not None and _differs_by_kind(config):
         if config.has("rope_scaling"):
             config.refuse("rope_scaling", "and rope_parameters contradict each other; remove one")
         fields = config.inner("rope_parameters").inner(layer_kind)

@@ -78,7 +78,7 @@ def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
 
 
 def _norm_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    names = ("input_layernorm", "post_attention_layernorm")
+    names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     if config.sandwich_norms:
         names += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
     for name in names:

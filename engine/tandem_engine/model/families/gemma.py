@@ -4,6 +4,8 @@
     embeddings   times √hidden_size, and tied to the output head unless config.json says otherwise
     scores       divided by √query_pre_attn_scalar instead of √head_dim
     gate         GELU by its tanh approximation
+
+Each family adds its windows, caps and rotations.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Qwen3-MoE: Qwen3 whose feed-forward blocks are experts, but for layers that its config.json exempts.
 
-    mlp_only_layers        layers that are dense
-    decoder_sparse_step    of every so many layers the last has experts
+`mlp_only_layers` names layers that are dense; of every `decoder_sparse_step` layers only the last has experts.
 """
 
 from dataclasses import replace

@@ -28,8 +28,9 @@ def mixed_sequences(dealer: PageDealer) -> list[Seq]:
 
 def attend(pool: KvPool, sequences, qkv, backend_class=None):
     batch = make_batch(sequences, page_size=pool.page_size)
-    backend = backend_class(pool, specs=PLAIN) if backend_class else CpuAttention(pool, num_heads=NUM_HEADS, specs=PLAIN)
-    return backend.plan(batch)(LAYER, *qkv)
+    if backend_class:
+        return backend_class(pool, specs=PLAIN).plan(batch)(LAYER, *qkv)
+    return CpuAttention(pool, num_heads=NUM_HEADS, specs=PLAIN).plan(batch)(LAYER, *qkv)
 
 
 def num_tokens(sequences) -> int:

@@ -6,7 +6,6 @@ from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.forward_builders import HEAD_DIM, PageDealer, make_batch, make_pool, make_qkv
 
-
 SCALE = HEAD_DIM**-0.5
 SPECS = {
     "plain": AttentionSpec(scale=SCALE),
