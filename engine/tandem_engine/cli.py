@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tandem_engine.config import Role
+from tandem_engine.config import ModelImpl, Role
 from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
-from tandem_engine.flags import add_engine_flags, engine_config, non_negative_int, positive_int
+from tandem_engine.flags import add_engine_flags, add_model_impl_flag, engine_config, non_negative_int, positive_int
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -66,6 +66,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("verify", help="compare with transformers", allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="PATH")
+    add_model_impl_flag(parser)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_verify)
@@ -74,7 +75,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _verify(args: argparse.Namespace) -> int:
     from tandem_engine.verify.command import run_verify
 
-    return run_verify(args.model, quick=args.quick, as_json=args.json)
+    return run_verify(args.model, impl=ModelImpl(args.model_impl), quick=args.quick, as_json=args.json)
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -56,6 +56,16 @@ class RopeConfig:
     truncate: bool = True
 
 
+class ModelImpl(StrEnum):
+    """Who computes a model."""
+
+    AUTO = "auto"
+    """Tandem where it knows the architecture, transformers otherwise."""
+    TANDEM = "tandem"
+    TRANSFORMERS = "transformers"
+    """The model code of transformers, with attention over our pages."""
+
+
 class Activation(StrEnum):
     """Of the gate in a feed-forward block."""
 
@@ -89,10 +99,13 @@ class MoeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Architecture of a decoder, independent of its family's spelling of field names."""
+    """Architecture of a decoder, independent of its family's spelling of field names.
+
+    When transformers computes it, only sizes, context, ids and dtype mean anything; the rest is its business.
+    """
 
     family: str
-    """As the family's file under `model` calls it; a `model_type` of transformers when that computes."""
+    """The `model_type` of transformers."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -104,6 +117,7 @@ class ModelConfig:
     rms_eps: float
     rope: RopeConfig
     tie_embeddings: bool
+    impl: ModelImpl = ModelImpl.TANDEM
     attention_bias: bool = False
     """Bias on q, k and v (qwen2 always; llama when `attention_bias`)."""
     output_bias: bool = False
@@ -283,6 +297,7 @@ class EngineConfig:
     """Everything an engine is built from."""
 
     model_path: str
+    model_impl: ModelImpl = ModelImpl.AUTO
     dtype: str = "auto"
     """auto (the checkpoint's), float32 or bfloat16."""
     device: str = "cpu"

@@ -96,7 +96,7 @@ class EnginePort:
 
 def load(config: EngineConfig, *, progress: bool) -> LoadedModel:
     """Read the checkpoint. Raises `CheckpointError` and `ConfigError` before anything large is allocated."""
-    facts = read_model_config(config.model_path)
+    facts = read_model_config(config.model_path, impl=config.model_impl)
     context_length = _context_length(config, facts)
     threads = config.threads or torch.get_num_threads()
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.

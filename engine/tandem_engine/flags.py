@@ -6,7 +6,15 @@ without torch can show, check and forward them.
 
 import argparse
 
-from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, Role, SchedulePolicy, SchedulerConfig
+from tandem_engine.config import (
+    CacheConfig,
+    DisaggConfig,
+    EngineConfig,
+    ModelImpl,
+    Role,
+    SchedulePolicy,
+    SchedulerConfig,
+)
 
 GIB = 1 << 30
 
@@ -38,6 +46,18 @@ def non_negative_int(text: str) -> int:
     return int(text)
 
 
+def add_model_impl_flag(parser: "argparse._ActionsContainer") -> None:
+    """Add `--model-impl`, which `verify` has too."""
+    parser.add_argument(
+        "--model-impl",
+        choices=[impl.value for impl in ModelImpl],
+        default=ModelImpl.AUTO.value,
+        help="who computes the model. tandem: fast, for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2 and "
+        "gemma3_text; transformers: slower, for any causal model whose attention goes through transformers' "
+        "attention interface; auto: tandem where it knows the architecture (default auto)",
+    )
+
+
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag of `EngineConfig` except the model and the role."""
     cache = CacheConfig()
@@ -45,6 +65,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     disagg = DisaggConfig()
 
     group = parser.add_argument_group("engine")
+    add_model_impl_flag(group)
     group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
@@ -213,6 +234,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """
     return EngineConfig(
         model_path=args.model,
+        model_impl=ModelImpl(args.model_impl),
         dtype=args.dtype,
         device=args.device,
         threads=args.threads,

@@ -17,9 +17,12 @@ from tandem_engine.verify.command import Verification
 from tandem_engine.verify.compare import compare
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.reference import ReferenceOutput
+from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, run_paths
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
-FAMILIES = ["llama-llama3-rope", "qwen2", "qwen3"]
+FAMILIES = ["llama-llama3-rope", "qwen2", "qwen3", "gemma2"]
+REDUCED = ["mistral", "mixtral", "qwen2-window", "qwen3-moe", "qwen3-moe-raw-weights", "gemma3"]
+"""Their windows are shorter than the prompts."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -36,6 +39,13 @@ def test_every_path_gives_the_tokens_and_logprobs_of_transformers(checkpoint, ca
     assert {"disaggregated over NIXL", "resumed", "retracted (short of pages)", "page size 64"} <= {
         row["path"] for row in report["paths"]
     }
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_the_other_families_take_the_paths_on_which_pages_meet(name, tmp_path) -> None:
+    checkpoint = write_tiny_checkpoint(name, tmp_path)
+    results = run_paths(checkpoint, [CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED])
+    assert [result.difference for result in results] == [None] * 5
 
 
 REFERENCE = ReferenceOutput(prompt=(1, 2), token_ids=(5, 6, 7), logprobs=(-1.0, -2.0, -3.0), ignore_eos=False)
@@ -82,5 +92,6 @@ def test_a_path_that_did_not_do_what_it_is_named_after_fails(checkpoint) -> None
 def test_a_report_can_be_read_back(checkpoint, capsys) -> None:
     main(["verify", "--model", str(checkpoint), "--quick", "--json"])
     report = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
-    assert report["family"] in ("llama", "qwen2", "qwen3")
+    assert report["family"] in ("llama", "qwen2", "qwen3", "gemma2")
+    assert report["impl"] == "tandem"
     assert all(row["tokens"] > 0 for row in report["paths"])

@@ -5,20 +5,22 @@
     *.safetensors ───────────▶ headers, checked; samples of the data ─────────────┘
 
 The files are parsed here, by our own code, with a bound on every number: nothing in a checkpoint is
-executed, `auto_map` is ignored, and there is no switch that changes this.
+executed, `auto_map` is ignored, and there is no switch that changes this. A model that transformers shall
+compute is read by `fallback`, after the same checks of its weight files.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from tandem_engine.config import ModelConfig
+from tandem_engine.config import ModelConfig, ModelImpl
+from tandem_engine.errors import CheckpointError
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.directory import ModelDirectory, open_directory
 from tandem_engine.model.eos import read_eos
 from tandem_engine.model.expert_tensors import canonical_experts
 from tandem_engine.model.fingerprint import fingerprint
 from tandem_engine.model.json_file import read_json_object
-from tandem_engine.model.registry import require_family
+from tandem_engine.model.registry import find_family, require_family
 from tandem_engine.model.shards import open_tensors
 from tandem_engine.model.tensor_names import require_tensors
 
@@ -26,26 +28,52 @@ MAX_CONFIG = 1 << 20
 """Bytes of a config.json."""
 
 
-def read_model_config(path: str | Path) -> ModelConfig:
+def read_model_config(path: str | Path, *, impl: ModelImpl = ModelImpl.TANDEM) -> ModelConfig:
     """Read the model directory `path`: its config, and its weight files as far as identity needs it.
+
+    Args:
+        impl: who shall compute the model; `auto` leaves it to transformers when we do not know the architecture.
 
     Raises:
         CheckpointError: anything is absent, malformed, out of bounds, unsupported or inconsistent. The
             message names the file and the field or tensor.
     """
     directory = open_directory(path)
+    fields = read_fields(directory)
+    if impl is ModelImpl.TRANSFORMERS or (impl is ModelImpl.AUTO and find_family(fields) is None):
+        return _read_fallback(directory, fields)
     config = parse_config(directory)
     tensors = canonical_experts(open_tensors(directory))
     require_tensors(config, tensors, where=directory.path)
     return replace(config, fingerprint=fingerprint(config, tensors))
 
 
-def parse_config(directory: ModelDirectory) -> ModelConfig:
-    """The part of `read_model_config` that needs no weights; the fingerprint stays empty."""
+def read_fields(directory: ModelDirectory) -> ConfigFields:
+    """config.json, parsed and bounded in size. Raises `CheckpointError`."""
     path = directory.file("config.json")
-    fields = ConfigFields(path=path, values=read_json_object(path, max_bytes=MAX_CONFIG))
+    return ConfigFields(path=path, values=read_json_object(path, max_bytes=MAX_CONFIG))
+
+
+def parse_config(directory: ModelDirectory) -> ModelConfig:
+    """The part of `read_model_config` that needs no weights, of a model we compute; the fingerprint stays empty."""
+    fields = read_fields(directory)
     family = require_family(fields)
     if fields.has("quantization_config"):
         fields.refuse("quantization_config", "is not supported; use a checkpoint that is not quantised")
     config = family.read(fields)
     return replace(config, eos_token_ids=read_eos(directory, fields, vocab_size=config.vocab_size))
+
+
+def _read_fallback(directory: ModelDirectory, fields: ConfigFields) -> ModelConfig:
+    try:
+        # Nobody else needs transformers installed, or waits for its import.
+        from tandem_engine.model.fallback.config import fallback_fingerprint, read_fallback_config
+    except ImportError as error:
+        raise CheckpointError(
+            f"{fields.path}: architectures names none of those that Tandem computes itself, and transformers, which "
+            f"could compute it, cannot be imported ({error}); install tandem[reference]"
+        ) from error
+    config = read_fallback_config(directory, fields)
+    config = replace(config, eos_token_ids=read_eos(directory, fields, vocab_size=config.vocab_size))
+    weights = fingerprint(config, open_tensors(directory))
+    return replace(config, fingerprint=fallback_fingerprint(weights, fields))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tandem_engine.config import ModelConfig
+from tandem_engine.config import ModelConfig, ModelImpl
 from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.decoder import build_decoder
@@ -59,6 +59,11 @@ def load_model(
         CheckpointError: a file is absent or broken, a tensor missing, superfluous, misshapen or not finite.
     """
     directory = open_directory(path)
+    if config.impl is ModelImpl.TRANSFORMERS:
+        # Nobody else needs transformers installed, or waits for its import.
+        from tandem_engine.model.fallback.model import load_fallback
+
+        return load_fallback(directory, config, dtype, torch.device(device), progress=progress)
     tensors = canonical_experts(open_tensors(directory))
     require_tensors(config, tensors, where=directory.path)
     positions = min(context_length or config.max_position, config.max_position)

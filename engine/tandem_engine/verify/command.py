@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 from tqdm import tqdm
 
-from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from tandem_engine.config import CacheConfig, EngineConfig, ModelImpl, SchedulerConfig
 from tandem_engine.engine import Engine, LoadedModel, load
 from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
 from tandem_engine.verify.edited import edits_against
@@ -31,6 +31,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     family: str
+    impl: ModelImpl
+    """Who computed it on our side."""
     torch: str
     transformers: str
     prompts: int
@@ -102,13 +104,17 @@ def _audit(engines: Sequence[Engine]) -> str | None:
     return f"audit: {problems[0]}" if problems else None
 
 
-def run_verify(model_path: str, *, quick: bool, as_json: bool) -> int:
+def run_verify(model_path: str, *, impl: ModelImpl = ModelImpl.AUTO, quick: bool, as_json: bool) -> int:
     """Entry point of the command; returns the exit status. Raises `EngineError`."""
     import torch
     import transformers
 
     config = EngineConfig(
-        model_path=model_path, dtype="float32", cache=CacheConfig(), scheduler=SchedulerConfig(audit_every_step=True)
+        model_path=model_path,
+        model_impl=impl,
+        dtype="float32",
+        cache=CacheConfig(),
+        scheduler=SchedulerConfig(audit_every_step=True),
     )
     model = load(config, progress=not as_json)
     facts = model.model.config
@@ -135,6 +141,7 @@ def run_verify(model_path: str, *, quick: bool, as_json: bool) -> int:
         report = VerifyReport(
             model=model_path,
             family=facts.family,
+            impl=facts.impl,
             torch=str(torch.__version__),
             transformers=transformers.__version__,
             prompts=len(references),

@@ -4,6 +4,7 @@ import argparse
 import subprocess
 import sys
 
+from tandem_engine.flags import add_model_impl_flag
 from tandem_services.cli.bundled import model_folder
 
 EXAMPLES = """\
@@ -25,6 +26,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
+    add_model_impl_flag(parser)
     parser.add_argument("--quick", action="store_true", help="fewer prompts and paths")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run, parser=parser)
@@ -32,6 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     argv = [sys.executable, "-m", "tandem_engine.cli", "verify", "--model", str(model_folder(args.model))]
+    argv += ["--model-impl", args.model_impl]
     argv += ["--quick"] if args.quick else []
     argv += ["--json"] if args.json else []
     return subprocess.run(argv, check=False).returncode

@@ -148,13 +148,68 @@ TINY_MODELS = {
     ),
 }
 
+FALLBACK_MODELS = {
+    "apertus": TinyModel(config_class="ApertusConfig", fields={"rope_parameters": {"rope_theta": 1e4}}),
+    "arcee": TinyModel(config_class="ArceeConfig"),
+    "biogpt": TinyModel(config_class="BioGptConfig"),
+    "cohere": TinyModel(config_class="CohereConfig", fields={"logit_scale": 0.5}),
+    "cohere2": TinyModel(
+        config_class="Cohere2Config",
+        fields={
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "logit_scale": 0.5,
+        },
+    ),
+    "exaone4": TinyModel(
+        config_class="Exaone4Config",
+        fields={"sliding_window": 20, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "gemma": TinyModel(config_class="GemmaConfig", fields={"head_dim": 16}),
+    "glm4": TinyModel(config_class="Glm4Config", fields={"head_dim": 16}),
+    "gpt2": TinyModel(config_class="GPT2Config"),
+    "gpt-neox": TinyModel(config_class="GPTNeoXConfig"),
+    "granite": TinyModel(
+        config_class="GraniteConfig",
+        fields={
+            "logits_scaling": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "embedding_multiplier": 2.0,
+        },
+    ),
+    "olmo2": TinyModel(config_class="Olmo2Config"),
+    "olmo3": TinyModel(
+        config_class="Olmo3Config",
+        fields={"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "olmoe": TinyModel(config_class="OlmoeConfig", fields={"num_experts": 4, "num_experts_per_tok": 2}),
+    "opt": TinyModel(config_class="OPTConfig", fields={"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "phi": TinyModel(config_class="PhiConfig"),
+    "phi3": TinyModel(config_class="Phi3Config", fields={"sliding_window": 20}),
+    "smollm3": TinyModel(config_class="SmolLM3Config"),
+    "starcoder2": TinyModel(config_class="Starcoder2Config", fields={"sliding_window": 20}),
+}
+"""Architectures that only transformers computes."""
+
+UNSUPPORTED_MODELS = {
+    "mamba": TinyModel(config_class="MambaConfig"),
+    "bart": TinyModel(config_class="BartConfig"),
+    "falcon": TinyModel(config_class="FalconConfig"),
+    "stablelm": TinyModel(config_class="StableLmConfig"),
+    "llama4": TinyModel(config_class="Llama4TextConfig"),
+    "deepseek-v3": TinyModel(config_class="DeepseekV3Config"),
+    "gpt-oss": TinyModel(config_class="GptOssConfig", fields={"head_dim": 16, "num_local_experts": 4}),
+}
+"""Architectures that keep more than keys and values of one size, or keep callers from their attention."""
+
 
 def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
-    """Write `TINY_MODELS[name]` with its tokenizer into `directory`, in float32, and return it."""
+    """Write the model of that name, with its tokenizer, into `directory` in float32, and return it."""
     import torch
     import transformers
 
-    tiny = TINY_MODELS[name]
+    tiny = {**TINY_MODELS, **FALLBACK_MODELS, **UNSUPPORTED_MODELS}[name]
     config = getattr(transformers, tiny.config_class)(**{**_SIZES, **tiny.fields})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -12,7 +12,7 @@ from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.edit_builders import make_edits, make_request, settled
-from tandem_testing.forward_builders import NUM_HEADS, PageDealer, Seq, make_batch, make_pool, make_sampling
+from tandem_testing.forward_builders import NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_sampling
 from tandem_testing.plain_sampling import edited_logits, most_likely_token
 from tandem_testing.toy_model import ToyModel
 
@@ -24,7 +24,11 @@ ROW = 3
 @pytest.fixture(params=["cpu", "reference"])
 def runner(request) -> ModelRunner:
     pool = make_pool()
-    backend = CpuAttention(pool, num_heads=NUM_HEADS) if request.param == "cpu" else TorchReferenceBackend(pool)
+    backend = (
+        CpuAttention(pool, num_heads=NUM_HEADS, specs=PLAIN)
+        if request.param == "cpu"
+        else TorchReferenceBackend(pool, specs=PLAIN)
+    )
     return ModelRunner(
         model=ToyModel.random(),
         pool=pool,

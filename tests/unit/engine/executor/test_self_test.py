@@ -10,7 +10,7 @@ from tandem_engine.executor.self_test import PROMPT_TOKENS, self_test
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.names import PageId
 from tandem_engine.sampling.sampler import Sampler
-from tandem_testing.forward_builders import NUM_HEADS, make_pool
+from tandem_testing.forward_builders import NUM_HEADS, PLAIN, make_pool
 from tandem_testing.toy_model import VOCAB_SIZE, ToyModel
 
 PAGES = [PageId(page) for page in range(7, 30)]
@@ -21,7 +21,7 @@ def make_runner(model: ToyModel) -> ModelRunner:
     return ModelRunner(
         model=model,
         pool=pool,
-        backend=CpuAttention(pool, num_heads=NUM_HEADS),
+        backend=CpuAttention(pool, num_heads=NUM_HEADS, specs=PLAIN),
         sampler=Sampler(),
         future_map=FutureMap(4, debug=True),
     )

@@ -1,0 +1,135 @@
+"""A checkpoint that transformers computes: what must be known before its weights are read.
+
+transformers parses config.json here, without running anything that the checkpoint brings along. The numbers it
+finds are bounded as ours are; what attention really looks like is found out by `examine` once the model stands.
+"""
+
+import hashlib
+import json
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tandem_engine.config import ModelConfig, ModelImpl, RopeConfig
+from tandem_engine.errors import CheckpointError
+from tandem_engine.model.config_fields import ConfigFields
+from tandem_engine.model.decoder_fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, MAX_VOCAB, read_dtype
+from tandem_engine.model.directory import ModelDirectory
+from tandem_engine.model.rope_fields import MAX_POSITION
+from tandem_engine.model.windows import FULL, SLIDING
+
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+"""Their angles depend on the longest sequence of a call, once that exceeds the original context."""
+
+
+def load_config(directory: ModelDirectory, fields: ConfigFields) -> PreTrainedConfig:
+    """config.json as transformers understands it.
+
+    Raises:
+        CheckpointError: transformers does not know the model, or it is none that can be served through the
+            attention interface; names the field.
+    """
+    model_type = fields.choice("model_type", tuple(CONFIG_MAPPING_NAMES)) if _is_known(fields) else None
+    if model_type is None:
+        _refuse_unknown(fields)
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        fields.refuse("model_type", "is no causal language model of transformers")
+    try:
+        config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{fields.path}: transformers cannot read it: {error}") from error
+    _refuse_unsupported(config, fields)
+    return config
+
+
+def read_fallback_config(directory: ModelDirectory, fields: ConfigFields) -> ModelConfig:
+    """The facts of `load_config` that an engine wants; end-of-sequence ids and fingerprint stay empty.
+
+    Numbers of heads are a first guess: layers tell the truth when they run.
+    """
+    config = load_config(directory, fields)
+    known = ConfigFields(path=fields.path, values=_common_names(config))
+    hidden_size = known.integer("hidden_size", least=1, most=MAX_HIDDEN)
+    num_heads = known.integer("num_attention_heads", least=1, most=MAX_HEADS)
+    default_head_dim = max(hidden_size // num_heads, 1)
+    return ModelConfig(
+        impl=ModelImpl.TRANSFORMERS,
+        family=str(config.model_type),
+        vocab_size=known.integer("vocab_size", least=1, most=MAX_VOCAB),
+        hidden_size=hidden_size,
+        intermediate_size=0,
+        num_layers=known.integer("num_hidden_layers", least=1, most=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=known.integer("num_key_value_heads", least=1, most=MAX_HEADS, default=num_heads),
+        head_dim=known.integer("head_dim", least=1, most=MAX_HEAD_DIM, default=default_head_dim),
+        max_position=_positions(known, config),
+        rms_eps=0.0,
+        rope=RopeConfig(),
+        tie_embeddings=bool(config.tie_word_embeddings),
+        dtype=read_dtype(fields),
+    )
+
+
+def fallback_fingerprint(weights: str, fields: ConfigFields) -> str:
+    """`weights` together with all of config.json: our `ModelConfig` holds too little of what sets models apart."""
+    text = json.dumps(fields.values, sort_keys=True)
+    return hashlib.blake2b(f"{weights}\n{text}".encode(), digest_size=16).hexdigest()
+
+
+def _is_known(fields: ConfigFields) -> bool:
+    return fields.values.get("model_type") in CONFIG_MAPPING_NAMES
+
+
+def _refuse_unknown(fields: ConfigFields) -> None:
+    if fields.has("auto_map"):
+        fields.refuse(
+            "auto_map", "names code in the checkpoint, which is never run; only models that transformers holds can be"
+        )
+    fields.refuse("model_type", f"is not known to transformers {transformers.__version__}; a newer one may know it")
+
+
+def _refuse_unsupported(config: PreTrainedConfig, fields: ConfigFields) -> None:
+    if fields.has("quantization_config"):
+        fields.refuse("quantization_config", "is not supported; use a checkpoint that is not quantised")
+    if config.is_encoder_decoder:
+        fields.refuse("is_encoder_decoder", "must be false; only decoders can be served")
+    if config.get_text_config(decoder=True) is not config:
+        fields.refuse("model_type", "takes more than text, which is not supported")
+    kinds = fields.items("layer_types")
+    if any(kind not in (FULL, SLIDING) for kind in kinds):
+        fields.refuse("layer_types", f"may name only {FULL} and {SLIDING}; other layers keep state of their own")
+
+
+def _common_names(config: PreTrainedConfig) -> dict[str, object]:
+    """Fields under their usual names, which transformers maps to those of the model (`n_embd` of GPT-2)."""
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    )
+    # A config is an open set of attributes, of which a model has the ones that mean something to it.
+    return {name: getattr(config, name, None) for name in names}
+
+
+def _positions(known: ConfigFields, config: PreTrainedConfig) -> int:
+    """The longest context whose angles are a function of a token's own position, as shared pages need them."""
+    positions = known.integer("max_position_embeddings", least=1, most=MAX_POSITION)
+    for rope in _rope_sets(config):
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
+            fields = ConfigFields(path=known.path, values=rope, prefix="rope_parameters.")
+            name = "original_max_position_embeddings"
+            positions = min(positions, fields.integer(name, least=1, most=MAX_POSITION, default=positions))
+    return positions
+
+
+def _rope_sets(config: PreTrainedConfig) -> list[dict[str, object]]:
+    """One set of rotary parameters, or one per kind of layer, or none for models that do not rotate."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]

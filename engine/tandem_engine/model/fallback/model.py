@@ -1,0 +1,117 @@
+"""A model of transformers whose attention is ours; implements `CausalLM`.
+
+load      weights by transformers, from safetensors alone; nothing missing, nothing left over
+split     layers and head apart, for hidden states and logits are asked for apart
+examine   attention goes through the interface, and only through it
+run       all tokens of a step as one flat sequence, each with its own position
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.config import ModelConfig
+from tandem_engine.errors import CheckpointError
+from tandem_engine.model.base import Attend
+from tandem_engine.model.checkpoint import read_fields
+from tandem_engine.model.directory import ModelDirectory
+from tandem_engine.model.fallback.config import load_config
+from tandem_engine.model.fallback.examine import examine
+from tandem_engine.model.fallback.head import Head
+from tandem_engine.model.fallback.interface import ATTEND, NAME, register
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FallbackModel:
+    """Layers and head of a model of transformers."""
+
+    config: ModelConfig
+    attention: tuple[AttentionSpec, ...]
+    body: PreTrainedModel
+    head: Head
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+        """See `CausalLM.forward`."""
+        out = self.body(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **{ATTEND: attend})
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden.index_select(0, wanted)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+        return self.head(hidden)
+
+
+def load_fallback(
+    directory: ModelDirectory,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: bool,
+) -> FallbackModel:
+    """Load the weights in `directory` and examine the model. `config` is corrected by what is found.
+
+    Raises:
+        CheckpointError: weights do not fit the model, or it cannot be served through the attention interface.
+    """
+    register()
+    hf_config = load_config(directory, read_fields(directory))
+    model = _load(directory, hf_config, dtype, progress=progress).to(device).eval()
+    try:
+        body, head = Head.split(model)
+        found = examine(body, head, num_layers=config.num_layers, vocab_size=config.vocab_size)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # Code of several hundred models meets ours here for the first time.
+        raise CheckpointError(f"{hf_config.model_type} cannot run with attention of ours: {error!r}") from error
+    _require_told_window(hf_config, found.specs)
+    facts = replace(
+        config,
+        num_heads=found.heads.queries,
+        num_kv_heads=found.heads.keys,
+        head_dim=found.heads.size,
+        hidden_size=found.hidden_size,
+        vocab_size=found.vocab_size,
+        windows=tuple(spec.window for spec in found.specs),
+    )
+    return FallbackModel(config=facts, attention=found.specs, body=body, head=head)
+
+
+def _load(
+    directory: ModelDirectory, hf_config: PreTrainedConfig, dtype: torch.dtype, *, progress: bool
+) -> PreTrainedModel:
+    if not progress:
+        logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory.path,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise CheckpointError(f"transformers cannot load {directory.path}: {error}") from error
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(map(str, report[problem]))
+        if names:
+            raise CheckpointError(f"the weights in {directory.path} have {problem.replace('_', ' ')}: {names[0]}")
+    return model
+
+
+def _require_told_window(hf_config: PreTrainedConfig, specs: tuple[AttentionSpec, ...]) -> None:
+    """A window that only masks would apply, which we do not build, must not go unnoticed."""
+    window = getattr(hf_config, "sliding_window", None)
+    if not window or getattr(hf_config, "use_sliding_window", True) is False:
+        return
+    if all(spec.window is None for spec in specs):
+        raise CheckpointError(
+            f"sliding_window is {window}, but no layer tells the attention interface of it; "
+            "remove it from config.json if the model has no window"
+        )

@@ -1,0 +1,196 @@
+"""Models that transformers computes with attention over our pages equal transformers alone, or are refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tandem_engine.config import ModelImpl
+from tandem_engine.errors import CheckpointError
+from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.model.fallback.examine import examine
+from tandem_engine.model.loader import load_model
+from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, run_paths
+from tandem_testing.tiny_checkpoints import FALLBACK_MODELS, write_tiny_checkpoint
+
+
+def edit_config(directory, **changes) -> None:
+    path = directory / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in values.items() if value != "absent"}))
+
+
+def load(directory, impl: ModelImpl = ModelImpl.AUTO):
+    return load_model(directory, read_model_config(directory, impl=impl), torch.float32, progress=False)
+
+
+def refusal(directory) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(directory)
+    return str(caught.value)
+
+
+@pytest.fixture
+def olmo2(tmp_path):
+    return write_tiny_checkpoint("olmo2", tmp_path)
+
+
+@pytest.mark.parametrize("name", FALLBACK_MODELS)
+def test_greedy_output_and_logprobs_are_those_of_transformers(name, tmp_path):
+    results = run_paths(write_tiny_checkpoint(name, tmp_path), [MIXED, CACHED])
+    assert [result.difference for result in results] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["cohere2", "granite"])
+def test_on_every_way_that_pages_travel(name, tmp_path):
+    results = run_paths(write_tiny_checkpoint(name, tmp_path), [CHUNKED, RETRACTED, DISAGGREGATED])
+    assert [result.difference for result in results] == [None] * 3
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "gemma2", "qwen3-moe"])
+def test_families_of_ours_can_be_computed_by_transformers_too(name, tmp_path):
+    results = run_paths(write_tiny_checkpoint(name, tmp_path), [MIXED], impl=ModelImpl.TRANSFORMERS)
+    assert [result.difference for result in results] == [None]
+
+
+def test_layers_tell_what_their_attention_is(tmp_path):
+    model = load(write_tiny_checkpoint("cohere2", tmp_path))
+    assert [spec.window for spec in model.attention] == [20, None, 20]
+    assert model.config.impl is ModelImpl.TRANSFORMERS
+    assert (model.config.num_heads, model.config.num_kv_heads, model.config.head_dim) == (4, 2, 16)
+
+
+def test_a_soft_cap_reaches_our_attention(tmp_path):
+    model = load(write_tiny_checkpoint("gemma2", tmp_path), ModelImpl.TRANSFORMERS)
+    assert [(spec.window, spec.soft_cap) for spec in model.attention] == [(20, 3.0), (None, 3.0), (20, 3.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_examination_allows_for_rounding(olmo2, dtype):
+    model = load_model(olmo2, read_model_config(olmo2, impl=ModelImpl.AUTO), dtype, progress=False)
+    hidden = torch.zeros(2, 64, dtype=dtype)
+    with torch.inference_mode():
+        assert model.logits(hidden).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mamba", "calls transformers' attention interface 0 times"),
+        ("bart", "calls transformers' attention interface 12 times"),
+        ("falcon", "transformers cannot load"),
+        ("stablelm", "its attention cannot be replaced"),
+        ("llama4", "layer_types may name only full_attention and sliding_attention"),
+        ("deepseek-v3", "keys of 192 and values of 128"),
+        ("gpt-oss", "asks for s_aux"),
+    ],
+)
+def test_a_model_that_does_more_than_paged_attention_is_refused(name, reason, tmp_path):
+    assert reason in refusal(write_tiny_checkpoint(name, tmp_path))
+
+
+def test_layers_without_attention_are_refused_whatever_config_json_says(tmp_path):
+    """LFM2 mixes attention with short convolutions."""
+    import transformers
+
+    config = transformers.Lfm2Config(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        full_attn_idxs=[0],
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    edit_config(tmp_path, layer_types="absent", full_attn_idxs=[0])
+    assert "calls transformers' attention interface 1 times" in refusal(tmp_path)
+
+
+def test_a_model_whose_tokens_meet_outside_attention_is_refused(olmo2):
+    model = load(olmo2)
+    facts = model.config
+
+    def shift(_module, _inputs, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + hidden.roll(1, dims=1)
+
+    model.body.layers[1].register_forward_hook(shift)
+    with pytest.raises(CheckpointError, match="does something between tokens"):
+        examine(model.body, model.head, num_layers=facts.num_layers, vocab_size=facts.vocab_size)
+
+
+def test_code_in_a_checkpoint_is_never_run(olmo2):
+    edit_config(olmo2, model_type="evil", architectures=["EvilForCausalLM"], auto_map={"AutoConfig": "evil.Config"})
+    (olmo2 / "evil.py").write_text("raise SystemExit('this ran')")
+    message = refusal(olmo2)
+    assert "auto_map" in message
+    assert "never run" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"model_type": "nobody_knows"}, "model_type"),
+        ({"model_type": "absent"}, "model_type"),
+        ({"model_type": "vit"}, "model_type"),
+        ({"model_type": "gemma3"}, "model_type"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"num_hidden_layers": 5000}, "num_hidden_layers"),
+        ({"vocab_size": 1 << 40}, "vocab_size"),
+        ({"layer_types": ["conv"] * 3}, "layer_types"),
+        ({"sliding_window": 16}, "sliding_window"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_by_name(olmo2, changes, name):
+    edit_config(olmo2, architectures=["Olmo2ForCausalLM"], **changes)
+    assert name in refusal(olmo2)
+
+
+def test_an_unknown_architecture_is_refused_where_only_ours_are_wanted(olmo2):
+    with pytest.raises(CheckpointError, match="architectures must name a supported architecture"):
+        read_model_config(olmo2, impl=ModelImpl.TANDEM)
+
+
+def test_missing_weights_are_refused_by_name(olmo2):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(olmo2 / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, olmo2 / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(olmo2)
+
+
+def test_two_models_with_the_same_weights_and_another_config_never_exchange_pages(olmo2):
+    before = read_model_config(olmo2, impl=ModelImpl.AUTO).fingerprint
+    edit_config(olmo2, rms_norm_eps=1e-3)
+    assert read_model_config(olmo2, impl=ModelImpl.AUTO).fingerprint != before
+
+
+def test_angles_that_depend_on_the_length_of_a_call_bound_the_context(tmp_path):
+    write_tiny_checkpoint("phi3", tmp_path)
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 128,
+    }
+    edit_config(tmp_path, rope_parameters=longrope, original_max_position_embeddings=128)
+    assert load(tmp_path).config.max_position == 128
+
+
+def test_only_the_fallback_imports_transformers(tmp_path):
+    write_tiny_checkpoint("llama-bias", tmp_path)
+    program = (
+        "import sys, torch; from tandem_engine.config import ModelImpl;"
+        "from tandem_engine.model.checkpoint import read_model_config;"
+        "from tandem_engine.model.loader import load_model;"
+        f"config = read_model_config({str(tmp_path)!r}, impl=ModelImpl.AUTO);"
+        f"load_model({str(tmp_path)!r}, config, torch.float32, progress=False);"
+        "raise SystemExit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
