@@ -177,6 +177,7 @@ class Engine:
             vocab_size=loaded.model_config.vocab_size,
             eos_token_ids=frozenset(loaded.model_config.eos_token_ids),
             context_length=loaded.model_config.max_position,
+            hidden_size=loaded.model_config.hidden_size,
         )
         scheduler = Scheduler(
             memory=memory,

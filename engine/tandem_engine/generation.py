@@ -16,6 +16,8 @@ class Generation:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    embedding: bytes | None = None
+    """Little-endian float32 values, for a request with pooling."""
     cached_tokens: int = 0
     transfer: TransferReport | None = None
     finished: Finish | None = None
@@ -34,6 +36,7 @@ class Generation:
         if output.logprobs is not None:
             self.logprobs += output.logprobs[known:]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.embedding = output.embedding or self.embedding
         if output.cached_tokens is not None:
             self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.transfer = output.transfer or self.transfer

@@ -28,12 +28,16 @@ from tandem_engine.forward.forward_batch import (
     SamplingBatch,
 )
 from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.forward.pooled import PooledSum, PooledTokens
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.names import DUMMY_PAGE
 from tandem_engine.sampling.editor import LogitEditor
 
 RAMP_TOP = 3.0
 RAMP_STEP = 0.25
+
+HIDDEN_SIZE = 2
+NO_HIDDEN = torch.zeros(HIDDEN_SIZE, dtype=torch.float64)
 
 
 def make_fake_pool(*, num_pages: int, page_size: int) -> KvPool:
@@ -69,6 +73,12 @@ def prompt_logprob(history: Sequence[int], token: int) -> float:
     return _logprob_of(_digest(tokens, np.arange(len(tokens), dtype=np.int64)), token)
 
 
+def hidden_state(history: Sequence[int]) -> torch.Tensor:
+    """[HIDDEN_SIZE] float64 hidden state of the last token of `history`: whole numbers that depend on all of it."""
+    tokens = np.asarray(history, dtype=np.int64)
+    return _hidden_of(_digest(tokens, np.arange(len(tokens), dtype=np.int64)))
+
+
 class FakeModel:
     """Runs `ForwardBatch`es over a fake pool. Batches run one after the other, in launch order."""
 
@@ -96,6 +106,7 @@ class FakeModel:
             next_token_ids=tokens,
             logprobs=self._logprobs(batch.sampling, tokens),
             prompt_scores=tuple(self._scores(batch, positions) for positions in batch.prompt_positions),
+            pooled=tuple(self._pooled(batch, wanted) for wanted in batch.pooled),
         )
 
     def _edited(self, tokens: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
@@ -147,6 +158,14 @@ class FakeModel:
         )
         return PromptScores(sequence=wanted.sequence, first=wanted.first, logprobs=logprobs)
 
+    def _pooled(self, batch: ForwardBatch, wanted: PooledTokens) -> PooledSum:
+        """Reads the KV up to each position, and checks that it is computed in this step."""
+        positions = torch.arange(wanted.first, wanted.first + len(wanted.tokens))
+        assert torch.equal(batch.positions[wanted.tokens], positions), f"step {batch.step} pools the wrong tokens"
+        table = batch.page_table[wanted.sequence]
+        total = sum((_hidden_of(self._read(table, position + 1)) for position in positions.tolist()), NO_HIDDEN)
+        return PooledSum(sequence=wanted.sequence, first=wanted.first, count=len(positions), total=total)
+
     def _prompt_logprob(self, digest: int, token: int, wanted: int) -> SampledLogprobs:
         logprob = _logprob_of(digest, token)
         top = tuple(((token + i) % self.vocab_size, logprob - i) for i in range(wanted))
@@ -167,6 +186,10 @@ def _digest(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> 
 
 def _logprob_of(digest: int, token: int) -> float:
     return -(crc32(struct.pack("<q", token), digest) % 4096) / 1024
+
+
+def _hidden_of(digest: int) -> torch.Tensor:
+    return torch.tensor([digest % 4093, digest % 127 - 63], dtype=torch.float64)
 
 
 def _token(digest: int, vocab_size: int, noise: tuple[int, int] | None, suppress: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """One step from start to end, on the device.
 
     resolve ─▶ model forward, attention as planned ─▶ sample ─▶ publish, record ─▶ copy to host
-                                                  └─▶ prompt logprobs
+                                                  └─▶ prompt logprobs, sums for embeddings
 
 The runner keeps nothing between steps but what its parts keep: KV pages, the newest token of each row, and the
 token history of rows whose requests need it.
@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem_engine.attention.backend import AttentionBackend
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap, token_rows
+from tandem_engine.forward.pooled import sum_pooled
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM
 from tandem_engine.sampling.prompt_logprobs import prompt_scores
@@ -48,12 +49,14 @@ class ModelRunner:
             return ForwardResult(step=batch.step, next_token_ids=())
         samplers = len(batch.sample_index)
         hidden = self._hidden(batch)
+        scored = len(hidden) - sum(len(pooled.tokens) for pooled in batch.pooled)
         sampled = self._sample(batch, hidden[:samplers]) if samplers else NOTHING_SAMPLED
         return ForwardResult(
             step=batch.step,
             next_token_ids=tuple(sampled.token_ids.tolist()),
             logprobs=sampled.logprobs,
-            prompt_scores=prompt_scores(hidden[samplers:], batch.prompt_positions, self.model.logits),
+            prompt_scores=prompt_scores(hidden[samplers:scored], batch.prompt_positions, self.model.logits),
+            pooled=sum_pooled(hidden[scored:], batch.pooled),
             compute_s=time.perf_counter() - started,
         )
 
@@ -62,7 +65,7 @@ class ModelRunner:
         return self.model.logits(self._hidden(batch)[: len(batch.sample_index)])
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states of the tokens that are sampled after, then of those that predict wanted prompt tokens."""
+        """Hidden states of tokens: sampled after, then predicting wanted prompt tokens, then to be pooled."""
         if batch.page_copies:
             self.pool.copy_pages(batch.page_copies)
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
@@ -79,9 +82,10 @@ class ModelRunner:
 def _wanted_tokens(batch: ForwardBatch) -> Tensor:
     """Indices of the tokens whose hidden states are needed, among the step's tokens."""
     last = _last_tokens(batch)
-    if not batch.prompt_positions:
+    if not batch.prompt_positions and not batch.pooled:
         return last
-    return torch.cat((last, *(positions.tokens for positions in batch.prompt_positions)))
+    scored = (positions.tokens for positions in batch.prompt_positions)
+    return torch.cat((last, *scored, *(pooled.tokens for pooled in batch.pooled)))
 
 
 def _last_tokens(batch: ForwardBatch) -> Tensor:

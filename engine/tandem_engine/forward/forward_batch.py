@@ -14,6 +14,7 @@ import torch
 
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.forward.logit_edits import LogitEdits
+from tandem_engine.forward.pooled import PooledSum, PooledTokens
 from tandem_engine.names import PageId
 
 RESOLVE = -1
@@ -90,6 +91,8 @@ class ForwardBatch:
     """(source, target): pages to copy whole before anything is computed. No target is a source."""
     prompt_positions: tuple[PromptPositions, ...] = ()
     """At most one per EXTEND sequence; () when nobody asks."""
+    pooled: tuple[PooledTokens, ...] = ()
+    """At most one per EXTEND sequence; () when nobody wants an embedding."""
 
     @property
     def num_tokens(self) -> int:
@@ -134,5 +137,7 @@ class ForwardResult:
     """As many as `next_token_ids`, or empty when nobody asked."""
     prompt_scores: tuple[PromptScores, ...] = ()
     """One for each of `ForwardBatch.prompt_positions`."""
+    pooled: tuple[PooledSum, ...] = ()
+    """One for each of `ForwardBatch.pooled`."""
     compute_s: float = 0.0
     """Time the forward itself took."""

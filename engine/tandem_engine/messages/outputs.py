@@ -62,6 +62,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Of prompt tokens [logprob_start, prompt_len), with the first output of the worker that computed the prompt.
     None at position 0, which nothing predicts."""
+    embedding: bytes | None = None
+    """Little-endian float32 values, with the finish of a request that asked for pooling."""
     finish: Finish | None = None
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache of the worker that computed the prompt; with its first output, and

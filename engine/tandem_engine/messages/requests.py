@@ -10,6 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from tandem_engine.errors import InvalidRequestError
+from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 
 MAX_ROOM_BYTES = 256
@@ -72,6 +73,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     group: str = ""
     """Requests with one prompt and one group name are choices of one answer (n, best_of): the prompt is computed
     once and its pages are shared. Each has an end of its own."""
+    pooling: PoolingParams | None = None
+    """Answer with an embedding of the prompt. `sampling` then says max_tokens 1, and the token means nothing."""
     deadline_s: float | None = None
     """Seconds from receipt after which the request is aborted."""
 

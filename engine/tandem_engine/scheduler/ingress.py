@@ -19,6 +19,7 @@ from tandem_engine.messages.requests import GenerateRequest, HandoffSide, check_
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.model_facts import ModelFacts
+from tandem_engine.scheduler.pooling import PooledPrompt, check_pooling
 from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
@@ -50,6 +51,7 @@ class Ingress:
             return None
         req = self._request(message, client)
         try:
+            check_pooling(message, hidden_size=self.model.hidden_size)
             self._check(req)
         except EngineError as error:
             self.endings.refuse(req, error)
@@ -99,6 +101,7 @@ class Ingress:
             arrived_at=now,
             output_ids=list(message.resume_ids),
             prompt_logprobs=_prompt_logprobs(message),
+            pooled=PooledPrompt.wanted_by(message.pooling, len(message.input_ids)),
             streamed=len(message.resume_ids),
         )
 

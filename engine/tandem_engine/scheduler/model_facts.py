@@ -1,4 +1,4 @@
-"""What the scheduler knows of the model: three facts, no architecture."""
+"""What the scheduler knows of the model: four facts, no architecture."""
 
 from dataclasses import dataclass
 
@@ -11,3 +11,5 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
     context_length: int
     """Longest prompt + output of one request, in tokens."""
+    hidden_size: int = 0
+    """Size of embeddings; 0 when the model gives none."""

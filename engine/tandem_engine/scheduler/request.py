@@ -21,6 +21,7 @@ from tandem_engine.messages.outputs import Finish, TokenLogprob, TransferReport
 from tandem_engine.messages.requests import Handoff
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import RequestId
+from tandem_engine.scheduler.pooling import PooledPrompt
 from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
 from tandem_engine.scheduler.stop import PlainEnd
 
@@ -51,6 +52,8 @@ class Request:
     """One per output token after the resumed ones, when asked for."""
     prompt_logprobs: PromptLogprobs | None = None
     """What is known of them, when asked for and the prompt is computed here."""
+    pooled: PooledPrompt | None = None
+    """What is known of the embedding, when one is asked for."""
     kv: RequestKv | None = None
     """Row, pages and cursors while the request holds any."""
     extend_target: int = 0
@@ -110,9 +113,12 @@ class Request:
 
     @property
     def longest_match(self) -> int:
-        """Tokens that may come from the prefix cache: one at least is computed, and what wanted logprobs need (T21)."""
-        allowed = None if self.prompt_logprobs is None else self.prompt_logprobs.longest_match
-        return self.seq_len - 1 if allowed is None else min(self.seq_len - 1, allowed)
+        """Tokens that may come from the prefix cache: one at least is computed, and what was asked for needs (T21)."""
+        longest = self.seq_len - 1
+        for wanted in (self.prompt_logprobs, self.pooled):
+            allowed = None if wanted is None else wanted.longest_match
+            longest = longest if allowed is None else min(longest, allowed)
+        return longest
 
     @property
     def remaining_tokens(self) -> int:

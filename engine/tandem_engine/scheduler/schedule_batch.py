@@ -20,6 +20,7 @@ import torch
 
 from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, PromptPositions, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.pooled import PooledTokens
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.edit_columns import NO_EDITS, EditColumns
 from tandem_engine.scheduler.penalty_slots import PenaltySlots
@@ -131,6 +132,7 @@ class BatchBuilder:
             sampling=self._sampling(batch.samplers, seq_lens[sample_index]),
             page_copies=tuple(copy for extend in batch.extends for copy in extend.copies),
             prompt_positions=_prompt_positions(batch.extends),
+            pooled=_pooled_tokens(batch.extends),
         )
 
     def _sequences(self, batch: ScheduleBatch) -> tuple[Ints, Ints, Ints, Ints]:
@@ -208,6 +210,22 @@ def _prompt_positions(extends: Sequence[Extend]) -> tuple[PromptPositions, ...]:
                     top=collection.top,
                 )
             )
+        offset += extend.stop - extend.start
+    return tuple(wanted)
+
+
+def _pooled_tokens(extends: Sequence[Extend]) -> tuple[PooledTokens, ...]:
+    """Prompt tokens of the step whose hidden states somebody wants."""
+    if all(extend.req.pooled is None for extend in extends):
+        return ()
+    wanted, offset = [], 0
+    for sequence, extend in enumerate(extends):
+        pooled = extend.req.pooled
+        positions = range(0) if pooled is None else pooled.positions(extend.start, extend.stop)
+        if positions:
+            shift = offset - extend.start
+            tokens = torch.arange(positions.start + shift, positions.stop + shift)
+            wanted.append(PooledTokens(sequence=sequence, first=positions.start, tokens=tokens))
         offset += extend.stop - extend.start
     return tuple(wanted)
 

@@ -86,6 +86,7 @@ class Scheduler:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             context_length=self._context_length,
+            hidden_size=model.hidden_size,
         )
         self.tally = Tally()
         self.queues = Queues()

@@ -68,6 +68,7 @@ class Settlement:
         self._close(batch)
         self._measure(batch, result)
         self._prompt_scores(batch, result)
+        self._pooled(batch, result)
         sampled = _sampled(result)
         for extend in batch.extends:
             self._extend(extend, next(sampled) if extend.samples else None)
@@ -84,6 +85,13 @@ class Settlement:
             if req.finished is None:
                 assert req.prompt_logprobs is not None, f"prompt logprobs of {req.rid}, which wants none"
                 req.prompt_logprobs.take(scores.first, [*_wire_logprobs(scores.logprobs)])
+
+    def _pooled(self, batch: ScheduleBatch, result: ForwardResult) -> None:
+        for pooled in result.pooled:
+            req = batch.extends[pooled.sequence].req
+            if req.finished is None:
+                assert req.pooled is not None, f"pooled hidden states of {req.rid}, which wants none"
+                req.pooled.take(pooled)
 
     def fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         """The forward of `batch` raised: its requests fail, all others go on."""

@@ -26,7 +26,7 @@ class OutputStream:
     def send(self, req: Request, *, finish: Finish | None = None, first: bool = False) -> None:
         """Queue what `req` has that was not streamed, and how it ended.
 
-        `first` adds the timings, the cache hit, the transfer and the prompt's logprobs: once, with the first
+        `first` adds the timings, the cache hit, the transfer and what was asked of the prompt: once, with the first
         tokens of this worker.
         """
         output = self._output(req, finish, first)
@@ -57,6 +57,7 @@ class OutputStream:
             token_ids=tokens,
             logprobs=self._logprobs(req, len(tokens)),
             prompt_logprobs=self._prompt_logprobs(req) if first else None,
+            embedding=None if req.pooled is None or not first else req.pooled.embedding(),
             finish=finish,
             cached_tokens=req.cached_tokens if cache_hit_known else None,
             transfer=req.transfer if first else None,

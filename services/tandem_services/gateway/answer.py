@@ -111,7 +111,7 @@ class Answer:
     async def whole(self) -> None:
         """Gather everything, then answer once."""
         choices = [WholeChoice(index=c.index, texts=[c.echo]) for c in self._job.plan.choices]
-        async with _time_limit(self._remaining()):
+        async with time_limit(self._remaining()):
             await self._gather(choices)
         share_prompt_logprobs(choices, self._job.plan.n)
         best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
@@ -121,7 +121,7 @@ class Answer:
         """Answer while it is generated. Raises only before the first event."""
         events = EventStream(self._send)
         try:
-            async with _time_limit(self._remaining()):
+            async with time_limit(self._remaining()):
                 await self._write_events(events)
         except Exception as error:  # the status is out: the client learns in the stream
             if not events.started:
@@ -189,7 +189,7 @@ class Answer:
 
 
 @asynccontextmanager
-async def _time_limit(seconds: float) -> AsyncIterator[None]:
+async def time_limit(seconds: float) -> AsyncIterator[None]:
     """Raises `ApiError` 504 in the caller when the block takes longer."""
     try:
         async with asyncio.timeout(seconds):

@@ -1,6 +1,7 @@
 """The gateway's composition root and its routes.
 
 /v1/chat/completions /v1/completions       generation, plain ASGI: nothing between a token and its client
+/v1/embeddings                             vectors of prompts
 /v1/models /v1/models/{id}                 what is served
 /tokenize /detokenize (also under /v1)     the tokenizer
 /v1/requests/{id}/explain                  where a request ran and why
@@ -35,6 +36,7 @@ from tandem_services.gateway.chat import ChatPlanner
 from tandem_services.gateway.completions import CompletionPlanner
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.dispatch import Dispatcher, PairChooser, RetryPolicy
+from tandem_services.gateway.embeddings import EmbeddingEndpoint
 from tandem_services.gateway.engine_client import EnginePool, LivenessTiming
 from tandem_services.gateway.error_responses import error_json
 from tandem_services.gateway.explain import RequestJournal
@@ -47,7 +49,7 @@ from tandem_services.gateway.tokenization import Tokenization
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
 READ = ["GET", "HEAD"]
-LABELLED_PATHS = frozenset({*GENERATION_PATHS, *TOKENIZER_PATHS, "/v1/models"})
+LABELLED_PATHS = frozenset({*GENERATION_PATHS, EmbeddingEndpoint.path, *TOKENIZER_PATHS, "/v1/models"})
 """Paths that are metric labels; every other one counts as "other"."""
 
 
@@ -162,7 +164,8 @@ def create_app(
 
 def _generation_routes(gateway: Gateway) -> list[Route]:
     planners = (ChatPlanner(gateway.prompts), CompletionPlanner(gateway.prompts))
-    return [
+    embeddings = EmbeddingEndpoint(gateway.prompts, gateway.answering)
+    return [Route(EmbeddingEndpoint.path, embeddings, methods=["POST"])] + [
         Route(planner.endpoint, GenerationEndpoint(planner, gateway.answering), methods=["POST"])
         for planner in planners
     ]

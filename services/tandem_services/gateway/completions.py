@@ -24,11 +24,11 @@ from tandem_services.gateway.openai_schemas import (
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
-    PromptItem,
     PromptLogprobs,
     Usage,
 )
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.prompt_shapes import Prompt, split_prompts
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import decode_body
 from tandem_services.gateway.translate import (
@@ -42,8 +42,6 @@ from tandem_services.gateway.translate import (
 )
 
 DEFAULT_MAX_TOKENS = 16
-
-Prompt = str | list[int]
 
 
 class CompletionPlanner:
@@ -60,7 +58,7 @@ class CompletionPlanner:
         request = decode_body(self._decoder, body)
         self._prompts.model.check_name(request.model)
         check_common_fields(request)
-        prompts = split_prompts(request.prompt)
+        prompts = split_prompts(request.prompt, param="prompt", most=MAX_PROMPTS)
         counts = choice_counts(request, prompts=len(prompts))
         wanted = _wanted_tokens(request)
         # Ranges are checked before any prompt is encoded.
@@ -101,28 +99,6 @@ class CompletionPlanner:
 
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._prompts.tokenizer.decode(prompt)
-
-
-def split_prompts(prompt: str | list[PromptItem] | None) -> Sequence[Prompt]:
-    """The four shapes of `prompt` as a list of texts or id lists. Raises `ApiError` 400 for empty ones."""
-    if prompt is None or len(prompt) == 0:
-        raise bad_request("prompt must not be empty", "prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) == len(prompt):
-        return [ids]
-    if len(prompt) > MAX_PROMPTS:
-        raise bad_request(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(prompt)}", "prompt")
-    return [_one_prompt(item, position) for position, item in enumerate(prompt)]
-
-
-def _one_prompt(item: PromptItem, position: int) -> Prompt:
-    if isinstance(item, int):
-        raise bad_request(f"prompt[{position}]: token ids and texts cannot be mixed", "prompt")
-    if not item:
-        raise bad_request(f"prompt[{position}] must not be empty", "prompt")
-    return item
 
 
 class CompletionFormat:

@@ -23,6 +23,7 @@ import msgspec
 from tandem_engine.clock import Clock
 from tandem_engine.errors import TransferError, WireError
 from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, internal_error, unavailable
@@ -80,6 +81,8 @@ class ChoiceRequest:
     sampling: SamplingParams
     cache_salt: str
     priority: int
+    pooling: PoolingParams | None = None
+    """An embedding is wanted instead of text; `sampling` then allows one token."""
     group: str = ""
     """Name that all choices of the prompt share, "" when there is one."""
     route: SharedRoute | None = None
@@ -107,7 +110,8 @@ class Dispatcher:
         progress = _Progress()
         while len(progress.received) < request.sampling.max_tokens:
             choice = await self._choose(request, progress)
-            note = record.begin_attempt(choice, resumed_tokens=len(progress.received))
+            workers = choice if request.pooling is None else _one_worker(choice)
+            note = record.begin_attempt(workers, resumed_tokens=len(progress.received))
             attempt = Attempt(
                 _attempt_id(request, progress),
                 len(progress.received),
@@ -116,7 +120,7 @@ class Dispatcher:
                 awaits_prompt=request.sampling.prompt_logprobs is not None and not progress.scored,
             )
             try:
-                self._send(attempt, request, choice, progress)
+                self._send(attempt, request, workers, progress)
                 while True:
                     accepted = await self._next(attempt, progress)
                     progress.received += accepted.token_ids
@@ -130,7 +134,7 @@ class Dispatcher:
                 note.outcome = failure.cause.value
                 if failure.cause is FailureCause.WORKER_LOST:
                     progress.note_silence(attempt.quiet_since)
-                self._note_failure(request, choice, progress, failure)
+                self._note_failure(request, workers, progress, failure)
             except ApiError:
                 note.outcome = "refused"
                 raise
@@ -174,6 +178,7 @@ class Dispatcher:
             cache_salt=request.cache_salt,
             priority=request.priority,
             group=request.group,
+            pooling=request.pooling,
             deadline_s=max(request.deadline - self.clock.now(), 0.0),
         )
         if prefill is None:
@@ -270,6 +275,11 @@ class _Progress:
 
 def _attempt_id(request: ChoiceRequest, progress: _Progress) -> str:
     return f"{request.request_id}-{request.index}-{progress.attempts}"
+
+
+def _one_worker(choice: Choice) -> Choice:
+    """A prompt alone is the prefill worker's work, where there is one."""
+    return choice if choice.prefill is None else replace(choice, decode=choice.prefill, prefill=None)
 
 
 def _with_handoff(request: GenerateRequest, side: HandoffSide, generation: int, *, peer: WorkerView) -> GenerateRequest:

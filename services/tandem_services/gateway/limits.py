@@ -18,6 +18,7 @@ MAX_URL_BYTES = 8 << 10
 MAX_REQUEST_ID_CHARACTERS = 128
 
 MAX_PROMPTS = 1024
+MAX_EMBEDDING_INPUTS = 2048
 MAX_CHOICES = 128
 """n, and n times the number of prompts."""
 MAX_BEST_OF = 20
@@ -87,7 +88,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
         if not 0 <= token < vocab_size:
             raise bad_request(
                 f"{param}[{position}]: token id {quoted(token)} is out of vocabulary, ids are 0 to {vocab_size - 1}",
-                "prompt",
+                param,
             )
 
 

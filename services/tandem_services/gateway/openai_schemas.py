@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tandem_services.gateway.prompt_shapes import PromptItem
 from tandem_services.gateway.unsupported import UnsupportedFields
 
 
@@ -81,9 +82,6 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: ChatTemplateVariables | None = None
-
-
-PromptItem = str | int | list[int]
 
 
 class CompletionRequest(GenerationFields, kw_only=True):

@@ -24,6 +24,8 @@ class Accepted(NamedTuple):
     finish: Finish | None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """With the first tokens, when they were awaited."""
+    embedding: bytes | None = None
+    """With the finish of a request for one."""
 
 
 class SequenceGapError(Exception):
@@ -70,6 +72,8 @@ class TokenSequence:
         if output.logprobs is not None:
             into.logprobs.extend(output.logprobs[known:])
         self._next = end
+        if output.embedding is not None:
+            into = into._replace(embedding=output.embedding)
         return into if output.finish is None else into._replace(finish=output.finish)
 
     def _keep_for_later(self, output: TokenOutput) -> None:

@@ -4,6 +4,7 @@ It runs in a thread, speaks the real wire protocol and answers deterministically
 prompt knows the whole stream. Knobs make it late, silent, wrong or dead.
 """
 
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -287,6 +288,7 @@ class MockEngine:
             token_ids=tuple(ids),
             logprobs=self._logprobs(request, ids),
             prompt_logprobs=prompt_logprobs(request) if first and not receives else None,
+            embedding=_vector(request) if request.pooling is not None and finish is not None else None,
             finish=finish,
             cached_tokens=self.behaviour.cached_tokens if first else None,
             transfer=transfer if first and receives else None,
@@ -299,3 +301,15 @@ class MockEngine:
         if top is None:
             return None
         return tuple(TokenLogprob(logprob=-0.5, top=tuple((i + rank, -0.5 - rank) for rank in range(top))) for i in ids)
+
+
+def mock_vector(input_ids: Sequence[int], dimensions: int | None = None) -> list[float]:
+    """What a mock engine answers to a request for an embedding: quarters, which float32 holds exactly."""
+    whole = [sum(input_ids) / 4, len(input_ids) / 4, input_ids[0] / 4]
+    return whole[:dimensions]
+
+
+def _vector(request: GenerateRequest) -> bytes:
+    assert request.pooling is not None, f"{request.rid} wants no embedding"
+    values = mock_vector(request.input_ids, request.pooling.dimensions)
+    return struct.pack(f"<{len(values)}f", *values)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem_engine.config import SchedulerConfig
-from tandem_engine.executor.fake import FakeModel, make_fake_pool, next_token, prompt_logprob, ramp
+from tandem_engine.executor.fake import HIDDEN_SIZE, FakeModel, make_fake_pool, next_token, prompt_logprob, ramp
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.no_cache import NoPrefixCache
@@ -232,7 +232,9 @@ def make_engine(
         memory=memory,
         executor=built,
         config=scheduler_config,
-        model=ModelFacts(vocab_size=VOCAB, eos_token_ids=frozenset({EOS}), context_length=context_length),
+        model=ModelFacts(
+            vocab_size=VOCAB, eos_token_ids=frozenset({EOS}), context_length=context_length, hidden_size=HIDDEN_SIZE
+        ),
         clock=clock,
         sink=sink,
         decode_text=text,

@@ -25,6 +25,7 @@ ROUTES = {
     "public": {
         ("POST", CHAT),
         ("POST", COMPLETIONS),
+        ("POST", "/v1/embeddings"),
         ("GET", "/v1/models"),
         ("GET", "/v1/models/{name:path}"),
         ("GET", "/v1/requests/{request_id}/explain"),

@@ -35,7 +35,7 @@ def test_repeated_tokens_are_accepted_once():
 
 def test_later_tokens_wait_for_earlier_ones_and_their_finish_waits_with_them():
     sequence = TokenSequence(0)
-    assert accept_all(sequence, [output(1, 11), output(2, 12, finish=LENGTH)]) == ([], [], None, None)
+    assert accept_all(sequence, [output(1, 11), output(2, 12, finish=LENGTH)]) == Accepted([], [], None)
     assert sequence.has_gap
     accepted = accept_all(sequence, [output(0, 10)])
     assert (accepted.token_ids, accepted.finish) == ([10, 11, 12], LENGTH)

@@ -1,0 +1,39 @@
+"""Hidden states that embeddings are made of: which ones a step is asked for, and their sum."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PooledTokens:
+    """Tokens of one sequence whose hidden states are wanted and which this step computes."""
+
+    sequence: int
+    """Index into the step's sequences."""
+    first: int
+    """Position of the first of them; the others follow it."""
+    tokens: torch.Tensor
+    """[N] int64 indices into the step's tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PooledSum:
+    """Answers a `PooledTokens`, whose `sequence` and `first` it repeats."""
+
+    sequence: int
+    first: int
+    count: int
+    total: torch.Tensor
+    """[hidden_size] float64 sum over the tokens: so wide that where a prompt is cut does not show."""
+
+
+def sum_pooled(hidden: torch.Tensor, wanted: tuple[PooledTokens, ...]) -> tuple[PooledSum, ...]:
+    """Sums of hidden [ΣN, hidden_size] of the tokens that `wanted` names, in that order."""
+    if not wanted:
+        return ()
+    parts = torch.split(hidden, [len(pooled.tokens) for pooled in wanted])
+    return tuple(
+        PooledSum(sequence=pooled.sequence, first=pooled.first, count=len(rows), total=rows.double().sum(dim=0).cpu())
+        for pooled, rows in zip(wanted, parts, strict=True)
+    )
