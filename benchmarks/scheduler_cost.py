@@ -4,9 +4,8 @@
 
 A real scheduler runs over real KV memory with an executor that answers at once, in overlap mode, so plan, build
 and settle are all there is. Prints one JSON object: per workload and number of running requests the microseconds
-of a step, in all and by phase, and a straight line through the totals. Totals are CPU time of the thread, the
-median of several hundred steps; phases are wall time, the lower quartile: both are little disturbed by others on
-the machine.
+of a step, in all and by phase, and a straight line through the totals. Totals are CPU time of the thread, phases
+wall time; of several hundred steps the lower quartile, which others on the machine disturb least.
 
     plan     the planner: sweep, pages of decodes, admission
     build    the tensors of the step
@@ -30,7 +29,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import TypeVar
 
 import numpy as np
@@ -235,9 +234,8 @@ def cost(workload: str, running: int) -> dict[str, float]:
             bench.replace_one()
         steps.append(bench.time_step())
     measured = steps[WARM_UP:]
-    total = median(step["total"] for step in measured)
-    phases = {phase: quantiles((step[phase] for step in measured), n=4)[0] for phase in PHASES}
-    costs = {"total": total, **phases, "rest": total - sum(phases.values())}
+    costs = {phase: quantiles((step[phase] for step in measured), n=4)[0] for phase in ("total", *PHASES)}
+    costs["rest"] = costs["total"] - sum(costs[phase] for phase in PHASES)
     return {phase: round(spent, 1) for phase, spent in costs.items()}
 
 

@@ -51,6 +51,7 @@ class GenerationFields(UnsupportedFields, kw_only=True):
     echo: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    """Greater is more important; see docs/scheduling.md."""
     user: str | None = None
     metadata: dict[str, str] | None = None
 
