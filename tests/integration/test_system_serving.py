@@ -61,6 +61,41 @@ async def test_a_second_turn_reuses_the_first_and_explain_tells_where_it_ran(fle
     assert choice["transfer"]["bytes"] >= choice["transfer"]["pages"] * 1024
 
 
+EDITED = {
+    "prompt": "Once upon a time there was a fox who",
+    "max_tokens": 40,
+    "temperature": 0,
+    "ignore_eos": True,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4,
+    "bad_words": ["the", "fox"],
+    "logprobs": 0,
+    "echo": True,
+}
+
+
+async def test_edited_output_and_prompt_logprobs_of_two_workers_are_those_of_one(fleet, reference):
+    async def complete(client: SystemClient, **fields: object) -> dict:
+        answer = await client.http.post("/v1/completions", json={"model": client.model, **EDITED, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    async with SystemClient(system=reference.system) as alone:
+        expected = await complete(alone)
+    choice, plain = await asyncio.gather(
+        complete(fleet), complete(fleet, repetition_penalty=1, frequency_penalty=0, bad_words=[])
+    )
+    assert choice["text"] == expected["text"] != plain["text"]
+    assert not {"the", "fox"} & {*choice["text"].removeprefix(EDITED["prompt"]).split()}
+    first, *logprobs = choice["logprobs"]["token_logprobs"]
+    assert first is None
+    assert logprobs == pytest.approx(expected["logprobs"]["token_logprobs"][1:], abs=1e-3)
+
+    scored = await complete(fleet, max_tokens=0)
+    assert scored["text"] == EDITED["prompt"]
+    assert scored["logprobs"]["token_logprobs"][1:] == pytest.approx(logprobs[: -EDITED["max_tokens"]], abs=1e-3)
+
+
 async def test_a_client_that_leaves_in_the_middle_gives_its_pages_back(fleet):
     left_before = await fleet.metric("tandem_gateway_client_disconnects_total")
     async with fleet.open_stream("Once upon a time there was a fox. " * 20, max_tokens=3000) as response:

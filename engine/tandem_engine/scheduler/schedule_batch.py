@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, PromptPositions, SamplingBatch
+from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.forward.pooled import PooledTokens
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.edit_columns import NO_EDITS, EditColumns
 from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.prefill_adder import Extend
+from tandem_engine.scheduler.prompt_positions import prompt_positions
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.stop import StopRule
 
@@ -131,7 +132,7 @@ class BatchBuilder:
             sample_index=torch.from_numpy(sample_index),
             sampling=self._sampling(batch.samplers, seq_lens[sample_index]),
             page_copies=tuple(copy for extend in batch.extends for copy in extend.copies),
-            prompt_positions=_prompt_positions(batch.extends),
+            prompt_positions=prompt_positions(batch.extends),
             pooled=_pooled_tokens(batch.extends),
         )
 
@@ -164,10 +165,10 @@ class BatchBuilder:
         return pages * page_size + positions % page_size
 
     def _sampling(self, samplers: list[Request], positions: Ints) -> SamplingBatch:
-        if samplers != self.columns.samplers:
+        changed = samplers != self.columns.samplers
+        if changed:
             self.columns = SamplingColumns.of(samplers)
-            self.edits = EditColumns.of(samplers, self.slots)
-        elif self.edits.stale:
+        if changed or self.edits.stale:
             self.edits = EditColumns.of(samplers, self.slots)
         columns = self.columns
         return SamplingBatch(
@@ -188,30 +189,6 @@ class BatchBuilder:
             self.stop.suppressed(req.sampling, len(req.output_ids) + req.tokens_in_flight) for req in samplers
         )
         return suppressed if any(suppressed) else ()
-
-
-def _prompt_positions(extends: Sequence[Extend]) -> tuple[PromptPositions, ...]:
-    """Prompt tokens that the step can score and somebody wants scored."""
-    if all(extend.req.prompt_logprobs is None for extend in extends):
-        return ()
-    wanted, offset = [], 0
-    for sequence, extend in enumerate(extends):
-        collection = extend.req.prompt_logprobs
-        positions = range(0) if collection is None else collection.positions(extend.start, extend.stop)
-        if collection is not None and positions:
-            # Of tokens in the step: the one before each position, counted from the extend's first.
-            before = offset - 1 - extend.start
-            wanted.append(
-                PromptPositions(
-                    sequence=sequence,
-                    first=positions.start,
-                    tokens=torch.arange(positions.start + before, positions.stop + before),
-                    token_ids=torch.tensor(extend.req.origin_input_ids[positions.start : positions.stop]),
-                    top=collection.top,
-                )
-            )
-        offset += extend.stop - extend.start
-    return tuple(wanted)
 
 
 def _pooled_tokens(extends: Sequence[Extend]) -> tuple[PooledTokens, ...]:
