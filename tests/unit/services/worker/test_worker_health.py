@@ -78,6 +78,12 @@ async def test_metrics_have_vllm_like_names(probed, client):
     assert "tandem_worker_offered 0.0" in text
 
 
+async def test_the_reason_why_requests_wait_is_a_label_and_absent_when_none_do(probed, client):
+    assert "queue_head_waits{" not in (await client.get("/metrics")).text
+    probed.stats = idle_stats(waiting=1, head_waits="no_pages")
+    assert 'tandem_worker_queue_head_waits{reason="no_pages"} 1.0' in (await client.get("/metrics")).text
+
+
 async def test_before_the_engine_reports_only_the_service_speaks(probed, client):
     probed.stats = None
     text = (await client.get("/metrics")).text
