@@ -40,13 +40,14 @@ class OutputPenalties(LogitsProcessor):
 
 
 class InOutput(LogitsProcessor):
-    """A processor that is shown the output and the one token before it."""
+    """A processor that is shown the output, and before it an id that is no token."""
 
     def __init__(self, processor: LogitsProcessor, prompt_len: int) -> None:
         self.processor, self.prompt_len = processor, prompt_len
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        return self.processor(input_ids[:, self.prompt_len - 1 :], scores)
+        nothing = torch.full((1, 1), -1)
+        return self.processor(torch.cat((nothing, input_ids[:, self.prompt_len :]), dim=1), scores)
 
 
 CASES = {

@@ -39,10 +39,18 @@ def processors_for(sampling: SamplingParams, prompt_len: int) -> list[Processor]
         RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
         lambda ids, logits: _penalise_output(sampling, ids[:, prompt_len:], logits),
         SequenceBiasLogitsProcessor(biases),
-        # A bad word does not begin in the prompt. The one token more is because transformers looks at no word that
-        # is longer than what came before.
-        lambda ids, logits: bad_words(ids[:, prompt_len - 1 :], logits),
+        lambda ids, logits: bad_words(_without_prompt(ids, prompt_len), logits),
     ]
+
+
+def _without_prompt(ids: Tensor, prompt_len: int) -> Tensor:
+    """The output after one id that no word has: a bad word does not begin in the prompt.
+
+    The id stands for a prompt of any length. Some releases of transformers look at no word that is longer than all
+    that came before.
+    """
+    nothing = torch.full((1, 1), -1, dtype=ids.dtype)
+    return torch.cat((nothing, ids[:, prompt_len:]), dim=1)
 
 
 def _penalise_output(sampling: SamplingParams, output: Tensor, logits: Tensor) -> Tensor:
