@@ -20,12 +20,13 @@ import msgspec
 import torch
 
 from tandem_engine.attention.cpu import CpuAttention
-from tandem_engine.clock import MonotonicClock
-from tandem_engine.config import DEFAULT_CONTEXT, EngineConfig, ModelConfig, SchedulerConfig
+from tandem_engine.clock import Clock, MonotonicClock
+from tandem_engine.config import DEFAULT_CONTEXT, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.errors import ConfigError
-from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
+from tandem_engine.executor.forward_thread import Forward, ForwardThread, InlineExecutor
+from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.executor.self_test import SelfTestReport, self_test
 from tandem_engine.forward.future_map import FutureMap
@@ -48,8 +49,13 @@ from tandem_engine.names import RequestId
 from tandem_engine.sampling.sampler import Sampler
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
+from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.stop import DecodeText
 from tandem_engine.scheduler.stream import Sink
+from tandem_engine.speculative.assembly import Draft, Target, keep_states, make_proposer, read_draft
+from tandem_engine.speculative.interface import Proposer
+from tandem_engine.speculative.lengths import DraftLengths
+from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
 from tandem_engine.stats import engine_stats
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
@@ -97,6 +103,7 @@ class EnginePort:
 def load(config: EngineConfig, *, progress: bool) -> LoadedModel:
     """Read the checkpoint. Raises `CheckpointError` and `ConfigError` before anything large is allocated."""
     facts = read_model_config(config.model_path, impl=config.model_impl)
+    read_draft(config.speculative, target=facts, target_path=config.model_path)
     context_length = _context_length(config, facts)
     threads = config.threads or torch.get_num_threads()
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
@@ -168,10 +175,14 @@ class Engine:
             TransportUnavailableError: NIXL was asked for and cannot be loaded.
         """
         geometry = _geometry(loaded, config)
-        pool = _pool(geometry, config, loaded.dtype)
+        draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
+        pool = _pool(geometry, config, loaded.dtype, draft)
         memory = _memory(pool, config)
-        runner = _runner(loaded, pool, config)
-        executor = _executor(runner, config.scheduler, loaded.threads)
+        target = _target(loaded, config, memory)
+        states = keep_states(draft, target)
+        runner = _runner(loaded, pool, config, states)
+        executor = _executor(_forward(runner, config), config.scheduler, loaded.threads)
+        clock = MonotonicClock()
         generations = Generations()
         facts = ModelFacts(
             vocab_size=loaded.model_config.vocab_size,
@@ -179,14 +190,19 @@ class Engine:
             context_length=loaded.model_config.max_position,
             hidden_size=loaded.model_config.hidden_size,
         )
+        speculation = None
+        if config.speculative.algorithm is not None:
+            proposer = make_proposer(config.speculative, draft, target, states=states, run=executor.run)
+            speculation = _speculation(config.speculative, proposer, memory, clock)
         scheduler = Scheduler(
             memory=memory,
             executor=executor,
             config=config.scheduler,
             model=facts,
-            clock=MonotonicClock(),
+            clock=clock,
             sink=sink or generations,
             decode_text=_decode_text(loaded.text),
+            speculation=speculation,
         )
         engine = cls(
             loaded=loaded,
@@ -358,9 +374,11 @@ def _geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
     )
 
 
-def _pool(geometry: KvGeometry, config: EngineConfig, dtype: torch.dtype) -> KvPool:
+def _pool(geometry: KvGeometry, config: EngineConfig, dtype: torch.dtype, draft: Draft | None) -> KvPool:
+    """Sized so that the draft's share of every page fits too."""
+    beside = 0 if draft is None else draft.page_bytes(geometry.page_size, dtype)
     return KvPool(
-        num_pages=config.cache.pages_for(geometry.page_bytes),
+        num_pages=config.cache.pages_for(geometry.page_bytes + beside),
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
@@ -382,21 +400,53 @@ def _memory(pool: KvPool, config: EngineConfig) -> KvMemory:
     )
 
 
-def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig) -> ModelRunner:
+def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: HiddenObserver | None) -> ModelRunner:
     return ModelRunner(
         model=loaded.model,
         pool=pool,
         backend=CpuAttention(pool, num_heads=loaded.model_config.num_heads, specs=loaded.model.attention),
         sampler=Sampler(),
         future_map=FutureMap(2 * config.scheduler.max_running_requests),
+        observer=observer,
     )
 
 
-def _executor(runner: ModelRunner, config: SchedulerConfig, threads: int) -> Executor:
+def _forward(runner: ModelRunner, config: EngineConfig) -> Forward:
+    if config.speculative.algorithm is None:
+        return runner.forward
+    return VerifiedForward(model=runner, verifier=ChainVerifier()).forward
+
+
+def _executor(forward: Forward, config: SchedulerConfig, threads: int) -> Executor:
     if config.enable_overlap:
-        return ForwardThread(runner.forward, threads=threads)
+        return ForwardThread(forward, threads=threads)
     torch.set_num_threads(threads)
-    return InlineExecutor(runner.forward)
+    return InlineExecutor(forward)
+
+
+def _target(loaded: LoadedModel, config: EngineConfig, memory: KvMemory) -> Target:
+    """What a draft is made for."""
+    return Target(
+        model=loaded.model,
+        path=loaded.config.model_path,
+        dtype=loaded.dtype,
+        device=config.device,
+        num_pages=memory.allocator.num_pages,
+        page_size=memory.page_size,
+        rows=memory.rows.max_rows,
+        context_length=config.scheduler.context_length,
+        max_text=config.scheduler.chunked_prefill_size,
+    )
+
+
+def _speculation(config: SpecConfig, proposer: Proposer, memory: KvMemory, clock: Clock) -> Speculation:
+    return Speculation(
+        proposer=proposer,
+        lengths=DraftLengths(longest=config.num_draft_tokens, adaptive=config.adaptive),
+        max_batch=config.disable_by_batch_size,
+        memory=memory,
+        clock=clock,
+    )
 
 
 def _decode_text(text: TextTokenizer | None) -> DecodeText | None:

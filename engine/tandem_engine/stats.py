@@ -37,4 +37,5 @@ def engine_stats(scheduler: Scheduler, handoff: HandoffStage | None, *, total_pa
         schedule_s=stats.schedule_s,
         preempted_total=stats.preempted_total,
         head_waits=stats.head_waits,
+        speculation=stats.speculation,
     )

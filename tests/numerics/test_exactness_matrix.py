@@ -1,6 +1,7 @@
 """`tandem verify` on tiny random checkpoints of every family: all paths, and that it notices a difference."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from tandem_engine.verify.compare import compare
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.reference import ReferenceOutput
 from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, run_paths
-from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
 FAMILIES = ["llama-llama3-rope", "qwen2", "qwen3", "gemma2"]
 REDUCED = ["mistral", "mixtral", "qwen2-window", "qwen3-moe", "qwen3-moe-raw-weights", "gemma3"]
@@ -27,7 +28,9 @@ REDUCED = ["mistral", "mixtral", "qwen2-window", "qwen3-moe", "qwen3-moe-raw-wei
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request, tmp_path_factory):
-    return write_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    model = write_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    write_tiny_head(model, Path(f"{model}-eagle"))
+    return model
 
 
 def test_every_path_gives_the_tokens_and_logprobs_of_transformers(checkpoint, capsys) -> None:
@@ -36,9 +39,13 @@ def test_every_path_gives_the_tokens_and_logprobs_of_transformers(checkpoint, ca
     assert [row["difference"] for row in report["paths"]] == [None] * len(report["paths"])
     assert status == 0
     assert report["equal"] is True
-    assert {"disaggregated over NIXL", "resumed", "retracted (short of pages)", "page size 64"} <= {
-        row["path"] for row in report["paths"]
-    }
+    assert {
+        "disaggregated over NIXL",
+        "resumed",
+        "retracted (short of pages)",
+        "page size 64",
+        "EAGLE drafts, handed over",
+    } <= {row["path"] for row in report["paths"]}
 
 
 @pytest.mark.parametrize("name", REDUCED)

@@ -310,6 +310,7 @@ class DecodeStage:
         self.holds.commit(hold.key)
         del self._receiving[hold.key]
         self.host.memory.commit(kv, len(receiving.tokens))
+        self.host.memory.mark_brought(kv, len(receiving.tokens))
         self.host.memory.checkpoint(kv, receiving.tokens)
         self._take_over(req, receiving, record)
         self.counters.committed += 1

@@ -12,7 +12,8 @@ its history on the device is tested with everything else. Prompt logprobs are ha
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -29,6 +30,7 @@ from tandem_engine.forward.forward_batch import (
 )
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.pooled import PooledSum, PooledTokens
+from tandem_engine.forward.runs import drafts_ahead, over_runs
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.names import DUMMY_PAGE
 from tandem_engine.sampling.editor import LogitEditor
@@ -95,11 +97,13 @@ class FakeModel:
         if batch.page_copies:
             self.pool.copy_pages(batch.page_copies)
         self._store(batch)
-        sampled = torch.tensor([self._sample(batch, index) for index in range(len(batch.sample_index))]).long()
+        positions = enumerate(_sampled_positions(batch))
+        sampled = torch.tensor([self._sample(batch, row, at) for row, at in positions]).long()
         if batch.sampling.edits is not None:
-            sampled = self._edited(sampled, batch.sampling)
-        self._future_map.publish(batch.rows[batch.sample_index], sampled)
-        self._editor.record(batch.sampling.edits, sampled[:, None])
+            sampled = self._edited(sampled, batch)
+        if not batch.draft_lens:
+            self._future_map.publish(batch.rows[batch.sample_index], sampled)
+            self.record(batch, sampled[:, None])
         tokens = tuple(sampled.tolist())
         return ForwardResult(
             step=batch.step,
@@ -109,10 +113,15 @@ class FakeModel:
             pooled=tuple(self._pooled(batch, wanted) for wanted in batch.pooled),
         )
 
-    def _edited(self, tokens: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-        """What is chosen when the tokens [S] that would have been are the peaks of ramps of logits."""
+    def record(self, batch: ForwardBatch, token_ids: torch.Tensor) -> None:
+        """See `ModelRunner.record`."""
+        self._editor.record(batch.sampling.edits, token_ids)
+
+    def _edited(self, tokens: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """What is chosen when the tokens [R] that would have been are the peaks of ramps of logits."""
         logits = torch.stack([ramp(token, self.vocab_size) for token in tokens.tolist()])
-        return self._editor.edit(logits, sampling.edits, sampling.suppress).argmax(dim=1)
+        sampling = over_runs(batch)
+        return self._editor.edit(logits, sampling.edits, sampling.suppress, ahead=drafts_ahead(batch)).argmax(dim=1)
 
     def _store(self, batch: ForwardBatch) -> None:
         slots = batch.out_cache_loc
@@ -126,18 +135,16 @@ class FakeModel:
         rows = np.repeat(batch.rows.numpy(), batch.extend_lens.numpy())
         return self._future_map.resolve(batch.input_ids, torch.from_numpy(rows))
 
-    def _sample(self, batch: ForwardBatch, index: int) -> int:
+    def _sample(self, batch: ForwardBatch, row: int, at: "SampledPosition") -> int:
         sampling = batch.sampling
-        greedy = sampling.all_greedy or float(sampling.temperature[index]) == 0.0
-        position = int(sampling.position[index])
-        sequence = int(batch.sample_index[index])
-        length = int(batch.seq_lens[sequence])
-        assert position == length, f"step {batch.step} samples position {position} after {length} tokens"
+        greedy = sampling.all_greedy or float(sampling.temperature[row]) == 0.0
+        position = int(sampling.position[row])
+        assert position == at.length, f"step {batch.step} samples position {position} after {at.length} tokens"
         return _token(
-            self._read(batch.page_table[sequence], length),
+            self._read(batch.page_table[at.sequence], at.length),
             self.vocab_size,
-            None if greedy else (int(sampling.seed[index]), position),
-            sampling.suppress[index] if sampling.suppress and sampling.edits is None else (),
+            None if greedy else (int(sampling.seed[row]), position),
+            sampling.suppress[row] if sampling.suppress and sampling.edits is None else (),
         )
 
     def _read(self, page_table: torch.Tensor, length: int) -> int:
@@ -178,6 +185,20 @@ class FakeModel:
     def _logprob(self, token: int, wanted: int) -> SampledLogprobs:
         top = tuple(((token + i) % self.vocab_size, -1.0 - i) for i in range(wanted))
         return SampledLogprobs(logprob=-1.0 - token / self.vocab_size, top=top)
+
+
+class SampledPosition(NamedTuple):
+    """A token is sampled after the first `length` tokens of a sequence."""
+
+    sequence: int
+    length: int
+
+
+def _sampled_positions(batch: ForwardBatch) -> Iterator[SampledPosition]:
+    drafts = batch.draft_lens or (0,) * len(batch.sample_index)
+    for sequence, count in zip(batch.sample_index.tolist(), drafts, strict=True):
+        length = int(batch.seq_lens[sequence])
+        yield from (SampledPosition(sequence, length - behind) for behind in range(count, -1, -1))
 
 
 def _digest(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> int:

@@ -13,7 +13,17 @@ leaves the executor usable.
 from concurrent.futures import Future
 from typing import Protocol
 
+from torch import Tensor
+
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+
+
+class HiddenObserver(Protocol):
+    """Who wants to see what the model makes of every token. Called by the thread that runs forwards."""
+
+    def observe(self, hidden: Tensor, out_cache_loc: Tensor) -> None:
+        """Hidden states [T, hidden_size] of a step's tokens, and the slots [T] that their KV went to."""
+        ...
 
 
 class ModelExecutor(Protocol):

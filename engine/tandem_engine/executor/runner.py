@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from tandem_engine.attention.backend import AttentionBackend
+from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.forward.pooled import sum_pooled
+from tandem_engine.forward.runs import drafts_ahead, over_runs, sampled_tokens
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM
 from tandem_engine.sampling.prompt_logprobs import prompt_scores
@@ -35,34 +37,44 @@ class ModelRunner:
         backend: AttentionBackend,
         sampler: Sampler,
         future_map: FutureMap,
+        observer: HiddenObserver | None = None,
     ) -> None:
+        """`observer` is shown the hidden states of all tokens, which costs the last layer's shortcut."""
         self.model = model
         self.pool = pool
         self.backend = backend
         self._sampler = sampler
         self._future_map = future_map
+        self._observer = observer
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Run `batch`: KV is written, sampled tokens are published to their rows and returned."""
         started = time.perf_counter()
         if batch.num_tokens == 0:
             return ForwardResult(step=batch.step, next_token_ids=())
-        samplers = len(batch.sample_index)
         hidden = self._hidden(batch)
+        rows = len(batch.sample_index) + sum(batch.draft_lens)
         scored = len(hidden) - sum(len(pooled.tokens) for pooled in batch.pooled)
-        sampled = self._sample(batch, hidden[:samplers]) if samplers else NOTHING_SAMPLED
+        sampled = self._sample(batch, hidden[:rows]) if rows else NOTHING_SAMPLED
         return ForwardResult(
             step=batch.step,
             next_token_ids=tuple(sampled.token_ids.tolist()),
             logprobs=sampled.logprobs,
-            prompt_scores=prompt_scores(hidden[samplers:scored], batch.prompt_positions, self.model.logits),
+            prompt_scores=prompt_scores(hidden[rows:scored], batch.prompt_positions, self.model.logits),
             pooled=sum_pooled(hidden[scored:], batch.pooled),
             compute_s=time.perf_counter() - started,
         )
 
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Run the model alone: KV is written, nothing is sampled. float32 [S, vocab]."""
-        return self.model.logits(self._hidden(batch)[: len(batch.sample_index)])
+        """Run the model alone: KV is written, nothing is sampled. float32 [R, vocab]."""
+        return self.model.logits(self._hidden(batch)[: len(batch.sample_index) + sum(batch.draft_lens)])
+
+    def record(self, batch: ForwardBatch, token_ids: Tensor) -> None:
+        """Let requests with a history have the tokens [S, K] that they got, −1 behind a shorter run (T42).
+
+        `forward` does so itself but for steps with drafts, where it cannot know what is accepted.
+        """
+        self._sampler.editor.record(batch.sampling.edits, token_ids)
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of tokens: sampled after, then predicting wanted prompt tokens, then to be pooled."""
@@ -70,26 +82,27 @@ class ModelRunner:
             self.pool.copy_pages(batch.page_copies)
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
         attend = self.backend.plan(batch)
-        return self.model.forward(input_ids, batch.positions, attend, _wanted_tokens(batch))
+        wanted = _wanted_tokens(batch)
+        if self._observer is None:
+            return self.model.forward(input_ids, batch.positions, attend, wanted)
+        everything = torch.arange(batch.num_tokens, device=input_ids.device)
+        hidden = self.model.forward(input_ids, batch.positions, attend, everything)
+        self._observer.observe(hidden, batch.out_cache_loc)
+        return hidden.index_select(0, wanted)
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SampleOutput:
-        sampled = self._sampler.sample(self.model.logits(hidden), batch.sampling)
-        self._future_map.publish(batch.rows[batch.sample_index], sampled.token_ids)
-        self._sampler.record(batch.sampling, sampled.token_ids)
+        sampled = self._sampler.sample(self.model.logits(hidden), over_runs(batch), ahead=drafts_ahead(batch))
+        if not batch.draft_lens:
+            # With drafts nobody can say which token is a sequence's last, and nobody asks before it is settled.
+            self._future_map.publish(batch.rows[batch.sample_index], sampled.token_ids)
+            self._sampler.record(batch.sampling, sampled.token_ids)
         return sampled
 
 
 def _wanted_tokens(batch: ForwardBatch) -> Tensor:
     """Indices of the tokens whose hidden states are needed, among the step's tokens."""
-    last = _last_tokens(batch)
+    sampled = sampled_tokens(batch)
     if not batch.prompt_positions and not batch.pooled:
-        return last
+        return sampled
     scored = (positions.tokens for positions in batch.prompt_positions)
-    return torch.cat((last, *scored, *(pooled.tokens for pooled in batch.pooled)))
-
-
-def _last_tokens(batch: ForwardBatch) -> Tensor:
-    """[S] the index of each sampling sequence's last token among the step's tokens."""
-    if batch.num_extend == 0:
-        return batch.sample_index
-    return batch.extend_lens.cumsum(0)[batch.sample_index] - 1
+    return torch.cat((sampled, *scored, *(pooled.tokens for pooled in batch.pooled)))

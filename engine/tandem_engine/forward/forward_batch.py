@@ -1,8 +1,11 @@
 """What crosses from the scheduler to the device: frozen tensors, and what comes back.
 
-Shapes use  T = tokens computed in this step, B = sequences, S = sequences that sample (S ≤ B),
-P = pages of the longest sequence. Sequences stand EXTEND first, then DECODE; tokens of a sequence are
-contiguous and in order. Integer tensors are int64 unless noted.
+Shapes use  T = tokens computed in this step, B = sequences, S = sequences that sample (S ≤ B), R = tokens
+sampled (R = S without drafts), P = pages of the longest sequence. Sequences stand EXTEND first, then
+DECODE; tokens of a sequence are contiguous and in order. Integer tensors are int64 unless noted.
+
+A sequence with d drafts computes its last token and the drafts behind it, and samples after each of them:
+d + 1 consecutive rows of sampling, one for each position.
 
 `page_table` is a snapshot, not a view of the scheduler's rows: the scheduler may rewrite or recycle a
 row while the forward that was launched with it still runs (T2, T3) without any fence.
@@ -23,7 +26,10 @@ RESOLVE = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingBatch:
-    """Per sampling sequence, in the order of `ForwardBatch.sample_index`. All tensors have length S."""
+    """One row per sampled token: sequences in the order of `ForwardBatch.sample_index`, then positions.
+
+    All tensors have length R.
+    """
 
     temperature: torch.Tensor
     """float32; 0 means greedy."""
@@ -40,10 +46,10 @@ class SamplingBatch:
     suppress: tuple[tuple[int, ...], ...] = ()
     """Token ids forbidden at this position (stop ids while min_tokens is not reached); () for nobody."""
     logprobs: tuple[int, ...] = ()
-    """Per sequence −1 for none, n ≥ 0 for the sampled token and the top n; () when nobody asks."""
+    """Per row −1 for none, n ≥ 0 for the sampled token and the top n; () when nobody asks."""
     all_greedy: bool = False
     edits: LogitEdits | None = None
-    """Penalties, biases and forbidden tokens; None when nobody asks."""
+    """Penalties, biases and forbidden tokens, by sequence: see `runs.over_runs`. None when nobody asks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +99,8 @@ class ForwardBatch:
     """At most one per EXTEND sequence; () when nobody asks."""
     pooled: tuple[PooledTokens, ...] = ()
     """At most one per EXTEND sequence; () when nobody wants an embedding."""
+    draft_lens: tuple[int, ...] = ()
+    """[S] drafts among the last tokens of each sampling sequence; () when there are none in the step."""
 
     @property
     def num_tokens(self) -> int:
@@ -129,7 +137,7 @@ class ForwardResult:
     step: int
     next_token_ids: tuple[int, ...]
     """One for each of the S sampling sequences, in the order of `sample_index`; with `accept_lens`, their runs
-    one after the other."""
+    one after the other. Between sampling and verification of drafts: one for each of the R rows."""
     accept_lens: tuple[int, ...] = ()
     """[S] tokens in each sequence's run when drafts were verified: accepted drafts and the bonus token. ()
     when every sequence has one token."""

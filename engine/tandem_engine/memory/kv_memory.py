@@ -76,6 +76,7 @@ class KvMemory:
             pages=list(match.pages),
             cache_protected_len=matched,
             committed_len=matched,
+            computed_from=matched,
             lock=match.lock,
         )
 
@@ -116,6 +117,11 @@ class KvMemory:
         assert kv.committed_len <= len(kv.pages) * self.page_size, (
             f"row {kv.row}: cannot commit {kv.committed_len} tokens with {kv.allocated_len} allocated"
         )
+
+    def mark_brought(self, kv: RequestKv, tokens: int) -> None:
+        """No step computes KV of the first `tokens` for this request: it is found, copied or received."""
+        self._assert_live(kv)
+        kv.computed_from = tokens
 
     def checkpoint(self, kv: RequestKv, token_ids: Sequence[int], *, after_step: int | None = None) -> None:
         """Give the cache the whole settled pages of `token_ids[:committed_len]`; the request runs on.

@@ -23,6 +23,8 @@ class RequestKv:
     """Tokens in pages that the tree owns and this request has locked."""
     committed_len: int = 0
     """Tokens whose KV is settled: safe to send, insert or reuse."""
+    computed_from: int = 0
+    """Tokens before this one have KV that no step computed for this request: it was found, copied or received."""
     lock: Lock | None = None
     released: bool = False
 

@@ -47,6 +47,23 @@ class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     code: str
 
 
+class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of drafts since start."""
+
+    proposer: str
+    """NGRAM, DRAFT or EAGLE."""
+    runs_total: int
+    """Drafted runs that were verified: one per request and step with drafts."""
+    drafted_total: int
+    """Tokens proposed and verified."""
+    accepted_total: int
+    """Of these, tokens that became output, or would have but for a stop before them."""
+    accept_length: float
+    """Recent mean of tokens per run: accepted drafts and the bonus token."""
+    propose_s: float
+    """Time spent on proposing."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Twice a second. `loop_count` proves that the scheduler loop turns."""
 
@@ -83,6 +100,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     head_waits: str = ""
     """Why the first waiting request was not admitted: no_seat, no_row, no_pages, watermark, budget,
     chunk_in_progress, shared_prefix, after_retraction or decode_turn; "" when nobody waits."""
+    speculation: SpeculationStats | None = None
+    """None when the engine does not speculate."""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True, tag="audit_report"):

@@ -82,6 +82,10 @@ class Decoder:
             hidden.add_(block.feed_forward(hidden))
         return self.norm(hidden)
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[T] to [T, hidden_size], what the first block sees."""
+        return self.embedding(input_ids)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         logits = self.lm_head(hidden).float()

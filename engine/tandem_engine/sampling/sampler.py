@@ -41,9 +41,12 @@ class Sampler:
         self._hashes = torch.empty(0, dtype=torch.int32)
         self.editor = LogitEditor()
 
-    def sample(self, logits: Tensor, sampling: SamplingBatch) -> SampleOutput:
-        """logits [S, V] float32, left as they are. NaN is not looked for: the self-test is there for that."""
-        edited = self.editor.edit(logits, sampling.edits, sampling.suppress)
+    def sample(self, logits: Tensor, sampling: SamplingBatch, *, ahead: Tensor | None = None) -> SampleOutput:
+        """logits [R, V] float32, left as they are. NaN is not looked for: the self-test is there for that.
+
+        `ahead` as in `LogitEditor.edit`.
+        """
+        edited = self.editor.edit(logits, sampling.edits, sampling.suppress, ahead=ahead)
         token_ids = edited.argmax(dim=1)  # the first of equals, as transformers has it
         if not sampling.all_greedy:
             rows = (sampling.temperature > 0.0).nonzero().squeeze(1)

@@ -5,10 +5,13 @@ fact     `finish`: the wish, or a stop condition, at a moment when the newest re
 release  row, pages and lock go back; pages that a step in flight may write to wait for it (T77)
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tandem_engine.errors import EngineError, InvalidRequestError
 from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.queues import Queues
@@ -16,6 +19,9 @@ from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.stream import OutputStream
 from tandem_engine.scheduler.tally import Tally
+
+OnRelease: TypeAlias = Callable[[RequestKv, Sequence[int]], None]
+"""Called with KV that is about to be given back and the tokens it holds: drop what is kept by row (T17)."""
 
 
 def error_finish(error: EngineError) -> Finish:
@@ -40,6 +46,7 @@ class Endings:
     steps: Steps
     slots: PenaltySlots
     tally: Tally
+    on_release: tuple[OnRelease, ...] = ()
 
     def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True, first: bool = False) -> None:
         """Make the end of `req` a fact: release its memory, tell the client, tell stages of a failure.
@@ -75,4 +82,6 @@ class Endings:
         kv, req.kv = req.kv, None
         req.launched_len = 0
         settled = req.token_ids(0, kv.committed_len)
+        for forget in self.on_release:
+            forget(kv, settled)
         self.memory.release(kv, settled, checkpoint=checkpoint, after_step=self.steps.newest_in_flight)

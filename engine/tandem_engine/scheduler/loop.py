@@ -7,8 +7,9 @@ Depth is one: at most one step is in flight while another is planned. In overlap
 N+1 without knowing the tokens of N: a decode's input id is `RESOLVE`, and a request that ends in N
 computes one token too many in N+1, which settlement drops.
 
-What the plan may not do without the tokens of N (retract, T15, T16) it answers with `SETTLE_FIRST`;
-then this turn settles before it launches, as normal mode does.
+What the plan may not do without the tokens of N (retract, T15, T16; draft) it answers with `SETTLE_FIRST`;
+then this turn settles before it launches, as normal mode does. So it does after a step that verified drafts:
+before it has settled nobody knows how long its sequences are.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from tandem_engine.forward.forward_batch import ForwardResult
 from tandem_engine.scheduler.planner import Hold, Planner, StepPlan
 from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
 from tandem_engine.scheduler.settle import Settlement
+from tandem_engine.scheduler.speculation import NO_DRAFTS, Speculation
 from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.tally import Tally
 
@@ -51,6 +53,7 @@ class Loop:
     steps: Steps
     clock: Clock
     tally: Tally
+    speculation: Speculation | None = None
     in_flight: InFlight | None = None
     while_waiting: Callable[[], None] = lambda: None
     """Called between slices of a long wait. It must not touch the scheduler."""
@@ -68,6 +71,9 @@ class Loop:
             self._settle(current, None)
 
     def _overlapped(self, last: InFlight | None) -> InFlight | None:
+        if last is not None and last.batch.drafts.chains:
+            self._settle(last, None)
+            last = None
         plan = self._plan(last)
         if plan is Hold.SETTLE_FIRST and last is not None:
             self._settle(last, None)
@@ -85,8 +91,11 @@ class Loop:
     def _launch(self, plan: StepPlan | Hold, last: InFlight | None) -> InFlight | None:
         if not isinstance(plan, StepPlan):
             return None
+        drafts = NO_DRAFTS
+        if self.speculation is not None and last is None and plan.decodes:
+            drafts = self.speculation.draft(plan.decodes)
         with self._scheduling(beside=last):
-            batch = ScheduleBatch(step=self.steps.launch(), extends=plan.extends, decodes=plan.decodes)
+            batch = ScheduleBatch(step=self.steps.launch(), extends=plan.extends, decodes=plan.decodes, drafts=drafts)
             view = self.builder.build(batch)
             batch.mark_launched()
             self.tally.launched += 1

@@ -28,6 +28,7 @@ from tandem_engine.scheduler.prefill_adder import Admission, Extend, PrefillAdde
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import Retraction, Room, sends_kv
+from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.tally import Tally
 
 MAX_PREFILL_STREAK = 4
@@ -65,6 +66,7 @@ class Planner:
     tally: Tally
     preemption: Preemption | None = None
     """Only under a policy that preempts."""
+    speculation: Speculation | None = None
     head_waits: Admission = Admission.OK
     """Why the last plan did not admit the first that still waits; for the statistics alone (T18)."""
     prefill_streak: int = 0
@@ -88,7 +90,7 @@ class Planner:
 
     def _mixed(self, decodes: list[Request], in_flight: bool) -> StepPlan | Hold:
         retracted = self.tally.retracted
-        room = self.retraction.make_room(decodes, in_flight=in_flight)
+        room = self._make_room(decodes, in_flight)
         if room is Room.SETTLE_FIRST:
             return Hold.SETTLE_FIRST
         if room is Room.SHORT:
@@ -105,13 +107,18 @@ class Planner:
                 return self._step(extends, ())
         else:
             self.head_waits = Admission.DECODE_TURN
-        room = self.retraction.make_room(decodes, in_flight=in_flight)
+        room = self._make_room(decodes, in_flight)
         if room is Room.SETTLE_FIRST:
             return Hold.SETTLE_FIRST
         self.prefill_streak = 0
         if room is Room.READY and decodes:
             return self._step((), decodes)
         return self._step(self._extends((), admit=True), ())
+
+    def _make_room(self, decodes: list[Request], in_flight: bool) -> Room:
+        if in_flight and self.speculation is not None and self.speculation.wants(decodes):
+            return Room.SETTLE_FIRST
+        return self.retraction.make_room(decodes, in_flight=in_flight)
 
     def _step(self, extends: Sequence[Extend], decodes: Sequence[Request]) -> StepPlan | Hold:
         if decodes:

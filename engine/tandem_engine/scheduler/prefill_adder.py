@@ -145,7 +145,10 @@ class PrefillAdder:
         req.kv = start.kv
         req.extend_target = start.tokens
         req.launched_len = start.start
-        copies = () if start.donor is None else self._copies(start.donor, start.kv, start.start)
+        copies: tuple[PageCopy, ...] = ()
+        if start.donor is not None:
+            copies = self._copies(start.donor, start.kv, start.start)
+            self.memory.mark_brought(start.kv, start.start)
         self._take(req, start.stop - start.start, copies=copies)
         self.crowded = True
         expected = expected_pages(self.memory, req, start.tokens, self.ratio)

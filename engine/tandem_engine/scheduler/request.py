@@ -24,6 +24,7 @@ from tandem_engine.names import RequestId
 from tandem_engine.scheduler.pooling import PooledPrompt
 from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
 from tandem_engine.scheduler.stop import PlainEnd
+from tandem_engine.speculative.lengths import Acceptance
 
 
 @dataclass(kw_only=True, slots=True, weakref_slot=True, eq=False)
@@ -63,10 +64,12 @@ class Request:
     recalled: RequestKv | None = None
     """The holding whose row knows, on the device, the tokens that penalties and bad words need."""
     penalty_slot: int | None = None
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """How well its drafts have fared. Survives retraction."""
     steps_in_flight: int = 0
     """Launched steps that have not settled (T16)."""
     tokens_in_flight: int = 0
-    """Output tokens that in-flight steps will add."""
+    """Output tokens that in-flight steps will add: at most, while drafts are being verified."""
     retractions: int = 0
     streamed: int = 0
     """Output tokens already sent, resumed ones included."""

@@ -8,10 +8,13 @@ grows with the number of tokens is done by numpy.
 
     sequences    extends in plan order, then decodes
     samplers     the sequences that yield a token: last chunks and decodes, in the same order
+    runs         a decode with drafts computes them behind its last token and samples after each: its row of
+                 sampling is repeated for every position of its run
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -27,6 +30,7 @@ from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.prompt_positions import prompt_positions
 from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.speculation import NO_DRAFTS, StepDrafts
 from tandem_engine.scheduler.stop import StopRule
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -39,9 +43,12 @@ class ScheduleBatch:
     step: int
     extends: Sequence[Extend]
     decodes: Sequence[Request]
+    drafts: StepDrafts = NO_DRAFTS
 
     @property
     def mode(self) -> ForwardMode:
+        if self.drafts.chains:
+            return ForwardMode.TARGET_VERIFY
         if not self.extends:
             return ForwardMode.DECODE
         return ForwardMode.MIXED if self.decodes else ForwardMode.EXTEND
@@ -55,6 +62,17 @@ class ScheduleBatch:
         return [*(extend.req for extend in self.extends), *self.decodes]
 
     @property
+    def decode_runs(self) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        """Decodes with their drafts, () for those without."""
+        return zip(self.decodes, self.drafts.chains or repeat(()), strict=False)
+
+    @property
+    def draft_lens(self) -> tuple[int, ...]:
+        """Drafts of each sampler; () when nobody has any."""
+        chains = self.drafts.chains
+        return (*(0 for extend in self.extends if extend.samples), *map(len, chains)) if chains else ()
+
+    @property
     def extend_tokens(self) -> int:
         return sum(extend.stop - extend.start for extend in self.extends)
 
@@ -64,10 +82,10 @@ class ScheduleBatch:
             extend.req.launched_len = extend.stop
             extend.req.steps_in_flight += 1
             extend.req.tokens_in_flight += extend.samples
-        for req in self.decodes:
-            req.launched_len += 1
+        for req, drafts in self.decode_runs:
+            req.launched_len += 1 + len(drafts)
             req.steps_in_flight += 1
-            req.tokens_in_flight += 1
+            req.tokens_in_flight += 1 + len(drafts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +118,19 @@ class SamplingColumns:
             any_min_tokens=any(p.min_tokens for p in params),
         )
 
+    def repeated(self, counts: Ints) -> "SamplingColumns":
+        """Each row `counts` [S] times: once for every position of its run."""
+        rows = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seed=self.seed[rows],
+            logprobs=tuple(self.logprobs[row] for row in rows.tolist()) if self.logprobs else (),
+        )
+
 
 @dataclass(kw_only=True, slots=True)
 class BatchBuilder:
@@ -114,6 +145,7 @@ class BatchBuilder:
     def build(self, batch: ScheduleBatch) -> ForwardBatch:
         """The device view of `batch`, before `mark_launched`."""
         rows, starts, lens, sample_index = self._sequences(batch)
+        draft_lens = batch.draft_lens
         seq_lens = starts + lens
         positions = _ranges(starts, lens)
         table = self.memory.rows.table.numpy()
@@ -128,9 +160,10 @@ class BatchBuilder:
             extend_lens=torch.from_numpy(lens),
             # Indexing by an array copies: this is the snapshot.
             page_table=torch.from_numpy(table[rows, : self.memory.pages_for(int(seq_lens.max()))]),
-            num_extend=len(batch.extends),
+            num_extend=len(rows) if draft_lens else len(batch.extends),
             sample_index=torch.from_numpy(sample_index),
-            sampling=self._sampling(batch.samplers, seq_lens[sample_index]),
+            sampling=self._sampling(batch.samplers, seq_lens[sample_index], draft_lens),
+            draft_lens=draft_lens,
             page_copies=tuple(copy for extend in batch.extends for copy in extend.copies),
             prompt_positions=prompt_positions(batch.extends),
             pooled=_pooled_tokens(batch.extends),
@@ -147,7 +180,7 @@ class BatchBuilder:
                 sampled.append(index)
         rows += [req.held_kv.row for req in batch.decodes]
         starts += [req.launched_len for req in batch.decodes]
-        lens += [1] * len(batch.decodes)
+        lens += [1 + len(chain) for chain in batch.drafts.chains] or [1] * len(batch.decodes)
         sampled += range(len(batch.extends), len(rows))
         return _ints(rows), _ints(starts), _ints(lens), _ints(sampled)
 
@@ -156,7 +189,12 @@ class BatchBuilder:
         ids: list[int] = []
         for extend in batch.extends:
             ids += extend.req.token_ids(extend.start, extend.stop)
-        ids += [RESOLVE if req.tokens_in_flight else req.output_ids[-1] for req in batch.decodes]
+        if not batch.drafts.chains:
+            ids += [RESOLVE if req.tokens_in_flight else req.output_ids[-1] for req in batch.decodes]
+            return _ints(ids)
+        for req, drafts in batch.decode_runs:
+            assert not req.tokens_in_flight, f"{req.rid} is in flight while a step with drafts is built"
+            ids += (req.output_ids[-1], *drafts)
         return _ints(ids)
 
     def _slots(self, table: npt.NDArray[np.int32], rows: Ints, positions: Ints) -> Ints:
@@ -164,13 +202,16 @@ class BatchBuilder:
         pages: Ints = table[rows, positions // page_size].astype(np.int64)
         return pages * page_size + positions % page_size
 
-    def _sampling(self, samplers: list[Request], positions: Ints) -> SamplingBatch:
+    def _sampling(self, samplers: list[Request], seq_lens: Ints, draft_lens: tuple[int, ...]) -> SamplingBatch:
         changed = samplers != self.columns.samplers
         if changed:
             self.columns = SamplingColumns.of(samplers)
         if changed or self.edits.stale:
             self.edits = EditColumns.of(samplers, self.slots)
-        columns = self.columns
+        columns, positions = self.columns, seq_lens
+        if draft_lens:
+            drafts = _ints(draft_lens)
+            columns, positions = columns.repeated(drafts + 1), _ranges(seq_lens - drafts, drafts + 1)
         return SamplingBatch(
             temperature=columns.temperature,
             top_k=columns.top_k,
@@ -178,15 +219,18 @@ class BatchBuilder:
             min_p=columns.min_p,
             seed=columns.seed,
             position=torch.from_numpy(positions),
-            suppress=self._suppressed(samplers) if columns.any_min_tokens else (),
+            suppress=self._suppressed(samplers, draft_lens) if columns.any_min_tokens else (),
             logprobs=columns.logprobs,
             all_greedy=columns.all_greedy,
             edits=self.edits.with_histories(),
         )
 
-    def _suppressed(self, samplers: Sequence[Request]) -> tuple[tuple[int, ...], ...]:
+    def _suppressed(self, samplers: Sequence[Request], draft_lens: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Per row of sampling: each position of a run counts as the output token it would be (T42)."""
         suppressed = tuple(
-            self.stop.suppressed(req.sampling, len(req.output_ids) + req.tokens_in_flight) for req in samplers
+            self.stop.suppressed(req.sampling, len(req.output_ids) + req.tokens_in_flight + offset)
+            for req, drafts in zip(samplers, draft_lens or repeat(0), strict=False)
+            for offset in range(1 + drafts)
         )
         return suppressed if any(suppressed) else ()
 

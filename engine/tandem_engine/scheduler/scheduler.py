@@ -26,6 +26,7 @@ from tandem_engine.config import SchedulerConfig
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.messages.control import SpeculationStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.names import RequestId
@@ -48,6 +49,7 @@ from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import Retraction
 from tandem_engine.scheduler.schedule_batch import BatchBuilder
 from tandem_engine.scheduler.settle import Settlement
+from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.stage import QueueStage
 from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.stop import DecodeText, StopRule
@@ -72,6 +74,7 @@ class Scheduler:
         sink: Sink,
         decode_text: DecodeText | None = None,
         policy: Policy | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`decode_text` turns output ids into text; without it requests with stop strings are refused.
 
@@ -91,6 +94,7 @@ class Scheduler:
         self.tally = Tally()
         self.queues = Queues()
         self._policy = policy or make_policy(config, memory=memory, clock=clock)
+        self._speculation = speculation
         self._steps = Steps()
         self._slots = PenaltySlots()
         self._stop = StopRule(model=facts, decode_text=decode_text)
@@ -104,6 +108,7 @@ class Scheduler:
             steps=self._steps,
             slots=self._slots,
             tally=self.tally,
+            on_release=() if speculation is None else (speculation.released,),
         )
         self._ingress = Ingress(
             config=config,
@@ -140,6 +145,7 @@ class Scheduler:
             clock=self.clock,
             tally=self.tally,
             preemption=self._build_preemption(retraction),
+            speculation=self._speculation,
         )
 
     def _build_preemption(self, retraction: Retraction) -> Preemption | None:
@@ -164,6 +170,7 @@ class Scheduler:
             stream=self._stream,
             clock=self.clock,
             tally=self.tally,
+            speculation=self._speculation,
         )
         return Loop(
             overlap=self.config.enable_overlap,
@@ -174,6 +181,7 @@ class Scheduler:
             steps=self._steps,
             clock=self.clock,
             tally=self.tally,
+            speculation=self._speculation,
         )
 
     # The owner of the loop calls these.
@@ -272,7 +280,13 @@ class Scheduler:
             audit_failures_total=tally.audit_failures,
             overlap_hidden_s=tally.overlap_hidden_s,
             schedule_s=tally.schedule_s,
+            speculation=self._speculation_stats(),
         )
+
+    def _speculation_stats(self) -> SpeculationStats | None:
+        if self._speculation is None:
+            return None
+        return self._speculation.tally.stats(self._speculation.proposer.name)
 
     # Stages call these.
 

@@ -3,7 +3,7 @@
 For each request of a settled step, in this order
     1. counters   one step less in flight
     2. ended      a request that finished meanwhile is skipped altogether, its reply included (T9)
-    3. commit     the KV of the step is final
+    3. commit     the KV of the step is final, but for drafts: those that are accepted follow with 6
     4. wish       an abort that came after the launch is obeyed before the token is looked at (T6)
     5. chunk      whole pages enter the prefix cache; stages may send them
     6. token      appended up to the first stop, streamed; a stop releases the request
@@ -34,6 +34,7 @@ from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import sends_kv
 from tandem_engine.scheduler.schedule_batch import ScheduleBatch
+from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.stop import PlainEnd, StopRule
 from tandem_engine.scheduler.stream import OutputStream
@@ -61,6 +62,7 @@ class Settlement:
     stream: OutputStream
     clock: Clock
     tally: Tally
+    speculation: Speculation | None = None
 
     def settle(self, batch: ScheduleBatch, result: ForwardResult) -> None:
         """Take in the result of `batch`."""
@@ -72,9 +74,9 @@ class Settlement:
         sampled = _sampled(result)
         for extend in batch.extends:
             self._extend(extend, next(sampled) if extend.samples else None)
-        if result.logprobs:
-            for req, one in zip(batch.decodes, sampled, strict=True):
-                self._decode(req, one)
+        if result.logprobs or batch.drafts.chains:
+            for (req, drafts), one in zip(batch.decode_runs, sampled, strict=True):
+                self._decode(req, one, drafted=len(drafts))
         else:
             first = sum(extend.samples for extend in batch.extends)
             self._decodes(batch.decodes, result.next_token_ids[first:])
@@ -100,9 +102,9 @@ class Settlement:
         self.tally.engine_errors += 1
         finish = error_finish(EngineError(f"the model step raised {type(error).__name__}"))
         for extend in batch.extends:
-            self._landed(extend.req, samples=extend.samples)
-        for req in batch.decodes:
-            self._landed(req, samples=True)
+            self._landed(extend.req, tokens=int(extend.samples))
+        for req, drafts in batch.decode_runs:
+            self._landed(req, tokens=1 + len(drafts))
         for req in batch.requests:
             if req.finished is None:
                 self.endings.finish(req, req.to_finish or finish, checkpoint=False)
@@ -113,16 +115,16 @@ class Settlement:
         self.memory.settled(batch.step)
         self.tally.settled += 1
 
-    def _landed(self, req: Request, *, samples: bool) -> None:
+    def _landed(self, req: Request, *, tokens: int) -> None:
         req.steps_in_flight -= 1
-        req.tokens_in_flight -= samples
+        req.tokens_in_flight -= tokens
         assert req.steps_in_flight >= 0 <= req.tokens_in_flight, (
             f"request {req.rid}: {req.steps_in_flight} steps and {req.tokens_in_flight} tokens in flight"
         )
 
     def _extend(self, extend: Extend, sampled: Sampled | None) -> None:
         req = extend.req
-        self._landed(req, samples=sampled is not None)
+        self._landed(req, tokens=int(sampled is not None))
         if req.finished is not None:
             return
         self.memory.commit(req.held_kv, extend.stop)
@@ -150,7 +152,7 @@ class Settlement:
                 or req.finished is not None
                 or req.to_finish is not None
             ):
-                self._decode(req, Sampled(run=(token,)))
+                self._decode(req, Sampled(run=(token,)), drafted=0)
                 continue
             req.steps_in_flight -= 1
             req.tokens_in_flight -= 1
@@ -160,8 +162,8 @@ class Settlement:
             plain += 1
         self.tally.output_tokens += plain
 
-    def _decode(self, req: Request, sampled: Sampled) -> None:
-        self._landed(req, samples=True)
+    def _decode(self, req: Request, sampled: Sampled, *, drafted: int) -> None:
+        self._landed(req, tokens=1 + drafted)
         if req.finished is not None:
             return
         # The step computed KV of the newest settled token; the one it sampled has none yet.
@@ -169,7 +171,15 @@ class Settlement:
         if req.to_finish is not None:
             self.endings.finish(req, req.to_finish)
             return
+        if drafted:
+            self._take_back(req, drafted=drafted, accepted=len(sampled.run) - 1)
         self._tokens(req, sampled)
+
+    def _take_back(self, req: Request, *, drafted: int, accepted: int) -> None:
+        """Rejected drafts were never launched: the next step writes over their KV."""
+        req.launched_len -= drafted - accepted
+        if self.speculation is not None:
+            self.speculation.learn(req, drafted=drafted, accepted=accepted)
 
     def _cache(self, req: Request) -> None:
         """Let others share what is computed of the prompt while the rest, and its output, go on.
@@ -187,6 +197,9 @@ class Settlement:
     def _tokens(self, req: Request, sampled: Sampled) -> None:
         cut = self.stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=req.output_ids, run=sampled.run)
         req.output_ids += sampled.run[: cut.keep]
+        if cut.keep > 1:
+            # Accepted drafts were computed; the newest token never is when it is sampled.
+            self.memory.commit(req.held_kv, req.seq_len - 1)
         if req.sampling.logprobs is not None:
             req.logprobs += _wire_logprobs(sampled.logprobs[: cut.keep])
         self.tally.output_tokens += cut.keep
@@ -224,14 +237,35 @@ class Settlement:
             self.tally.measure_prefill(batch.extend_tokens, result.compute_s)
         elif batch.mode is ForwardMode.DECODE:
             self.tally.measure_decode(result.compute_s)
+        elif batch.mode is ForwardMode.TARGET_VERIFY:
+            self._measure_verify(batch, result)
+
+    def _measure_verify(self, batch: ScheduleBatch, result: ForwardResult) -> None:
+        """A step that yields several tokens per request counts as that many decode steps."""
+        if self.speculation is not None:
+            self.speculation.measure(batch.drafts, result.compute_s)
+        if not batch.extends:
+            tokens_per_run = len(result.next_token_ids) / len(result.accept_lens)
+            self.tally.measure_decode((batch.drafts.propose_s + result.compute_s) / tokens_per_run)
 
 
 def _sampled(result: ForwardResult) -> Iterator[Sampled]:
     """What each sampling sequence got, in batch order."""
+    if result.accept_lens:
+        return _runs(result)
     if not result.logprobs:
         return (Sampled(run=(token,)) for token in result.next_token_ids)
     pairs = zip(result.next_token_ids, result.logprobs, strict=True)
     return (Sampled(run=(token,), logprobs=(logprob,)) for token, logprob in pairs)
+
+
+def _runs(result: ForwardResult) -> Iterator[Sampled]:
+    start = 0
+    for length in result.accept_lens:
+        run = slice(start, start + length)
+        yield Sampled(run=result.next_token_ids[run], logprobs=result.logprobs[run])
+        start += length
+    assert start == len(result.next_token_ids), f"runs of {start} tokens, {len(result.next_token_ids)} were sampled"
 
 
 def _wire_logprobs(logprobs: Sequence[SampledLogprobs | None]) -> Iterator[TokenLogprob]:

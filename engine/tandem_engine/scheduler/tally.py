@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem_engine.messages.control import SpeculationStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 
 WEIGHT = 0.1
@@ -36,6 +37,35 @@ class SchedulerStats:
     audit_failures_total: int
     overlap_hidden_s: float
     schedule_s: float
+    speculation: SpeculationStats | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class SpeculationTally:
+    """Totals since start of what was drafted and what became of it."""
+
+    runs: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    propose_s: float = 0.0
+    accept_length: float = 0.0
+
+    def count(self, *, drafted: int, accepted: int) -> None:
+        """One request's run in a step."""
+        self.runs += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accept_length = _mean(self.accept_length, accepted + 1)
+
+    def stats(self, proposer: str) -> SpeculationStats:
+        return SpeculationStats(
+            proposer=proposer,
+            runs_total=self.runs,
+            drafted_total=self.drafted,
+            accepted_total=self.accepted,
+            accept_length=self.accept_length,
+            propose_s=self.propose_s,
+        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path as Folder
 
 import msgspec
 from tqdm import tqdm
@@ -19,7 +20,7 @@ from tandem_engine.engine import Engine, LoadedModel, load
 from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
 from tandem_engine.verify.edited import edits_against
 from tandem_engine.verify.pair import Pair
-from tandem_engine.verify.paths import Path, make_paths
+from tandem_engine.verify.paths import DraftPaths, Path, make_paths
 from tandem_engine.verify.prompts import make_prompts
 from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
 
@@ -53,7 +54,7 @@ class Verification:
     def run(self, path: Path) -> PathResult:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
         began = time.perf_counter()
-        config = replace(self.model.config, cache=path.cache, scheduler=path.scheduler)
+        config = replace(self.model.config, cache=path.cache, scheduler=path.scheduler, speculative=path.speculative)
         if path.disaggregated:
             with Pair.build(self.model, config) as pair:
                 return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
@@ -70,17 +71,20 @@ class Verification:
         outputs = generate(requests, stagger)
         found = compare(requests, outputs, references)
         cached = sum(output.cached_tokens for output in outputs)
-        retractions = sum(engine.scheduler.stats().retracted_total for engine in engines)
+        stats = [engine.scheduler.stats() for engine in engines]
+        retractions = sum(one.retracted_total for one in stats)
+        accepted = sum(one.speculation.accepted_total for one in stats if one.speculation is not None)
         return PathResult(
             path=path.name,
             requests=len(requests),
             tokens=sum(len(output.token_ids) for output in outputs),
             cached_tokens=cached,
             retractions=retractions,
+            accepted_drafts=accepted,
             max_logprob_difference=found.max_logprob_difference,
             seconds=time.perf_counter() - began,
             difference=found.difference
-            or _unmet(path, cached, retractions)
+            or _unmet(path, cached, retractions, accepted)
             or (self._without_effect() if path.edited else None)
             or _audit(engines),
         )
@@ -90,12 +94,14 @@ class Verification:
         return None if any(a.token_ids != b.token_ids for a, b in pairs) else "no edit changed a token"
 
 
-def _unmet(path: Path, cached: int, retractions: int) -> str | None:
+def _unmet(path: Path, cached: int, retractions: int, accepted: int) -> str | None:
     """A path that did not do what it is named after proves nothing."""
     if path.expects_cached and cached == 0:
         return "no prompt token came from the prefix cache"
     if path.expects_retraction and retractions == 0:
         return "no request was retracted"
+    if path.expects_accepted and accepted == 0:
+        return "no draft was accepted"
     return None
 
 
@@ -133,7 +139,13 @@ def run_verify(model_path: str, *, impl: ModelImpl = ModelImpl.AUTO, quick: bool
         for r in references
     ]
     longest = max(len(r.prompt) for r in references) + prompts.max_tokens
-    paths = make_paths(context_length=longest + 1, longest=longest, num_prompts=len(references), quick=quick)
+    paths = make_paths(
+        context_length=longest + 1,
+        longest=longest,
+        num_prompts=len(references),
+        quick=quick,
+        drafts=DraftPaths(itself=model_path, head=_head_of(model_path)),
+    )
     verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens, edited=edited)
     results = _run_paths(verification, paths, as_json=as_json)
     equal = len(results) == len(paths) and all(result.equal for result in results)
@@ -157,12 +169,18 @@ def run_verify(model_path: str, *, impl: ModelImpl = ModelImpl.AUTO, quick: bool
     return 0 if equal else 1
 
 
+def _head_of(model_path: str) -> str | None:
+    """The draft head of the model, where the bundled one has its own: in a folder beside it."""
+    beside = Folder(f"{model_path.rstrip('/')}-eagle")
+    return str(beside) if beside.is_dir() else None
+
+
 def _run_paths(verification: Verification, paths: Sequence[Path], *, as_json: bool) -> list[PathResult]:
     """Run until the first difference."""
     if not as_json:
         print(
             f"{'path':<34} {'requests':>8} {'tokens':>7} {'cached':>7} "
-            f"{'retracted':>9} {'max Δlogprob':>12} {'s':>6}  result"
+            f"{'retracted':>9} {'drafts':>7} {'max Δlogprob':>12} {'s':>6}  result"
         )
     results = []
     for path in paths:
@@ -171,7 +189,8 @@ def _run_paths(verification: Verification, paths: Sequence[Path], *, as_json: bo
         if not as_json:
             print(
                 f"{result.path:<34} {result.requests:>8} {result.tokens:>7} {result.cached_tokens:>7} "
-                f"{result.retractions:>9} {result.max_logprob_difference:>12.1e} {result.seconds:>6.1f}  "
+                f"{result.retractions:>9} {result.accepted_drafts:>7} "
+                f"{result.max_logprob_difference:>12.1e} {result.seconds:>6.1f}  "
                 f"{result.difference or 'equal'}",
                 flush=True,
             )

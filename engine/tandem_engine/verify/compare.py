@@ -26,6 +26,7 @@ class PathResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     cached_tokens: int
     retractions: int
+    accepted_drafts: int
     max_logprob_difference: float
     seconds: float
     difference: str | None

@@ -1,8 +1,8 @@
 """The exactness matrix: every way a token can come to be computed. A new path adds itself here."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from tandem_engine.config import CacheConfig, SchedulePolicy, SchedulerConfig
+from tandem_engine.config import CacheConfig, SchedulePolicy, SchedulerConfig, SpecAlgorithm, SpecConfig
 
 CHOICES = 3
 
@@ -30,10 +30,25 @@ class Path:
     """Each request is more important than the one before."""
     expects_cached: bool = False
     expects_retraction: bool = False
+    speculative: SpecConfig = field(default_factory=SpecConfig)
+    expects_accepted: bool = False
+    """Some draft must have been right."""
 
 
-def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bool) -> list[Path]:
-    """All paths for prompts whose prompt + output is at most `longest` tokens."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftPaths:
+    """Checkpoints that can draft for the model under test."""
+
+    itself: str
+    """The model: a draft model that is always right."""
+    head: str | None = None
+    """An EAGLE head for it, if there is one."""
+
+
+def make_paths(
+    *, context_length: int, longest: int, num_prompts: int, quick: bool, drafts: DraftPaths | None = None
+) -> list[Path]:
+    """All paths for prompts whose prompt + output is at most `longest` tokens; speculative ones with `drafts`."""
     plain = SchedulerConfig(
         context_length=context_length,
         chunked_prefill_size=4096,
@@ -66,8 +81,9 @@ def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bo
         Path(name="disaggregated over NIXL", cache=warm, scheduler=mixed, disaggregated=True),
         Path(name="edited: mixed, staggered", cache=warm, scheduler=mixed, stagger=True, edited=True),
     ]
+    speculative = [] if drafts is None else _speculative(drafts, warm, mixed, longest, num_prompts)
     if quick:
-        return paths
+        return [*paths, *speculative[:2]]
     no_overlap_mixed = replace(mixed, enable_overlap=False)
     return [
         *paths,
@@ -142,6 +158,61 @@ def make_paths(*, context_length: int, longest: int, num_prompts: int, quick: bo
                 repeat=True,
             )
             for size in (1, 16, 64)
+        ),
+        *speculative,
+    ]
+
+
+def _speculative(
+    drafts: DraftPaths, warm: CacheConfig, mixed: SchedulerConfig, longest: int, num_prompts: int
+) -> list[Path]:
+    """Every proposer, with every page size, retraction, resumption, and a handoff."""
+    ngram = SpecConfig(algorithm=SpecAlgorithm.NGRAM, prompt_lookup_min=1, prompt_lookup_max=3, adaptive=False)
+    # Adaptive lengths depend on measured time; a path must do what it is named after on any machine.
+    draft = SpecConfig(algorithm=SpecAlgorithm.DRAFT, draft_model_path=drafts.itself, adaptive=False)
+    retracting = replace(mixed, force_retract_every=3, max_retractions=10_000)
+    plain = replace(mixed, enable_overlap=False)
+    paths = [
+        Path(name="n-gram drafts", cache=warm, scheduler=mixed, speculative=ngram, stagger=True),
+        Path(name="drafts by the model itself", cache=warm, scheduler=mixed, speculative=draft, expects_accepted=True),
+        Path(name="n-gram drafts, no overlap", cache=warm, scheduler=plain, speculative=replace(ngram, adaptive=True)),
+        Path(name="n-gram drafts, resumed", cache=warm, scheduler=mixed, speculative=ngram, resume=True),
+        Path(name="n-gram drafts, edited", cache=warm, scheduler=retracting, speculative=ngram, edited=True),
+        Path(
+            name="drafts by itself, edited", cache=warm, scheduler=mixed, speculative=draft, edited=True, stagger=True
+        ),
+        Path(
+            name="drafts by itself, retracted",
+            cache=warm,
+            scheduler=retracting,
+            speculative=draft,
+            expects_retraction=True,
+            expects_accepted=True,
+        ),
+    ]
+    heads = [] if drafts.head is None else [drafts.head]
+    for head in heads:
+        eagle = SpecConfig(algorithm=SpecAlgorithm.EAGLE, draft_model_path=head, adaptive=False)
+        paths += [
+            Path(name="EAGLE drafts", cache=warm, scheduler=mixed, speculative=eagle, stagger=True),
+            Path(name="EAGLE drafts, prefix-cached", cache=warm, scheduler=mixed, speculative=eagle, repeat=True),
+            Path(name="EAGLE drafts, retracted", cache=warm, scheduler=retracting, speculative=eagle),
+            Path(name="EAGLE drafts, handed over", cache=warm, scheduler=mixed, speculative=eagle, disaggregated=True),
+        ]
+    algorithms = (("n-gram", ngram), ("self", draft))
+    return [
+        *paths,
+        *(
+            Path(
+                name=f"{name} drafts, handed over, page {size}",
+                cache=_cache(page_size=size, longest=longest, num_prompts=num_prompts, prefix=True),
+                scheduler=mixed,
+                speculative=spec,
+                disaggregated=True,
+                expects_accepted=spec is draft,
+            )
+            for name, spec in algorithms
+            for size in (1, 64)
         ),
     ]
 

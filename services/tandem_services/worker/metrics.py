@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem_engine.messages.control import EngineStats
+from tandem_engine.messages.control import EngineStats, SpeculationStats
 
 PREFIX = "tandem_worker_"
 
@@ -53,6 +53,14 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("schedule_hidden_seconds", "Of it, while a forward was computing.", lambda s: s.overlap_hidden_s),
 )
 
+_SPECULATION: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] = (
+    ("spec_decode_num_drafts", "Drafted runs verified.", lambda s: s.runs_total),
+    ("spec_decode_num_draft_tokens", "Tokens proposed and verified.", lambda s: s.drafted_total),
+    ("spec_decode_num_accepted_tokens", "Proposed tokens accepted.", lambda s: s.accepted_total),
+    ("spec_decode_propose_seconds", "Time spent on proposing.", lambda s: s.propose_s),
+)
+"""Exported by engines that speculate, beside their recent accept length."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceNumbers:
@@ -85,6 +93,8 @@ class WorkerCollector(Collector):
         for name, text, value in _COUNTERS:
             yield _counter(name, text, value(stats))
         yield _head_waits(stats.head_waits)
+        if stats.speculation is not None:
+            yield from _speculation(stats.speculation)
 
 
 def _head_waits(reason: str) -> Metric:
@@ -96,6 +106,12 @@ def _head_waits(reason: str) -> Metric:
     if reason:
         metric.add_metric([reason], 1.0)
     return metric
+
+
+def _speculation(stats: SpeculationStats) -> Iterator[Metric]:
+    yield _gauge("spec_decode_accept_length", "Recent mean of tokens per drafted run.", stats.accept_length)
+    for name, text, value in _SPECULATION:
+        yield _counter(name, text, value(stats))
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -13,7 +13,6 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from tandem_engine.executor.fake import FakeModel
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 
 
@@ -23,6 +22,12 @@ class Faults(Protocol):
     def __call__(self, batch: ForwardBatch) -> None: ...
 
 
+class Computes(Protocol):
+    """The fake model, or something around it."""
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult: ...
+
+
 def no_faults(batch: ForwardBatch) -> None:
     """Every forward succeeds."""
 
@@ -30,7 +35,7 @@ def no_faults(batch: ForwardBatch) -> None:
 class EagerExecutor:
     """Runs at launch. Keeps the batches, for tests that look at them."""
 
-    def __init__(self, model: FakeModel, faults: Faults = no_faults) -> None:
+    def __init__(self, model: Computes, faults: Faults = no_faults) -> None:
         self.model = model
         self.faults = faults
         self.batches: list[ForwardBatch] = []
@@ -48,7 +53,7 @@ class EagerExecutor:
 class LateExecutor:
     """Runs when somebody waits, older batches first."""
 
-    def __init__(self, model: FakeModel, faults: Faults = no_faults) -> None:
+    def __init__(self, model: Computes, faults: Faults = no_faults) -> None:
         self.model = model
         self.faults = faults
         self.batches: list[ForwardBatch] = []
@@ -88,7 +93,7 @@ class LateFuture(Future[ForwardResult]):
 class ThreadedExecutor:
     """Runs on one thread of its own, each batch after up to `max_delay` seconds."""
 
-    def __init__(self, model: FakeModel, *, seed: int = 0, max_delay: float = 0.0005) -> None:
+    def __init__(self, model: Computes, *, seed: int = 0, max_delay: float = 0.0005) -> None:
         self.model = model
         self._random = random.Random(seed)
         self._max_delay = max_delay
@@ -105,7 +110,7 @@ class ThreadedExecutor:
         return self.model.forward(batch)
 
 
-def resolve(future: Future[ForwardResult], model: FakeModel, batch: ForwardBatch, faults: Faults) -> None:
+def resolve(future: Future[ForwardResult], model: Computes, batch: ForwardBatch, faults: Faults) -> None:
     """Run `batch` and put the outcome into `future`."""
     try:
         faults(batch)

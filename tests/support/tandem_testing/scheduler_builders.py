@@ -14,7 +14,11 @@ from tandem_engine.messages.requests import GenerateRequest, Handoff
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
+from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.stop import DecodeText
+from tandem_engine.speculative.interface import Proposer
+from tandem_engine.speculative.lengths import DraftLengths
+from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor
 from tandem_testing.memory_builders import make_memory
 from tandem_testing.plain_sampling import edited_logits, most_likely_token
@@ -203,9 +207,16 @@ def make_engine(
     context_length: int = 256,
     executor: Callable[[FakeModel], ModelExecutor] | None = None,
     with_text: bool = True,
+    proposer: Proposer | None = None,
+    adaptive: bool = False,
+    num_draft_tokens: int = 4,
+    max_draft_batch: int = 0,
     **config: object,
 ) -> Engine:
-    """An audited engine. In overlap mode forwards run as late as can be, unless an executor is given."""
+    """An audited engine. In overlap mode forwards run as late as can be, unless an executor is given.
+
+    With a proposer it speculates, in chains as long as can be unless `adaptive`.
+    """
     settings = {"audit_every_step": True, "enable_overlap": False, "enable_mixed_chunk": False, **config}
     scheduler_config = SchedulerConfig(context_length=context_length, **settings)
     memory = make_memory(
@@ -226,7 +237,15 @@ def make_engine(
             received.setdefault(output.rid, Received()).outputs.append(output)
 
     clock = ManualClock()
-    built = make_executor(model)
+    verified = VerifiedForward(model=model, verifier=ChainVerifier())
+    built = make_executor(model if proposer is None else verified)
+    speculation = proposer and Speculation(
+        proposer=proposer,
+        lengths=DraftLengths(longest=num_draft_tokens, adaptive=adaptive),
+        max_batch=max_draft_batch,
+        memory=memory,
+        clock=clock,
+    )
     text: DecodeText | None = decode_text if with_text else None
     scheduler = Scheduler(
         memory=memory,
@@ -238,6 +257,7 @@ def make_engine(
         clock=clock,
         sink=sink,
         decode_text=text,
+        speculation=speculation,
     )
     return Engine(
         scheduler=scheduler,

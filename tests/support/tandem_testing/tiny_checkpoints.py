@@ -251,3 +251,31 @@ def _byte_alphabet() -> list[tuple[int, str]]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     stand_ins = iter(range(0x100, 0x200))
     return [(byte, chr(byte if byte in printable else next(stand_ins))) for byte in range(256)]
+
+
+def write_tiny_head(target: Path, directory: Path, *, seed: int = 1) -> Path:
+    """Write a random EAGLE head for the tiny checkpoint in `target` into `directory`, and return it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((target / "config.json").read_text())
+    size = config["hidden_size"]
+    generator = torch.Generator().manual_seed(seed)
+    block = {
+        name: torch.randn(tensor.shape, generator=generator) * 0.2
+        for shard in sorted(target.glob("*.safetensors"))
+        for name, tensor in load_file(shard).items()
+        if name.startswith("model.layers.0.")
+    }
+    tensors = {
+        "fc.weight": torch.randn(size, 2 * size, generator=generator) * 0.2,
+        "model.norm.weight": torch.rand(size, generator=generator) + 0.5,
+        **block,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    config |= {"num_hidden_layers": 1}
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:1]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

@@ -1,8 +1,9 @@
 import httpx
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tandem_engine.messages.control import AuditReport, EngineStats
+from tandem_engine.messages.control import AuditReport, EngineStats, SpeculationStats
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.worker.health import HealthServer, WorkerProbes, build_app
@@ -93,7 +94,19 @@ async def test_before_the_engine_reports_only_the_service_speaks(probed, client)
 
 async def test_every_statistic_is_exported_and_the_usage_computed(client):
     text = (await client.get("/metrics")).text
-    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + len(EngineStats.__struct_fields__) + 1
+    flat = [name for name in EngineStats.__struct_fields__ if name != "speculation"]
+    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + len(flat) + 1
+    assert "spec_decode" not in text
+
+
+async def test_an_engine_that_speculates_exports_what_became_of_its_drafts(probed, client):
+    speculation = SpeculationStats(
+        proposer="NGRAM", runs_total=4, drafted_total=12, accepted_total=9, accept_length=3.25, propose_s=0.5
+    )
+    probed.stats = msgspec.structs.replace(probed.stats, speculation=speculation)
+    text = (await client.get("/metrics")).text
+    assert "tandem_worker_spec_decode_num_accepted_tokens_total 9.0" in text
+    assert "tandem_worker_spec_decode_accept_length 3.25" in text
 
 
 async def test_an_audit_is_passed_on_or_times_out(probed, client):

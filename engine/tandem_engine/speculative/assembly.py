@@ -1,0 +1,198 @@
+"""From `SpecConfig` to a proposer.
+
+read_draft      at start, before any weights: the draft's config, checked against the target's
+keep_states     what the target's forwards write for a head, if the draft is one
+make_proposer   pool, weights and bookkeeping
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem_engine.attention.cpu import CpuAttention
+from tandem_engine.config import ModelConfig, SpecAlgorithm, SpecConfig
+from tandem_engine.errors import CheckpointError, ConfigError
+from tandem_engine.executor.runner import ModelRunner
+from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.base import CausalLM
+from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.model.decoder import Decoder, attention_specs
+from tandem_engine.model.json_file import read_json_object
+from tandem_engine.model.loader import load_model
+from tandem_engine.sampling.sampler import Sampler
+from tandem_engine.speculative.draft_history import DraftHistory
+from tandem_engine.speculative.draft_model import DraftModel
+from tandem_engine.speculative.eagle import EagleDrafter
+from tandem_engine.speculative.eagle_weights import load_head, read_head_config
+from tandem_engine.speculative.hidden_states import HiddenStates
+from tandem_engine.speculative.interface import Proposer
+from tandem_engine.speculative.model_proposer import DraftNetwork, ModelProposer, OnForwardThread
+from tandem_engine.speculative.ngram import NgramProposer
+from tandem_engine.speculative.page_stamps import PageStamps
+from tandem_engine.speculative.recent_text import RecentText
+from tandem_engine.speculative.whole_text import WholeText
+
+HEAD_CONTEXT = 256
+"""Tokens that a head looks at when it first meets a request."""
+TOKENIZER = "tokenizer.json"
+MAX_TOKENIZER = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The model that is drafted for, and what its pool and its batches look like."""
+
+    model: CausalLM
+    path: str
+    dtype: torch.dtype
+    device: str
+    num_pages: int
+    page_size: int
+    rows: int
+    """Largest `req_pool_idx`."""
+    context_length: int
+    max_text: int
+    """Tokens that a draft model may catch up with in one step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A draft model or head that fits its target."""
+
+    path: str
+    config: ModelConfig
+    is_head: bool
+
+    def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
+        """Memory beside each page of the target."""
+        facts = self.config
+        values = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim
+        return (values + self.is_head * facts.hidden_size) * page_size * dtype.itemsize
+
+
+def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> Draft | None:
+    """The draft that `config` names, None when it names none.
+
+    Raises:
+        CheckpointError: it cannot be read, or drafts for another vocabulary or hidden size.
+    """
+    if config.algorithm is SpecAlgorithm.EAGLE:
+        facts = read_head_config(config.draft_model_path, target)
+    elif config.algorithm is SpecAlgorithm.DRAFT:
+        facts = read_model_config(config.draft_model_path)
+    else:
+        return None
+    if facts.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"the draft in {config.draft_model_path} has {facts.vocab_size} token ids and the model in {target_path} "
+            f"{target.vocab_size}; --speculative-draft-model-path must name one with the same tokenizer"
+        )
+    _require_same_tokens(Path(config.draft_model_path), Path(target_path))
+    return Draft(path=config.draft_model_path, config=facts, is_head=config.algorithm is SpecAlgorithm.EAGLE)
+
+
+def keep_states(draft: Draft | None, target: Target) -> HiddenStates | None:
+    """Where the target's hidden states go, when a head wants them."""
+    if draft is None or not draft.is_head:
+        return None
+    return HiddenStates(
+        num_pages=target.num_pages,
+        page_size=target.page_size,
+        hidden_size=draft.config.hidden_size,
+        dtype=target.dtype,
+    )
+
+
+def make_proposer(
+    config: SpecConfig, draft: Draft | None, target: Target, *, states: HiddenStates | None, run: OnForwardThread
+) -> Proposer:
+    """The proposer that `config` names. Raises `CheckpointError`, and `ConfigError` for a target that has no draft."""
+    if draft is None:
+        return NgramProposer(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
+    stamps = PageStamps(target.num_pages)
+    positions = min(target.context_length, draft.config.max_position)
+    if states is None:
+        network, history = _draft_model(draft, target, positions), WholeText(stamps=stamps)
+        return _model_proposer("DRAFT", network, history, target, positions, run)
+    head, recent = _head(draft, target, states, positions), RecentText(stamps=stamps, longest=HEAD_CONTEXT)
+    return _model_proposer("EAGLE", head, recent, target, positions, run)
+
+
+def _model_proposer(
+    name: str, network: DraftNetwork, history: DraftHistory, target: Target, positions: int, run: OnForwardThread
+) -> ModelProposer:
+    return ModelProposer(
+        name=name,
+        network=network,
+        history=history,
+        run=run,
+        page_size=target.page_size,
+        positions=positions,
+        max_text=target.max_text,
+    )
+
+
+def _draft_model(draft: Draft, target: Target, positions: int) -> DraftModel:
+    pool, model = _pool(draft, target), _load(draft, target, positions)
+    backend = CpuAttention(pool, num_heads=draft.config.num_heads, specs=model.attention)
+    backend.warm_up()
+    runner = ModelRunner(
+        model=model,
+        pool=pool,
+        backend=backend,
+        sampler=Sampler(),
+        future_map=FutureMap(target.rows),
+    )
+    return DraftModel(runner.forward)
+
+
+def _load(draft: Draft, target: Target, positions: int) -> CausalLM:
+    """A model that drafts for itself is loaded once."""
+    if Path(draft.path).resolve() == Path(target.path).resolve():
+        return target.model
+    return load_model(draft.path, draft.config, target.dtype, target.device, context_length=positions, progress=False)
+
+
+def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) -> EagleDrafter:
+    if not isinstance(target.model, Decoder):
+        raise ConfigError(
+            f"--speculative-algorithm EAGLE shares the embedding of the model, and a {target.model.config.family} "
+            "model does not give it away; use DRAFT or NGRAM"
+        )
+    backend = CpuAttention(_pool(draft, target), num_heads=draft.config.num_heads, specs=attention_specs(draft.config))
+    backend.warm_up()
+    return EagleDrafter(
+        head=load_head(draft.path, draft.config, dtype=target.dtype, device=target.device, positions=positions),
+        target=target.model,
+        states=states,
+        backend=backend,
+        sampler=Sampler(),
+    )
+
+
+def _pool(draft: Draft, target: Target) -> KvPool:
+    """As many pages of as many tokens as the target's: one page table serves both."""
+    return KvPool(
+        num_pages=target.num_pages,
+        num_layers=draft.config.num_layers,
+        num_kv_heads=draft.config.num_kv_heads,
+        head_dim=draft.config.head_dim,
+        page_size=target.page_size,
+        dtype=target.dtype,
+        device=target.device,
+    )
+
+
+def _require_same_tokens(draft: Path, target: Path) -> None:
+    """As many ids are not the same ids. Folders without a tokenizer are taken at their word."""
+    files = [folder / TOKENIZER for folder in (draft, target)]
+    if not all(file.is_file() for file in files):
+        return
+    mine, theirs = (read_json_object(file, max_bytes=MAX_TOKENIZER).get("model") for file in files)
+    if mine != theirs:
+        raise CheckpointError(
+            f"{files[0]} and {files[1]} cut text into different tokens; --speculative-draft-model-path must name a "
+            "model with the same tokenizer"
+        )

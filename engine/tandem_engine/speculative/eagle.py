@@ -1,0 +1,98 @@
+"""A draft head in the manner of EAGLE: one block that continues the target's own thoughts.
+
+    token at position i      ─▶ target's embedding ─┐
+    hidden state of i − 1    ───────────────────────┴▶ fc ▶ block ▶ norm ─▶ hidden state of i, as guessed
+                                                                     └▶ target's head ▶ token i + 1, as guessed
+
+The hidden state of i − 1 is the target's where it is known, that is for settled text, and the head's own for
+guesses. It tells what the target was about to say, the embedding which way it went. The head has its own
+attention, over a pool of one layer that shares the page ids of the target's, and the target's embedding and
+output matrix.
+
+The pair for token i is kept at slot i, so draft KV is a function of the same tokens as KV is. EAGLE numbers
+the pair by the hidden state, which makes it depend on one token more, and every length differ by one between
+the two pools (T29).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem_engine.attention.backend import AttentionBackend, AttentionPlan
+from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.runs import sampled_tokens
+from tandem_engine.model.decoder import Block
+from tandem_engine.model.layers.linear import Projection
+from tandem_engine.model.layers.norm import Norm
+from tandem_engine.model.layers.rotary import RotaryTable
+from tandem_engine.sampling.sampler import Sampler
+from tandem_engine.speculative.hidden_states import HiddenStates
+from tandem_engine.speculative.model_proposer import Guess
+
+
+class EagleTarget(Protocol):
+    """What a head shares with the model it drafts for."""
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[T] to [T, hidden_size]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden_size], past the final norm, to float32 [N, vocab_size]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagleHead:
+    """The weights."""
+
+    fc: Projection
+    """[T, 2 * hidden_size] to [T, hidden_size]."""
+    block: Block
+    norm: Norm
+    rotary: RotaryTable
+
+    def forward(
+        self, embedded: Tensor, before: Tensor, positions: Tensor, attend: AttentionPlan, wanted: Tensor
+    ) -> Tensor:
+        """Guessed hidden states [S, hidden_size] of the tokens `wanted` [S].
+
+        Args:
+            embedded: [T, hidden_size]; before: [T, hidden_size], the state before each token.
+            positions: [T] int64.
+        """
+        hidden = self.fc(torch.cat((embedded, before), dim=1))
+        gathered = self.block.attention.attend(0, hidden, self.rotary.at(positions), attend)
+        hidden, gathered = hidden.index_select(0, wanted), gathered.index_select(0, wanted)
+        hidden.add_(self.block.attention.project(gathered))
+        hidden.add_(self.block.feed_forward(hidden))
+        return self.norm(hidden)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagleDrafter:
+    """Implements `DraftNetwork`."""
+
+    head: EagleHead
+    target: EagleTarget
+    states: HiddenStates
+    backend: AttentionBackend
+    sampler: Sampler
+
+    def extend(self, batch: ForwardBatch) -> Guess:
+        """See `DraftNetwork.extend`."""
+        return self._guess(batch, self.states.before(batch))
+
+    def step(self, batch: ForwardBatch, state: Tensor | None) -> Guess:
+        """See `DraftNetwork.step`; the state is what the head made of the token before."""
+        assert state is not None, "a guess follows a state"
+        return self._guess(batch, state)
+
+    def _guess(self, batch: ForwardBatch, before: Tensor) -> Guess:
+        embedded = self.target.embed(batch.input_ids)
+        attend = self.backend.plan(batch)
+        hidden = self.head.forward(embedded, before, batch.positions, attend, sampled_tokens(batch))
+        sampled = self.sampler.sample(self.target.logits(hidden), batch.sampling)
+        return Guess(token_ids=tuple(sampled.token_ids.tolist()), state=hidden)

@@ -1,0 +1,169 @@
+"""Drafts from a network: a small model, or a head over the target's hidden states.
+
+One proposal, on the thread that runs forwards
+    1. DRAFT_EXTEND  every sequence computes the settled text that it has no draft KV of: the whole prompt at
+                     first, afterwards mostly one to three tokens. Its last token yields the first guess
+    2. DECODE        the guesses so far yield one more each, until everybody has as many as wanted
+
+Text to be computed is bounded per proposal, in the order of the requests. A prompt longer than that is
+caught up with over several steps, without drafts. Of requests that lack the same page of a shared prefix one
+computes it and the others wait for the next step, when they find it done.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.names import PageId
+from tandem_engine.speculative.draft_batch import Span, make_batch
+from tandem_engine.speculative.draft_history import DraftHistory, DraftSequence
+from tandem_engine.speculative.interface import DraftRequest, DraftTokens
+
+Chains: TypeAlias = list[tuple[int, ...]]
+OnForwardThread: TypeAlias = Callable[[Callable[[], Chains]], Chains]
+"""Runs a function where forwards run, after those that were launched, and waits for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guess:
+    """What a network says after the tokens that sample, S of them."""
+
+    token_ids: tuple[int, ...]
+    """[S]"""
+    state: Tensor | None = None
+    """[S, hidden_size] what the next token is computed from besides itself; None for a model that needs nothing."""
+
+    def only(self, rows: Sequence[int]) -> Tensor | None:
+        """`state` of some rows."""
+        if self.state is None or len(rows) == len(self.state):
+            return self.state
+        return self.state[list(rows)]
+
+
+class DraftNetwork(Protocol):
+    """Computes on its own pool. Called where forwards run, under `torch.inference_mode`."""
+
+    def extend(self, batch: ForwardBatch) -> Guess:
+        """Compute settled text and guess after the spans that sample."""
+        ...
+
+    def step(self, batch: ForwardBatch, state: Tensor | None) -> Guess:
+        """Compute one guess per sequence, which came with `state`, and guess on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request's part in a proposal."""
+
+    place: int
+    """Among the requests of the proposal."""
+    request: DraftRequest
+    sequence: DraftSequence
+    stop: int
+    """Its text is computed up to here; drafts need all of it."""
+
+    @property
+    def drafts(self) -> bool:
+        return self.stop == self.request.seq_len
+
+    def text(self) -> Span:
+        """What it has no draft KV of."""
+        start = self.sequence.covered
+        return self._span(start, self.request.token_ids(start, self.stop), samples=self.drafts)
+
+    def guess(self, chain: Sequence[int]) -> Span:
+        """Its newest guess."""
+        return self._span(self.stop + len(chain) - 1, chain[-1:], samples=True)
+
+    def _span(self, start: int, token_ids: Sequence[int], *, samples: bool) -> Span:
+        return Span(
+            kv=self.request.kv,
+            window=self.sequence.window,
+            start=start,
+            token_ids=token_ids,
+            samples=samples,
+            sampling=self.request.sampling,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelProposer:
+    """Implements `Proposer` around a network."""
+
+    name: str
+    network: DraftNetwork
+    history: DraftHistory
+    run: OnForwardThread
+    page_size: int
+    positions: int
+    """The network can place tokens at [0, positions)."""
+    max_text: int
+    """Tokens of settled text that one proposal computes at most."""
+    writes_kv: bool = True
+
+    def ready(self, request: DraftRequest) -> bool:
+        """Always, but beyond the network's positions: it has a guess for any text."""
+        return request.seq_len < self.positions
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftTokens:
+        """See `Proposer.propose`; () for requests whose text is not caught up with yet."""
+        jobs = [*self._jobs(requests)]
+        drafting = [job for job in jobs if job.drafts]
+        chains = self.run(lambda: self._compute(jobs, drafting)) if jobs else []
+        for job in jobs:
+            job.sequence.covered = job.stop
+        proposed: Chains = [()] * len(requests)
+        for job, chain in zip(drafting, chains, strict=True):
+            proposed[job.place] = chain
+            # The last guess was not computed: nothing was asked after it.
+            self.history.caught_up(job.sequence, job.request, chain[:-1])
+        return DraftTokens(tuple(proposed))
+
+    def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
+        """See `Proposer.release`."""
+        self.history.release(kv, token_ids)
+
+    def _jobs(self, requests: Sequence[DraftRequest]) -> Iterator[Job]:
+        text_left = self.max_text
+        written: set[PageId] = set()
+        for place, request in enumerate(requests):
+            if request.seq_len >= self.positions or text_left == 0:
+                continue
+            sequence = self.history.of(request)
+            if sequence.covered >= request.seq_len:
+                continue
+            stop = min(request.seq_len, sequence.covered + text_left)
+            pages = request.kv.pages[sequence.covered // self.page_size : -(-stop // self.page_size)]
+            if not written.isdisjoint(pages):
+                sequence.look_again()
+                continue
+            written.update(pages)
+            text_left -= stop - sequence.covered
+            yield Job(place, request, sequence, stop)
+
+    @torch.inference_mode()
+    def _compute(self, jobs: Sequence[Job], drafting: Sequence[Job]) -> Chains:
+        guess = self.network.extend(self._batch([job.text() for job in jobs], ForwardMode.DRAFT_EXTEND))
+        chains = [[token] for token in guess.token_ids]
+        active = [*range(len(drafting))]
+        while more := [row for row, index in enumerate(active) if self._wants_more(drafting[index], chains[index])]:
+            state = guess.only(more)
+            active = [active[row] for row in more]
+            spans = [drafting[index].guess(chains[index]) for index in active]
+            guess = self.network.step(self._batch(spans, ForwardMode.DECODE), state)
+            for index, token in zip(active, guess.token_ids, strict=True):
+                chains[index].append(token)
+        return [tuple(chain) for chain in chains]
+
+    def _wants_more(self, job: Job, chain: Sequence[int]) -> bool:
+        return len(chain) < job.request.limit and job.stop + len(chain) <= self.positions
+
+    def _batch(self, spans: Sequence[Span], mode: ForwardMode) -> ForwardBatch:
+        return make_batch(spans, page_size=self.page_size, mode=mode)

@@ -1,0 +1,200 @@
+"""Runs of accepted drafts inside the scheduler: what they may take, and where they end."""
+
+import pytest
+
+from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.messages.outputs import FinishReason
+from tandem_testing.fake_executors import EagerExecutor
+from tandem_testing.scheduler_builders import VOCAB, Engine, decode_text, expected_output, make_engine, make_message
+from tandem_testing.scripted_proposer import ScriptedProposer, always_right, always_wrong, wrong_every
+
+PROMPT = (1, 2, 3, 4, 5)
+
+
+def drafting(*, mistake=always_right, lengths=lambda limit: limit, writes_kv=False, **settings: object) -> Engine:
+    proposer = ScriptedProposer(vocab_size=VOCAB, mistake=mistake, lengths=lengths, writes_kv=writes_kv)
+    return make_engine(proposer=proposer, **settings)
+
+
+def run_one(engine: Engine, **sampling: object) -> list[list[int]]:
+    """Tokens of each output of one request."""
+    engine.add(make_message("r", PROMPT, **sampling))
+    engine.run()
+    engine.assert_expected()
+    engine.assert_nothing_held()
+    return [list(output.token_ids) for output in engine.received["r"].outputs]
+
+
+def test_a_step_with_right_drafts_yields_them_and_one_more():
+    runs = run_one(drafting(num_draft_tokens=3), max_tokens=9)
+    assert [len(run) for run in runs] == [1, 4, 4]
+
+
+def test_a_step_with_wrong_drafts_yields_one_token():
+    runs = run_one(drafting(mistake=always_wrong), max_tokens=5)
+    assert [len(run) for run in runs] == [1] * 5
+
+
+def test_a_run_ends_with_its_first_wrong_draft():
+    # Drafts stand at positions 6, 7, 8; number 7 is wrong and replaced by what was sampled there.
+    runs = run_one(drafting(mistake=wrong_every(7), num_draft_tokens=3), max_tokens=4)
+    assert [len(run) for run in runs] == [1, 2, 1]
+
+
+def test_the_batch_computes_drafts_behind_the_last_token():
+    engine = drafting(num_draft_tokens=3)
+    run_one(engine, max_tokens=5)
+    prefill, verify = engine.executor.batches
+    assert (prefill.mode, verify.mode) == (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY)
+    output = engine.output()
+    assert verify.input_ids.tolist() == output[:4]
+    assert verify.positions.tolist() == [5, 6, 7, 8]
+    assert verify.sampling.position.tolist() == [6, 7, 8, 9]
+    assert (verify.draft_lens, verify.num_extend) == ((3,), 1)
+
+
+def test_no_more_is_drafted_than_may_be_output():  # T48
+    engine = drafting(num_draft_tokens=10)
+    runs = run_one(engine, max_tokens=4)
+    assert [len(run) for run in runs] == [1, 3]
+    assert engine.executor.batches[1].draft_lens == (2,)
+    assert engine.finish().reason is FinishReason.LENGTH
+
+
+def test_a_run_is_cut_behind_a_stop_token_in_its_middle():  # T48, T50
+    stop = expected_output(make_message("r", PROMPT, max_tokens=9))[3]
+    engine = drafting(num_draft_tokens=8)
+    runs = run_one(engine, max_tokens=9, stop_token_ids=(stop,), logprobs=0)
+    assert [len(run) for run in runs] == [1, 3]
+    assert engine.finish().matched_stop == stop
+    assert len(engine.received["r"].logprobs) == 4
+    assert engine.scheduler.tally.output_tokens == 4
+
+
+def test_a_stop_string_is_found_wherever_in_a_run_it_ends():  # T49
+    text = decode_text(expected_output(make_message("r", PROMPT, max_tokens=9)))
+    engine = drafting(num_draft_tokens=8)
+    run_one(engine, max_tokens=9, stop=(text[2:5],))
+    assert engine.output() == expected_output(make_message("r", PROMPT, max_tokens=9))[:5]
+    assert engine.finish().matched_stop == text[2:5]
+
+
+def test_min_tokens_are_counted_per_position_and_not_per_step():  # T42
+    plain = expected_output(make_message("r", PROMPT, max_tokens=12))
+    stops = tuple(set(plain))
+    engine = drafting(num_draft_tokens=6)
+    run_one(engine, max_tokens=12, min_tokens=4, stop_token_ids=stops)
+    assert len(engine.output()) >= 5
+    suppressed = [batch.sampling.suppress for batch in engine.executor.batches]
+    assert [bool(ids) for ids in suppressed[1][:4]] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_pages_are_those_of_drafted_tokens_and_no_more(page_size):  # T30, T31
+    engine = drafting(page_size=page_size, num_draft_tokens=5)
+    engine.add(make_message("r", PROMPT, max_tokens=40))
+    engine.step(2)
+    kv = engine.scheduler.queues.requests["r"].held_kv
+    computed = int(engine.executor.batches[-1].seq_lens[0])
+    assert len(kv.pages) == -(-computed // page_size)
+    engine.run()
+
+
+def test_kv_is_committed_up_to_the_newest_token_alone():
+    engine = drafting(mistake=wrong_every(8), num_draft_tokens=4)
+    engine.add(make_message("r", PROMPT, max_tokens=40))
+    for _ in range(8):
+        engine.step()
+        req = engine.scheduler.queues.requests["r"]
+        assert req.held_kv.committed_len == req.launched_len == req.seq_len - 1
+        assert req.tokens_in_flight == 0
+    engine.run()
+    engine.assert_expected()
+
+
+def test_drafts_are_shortened_to_the_pages_there_are_and_retract_nobody():  # T14
+    engine = drafting(page_size=1, usable_pages=16, num_draft_tokens=8, radix=False, init_new_token_ratio=0.1)
+    engine.add(make_message("a", [1, 2, 3], max_tokens=4))
+    engine.add(make_message("b", [4, 5, 6], max_tokens=9))
+    engine.run()
+    assert engine.scheduler.tally.retracted == 0
+    engine.assert_expected()
+    engine.assert_nothing_held()
+
+
+def test_a_step_waits_for_the_one_before_when_somebody_drafts():
+    engine = drafting(enable_overlap=True, num_draft_tokens=3)
+    engine.add(make_message("r", PROMPT, max_tokens=30))
+    engine.step(5)
+    # Nothing is left to the device to look up: each run was settled before the next was planned.
+    assert all(int(batch.input_ids.min()) >= 0 for batch in engine.executor.batches)
+    engine.run()
+    engine.assert_expected()
+
+
+def test_requests_overlap_while_nobody_drafts():
+    engine = drafting(enable_overlap=True, max_draft_batch=1)
+    for rid in ("a", "b"):
+        engine.add(make_message(rid, PROMPT, max_tokens=30))
+    engine.step(8)
+    modes = [batch.mode for batch in engine.executor.batches]
+    assert ForwardMode.TARGET_VERIFY not in modes
+    assert int(engine.executor.batches[-1].input_ids.min()) < 0
+    engine.run()
+    engine.assert_expected()
+
+
+def test_drafts_that_never_please_end_and_overlap_comes_back():
+    engine = drafting(mistake=always_wrong, adaptive=True, enable_overlap=True, usable_pages=100)
+    engine.add(make_message("r", PROMPT, max_tokens=200))
+    engine.run()
+    engine.assert_expected()
+    verified = [batch.mode is ForwardMode.TARGET_VERIFY for batch in engine.executor.batches]
+    assert 0 < sum(verified) < 40
+    assert not any(verified[-50:])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_while_drafts_are_verified_ends_the_request_without_them(overlap):  # T6
+    engine = drafting(enable_overlap=overlap)
+    engine.add(make_message("r", PROMPT, max_tokens=30))
+    engine.step(3)
+    before = engine.output()
+    engine.scheduler.abort("r")
+    engine.run()
+    assert engine.finish().reason is FinishReason.ABORT
+    assert engine.output()[: len(before)] == before
+    engine.assert_nothing_held()
+
+
+def test_a_proposer_forgets_a_request_before_its_row_is_given_back():  # T17
+    engine = drafting(force_retract_every=2, max_retractions=99)
+    run_one(engine, max_tokens=20)
+    released = engine.scheduler._speculation.proposer.released
+    assert len(released) == engine.scheduler.tally.retracted + 1
+    whole = [*PROMPT, *engine.output()]
+    assert all(tokens == whole[: len(tokens)] for _, tokens in released)
+
+
+def test_a_failed_step_with_drafts_ends_its_requests_and_no_others():
+    def fail_third(batch):
+        if batch.step == 3:
+            raise RuntimeError("device lost")
+
+    engine = drafting(executor=lambda model: EagerExecutor(model, fail_third))
+    engine.add(make_message("r", PROMPT, max_tokens=30))
+    engine.run()
+    assert engine.finish().reason is FinishReason.ERROR
+    engine.add(make_message("after", PROMPT, max_tokens=9))
+    engine.run()
+    engine.assert_expected("after")
+    engine.assert_nothing_held()
+
+
+def test_what_became_of_drafts_is_counted():
+    engine = drafting(mistake=wrong_every(7), num_draft_tokens=3)
+    run_one(engine, max_tokens=4)
+    stats = engine.scheduler.stats().speculation
+    assert (stats.proposer, stats.runs_total, stats.drafted_total, stats.accepted_total) == ("SCRIPTED", 1, 2, 1)
+    assert stats.accept_length == 2.0
+    assert make_engine().scheduler.stats().speculation is None
