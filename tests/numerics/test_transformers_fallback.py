@@ -79,6 +79,11 @@ def test_the_examination_allows_for_rounding(olmo2, dtype):
     ("name", "reason"),
     [
         ("mamba", "calls transformers' attention interface 0 times"),
+        ("jamba", "calls transformers' attention interface 0 times"),
+        ("bloom", "calls transformers' attention interface 0 times"),
+        ("qwen3-next", "layer_types may name only"),
+        ("minimax", "layer_types may name only"),
+        ("nemotron", "its attention cannot be replaced"),
         ("bart", "calls transformers' attention interface 12 times"),
         ("falcon", "transformers cannot load"),
         ("stablelm", "its attention cannot be replaced"),

@@ -194,6 +194,11 @@ FALLBACK_MODELS = {
 
 UNSUPPORTED_MODELS = {
     "mamba": TinyModel(config_class="MambaConfig"),
+    "jamba": TinyModel(config_class="JambaConfig"),
+    "qwen3-next": TinyModel(config_class="Qwen3NextConfig"),
+    "minimax": TinyModel(config_class="MiniMaxConfig"),
+    "bloom": TinyModel(config_class="BloomConfig"),
+    "nemotron": TinyModel(config_class="NemotronConfig"),
     "bart": TinyModel(config_class="BartConfig"),
     "falcon": TinyModel(config_class="FalconConfig"),
     "stablelm": TinyModel(config_class="StableLmConfig"),
