@@ -96,6 +96,25 @@ async def test_edited_output_and_prompt_logprobs_of_two_workers_are_those_of_one
     assert scored["logprobs"]["token_logprobs"][1:] == pytest.approx(logprobs[: -EDITED["max_tokens"]], abs=1e-3)
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+async def test_embeddings_of_prefill_workers_are_those_of_one_that_does_both(fleet, reference, pooling):
+    tokens = await fleet.tokens("Once upon a time there was a fox who lived near a river. " * 30)
+    inputs = ["What is the capital of France?", tokens, tokens[:300], tokens[:7]]
+
+    async def embed(client: SystemClient) -> list[list[float]]:
+        body = {"model": client.model, "input": inputs, "pooling": pooling}
+        answer = await client.http.post("/v1/embeddings", json=body)
+        assert answer.status_code == 200, answer.text
+        return [item["embedding"] for item in answer.json()["data"]]
+
+    async with SystemClient(system=reference.system) as alone:
+        expected = await embed(alone)
+    for mine, theirs in zip(await embed(fleet), expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert len({vector[0] for vector in expected}) == len(inputs)
+    await fleet.settled()
+
+
 async def test_a_client_that_leaves_in_the_middle_gives_its_pages_back(fleet):
     left_before = await fleet.metric("tandem_gateway_client_disconnects_total")
     async with fleet.open_stream("Once upon a time there was a fox. " * 20, max_tokens=3000) as response:
