@@ -163,6 +163,8 @@ class CacheConfig:
     """Pages of the pool, dummy page 0 included; 0 sizes it from `kv_cache_bytes`."""
     kv_cache_bytes: int = 512 << 20
     enable_prefix_cache: bool = True
+    session_bytes: int = 0
+    """KV that conversations may pin between their turns; 0 is a quarter of the pool."""
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -171,6 +173,12 @@ class CacheConfig:
             raise ConfigError(f"--num-pages must be at least 2 (page 0 is reserved), got {self.num_pages}")
         if self.kv_cache_bytes < 1:
             raise ConfigError(f"--kv-cache-gib must be above 0, got {self.kv_cache_bytes / (1 << 30):g}")
+        if not 0 <= self.session_bytes < 1 << 62:
+            raise ConfigError(f"--session-kv-gib must not be below 0, got {self.session_bytes / (1 << 30):g}")
+
+    def session_pages(self, page_bytes: int, *, num_pages: int) -> int:
+        """Pages that conversations may pin in a pool of `num_pages`."""
+        return self.session_bytes // page_bytes if self.session_bytes else num_pages // 4
 
     def pages_for(self, page_bytes: int) -> int:
         """Pages of the pool when one page takes `page_bytes`. Raises `ConfigError` when not even two fit."""
@@ -214,6 +222,10 @@ class SchedulerConfig:
     """Share of a request's remaining output that admission reserves, at start and after a retraction."""
     min_new_token_ratio: float = 0.1
     new_token_ratio_decay_steps: int = 600
+    max_sessions: int = 1024
+    """Conversations kept at a time."""
+    session_ttl: float = 600.0
+    """Seconds that an unused conversation is kept."""
     max_retractions: int = 16
     """A request retracted more often than this fails instead of looping for ever (T12)."""
     force_retract_every: int = 0
@@ -226,11 +238,14 @@ class SchedulerConfig:
             "context_length",
             "max_running_requests",
             "max_queued_requests",
+            "max_sessions",
             "max_prefill_tokens",
             "chunked_prefill_size",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0.0 < self.session_ttl < float("inf"):
+            raise ConfigError(f"--session-ttl must be a number of seconds above 0, got {self.session_ttl}")
         if 0 < self.max_tokens_per_step <= self.max_running_requests:
             raise ConfigError(
                 f"--max-tokens-per-step {self.max_tokens_per_step} leaves no token for prompts beside "

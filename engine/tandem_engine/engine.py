@@ -203,6 +203,7 @@ class Engine:
             sink=sink or generations,
             decode_text=_decode_text(loaded.text),
             speculation=speculation,
+            session_pages=config.cache.session_pages(geometry.page_bytes, num_pages=pool.num_pages),
         )
         engine = cls(
             loaded=loaded,

@@ -23,6 +23,8 @@ GIB = 1 << 30
 _SCHEDULER_FLAGS = (
     "max_running_requests",
     "max_queued_requests",
+    "max_sessions",
+    "session_ttl",
     "max_tokens_per_step",
     "max_prefill_tokens",
     "chunked_prefill_size",
@@ -104,6 +106,27 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="KV pages; overrides --kv-cache-gib",
+    )
+    group.add_argument(
+        "--session-kv-gib",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="KV that conversations may keep between their turns (default a quarter of the pages)",
+    )
+    group.add_argument(
+        "--session-ttl",
+        type=float,
+        default=scheduler.session_ttl,
+        metavar="S",
+        help=f"seconds that an unused conversation is kept (default {scheduler.session_ttl:g})",
+    )
+    group.add_argument(
+        "--max-sessions",
+        type=positive_int,
+        default=scheduler.max_sessions,
+        metavar="N",
+        help=f"conversations kept at a time (default {scheduler.max_sessions})",
     )
     group.add_argument("--disable-radix-cache", action="store_true", help="do not keep prefixes for reuse")
 
@@ -312,6 +335,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             page_size=args.page_size,
             num_pages=args.num_pages,
             kv_cache_bytes=int(args.kv_cache_gib * GIB),
+            session_bytes=int(args.session_kv_gib * GIB),
             enable_prefix_cache=not args.disable_radix_cache,
         ),
         context_length=args.context_length,

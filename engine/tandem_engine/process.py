@@ -38,7 +38,7 @@ from tandem_engine.messages.control import (
 )
 from tandem_engine.messages.kv_events import KvEvent, KvEventBatch
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, TokenOutput
-from tandem_engine.messages.requests import AbortRequest, EngineRequest, GenerateRequest, Ping
+from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_engine.names import RequestId
 
 log = logging.getLogger(__name__)
@@ -148,6 +148,8 @@ class EngineProcess:
                 self._engine.add(message, client)
             case AbortRequest():
                 self._engine.abort(RequestId(message.rid))
+            case CloseSession():
+                self._engine.scheduler.sessions.close(message.cache_salt, message.session)
             case Ping():
                 self._requests.send(client, Pong(nonce=message.nonce, incarnation=self._config.incarnation))
 

@@ -95,6 +95,8 @@ class PreallocQueue:
         if waiting is None:
             return None
         kv = self._reserve(waiting, len(under_way))
+        while kv is None and self.host.give_way():
+            kv = self._reserve(waiting, len(under_way))
         if kv is None:
             return None
         self._waiting.remove(waiting)

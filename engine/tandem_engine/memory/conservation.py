@@ -55,7 +55,7 @@ def check_conservation(memory: KvMemory, kvs: Iterable[RequestKv], held: Iterabl
             *_page_problems(claims, memory.allocator.num_pages),
             *_row_problems(memory, live),
             *_request_problems(memory, live, {*tree}),
-            *memory.cache.audit(kv.lock for kv in live if kv.lock is not None),
+            *memory.cache.audit([*(kv.lock for kv in live if kv.lock is not None), *(pin.lock for pin in memory.pins)]),
         ),
     )
 

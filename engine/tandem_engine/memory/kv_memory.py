@@ -19,13 +19,21 @@ such a step only reads the tree's pages and what it computes for this request is
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem_engine.memory.allocator import PageAllocator
-from tandem_engine.memory.prefix_cache import PrefixCache
+from tandem_engine.memory.prefix_cache import Lock, PrefixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.rows import ReqToTokenPool
 from tandem_engine.names import PageId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pin:
+    """Cached pages that nobody uses now and that stay all the same."""
+
+    lock: Lock
+    pages: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,6 +44,7 @@ class KvMemory:
     allocator: PageAllocator
     cache: PrefixCache
     page_size: int
+    pins: list[Pin] = field(default_factory=list)
 
     def available_pages(self) -> int:
         """Pages that `ensure` could get now: free or evictable. Fenced pages do not count."""
@@ -165,6 +174,18 @@ class KvMemory:
     def give_back(self, pages: Sequence[PageId]) -> None:
         """Pages from `detach` or `reserve_pages` that nobody will write to any more."""
         self.allocator.free(pages)
+
+    def pin(self, token_ids: Sequence[int], *, salt: str) -> Pin:
+        """Keep what the cache has of `token_ids` until `unpin`."""
+        match = self.cache.match(token_ids, salt=salt)
+        pin = Pin(lock=match.lock, pages=len(match.pages))
+        self.pins.append(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Let eviction have the pages again."""
+        self.pins.remove(pin)
+        self.cache.unlock(pin.lock)
 
     def settled(self, step: int) -> None:
         """`step` and all before it have settled: opens the fence for what waited for them."""

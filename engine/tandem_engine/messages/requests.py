@@ -15,6 +15,7 @@ from tandem_engine.messages.sampling import SamplingParams
 
 MAX_ROOM_BYTES = 256
 MAX_GROUP_BYTES = 256
+MAX_SESSION_BYTES = 256
 MAX_GENERATION = 2**53
 """Room and generation travel in every transfer notification, which NIXL bounds."""
 
@@ -58,6 +59,25 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class SessionRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation that the engine keeps, so that a turn brings only its new tokens.
+
+    It lives on one engine: a request that names one comes without a handoff.
+    """
+
+    id: str
+    turn: int = 0
+    """Turns before this one. 0 begins the session, or begins it anew. Any other number must be the engine's own
+    count, so that a turn that is sent twice, or to an engine that restarted, is refused instead of misread."""
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` for a name or a count that no session can have."""
+        if not 1 <= len(self.id.encode("utf-8", "surrogatepass")) <= MAX_SESSION_BYTES:
+            raise InvalidRequestError(f"a session id must have 1 to {MAX_SESSION_BYTES} bytes", param="session")
+        if self.turn < 0:
+            raise InvalidRequestError(f"a session's turn must be at least 0, got {self.turn}", param="session")
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
     """Generate tokens after `input_ids + resume_ids`."""
 
@@ -75,6 +95,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     once and its pages are shared. Each has an end of its own."""
     pooling: PoolingParams | None = None
     """Answer with an embedding of the prompt. `sampling` then says max_tokens 1, and the token means nothing."""
+    session: SessionRef | None = None
+    """The conversation that `input_ids` continue; None for a request of its own."""
     deadline_s: float | None = None
     """Seconds from receipt after which the request is aborted."""
 
@@ -92,10 +114,17 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     rid: str
 
 
+class CloseSession(msgspec.Struct, frozen=True, kw_only=True, tag="close_session"):
+    """Forget a session and let go of its pages. Unknown ids are ignored."""
+
+    session: str
+    cache_salt: str = ""
+
+
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     """Answered with `Pong` by the scheduler loop itself, so it proves that the loop turns."""
 
     nonce: int
 
 
-EngineRequest = GenerateRequest | AbortRequest | Ping
+EngineRequest = GenerateRequest | AbortRequest | CloseSession | Ping

@@ -16,6 +16,7 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.stream import OutputStream
 from tandem_engine.scheduler.tally import Tally
@@ -45,6 +46,7 @@ class Endings:
     stream: OutputStream
     steps: Steps
     slots: PenaltySlots
+    sessions: Sessions
     tally: Tally
     on_release: tuple[OnRelease, ...] = ()
 
@@ -60,6 +62,7 @@ class Endings:
         self.release(req, checkpoint=checkpoint)
         self.queues.forget(req)
         self.queues.leave_group(req)
+        self.sessions.end_turn(req, finish)
         self.stream.send(req, finish=finish, first=first)
         self.tally.count_end(finish)
         if finish.reason in {FinishReason.ABORT, FinishReason.ERROR}:

@@ -23,6 +23,7 @@ from tandem_engine.scheduler.pooling import PooledPrompt, check_pooling
 from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Ingress:
     clock: Clock
     queues: Queues
     endings: Endings
+    sessions: Sessions
     tally: Tally
     draining: bool = False
 
@@ -49,7 +51,12 @@ class Ingress:
             # An answer under this name would end the attempt that is running.
             logger.warning("request %r arrived twice; the second is ignored", message.rid)
             return None
-        req = self._request(message, client)
+        try:
+            whole = self.sessions.whole_turn(message)
+        except InvalidRequestError as error:
+            self.endings.refuse(self._request(message, client), error)
+            return None
+        req = self._request(whole, client)
         try:
             check_pooling(message, hidden_size=self.model.hidden_size)
             self._check(req)
@@ -57,6 +64,7 @@ class Ingress:
             self.endings.refuse(req, error)
             return None
         self.tally.requests += 1
+        self.sessions.begin_turn(message, req)
         if len(req.output_ids) >= req.sampling.max_tokens:
             self.endings.finish(req, Finish(reason=FinishReason.LENGTH))
             return None
@@ -96,6 +104,7 @@ class Ingress:
             cache_salt=message.cache_salt,
             priority=message.priority,
             group=message.group,
+            session=None if message.session is None else message.session.id,
             client=client,
             deadline=None if message.deadline_s is None else now + message.deadline_s,
             arrived_at=now,

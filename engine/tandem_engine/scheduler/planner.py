@@ -13,7 +13,7 @@ A plan moves requests between queues and takes memory, but touches no device; th
 launch. Nothing is remembered of why a request did not fit: the next plan asks again (T18).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,6 +28,7 @@ from tandem_engine.scheduler.prefill_adder import Admission, Extend, PrefillAdde
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import Retraction, Room, sends_kv
+from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.tally import Tally
 
@@ -61,6 +62,7 @@ class Planner:
     policy: Policy
     endings: Endings
     retraction: Retraction
+    sessions: Sessions
     ratio: NewTokenRatio
     clock: Clock
     tally: Tally
@@ -131,7 +133,7 @@ class Planner:
         answer = Admission.OK if admit else Admission.AFTER_RETRACTION
         chunked = self.queues.chunked
         if chunked is not None and chunked.to_finish is None:
-            resumed = adder.resume(chunked)
+            resumed = self._fit(adder.resume, chunked)
             answer = answer if resumed.ok else resumed
             self._house(adder.extends)
             adder.may_chunk = self.queues.chunked is None
@@ -143,12 +145,14 @@ class Planner:
         order = self.policy.order(self.queues)
         while len(self.queues.waiting):
             answer = adder.full() if self._has_seat() else Admission.NO_SEAT
+            if answer.lacks_pages and self.sessions.give_way():
+                continue
             if not answer.ok:
                 return answer
             req = next(order, None)
             if req is None:
                 return Admission.SHARED_PREFIX
-            answer = adder.add(req)
+            answer = self._fit(adder.add, req)
             if not answer.ok:
                 return answer
             self.queues.waiting.discard(req)
@@ -157,9 +161,16 @@ class Planner:
             adder.may_chunk = self.queues.chunked is None
         return Admission.OK
 
+    def _fit(self, add: Callable[[Request], Admission], req: Request) -> Admission:
+        """Add `req`, if need be into the pages of conversations that nobody is continuing now."""
+        answer = add(req)
+        while answer.lacks_pages and self.sessions.give_way():
+            answer = add(req)
+        return answer
+
     def _ask(self, req: Request) -> Admission:
         """Whether `req` would be admitted by a step that computes nothing else."""
-        return self._adder((), admit=True).ask(req) if self._has_seat() else Admission.NO_SEAT
+        return self._fit(self._adder((), admit=True).ask, req) if self._has_seat() else Admission.NO_SEAT
 
     def _adder(self, decodes: Sequence[Request], *, admit: bool) -> PrefillAdder:
         admits = admit and len(self.queues.waiting) > 0

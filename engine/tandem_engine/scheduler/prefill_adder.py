@@ -47,6 +47,11 @@ class Admission(Enum):
     def ok(self) -> bool:
         return self is Admission.OK
 
+    @property
+    def lacks_pages(self) -> bool:
+        """More free pages would help."""
+        return self in (Admission.NO_PAGES, Admission.WATERMARK)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extend:

@@ -41,6 +41,8 @@ class Request:
     priority: int = 0
     group: str = ""
     """Name shared by the choices of one answer, "" for a request of its own (see `groups`)."""
+    session: str | None = None
+    """The conversation that it is a turn of (see `sessions`)."""
     client: bytes = b""
     """Where outputs go: the identity of the gateway's socket, empty for an in-process caller."""
     deadline: float | None = None

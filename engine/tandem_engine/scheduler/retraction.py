@@ -22,6 +22,7 @@ from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
 from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.tally import Tally
 
 
@@ -59,6 +60,7 @@ class Retraction:
     queues: Queues
     policy: Policy
     endings: Endings
+    sessions: Sessions
     ratio: NewTokenRatio
     tally: Tally
     decode_steps: int = 0
@@ -67,6 +69,8 @@ class Retraction:
     def make_room(self, decodes: list[Request], *, in_flight: bool) -> Room:
         """Retract until `decodes` fit, removing from it who was retracted, and take their pages."""
         forced = self._force_is_due(decodes)
+        while not decode_pages_fit(self.memory, decodes) and self.sessions.give_way():
+            pass
         if in_flight and (forced or not decode_pages_fit(self.memory, decodes)):
             return Room.SETTLE_FIRST
         if forced:

@@ -48,6 +48,7 @@ from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import Retraction
 from tandem_engine.scheduler.schedule_batch import BatchBuilder
+from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.settle import Settlement
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.stage import QueueStage
@@ -75,10 +76,12 @@ class Scheduler:
         decode_text: DecodeText | None = None,
         policy: Policy | None = None,
         speculation: Speculation | None = None,
+        session_pages: int = 0,
     ) -> None:
         """`decode_text` turns output ids into text; without it requests with stop strings are refused.
 
-        `policy` takes the place of the one that `config` names.
+        `policy` takes the place of the one that `config` names. `session_pages` may stay pinned between the turns
+        of conversations.
         """
         self.memory = memory
         self.config = config
@@ -101,12 +104,14 @@ class Scheduler:
         self._ratio = NewTokenRatio(config=config)
         self._stream = OutputStream(sink=sink)
         self._deadlines = Deadlines()
+        self.sessions = Sessions(config=config, memory=memory, clock=clock, max_pages=session_pages)
         self._endings = Endings(
             memory=memory,
             queues=self.queues,
             stream=self._stream,
             steps=self._steps,
             slots=self._slots,
+            sessions=self.sessions,
             tally=self.tally,
             on_release=() if speculation is None else (speculation.released,),
         )
@@ -118,6 +123,7 @@ class Scheduler:
             clock=clock,
             queues=self.queues,
             endings=self._endings,
+            sessions=self.sessions,
             tally=self.tally,
         )
         self._planner = self._build_planner()
@@ -131,6 +137,7 @@ class Scheduler:
             queues=self.queues,
             policy=self._policy,
             endings=self._endings,
+            sessions=self.sessions,
             ratio=self._ratio,
             tally=self.tally,
         )
@@ -141,6 +148,7 @@ class Scheduler:
             policy=self._policy,
             endings=self._endings,
             retraction=retraction,
+            sessions=self.sessions,
             ratio=self._ratio,
             clock=self.clock,
             tally=self.tally,
@@ -227,6 +235,7 @@ class Scheduler:
         before = self.tally.moves
         for req in self._deadlines.overdue(self.clock.now()):
             self._ingress.abort(req.rid, OVERDUE)
+        self.sessions.sweep()
         polled = [stage.poll() for stage in self.queues.stages]
         self._loop.turn()
         self._stream.flush()
@@ -338,6 +347,10 @@ class Scheduler:
         if head is not None:
             spare -= expected_pages(self.memory, head, head.seq_len, self._ratio.value)
         return spare
+
+    def give_way(self) -> bool:
+        """Make pages evictable that only wait for a next turn. False when there are none."""
+        return self.sessions.give_way()
 
     def spare_requests(self) -> int:
         """Requests that the running batch can still take. May be negative. A stage counts its own on top."""

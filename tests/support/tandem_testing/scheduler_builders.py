@@ -10,7 +10,7 @@ from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.no_cache import NoPrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
-from tandem_engine.messages.requests import GenerateRequest, Handoff
+from tandem_engine.messages.requests import GenerateRequest, Handoff, SessionRef
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
@@ -52,6 +52,7 @@ def make_message(
     cache_salt: str = "",
     priority: int = 0,
     group: str = "",
+    session: SessionRef | None = None,
     deadline_s: float | None = None,
     ignore_eos: bool = True,
     **sampling: object,
@@ -67,6 +68,7 @@ def make_message(
         cache_salt=cache_salt,
         priority=priority,
         group=group,
+        session=session,
         deadline_s=deadline_s,
     )
 
@@ -211,6 +213,7 @@ def make_engine(
     adaptive: bool = False,
     num_draft_tokens: int = 4,
     max_draft_batch: int = 0,
+    session_pages: int = 0,
     **config: object,
 ) -> Engine:
     """An audited engine. In overlap mode forwards run as late as can be, unless an executor is given.
@@ -258,6 +261,7 @@ def make_engine(
         sink=sink,
         decode_text=text,
         speculation=speculation,
+        session_pages=session_pages,
     )
     return Engine(
         scheduler=scheduler,

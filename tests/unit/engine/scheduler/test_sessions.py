@@ -1,0 +1,225 @@
+"""Conversations that the engine keeps: a turn brings only what is new."""
+
+import pytest
+
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.requests import GenerateRequest, SessionRef
+from tandem_engine.names import RequestId
+from tandem_testing.disagg_pair import make_pair
+from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
+
+FIRST = (*range(1, 15),)
+SECOND = (40, 41, 42)
+
+
+def kept(**settings: object) -> Engine:
+    return make_engine(**{"session_pages": 32, **settings})
+
+
+def turn(engine: Engine, number: int, new: tuple[int, ...], *, session: str = "s", **fields: object) -> str:
+    """Run one turn to its end; returns its rid."""
+    rid = f"{session}-{number}-{len(engine.messages)}"
+    engine.add(make_message(rid, new, session=SessionRef(id=session, turn=number), **{"max_tokens": 6, **fields}))
+    engine.run()
+    return rid
+
+
+def whole(engine: Engine, first: str, second: str) -> GenerateRequest:
+    """The second turn as a request that brings its whole conversation."""
+    prompt = (*engine.messages[first].input_ids, *engine.output(first), *engine.messages[second].input_ids)
+    return make_message("whole", prompt, max_tokens=engine.messages[second].sampling.max_tokens)
+
+
+def refusal(engine: Engine, rid: str) -> Finish:
+    finish = engine.finish(rid)
+    assert finish is not None
+    assert finish.param == "session"
+    return finish
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_turn_continues_after_everything_before_it(overlap: bool, page_size: int):
+    engine = kept(enable_overlap=overlap, page_size=page_size)
+    first = turn(engine, 0, FIRST)
+    second = turn(engine, 1, SECOND)
+    assert engine.output(second) == expected_output(whole(engine, first, second))
+    third = turn(engine, 2, (7,))
+    history = (*whole(engine, first, second).input_ids, *engine.output(second), 7)
+    assert engine.output(third) == expected_output(make_message("x", history, max_tokens=6))
+
+
+def test_only_what_is_new_is_computed():
+    engine = kept()
+    turn(engine, 0, FIRST)
+    second = turn(engine, 1, SECOND)
+    cached = next(o.cached_tokens for o in engine.received[second].outputs if o.cached_tokens is not None)
+    assert cached == (len(FIRST) + 5) // 4 * 4  # the last output token was never computed
+
+
+def test_pages_of_a_session_outlive_what_needs_their_place_more_rarely():
+    engine = kept(usable_pages=24)
+    turn(engine, 0, FIRST)
+    for number in range(12):
+        engine.add(make_message(f"other-{number}", [50 + number] * 17, max_tokens=2))
+        engine.run()
+    second = turn(engine, 1, SECOND)
+    assert max(o.cached_tokens or 0 for o in engine.received[second].outputs) == 16
+
+
+def test_a_request_that_needs_the_pages_gets_them_and_the_session_goes_on():
+    engine = kept(usable_pages=12)
+    first = turn(engine, 0, FIRST)
+    assert engine.scheduler.sessions.pinned_pages == 4
+    engine.add(make_message("large", range(50, 90), max_tokens=5))
+    engine.run()
+    engine.assert_expected("large")
+    assert engine.scheduler.sessions.pinned_pages == 0
+    second = turn(engine, 1, SECOND)
+    assert engine.output(second) == expected_output(whole(engine, first, second))
+
+
+def test_running_requests_are_not_retracted_for_a_session():
+    engine = kept(usable_pages=12)
+    turn(engine, 0, FIRST)
+    engine.add(make_message("long", range(50, 62), max_tokens=30))
+    engine.run()
+    engine.assert_expected("long")
+    assert engine.scheduler.stats().retracted_total == 0
+
+
+def test_a_transfer_that_needs_the_pages_gets_them():
+    pair = make_pair(decode={"usable_pages": 12, "session_pages": 12})
+    decode = pair.decode.engine
+    decode.add(make_message("turn", FIRST, session=SessionRef(id="s"), max_tokens=6))
+    decode.run()
+    pair.submit("r", tuple(range(50, 90)), max_tokens=3)
+    pair.run()
+    assert decode.output("r") == pair.expected("r")
+
+
+def test_pins_stay_within_their_bound_and_the_oldest_goes_first():
+    engine = kept(session_pages=9)
+    for name in ("a", "b", "c"):
+        turn(engine, 0, tuple(ord(name) - 90 + i for i in range(14)), session=name)
+    assert engine.scheduler.sessions.pinned_pages == 8
+    assert len(engine.scheduler.sessions) == 3
+
+
+def test_a_session_larger_than_the_bound_is_kept_without_its_pages():
+    engine = kept(session_pages=3)
+    first = turn(engine, 0, FIRST)
+    assert engine.scheduler.sessions.pinned_pages == 0
+    second = turn(engine, 1, SECOND)
+    assert engine.output(second) == expected_output(whole(engine, first, second))
+
+
+def test_a_session_that_is_not_used_is_forgotten():
+    engine = kept(session_ttl=10.0)
+    turn(engine, 0, FIRST)
+    engine.clock.time += 10.0
+    engine.step()
+    assert len(engine.scheduler.sessions) == 0
+    assert engine.scheduler.sessions.pinned_pages == 0
+    assert "expired" in refusal(engine, turn(engine, 1, SECOND)).error
+
+
+def test_use_keeps_a_session_alive():
+    engine = kept(session_ttl=10.0)
+    turn(engine, 0, FIRST)
+    engine.clock.time += 9.0
+    turn(engine, 1, SECOND)
+    engine.clock.time += 9.0
+    assert engine.finish(turn(engine, 2, SECOND)).reason is FinishReason.LENGTH
+
+
+def test_no_more_sessions_are_kept_than_allowed():
+    engine = kept(max_sessions=2)
+    for name in ("a", "b", "c"):
+        turn(engine, 0, FIRST, session=name)
+    refusal(engine, turn(engine, 1, SECOND, session="a"))
+    assert engine.finish(turn(engine, 1, SECOND, session="b")).reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("ref", "says"),
+    [
+        (SessionRef(id="s", turn=5), "has 1 turns"),
+        (SessionRef(id="unknown", turn=1), "not kept here"),
+        (SessionRef(id="", turn=0), "1 to 256 bytes"),
+        (SessionRef(id="x" * 300, turn=0), "1 to 256 bytes"),
+        (SessionRef(id="s", turn=-1), "at least 0"),
+    ],
+)
+def test_a_turn_that_cannot_be_is_refused_by_name(ref: SessionRef, says: str):
+    engine = kept()
+    turn(engine, 0, FIRST)
+    engine.add(make_message("bad", SECOND, session=ref))
+    assert says in refusal(engine, "bad").error
+    assert engine.finish(turn(engine, 1, SECOND)).reason is FinishReason.LENGTH
+
+
+def test_a_session_computes_one_turn_at_a_time():
+    engine = kept()
+    engine.add(make_message("one", FIRST, session=SessionRef(id="s"), max_tokens=6))
+    engine.add(make_message("two", FIRST, session=SessionRef(id="s"), max_tokens=6))
+    assert "another turn" in refusal(engine, "two").error
+    engine.run()
+    engine.assert_expected("one")
+
+
+def test_a_tenant_cannot_continue_the_session_of_another():
+    engine = kept()
+    turn(engine, 0, FIRST, cache_salt="mine")
+    refusal(engine, turn(engine, 1, SECOND, cache_salt="yours"))
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_an_aborted_turn_leaves_the_session_as_it_was(steps: int):
+    engine = kept(enable_overlap=True)
+    first = turn(engine, 0, FIRST)
+    engine.add(make_message("gone", SECOND, session=SessionRef(id="s", turn=1), max_tokens=9))
+    engine.step(steps)
+    engine.scheduler.abort(RequestId("gone"))
+    engine.run()
+    second = turn(engine, 1, (33, 34))
+    assert engine.output(second) == expected_output(whole(engine, first, second))
+
+
+def test_a_first_turn_that_is_aborted_leaves_no_session():
+    engine = kept()
+    engine.add(make_message("gone", FIRST, session=SessionRef(id="s")))
+    engine.scheduler.abort(RequestId("gone"))
+    engine.run()
+    assert len(engine.scheduler.sessions) == 0
+
+
+def test_turn_zero_begins_anew():
+    engine = kept()
+    turn(engine, 0, FIRST)
+    again = turn(engine, 0, SECOND)
+    assert engine.output(again) == expected_output(make_message("x", SECOND, max_tokens=6))
+
+
+def test_a_closed_session_lets_go_of_its_pages():
+    engine = kept()
+    turn(engine, 0, FIRST)
+    engine.scheduler.sessions.close("", "s")
+    assert engine.scheduler.sessions.pinned_pages == 0
+    engine.scheduler.sessions.close("", "never seen")
+    assert engine.memory.clear_cache() > 0
+    engine.assert_nothing_held()
+
+
+def test_the_conversation_counts_towards_the_context():
+    engine = kept(context_length=32)
+    turn(engine, 0, FIRST)
+    engine.add(make_message("long", (1,) * 12, session=SessionRef(id="s", turn=1), max_tokens=2))
+    assert "context" in engine.finish("long").error
+
+
+def test_a_session_survives_retraction():
+    engine = kept(force_retract_every=2, max_retractions=1000)
+    first = turn(engine, 0, FIRST)
+    second = turn(engine, 1, SECOND)
+    assert engine.output(second) == expected_output(whole(engine, first, second))
