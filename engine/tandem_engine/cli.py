@@ -1,6 +1,6 @@
 """`tandem-engine`: the engine's own commands. People use `tandem`, which starts these as processes.
 
-serve    one engine process for a worker service
+serve    one engine process for a worker service; with --tensor-parallel-size it starts its further ranks
 verify   compare with transformers, token by token
 bench    offline throughput and latency against transformers
 """
@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_verify(commands)
     _add_bench(commands)
+    _add_rank(commands)
     return parser
 
 
@@ -68,6 +69,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--model", required=True, metavar="PATH")
     add_model_impl_flag(parser)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=positive_int, metavar="N")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_verify)
 
@@ -75,7 +77,13 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _verify(args: argparse.Namespace) -> int:
     from tandem_engine.verify.command import run_verify
 
-    return run_verify(args.model, impl=ModelImpl(args.model_impl), quick=args.quick, as_json=args.json)
+    return run_verify(
+        args.model,
+        impl=ModelImpl(args.model_impl),
+        quick=args.quick,
+        as_json=args.json,
+        tp_size=args.tensor_parallel_size,
+    )
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -106,6 +114,18 @@ def _bench(args: argparse.Namespace) -> int:
             as_json=args.json,
         )
     )
+
+
+def _add_rank(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("rank", help="a further rank of an engine; started by its rank 0", allow_abbrev=False)
+    parser.set_defaults(run=_rank)
+
+
+def _rank(args: argparse.Namespace) -> int:
+    del args  # the order comes on standard input
+    from tandem_engine.rank import run_rank
+
+    return run_rank(sys.stdin.buffer)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -368,6 +368,22 @@ class SpecConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How many processes of this machine share one engine's model."""
+
+    tp_size: int = 1
+    """Ranks that each hold a part of every layer."""
+    timeout: float = 120.0
+    """Seconds that a rank waits for another: at start, and within a model step."""
+
+    def __post_init__(self) -> None:
+        if self.tp_size < 1:
+            raise ConfigError(f"--tensor-parallel-size must be at least 1, got {self.tp_size}")
+        if not 0.0 < self.timeout < float("inf"):
+            raise ConfigError(f"--dist-timeout must be a number of seconds above 0, got {self.timeout:g}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """Everything an engine is built from."""
 
@@ -377,13 +393,14 @@ class EngineConfig:
     """auto (the checkpoint's), float32 or bfloat16."""
     device: str = "cpu"
     threads: int = 0
-    """Intra-op threads on a CPU; 0 leaves torch's choice."""
+    """Intra-op threads on a CPU, shared by all ranks; 0 leaves torch's choice."""
     context_length: int = 0
     """Longest prompt + output of one request; 0 takes the model's, at most `DEFAULT_CONTEXT`."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     disagg: DisaggConfig = field(default_factory=DisaggConfig)
     speculative: SpecConfig = field(default_factory=SpecConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         policy = self.scheduler.schedule_policy
@@ -391,4 +408,17 @@ class EngineConfig:
             raise ConfigError(
                 f"--schedule-policy {policy} orders requests by what the prefix cache has for them, and "
                 "--disable-radix-cache keeps nothing: drop one of the two"
+            )
+        if self.speculative.needs_draft_model and self.parallel.tp_size > 1:
+            raise ConfigError(
+                f"--speculative-algorithm {self.speculative.algorithm} needs --tensor-parallel-size 1, got "
+                f"{self.parallel.tp_size}; {SpecAlgorithm.NGRAM} works with any number of ranks"
+            )
+
+    def require_transfer_fits(self) -> None:
+        """Raise `ConfigError` when KV should be transferred by an engine whose KV lies with several ranks."""
+        if self.parallel.tp_size > 1 and self.disagg.transport != "none":
+            raise ConfigError(
+                f"KV transfer between workers needs --tensor-parallel-size 1, got {self.parallel.tp_size}: "
+                "give --transport none, so that every worker serves its requests alone"
             )

@@ -10,8 +10,8 @@ All methods belong to one thread, the scheduler thread.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -29,6 +29,7 @@ from tandem_engine.executor.forward_thread import Forward, ForwardThread, Inline
 from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.executor.self_test import SelfTestReport, self_test
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.generation import Generation, Generations
 from tandem_engine.ipc.channels import IpcContext
@@ -45,8 +46,13 @@ from tandem_engine.messages.transfer import PeerMessage
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_model, resolve_dtype
+from tandem_engine.model.sharing import heads_of_rank, require_shareable
 from tandem_engine.names import RequestId
+from tandem_engine.parallel.agreement import Agreement
+from tandem_engine.parallel.group import Parallel
+from tandem_engine.parallel.inputs import Abort, AbortAll, AbortClient, Add, CloseSession, Drain
 from tandem_engine.sampling.sampler import Sampler
+from tandem_engine.scheduler.lockstep import AgreedClock, AgreedInputs, DirectInputs, Inputs
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
 from tandem_engine.scheduler.speculation import Speculation
@@ -83,6 +89,8 @@ class LoadedModel:
     threads: int
     """That a forward may use."""
     text: TextTokenizer | None
+    parallel: Parallel = field(default_factory=Parallel)
+    """This rank and those that hold the rest of the weights."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -100,22 +108,48 @@ class EnginePort:
     peer_port: int = 0
 
 
-def load(config: EngineConfig, *, progress: bool) -> LoadedModel:
-    """Read the checkpoint. Raises `CheckpointError` and `ConfigError` before anything large is allocated."""
-    facts = read_model_config(config.model_path, impl=config.model_impl)
+def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = None) -> LoadedModel:
+    """Read the checkpoint, or this rank's part of it. `parallel`: the ranks, if there are several (see `launch`).
+
+    Raises `CheckpointError` and `ConfigError` before anything large is allocated.
+    """
+    parallel = parallel or Parallel()
+    assert parallel.size == config.parallel.tp_size, f"{parallel.size} ranks for {config.parallel}"
+    facts = require_loadable(config)
     read_draft(config.speculative, target=facts, target_path=config.model_path)
     context_length = _context_length(config, facts)
-    threads = config.threads or torch.get_num_threads()
+    threads = max(1, (config.threads or torch.get_num_threads()) // parallel.size)
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
     torch.set_num_threads(1)
     dtype = resolve_dtype(config.dtype, facts)
-    model = load_model(config.model_path, facts, dtype, config.device, context_length=context_length, progress=progress)
+    model = load_model(
+        config.model_path,
+        facts,
+        dtype,
+        config.device,
+        context_length=context_length,
+        progress=progress,
+        group=parallel.forward,
+    )
     scheduler = replace(config.scheduler, context_length=context_length)
     folder = Path(config.model_path)
     text = TextTokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return LoadedModel(
-        config=replace(config, scheduler=scheduler), model=model, dtype=dtype, threads=threads, text=text
+        config=replace(config, scheduler=scheduler),
+        model=model,
+        dtype=dtype,
+        threads=threads,
+        text=text,
+        parallel=parallel,
     )
+
+
+def require_loadable(config: EngineConfig) -> ModelConfig:
+    """What the checkpoint says of itself. Raises what `load` would, before any weights are read."""
+    facts = read_model_config(config.model_path, impl=config.model_impl)
+    require_shareable(facts, config.parallel.tp_size)
+    _context_length(config, facts)
+    return facts
 
 
 def _context_length(config: EngineConfig, facts: ModelConfig) -> int:
@@ -139,6 +173,7 @@ class Engine:
         runner: ModelRunner,
         executor: Executor,
         scheduler: Scheduler,
+        inputs: Inputs,
         generations: Generations,
     ) -> None:
         self.model_config = loaded.model_config
@@ -151,6 +186,9 @@ class Engine:
         self._pool = pool
         self._runner = runner
         self._executor = executor
+        self._inputs = inputs
+        self._failure = loaded.parallel.failure
+        self._stopped = False
         self._generations = generations
         self._handoff: HandoffStage | None = None
         self._peers: PeerChannels | None = None
@@ -171,7 +209,8 @@ class Engine:
         unless the transport is `none`.
 
         Raises:
-            ConfigError: the pool cannot hold two pages, or a port is taken.
+            ConfigError: the pool cannot hold two pages, a port is taken, or KV that lies with several ranks
+                should be transferred.
             TransportUnavailableError: NIXL was asked for and cannot be loaded.
         """
         geometry = _geometry(loaded, config)
@@ -181,8 +220,7 @@ class Engine:
         target = _target(loaded, config, memory)
         states = keep_states(draft, target)
         runner = _runner(loaded, pool, config, states)
-        executor = _executor(_forward(runner, config), config.scheduler, loaded.threads)
-        clock = MonotonicClock()
+        executor = _executor(_forward(runner, config, loaded.parallel), config.scheduler, loaded.threads)
         generations = Generations()
         facts = ModelFacts(
             vocab_size=loaded.model_config.vocab_size,
@@ -190,6 +228,8 @@ class Engine:
             context_length=loaded.model_config.max_position,
             hidden_size=loaded.model_config.hidden_size,
         )
+        local_clock, agreed_clock = MonotonicClock(), AgreedClock()
+        clock = local_clock if loaded.parallel.size == 1 else agreed_clock
         speculation = None
         if config.speculative.algorithm is not None:
             proposer = make_proposer(config.speculative, draft, target, states=states, run=executor.run)
@@ -204,6 +244,7 @@ class Engine:
             decode_text=_decode_text(loaded.text),
             speculation=speculation,
             session_pages=config.cache.session_pages(geometry.page_bytes, num_pages=pool.num_pages),
+            stopwatch=local_clock,
         )
         engine = cls(
             loaded=loaded,
@@ -213,14 +254,17 @@ class Engine:
             runner=runner,
             executor=executor,
             scheduler=scheduler,
+            inputs=_inputs(scheduler, loaded.parallel, agreed_clock, local_clock),
             generations=generations,
         )
+        engine.on_wait(lambda: None)
         if port is not None:
             engine._open_port(port, config)
         return engine
 
     def _open_port(self, port: EnginePort, config: EngineConfig) -> None:
         """Bind the peer socket, start the transport and attach the handoff stage."""
+        config.require_transfer_fits()
         inbound: PeerInbound = PeerInbound(
             port.context, port.host, port.peer_port, inbound=PeerMessage, outbound=PeerMessage
         )
@@ -249,16 +293,54 @@ class Engine:
     # What the owner of the loop uses.
 
     def add(self, message: GenerateRequest, client: bytes = b"") -> None:
-        """See `Scheduler.add`."""
-        self.scheduler.add(message, client)
+        """See `Scheduler.add`. With several ranks this and all that follows happens at the next `step`."""
+        self._inputs.submit(Add(message=message, client=client))
 
     def abort(self, rid: RequestId) -> None:
         """See `Scheduler.abort`."""
-        self.scheduler.abort(rid)
+        self._inputs.submit(Abort(rid=rid))
+
+    def abort_client(self, client: bytes) -> None:
+        """See `Scheduler.abort_client`."""
+        self._inputs.submit(AbortClient(client=client))
+
+    def close_session(self, session_id: str, *, cache_salt: str = "") -> None:
+        """Forget a conversation. Unknown ids are ignored."""
+        self._inputs.submit(CloseSession(salt=cache_salt, session=session_id))
+
+    def abort_all(self) -> None:
+        """See `Scheduler.abort_all`."""
+        self._inputs.submit(AbortAll())
+
+    def drain(self) -> None:
+        """See `Scheduler.drain`."""
+        self._inputs.submit(Drain())
 
     def step(self) -> bool:
-        """See `Scheduler.step`."""
-        return self.scheduler.step()
+        """See `Scheduler.step`. Raises `RankLostError` when the engine's ranks cannot go on."""
+        self._stopped = not self._inputs.begin_turn()
+        return False if self._stopped else self.scheduler.step()
+
+    def follow(self) -> None:
+        """Be a rank that is not the first: take every turn that rank 0 takes, until it closes the engine."""
+        while not self._stopped:
+            self.step()
+            # Rank 0 reports what is in the cache.
+            self.memory.cache.take_events()
+
+    def on_wait(self, answer_others: Callable[[], None]) -> None:
+        """See `Scheduler.on_wait`."""
+
+        def waiting() -> None:
+            self._inputs.check()
+            answer_others()
+
+        self.scheduler.on_wait(waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left to do but wait for messages."""
+        return self.scheduler.idle and not self._inputs.pending
 
     def peer_gone(self, incarnation: str) -> None:
         """A peer is fenced: fail what waits for it and free what it might have written to."""
@@ -327,7 +409,7 @@ class Engine:
         """
         waiting = list(reversed(requests))
         stalled = 0
-        while waiting or not self.scheduler.idle:
+        while waiting or not self.idle:
             if waiting:
                 self._expect(waiting.pop())
             for _ in range(steps_between if waiting else 1):
@@ -340,8 +422,12 @@ class Engine:
         self.add(request)
 
     def close(self) -> None:
-        """Stop computing, then transferring. Idempotent."""
-        self._executor.shutdown()
+        """Stop computing, on all ranks, then transferring. Idempotent."""
+        self._inputs.stop()
+        if self._failure.error is None:
+            self._executor.shutdown()
+        else:
+            self._executor.abandon()
         if self._transport is not None:
             self._transport.close()
         if self._peers is not None:
@@ -366,12 +452,12 @@ def _geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
     return KvGeometry(
         fingerprint=facts.fingerprint,
         num_layers=facts.num_layers,
-        num_kv_heads=facts.num_kv_heads,
+        num_kv_heads=heads_of_rank(facts, loaded.parallel.size).kv,
         head_dim=facts.head_dim,
         page_size=config.cache.page_size,
         dtype=str(loaded.dtype).removeprefix("torch."),
         layout_version=LAYOUT_VERSION,
-        tp_size=1,
+        tp_size=loaded.parallel.size,
     )
 
 
@@ -405,17 +491,47 @@ def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: H
     return ModelRunner(
         model=loaded.model,
         pool=pool,
-        backend=CpuAttention(pool, num_heads=loaded.model_config.num_heads, specs=loaded.model.attention),
+        backend=CpuAttention(
+            pool,
+            num_heads=heads_of_rank(loaded.model_config, loaded.parallel.size).query,
+            specs=loaded.model.attention,
+        ),
         sampler=Sampler(),
         future_map=FutureMap(2 * config.scheduler.max_running_requests),
         observer=observer,
+        group=loaded.parallel.forward,
     )
 
 
-def _forward(runner: ModelRunner, config: EngineConfig) -> Forward:
-    if config.speculative.algorithm is None:
-        return runner.forward
-    return VerifiedForward(model=runner, verifier=ChainVerifier()).forward
+def _forward(runner: ModelRunner, config: EngineConfig, parallel: Parallel) -> Forward:
+    """With several ranks a forward that failed is the end of the engine: others may wait for its collectives."""
+    compute = runner.forward
+    if config.speculative.algorithm is not None:
+        compute = VerifiedForward(model=runner, verifier=ChainVerifier()).forward
+    if parallel.size == 1:
+        return compute
+
+    def forward(batch: ForwardBatch) -> ForwardResult:
+        try:
+            return compute(batch)
+        except Exception as error:
+            parallel.failure.record(error)
+            raise
+
+    return forward
+
+
+def _inputs(scheduler: Scheduler, parallel: Parallel, agreed: AgreedClock, local: Clock) -> Inputs:
+    if parallel.size == 1:
+        return DirectInputs(scheduler=scheduler)
+    return AgreedInputs(
+        scheduler=scheduler,
+        agreement=Agreement(parallel.schedule),
+        clock=agreed,
+        local_clock=local,
+        rank=parallel.rank,
+        failure=parallel.failure,
+    )
 
 
 def _executor(forward: Forward, config: SchedulerConfig, threads: int) -> Executor:

@@ -61,6 +61,12 @@ class TransportUnavailableError(EngineError):
     code = "transport_unavailable"
 
 
+class RankLostError(EngineError):
+    """A rank of a tensor-parallel engine ended, failed or fell silent. The others cannot go on without it."""
+
+    code = "rank_lost"
+
+
 class WireError(EngineError):
     """Bytes from another process that are not a message of ours: wrong version, shape or size."""
 

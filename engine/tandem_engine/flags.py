@@ -11,6 +11,7 @@ from tandem_engine.config import (
     DisaggConfig,
     EngineConfig,
     ModelImpl,
+    ParallelConfig,
     Role,
     SchedulePolicy,
     SchedulerConfig,
@@ -82,8 +83,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="CPU threads of one engine; 0 leaves torch's choice",
+        help="CPU threads of one engine, shared by its ranks; 0 leaves torch's choice",
     )
+    _add_parallel_flags(parser)
 
     group = parser.add_argument_group("KV cache")
     group.add_argument(
@@ -98,7 +100,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=cache.kv_cache_bytes / GIB,
         metavar="GIB",
-        help=f"memory for KV pages (default {cache.kv_cache_bytes / GIB:g})",
+        help=f"memory for KV pages, of each rank (default {cache.kv_cache_bytes / GIB:g})",
     )
     group.add_argument(
         "--num-pages",
@@ -320,12 +322,35 @@ def _spec_config(args: argparse.Namespace) -> SpecConfig:
     )
 
 
+def _add_parallel_flags(parser: argparse.ArgumentParser) -> None:
+    parallel = ParallelConfig()
+    group = parser.add_argument_group("tensor parallelism")
+    group.add_argument(
+        "--tensor-parallel-size",
+        "--tp-size",
+        "--tp",
+        type=positive_int,
+        default=parallel.tp_size,
+        metavar="N",
+        help="processes of this machine that share the model: each holds a part of every layer and of the KV. "
+        "N must divide the attention heads and the intermediate size, and needs --transport none (default 1)",
+    )
+    group.add_argument(
+        "--dist-timeout",
+        type=float,
+        default=parallel.timeout,
+        metavar="S",
+        help="seconds that these processes wait for each other, at start and within a step, before the engine "
+        f"gives up (default {parallel.timeout:g})",
+    )
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Build the configuration from parsed flags, `args.model` and `args.role` included.
 
     Raises `ConfigError` for a combination that cannot work.
     """
-    return EngineConfig(
+    config = EngineConfig(
         model_path=args.model,
         model_impl=ModelImpl(args.model_impl),
         dtype=args.dtype,
@@ -354,7 +379,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             hold_timeout=args.hold_timeout,
         ),
         speculative=_spec_config(args),
+        parallel=ParallelConfig(tp_size=args.tensor_parallel_size, timeout=args.dist_timeout),
     )
+    config.require_transfer_fits()
+    return config
 
 
 def engine_argv(args: argparse.Namespace) -> list[str]:

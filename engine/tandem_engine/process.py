@@ -19,11 +19,12 @@ from pathlib import Path
 from types import FrameType
 
 from tandem_engine.config import EngineConfig
-from tandem_engine.engine import Engine, EnginePort, load
-from tandem_engine.errors import EngineError
+from tandem_engine.engine import Engine, EnginePort
+from tandem_engine.errors import EngineError, RankLostError
 from tandem_engine.ipc.channels import IpcContext, KeyPair, PairChannel, RouterChannel
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_engine.ipc.poller import Poller
+from tandem_engine.launch import launched_engine
 from tandem_engine.messages.control import (
     Audit,
     AuditReport,
@@ -47,6 +48,8 @@ STATS_PERIOD = 0.5
 LONGEST_SLEEP = 0.05
 """Bounds how late a deadline or a lease is noticed; everything else is announced by a socket or the transport."""
 MAX_EVENTS_PER_BATCH = 256
+LAST_WORDS_S = 1.0
+"""How long outputs may take to leave when the process ends."""
 UNEXPECTED_ERROR = 70
 """Exit status, EX_SOFTWARE of sysexits."""
 
@@ -100,7 +103,7 @@ class EngineProcess:
         self._stopping = False
         self._early: deque[tuple[bytes, EngineRequest]] = deque()
         """Requests that came during a long step; handled at the next turn."""
-        engine.scheduler.on_wait(self._answer_pings)
+        engine.on_wait(self._answer_pings)
         sockets = [requests.socket, *engine.sockets()]
         sockets += [control.socket] if control is not None else []
         self._poller = Poller(sockets, engine.descriptors())
@@ -110,14 +113,22 @@ class EngineProcess:
         self._stopping = True
 
     def run(self) -> None:
-        while not self._stopping:
-            received = self._receive()
-            worked = self._engine.step()
-            self._abort_unreachable()
-            self._publish()
-            if not (received or worked):
-                self._poller.wait(LONGEST_SLEEP)
-        self._abort_everything()
+        """Raises `RankLostError` when a part of the engine is lost; its clients know by then."""
+        try:
+            while not self._stopping:
+                self._turn()
+            self._abort_everything()
+        except RankLostError:
+            self._engine.scheduler.report_failure(RankLostError("this worker lost a part of its model"))
+            raise
+
+    def _turn(self) -> None:
+        received = self._receive()
+        worked = self._engine.step()
+        self._abort_unreachable()
+        self._publish()
+        if not (received or worked):
+            self._poller.wait(LONGEST_SLEEP)
 
     def _receive(self) -> bool:
         any_message = False
@@ -149,7 +160,7 @@ class EngineProcess:
             case AbortRequest():
                 self._engine.abort(RequestId(message.rid))
             case CloseSession():
-                self._engine.scheduler.sessions.close(message.cache_salt, message.session)
+                self._engine.close_session(message.session, cache_salt=message.cache_salt)
             case Ping():
                 self._requests.send(client, Pong(nonce=message.nonce, incarnation=self._config.incarnation))
 
@@ -162,7 +173,7 @@ class EngineProcess:
             case PeerGone():
                 self._engine.peer_gone(order.incarnation)
             case Drain():
-                self._engine.scheduler.drain()
+                self._engine.drain()
             case Shutdown():
                 self.stop()
 
@@ -183,7 +194,7 @@ class EngineProcess:
     def _abort_unreachable(self) -> None:
         """A gateway that died cannot abort its requests, so its worker does (RELIABILITY B3 14)."""
         while self._outbox.unreachable:
-            self._engine.scheduler.abort_client(self._outbox.unreachable.pop())
+            self._engine.abort_client(self._outbox.unreachable.pop())
 
     def _publish(self) -> None:
         events = self._engine.memory.cache.take_events()
@@ -209,9 +220,9 @@ class EngineProcess:
             log.warning("the worker service does not read; dropped one %s", type(message).__name__)
 
     def _abort_everything(self) -> None:
-        self._engine.scheduler.abort_all()
+        self._engine.abort_all()
         deadline = time.monotonic() + 1.0
-        while not self._engine.scheduler.idle and time.monotonic() < deadline:
+        while not self._engine.idle and time.monotonic() < deadline:
             self._engine.step()
 
 
@@ -251,8 +262,7 @@ def _serve(
         host=config.host,
         peer_port=config.peer_port,
     )
-    loaded = load(config.engine, progress=True)
-    with Engine.build(loaded, loaded.config, sink=outbox, port=port) as engine:
+    with launched_engine(config.engine, progress=True, self_test=True, sink=outbox, port=port) as engine:
         test = engine.self_test()
         # What is there now stays. Else every full collection walks all of torch: measured, 0.2 s without a token.
         gc.collect()
@@ -278,7 +288,7 @@ def _serve(
         try:
             process.run()
         finally:
-            requests.close()
+            requests.drain(LAST_WORDS_S)
 
 
 def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, prefill_tokens_per_s: float) -> EngineReady:

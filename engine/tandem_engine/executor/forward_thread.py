@@ -42,6 +42,10 @@ class ForwardThread:
     def shutdown(self) -> None:
         self._thread.shutdown(wait=True)
 
+    def abandon(self) -> None:
+        """Start nothing more, and do not wait for a step that may never end."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def _run(self, batch: ForwardBatch) -> ForwardResult:
         # Grad mode belongs to a thread, so it is set where the forward runs.
         with torch.inference_mode():
@@ -73,4 +77,7 @@ class InlineExecutor:
         return function()
 
     def shutdown(self) -> None:
+        """Nothing runs between launches."""
+
+    def abandon(self) -> None:
         """Nothing runs between launches."""

@@ -1,7 +1,7 @@
 """One step from start to end, on the device.
 
-    resolve ─▶ model forward, attention as planned ─▶ sample ─▶ publish, record ─▶ copy to host
-                                                  └─▶ prompt logprobs, sums for embeddings
+    resolve ─▶ model forward, attention as planned ─▶ sample ─▶ (agree with other ranks) ─▶ publish, record ─▶ copy
+                                                  └─▶ prompt logprobs, sums for embeddings                 to host
 
 The runner keeps nothing between steps but what its parts keep: KV pages, the newest token of each row, and the
 token history of rows whose requests need it.
@@ -20,6 +20,8 @@ from tandem_engine.forward.pooled import sum_pooled
 from tandem_engine.forward.runs import drafts_ahead, over_runs, sampled_tokens
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM
+from tandem_engine.parallel.group import SingleRank, TpGroup
+from tandem_engine.parallel.step_agreement import agree_on_step
 from tandem_engine.sampling.prompt_logprobs import prompt_scores
 from tandem_engine.sampling.sampler import SampleOutput, Sampler
 
@@ -38,14 +40,21 @@ class ModelRunner:
         sampler: Sampler,
         future_map: FutureMap,
         observer: HiddenObserver | None = None,
+        group: TpGroup | None = None,
     ) -> None:
-        """`observer` is shown the hidden states of all tokens, which costs the last layer's shortcut."""
+        """Assemble a runner.
+
+        Args:
+            observer: is shown the hidden states of all tokens, which costs the last layer's shortcut.
+            group: the ranks that share the model, if it is shared.
+        """
         self.model = model
         self.pool = pool
         self.backend = backend
         self._sampler = sampler
         self._future_map = future_map
         self._observer = observer
+        self._group = group or SingleRank()
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Run `batch`: KV is written, sampled tokens are published to their rows and returned."""
@@ -56,13 +65,20 @@ class ModelRunner:
         rows = len(batch.sample_index) + sum(batch.draft_lens)
         scored = len(hidden) - sum(len(pooled.tokens) for pooled in batch.pooled)
         sampled = self._sample(batch, hidden[:rows]) if rows else NOTHING_SAMPLED
+        scores = prompt_scores(hidden[rows:scored], batch.prompt_positions, self.model.logits)
+        pooled = sum_pooled(hidden[scored:], batch.pooled)
+        facts = agree_on_step(self._group, sampled.token_ids, time.perf_counter() - started)
+        if rows and not batch.draft_lens:
+            # With drafts nobody can say which token is a sequence's last, and nobody asks before it is settled.
+            self._future_map.publish(batch.rows[batch.sample_index], facts.token_ids)
+            self._sampler.record(batch.sampling, facts.token_ids)
         return ForwardResult(
             step=batch.step,
-            next_token_ids=tuple(sampled.token_ids.tolist()),
+            next_token_ids=tuple(facts.token_ids.tolist()),
             logprobs=sampled.logprobs,
-            prompt_scores=prompt_scores(hidden[rows:scored], batch.prompt_positions, self.model.logits),
-            pooled=sum_pooled(hidden[scored:], batch.pooled),
-            compute_s=time.perf_counter() - started,
+            prompt_scores=scores,
+            pooled=pooled,
+            compute_s=facts.compute_s,
         )
 
     def logits(self, batch: ForwardBatch) -> Tensor:
@@ -91,12 +107,7 @@ class ModelRunner:
         return hidden.index_select(0, wanted)
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SampleOutput:
-        sampled = self._sampler.sample(self.model.logits(hidden), over_runs(batch), ahead=drafts_ahead(batch))
-        if not batch.draft_lens:
-            # With drafts nobody can say which token is a sequence's last, and nobody asks before it is settled.
-            self._future_map.publish(batch.rows[batch.sample_index], sampled.token_ids)
-            self._sampler.record(batch.sampling, sampled.token_ids)
-        return sampled
+        return self._sampler.sample(self.model.logits(hidden), over_runs(batch), ahead=drafts_ahead(batch))
 
 
 def _wanted_tokens(batch: ForwardBatch) -> Tensor:

@@ -222,6 +222,10 @@ class RouterChannel(Generic[In, Out]):
             return False
         return True
 
+    def drain(self, seconds: float) -> None:
+        """Close, letting queued messages leave for up to `seconds`: for the last words of a process."""
+        self.socket.close(linger=int(seconds * 1000))
+
     def close(self) -> None:
         self.socket.close()
 

@@ -11,6 +11,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     num_layers: int
     num_kv_heads: int
+    """That one rank holds."""
     head_dim: int
     page_size: int
     dtype: str
@@ -19,6 +20,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page on one rank."""
         item = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
         return self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim * item
 
@@ -41,7 +43,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The engine cannot start. `message` is one sentence for the operator."""
+    """The engine cannot start, or, after `EngineReady`, cannot go on. `message` is one sentence for the operator."""
 
     message: str
     code: str

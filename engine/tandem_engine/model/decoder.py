@@ -11,7 +11,6 @@ of operations of a few microseconds, to which the bookkeeping of `nn.Module` wou
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,28 +21,17 @@ from tandem_engine.model.base import Attend
 from tandem_engine.model.expert_tensors import ROUTER, expert_name
 from tandem_engine.model.layers.activation import GATED
 from tandem_engine.model.layers.attention import SelfAttention
-from tandem_engine.model.layers.embedding import Embedding
+from tandem_engine.model.layers.embedding import TokenEmbedding
 from tandem_engine.model.layers.linear import Projection, projection
 from tandem_engine.model.layers.mlp import FeedForward
 from tandem_engine.model.layers.moe import Expert, Router, SparseFeedForward
 from tandem_engine.model.layers.norm import Norm, rms_norm
 from tandem_engine.model.layers.rotary import RotaryTable, rotary_table
 from tandem_engine.model.layers.soft_cap import soft_cap_
+from tandem_engine.model.sharing import Heads, heads_of_rank
 from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, has_experts, layer_prefix
-
-
-class Weights(Protocol):
-    """Where the tensors of a model come from. Asked once for each."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def stacked(self, *names: str) -> Tensor:
-        """The tensors of a checkpoint concatenated along dimension 0, in the model's dtype and place."""
-        ...
+from tandem_engine.model.weights import Weights, column_parallel, head, row_parallel, token_embedding
+from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY, Split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +48,7 @@ class Decoder:
 
     config: ModelConfig
     attention: tuple[AttentionSpec, ...]
-    embedding: Embedding
+    embedding: TokenEmbedding
     rotary: tuple[RotaryTable, ...]
     """One, or one of the layers with full attention and one of the local layers."""
     blocks: tuple[Block, ...]
@@ -102,23 +90,18 @@ def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
 
 def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> Decoder:
     """Assemble a decoder that can place tokens at [0, positions)."""
-    table = weights.stacked(EMBEDDING)
-    builder = BlockBuilder(config=config, weights=weights)
+    table = weights.stacked(EMBEDDING, split=VOCABULARY)
+    scores = projection(table if config.tie_embeddings else weights.stacked(LM_HEAD, split=VOCABULARY))
+    builder = BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, weights.group.size))
     return Decoder(
         config=config,
         attention=attention_specs(config),
-        embedding=_embedding(config, table),
+        embedding=token_embedding(table, weights.group, scale=config.embedding_scale),
         rotary=tuple(_rotary(rope, config, weights, positions) for rope in _ropes(config)),
         blocks=tuple(builder.block(layer) for layer in range(config.num_layers)),
         norm=rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm),
-        lm_head=projection(table if config.tie_embeddings else weights.stacked(LM_HEAD)),
+        lm_head=head(scores, config.vocab_size, weights.group),
     )
-
-
-def _embedding(config: ModelConfig, table: Tensor) -> Embedding:
-    if config.embedding_scale == 1.0:
-        return Embedding(weight=table)
-    return Embedding(weight=table, scale=torch.tensor(config.embedding_scale, dtype=table.dtype, device=table.device))
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
@@ -135,6 +118,8 @@ class BlockBuilder:
 
     config: ModelConfig
     weights: Weights
+    heads: Heads
+    """Of this rank."""
 
     def block(self, layer: int) -> Block:
         prefix = layer_prefix(layer)
@@ -151,12 +136,19 @@ class BlockBuilder:
         sandwich = config.sandwich_norms
         return SelfAttention(
             norm=self._norm(f"{prefix}input_layernorm"),
-            qkv=self._linear(*names, bias=config.attention_bias),
+            qkv=column_parallel(
+                self.weights, *names, bias=config.attention_bias, split=Split(dim=0, unit=config.head_dim)
+            ),
             qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
-            output=self._linear(f"{prefix}self_attn.o_proj", bias=config.output_bias),
+            output=row_parallel(
+                self.weights,
+                f"{prefix}self_attn.o_proj",
+                bias=config.output_bias,
+                split=Split(dim=1, unit=config.head_dim),
+            ),
             output_norm=self._norm(f"{prefix}post_attention_layernorm") if sandwich else None,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=self.heads.query,
+            num_kv_heads=self.heads.kv,
             head_dim=config.head_dim,
         )
 
@@ -164,9 +156,11 @@ class BlockBuilder:
         config = self.config
         return FeedForward(
             norm=self._norm(f"{prefix}{self._before_feed_forward}"),
-            gate_up=self._linear(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", bias=config.mlp_bias),
+            gate_up=column_parallel(
+                self.weights, f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", bias=config.mlp_bias, split=OUTPUTS
+            ),
             activation=GATED[config.activation],
-            down=self._linear(f"{prefix}mlp.down_proj", bias=config.mlp_bias),
+            down=row_parallel(self.weights, f"{prefix}mlp.down_proj", bias=config.mlp_bias, split=INPUTS),
             output_norm=self._norm(f"{prefix}post_feedforward_layernorm") if config.sandwich_norms else None,
         )
 
@@ -180,11 +174,15 @@ class BlockBuilder:
             ),
             experts=tuple(self._expert(prefix, expert) for expert in range(moe.num_experts)),
             activation=GATED[self.config.activation],
+            group=self.weights.group,
         )
 
     def _expert(self, prefix: str, expert: int) -> Expert:
         gate, up, down = (prefix + expert_name(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        return Expert(gate_up=projection(self.weights.stacked(gate, up)), down=projection(self.weights.stacked(down)))
+        return Expert(
+            gate_up=projection(self.weights.stacked(gate, up, split=OUTPUTS)),
+            down=projection(self.weights.stacked(down, split=INPUTS)),
+        )
 
     @property
     def _before_feed_forward(self) -> str:
@@ -197,12 +195,6 @@ class BlockBuilder:
 
     def _qk_norm(self, prefix: str) -> Norm:
         """All query heads share one weight and all key heads another; repeat them to norm both at once."""
-        query = self.weights.stacked(f"{prefix}self_attn.q_norm.weight").expand(self.config.num_heads, -1)
-        key = self.weights.stacked(f"{prefix}self_attn.k_norm.weight").expand(self.config.num_kv_heads, -1)
+        query = self.weights.stacked(f"{prefix}self_attn.q_norm.weight").expand(self.heads.query, -1)
+        key = self.weights.stacked(f"{prefix}self_attn.k_norm.weight").expand(self.heads.kv, -1)
         return rms_norm(torch.cat((query, key)), eps=self.config.rms_eps, kind=self.config.norm)
-
-    def _linear(self, *names: str, bias: bool) -> Projection:
-        return projection(
-            self.weights.stacked(*(f"{name}.weight" for name in names)),
-            self.weights.stacked(*(f"{name}.bias" for name in names)) if bias else None,
-        )

@@ -9,7 +9,7 @@ GEMMs instead of seven. Besides the weights themselves, memory holds one stored 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,7 +23,11 @@ from tandem_engine.model.directory import open_directory
 from tandem_engine.model.expert_tensors import canonical_experts
 from tandem_engine.model.safetensors_file import StoredTensor
 from tandem_engine.model.shards import open_tensors
+from tandem_engine.model.sharing import require_shareable
+from tandem_engine.model.stored_part import StoredPart
 from tandem_engine.model.tensor_names import EMBEDDING, expected_shapes, require_tensors
+from tandem_engine.parallel.group import SingleRank, TpGroup
+from tandem_engine.parallel.split import Split
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,16 +52,21 @@ def load_model(
     *,
     context_length: int | None = None,
     progress: bool = True,
+    group: TpGroup | None = None,
 ) -> CausalLM:
     """Load the weights in `path`, the directory that `config` was read from.
 
     Args:
         context_length: positions that will be used at most; None for all that the model can have.
         progress: show a bar on standard error when that is a terminal.
+        group: the ranks that share the model; this one reads its part alone. None reads all.
 
     Raises:
+        ConfigError: the ranks of `group` cannot share this model evenly.
         CheckpointError: a file is absent or broken, a tensor missing, superfluous, misshapen or not finite.
     """
+    group = group or SingleRank()
+    require_shareable(config, group.size)
     directory = open_directory(path)
     if config.impl is ModelImpl.TRANSFORMERS:
         # Nobody else needs transformers installed, or waits for its import.
@@ -71,7 +80,9 @@ def load_model(
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="loading weights", disable=None if progress else True
     ) as bar:
-        weights = WeightReader(tensors=tensors, dtype=dtype, device=torch.device(device), advance=bar.update)
+        weights = WeightReader(
+            tensors=tensors, dtype=dtype, device=torch.device(device), advance=bar.update, group=group
+        )
         return build_decoder(config, weights, positions=positions)
 
 
@@ -83,17 +94,21 @@ class WeightReader:
     dtype: torch.dtype
     device: torch.device
     advance: Callable[[int], object]
-    """Told the bytes of every tensor read."""
+    """Told the bytes of every tensor read, those of other ranks included."""
+    group: TpGroup = field(default_factory=SingleRank)
 
-    def stacked(self, *names: str) -> torch.Tensor:
-        """The named tensors one below the other, along dimension 0; just the tensor when there is one."""
-        stored = [self.tensors[name] for name in names]
-        rows = [tensor.shape[0] for tensor in stored]
-        target = torch.empty((sum(rows), *stored[0].shape[1:]), dtype=self.dtype, device=self.device)
-        for part, tensor in zip(target.split_with_sizes(rows), stored, strict=True):
-            part.copy_(tensor.read())
-            self._require_sound(part, tensor)
-            self.advance(tensor.size)
+    def stacked(self, *names: str, split: Split | None = None) -> torch.Tensor:
+        """The named tensors one below the other, along dimension 0; just the tensor when there is one.
+
+        With `split`, this rank's part of each.
+        """
+        parts = [StoredPart.of(self.tensors[name], split, self.group) for name in names]
+        rows = [part.shape[0] for part in parts]
+        target = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
+        for values, part in zip(target.split_with_sizes(rows), parts, strict=True):
+            part.read_into(values)
+            self._require_sound(values, part.stored)
+            self.advance(part.stored.size)
         return target
 
     def _require_sound(self, values: torch.Tensor, tensor: StoredTensor) -> None:
@@ -105,5 +120,6 @@ class WeightReader:
                 f"{tensor.path}: tensor {tensor.name} holds NaN or infinity as {dtype}; "
                 "download the checkpoint again or choose another --dtype"
             )
-        if least == most == 0.0 and tensor.name == EMBEDDING:
+        # Ranks beyond the first may hold nothing but rows that no token uses.
+        if least == most == 0.0 and tensor.name == EMBEDDING and self.group.rank == 0:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is all zero; the weights were never written")

@@ -9,9 +9,11 @@ that a file replaced or truncated later can neither change weights nor kill the 
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import torch
 
@@ -43,16 +45,55 @@ class StoredTensor:
         Raises:
             CheckpointError: the file changed since its header was checked.
         """
-        data = torch.empty(self.size, dtype=torch.uint8)
+        return self._read(self.shape, [Run(self.offset, self.size)])
+
+    def read_part(self, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Read indices [start, stop) of dimension `dim`, and no other bytes, into fresh memory.
+
+        Raises:
+            CheckpointError: the file changed since its header was checked.
+        """
+        assert 0 <= start <= stop <= self.shape[dim], f"[{start}, {stop}) of dimension {dim} of {self.shape}"
+        index_bytes = math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize
+        row_bytes = self.shape[dim] * index_bytes
+        runs = (
+            Run(self.offset + row * row_bytes + start * index_bytes, (stop - start) * index_bytes)
+            for row in range(math.prod(self.shape[:dim]))
+        )
+        return self._read((*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), runs)
+
+    def _read(self, shape: tuple[int, ...], runs: "Iterable[Run]") -> torch.Tensor:
+        """`runs` of bytes of the file, one after the other, as a tensor of `shape`."""
+        data = torch.empty(math.prod(shape) * self.dtype.itemsize, dtype=torch.uint8)
+        target, filled, wanted = memoryview(data.numpy().data), 0, 0
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                count = file.readinto(data.numpy().data)
+            with self.path.open("rb", buffering=0) as file:
+                for run in runs:
+                    filled += _read_into(file, run.offset, target[wanted : wanted + run.size])
+                    wanted += run.size
         except OSError as error:
             raise CheckpointError(f"{self.path}: tensor {shown(self.name)} cannot be read: {error.strerror}") from error
-        if count != self.size:
+        if filled != wanted:
             raise CheckpointError(f"{self.path} was truncated while tensor {shown(self.name)} was read")
-        return data.view(self.dtype).view(self.shape)
+        return data.view(self.dtype).view(shape)
+
+
+class Run(NamedTuple):
+    """Neighbouring bytes of a file."""
+
+    offset: int
+    size: int
+
+
+def _read_into(file: "FileIO", offset: int, target: memoryview) -> int:
+    """Fill `target` from `offset` on; fewer bytes than it holds only where the file ends. One read may give less."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(file.fileno(), [target[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

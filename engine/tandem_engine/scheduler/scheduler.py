@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
+from tandem_engine.errors import EngineError
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.memory.kv_memory import KvMemory
@@ -31,7 +32,7 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.deadlines import Deadlines
-from tandem_engine.scheduler.endings import Endings
+from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.health import Health
 from tandem_engine.scheduler.ingress import Ingress
 from tandem_engine.scheduler.loop import Loop
@@ -77,15 +78,23 @@ class Scheduler:
         policy: Policy | None = None,
         speculation: Speculation | None = None,
         session_pages: int = 0,
+        stopwatch: Clock | None = None,
     ) -> None:
-        """`decode_text` turns output ids into text; without it requests with stop strings are refused.
+        """Compose a scheduler.
 
-        `policy` takes the place of the one that `config` names. `session_pages` may stay pinned between the turns
-        of conversations.
+        Args:
+            clock: what decisions go by.
+            decode_text: turns output ids into text; without it requests with stop strings are refused.
+            policy: takes the place of the one that `config` names.
+            speculation: who drafts tokens; None decodes one at a time.
+            session_pages: that may stay pinned between the turns of conversations.
+            stopwatch: what durations are measured with where `clock` stands still during a turn, as the time
+                that ranks agree on does. None measures with `clock`.
         """
         self.memory = memory
         self.config = config
         self.clock = clock
+        self._stopwatch = stopwatch or clock
         self._capacity_tokens = (memory.allocator.num_pages - 1) * memory.page_size
         self._context_length = min(model.context_length, config.context_length)
         self._facts = facts = ModelFacts(
@@ -176,7 +185,7 @@ class Scheduler:
             stop=self._stop,
             endings=self._endings,
             stream=self._stream,
-            clock=self.clock,
+            stopwatch=self._stopwatch,
             tally=self.tally,
             speculation=self._speculation,
         )
@@ -187,7 +196,7 @@ class Scheduler:
             executor=executor,
             settlement=settlement,
             steps=self._steps,
-            clock=self.clock,
+            clock=self._stopwatch,
             tally=self.tally,
             speculation=self._speculation,
         )
@@ -254,6 +263,13 @@ class Scheduler:
         """Wish for the end of every request."""
         for req in list(self.queues.live()):
             self.abort(req.rid)
+
+    def report_failure(self, error: EngineError) -> None:
+        """Tell every client that `error` ended its request. For an engine that cannot go on: nothing is released."""
+        finish = error_finish(error)
+        for req in list(self.queues.live()):
+            self._stream.send(req, finish=finish)
+        self._stream.flush()
 
     @property
     def idle(self) -> bool:

@@ -60,7 +60,8 @@ class Settlement:
     stop: StopRule
     endings: Endings
     stream: OutputStream
-    clock: Clock
+    stopwatch: Clock
+    """Durations only: it may read differently on other ranks."""
     tally: Tally
     speculation: Speculation | None = None
 
@@ -205,7 +206,7 @@ class Settlement:
         self.tally.output_tokens += cut.keep
         first = req.first_token_at is None
         if first:
-            req.first_token_at = self.clock.now()
+            req.first_token_at = self.stopwatch.now()
         if cut.finish is None:
             if first:
                 req.plain_end = self._plain_end(req)

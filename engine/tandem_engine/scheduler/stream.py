@@ -16,6 +16,11 @@ Sink: TypeAlias = Callable[[bytes, tuple[TokenOutput, ...]], None]
 """Takes the outputs of one step for one client. Called on the scheduler thread; must not block."""
 
 
+def discard(client: bytes, outputs: tuple[TokenOutput, ...]) -> None:
+    """The `Sink` of a rank whose outputs another rank sends."""
+    del client, outputs
+
+
 @dataclass(kw_only=True, slots=True)
 class OutputStream:
     """Collects outputs during a step and delivers them at its end."""

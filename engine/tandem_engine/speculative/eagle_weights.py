@@ -24,6 +24,7 @@ from tandem_engine.model.layers.rotary import rotary_table
 from tandem_engine.model.loader import WeightReader
 from tandem_engine.model.safetensors_file import StoredTensor
 from tandem_engine.model.shards import open_tensors
+from tandem_engine.model.sharing import heads_of_rank
 from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_shapes
 from tandem_engine.speculative.eagle import EagleHead
 
@@ -60,7 +61,7 @@ def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str
     rope = config.local_rope if 0 in config.local_layers else None
     return EagleHead(
         fc=projection(weights.stacked(FUSE)),
-        block=BlockBuilder(config=config, weights=weights).block(0),
+        block=BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, 1)).block(0),
         norm=rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm),
         rotary=rotary_table(
             rope or config.rope, head_dim=config.head_dim, positions=positions, dtype=dtype, device=place

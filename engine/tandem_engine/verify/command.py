@@ -17,14 +17,17 @@ from tqdm import tqdm
 
 from tandem_engine.config import CacheConfig, EngineConfig, ModelImpl, SchedulerConfig
 from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
 from tandem_engine.verify.edited import edits_against
 from tandem_engine.verify.pair import Pair
-from tandem_engine.verify.paths import DraftPaths, Path, make_paths
+from tandem_engine.verify.paths import DraftPaths, Path, make_paths, on_ranks
 from tandem_engine.verify.prompts import make_prompts
+from tandem_engine.verify.ranks import ThreadRanks
 from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
 
 STAGGER_STEPS = 3
+DEFAULT_RANKS = 2
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,8 @@ class Verification:
     max_tokens: int
     edited: Sequence[ReferenceOutput] = ()
     """For the paths whose requests edit their logits, one for each of `references`."""
+    ranks: ThreadRanks | None = None
+    """For paths on several ranks; loaded when the first of them runs."""
 
     def run(self, path: Path) -> PathResult:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
@@ -58,8 +63,16 @@ class Verification:
         if path.disaggregated:
             with Pair.build(self.model, config) as pair:
                 return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
+        if path.tp_size > 1:
+            with self._shared(path.tp_size).engine(config) as engine:
+                return self._compare(path, generate_on(engine), (engine,), began)
         with Engine.build(self.model, config) as engine:
             return self._compare(path, generate_on(engine), (engine,), began)
+
+    def _shared(self, size: int) -> ThreadRanks:
+        if self.ranks is None:
+            self.ranks = ThreadRanks.load(self.model.config, size)
+        return self.ranks
 
     def _compare(self, path: Path, generate: Generate, engines: Sequence[Engine], began: float) -> PathResult:
         stagger = STAGGER_STEPS if path.stagger else 0
@@ -110,8 +123,19 @@ def _audit(engines: Sequence[Engine]) -> str | None:
     return f"audit: {problems[0]}" if problems else None
 
 
-def run_verify(model_path: str, *, impl: ModelImpl = ModelImpl.AUTO, quick: bool, as_json: bool) -> int:
-    """Entry point of the command; returns the exit status. Raises `EngineError`."""
+def run_verify(
+    model_path: str,
+    *,
+    impl: ModelImpl = ModelImpl.AUTO,
+    quick: bool,
+    as_json: bool,
+    tp_size: int | None = None,
+) -> int:
+    """Entry point of the command; returns the exit status. Raises `EngineError`.
+
+    `tp_size`: how many ranks share the model in the tensor-parallel paths; 1 leaves these out, None takes
+    `DEFAULT_RANKS` where the model can be shared by so many.
+    """
     import torch
     import transformers
 
@@ -124,6 +148,9 @@ def run_verify(model_path: str, *, impl: ModelImpl = ModelImpl.AUTO, quick: bool
     )
     model = load(config, progress=not as_json)
     facts = model.model.config
+    if tp_size is None:
+        tp_size = DEFAULT_RANKS if can_share(facts, DEFAULT_RANKS) else 1
+    require_shareable(facts, tp_size)
     prompts = make_prompts(model_path, facts.vocab_size, quick=quick)
     reference = TransformersReference(model_path)
     eos = frozenset(facts.eos_token_ids)
@@ -146,6 +173,7 @@ def run_verify(model_path: str, *, impl: ModelImpl = ModelImpl.AUTO, quick: bool
         quick=quick,
         drafts=DraftPaths(itself=model_path, head=_head_of(model_path)),
     )
+    paths += on_ranks(paths, tp_size, quick=quick)
     verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens, edited=edited)
     results = _run_paths(verification, paths, as_json=as_json)
     equal = len(results) == len(paths) and all(result.equal for result in results)

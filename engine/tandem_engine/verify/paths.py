@@ -1,5 +1,6 @@
 """The exactness matrix: every way a token can come to be computed. A new path adds itself here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem_engine.config import CacheConfig, SchedulePolicy, SchedulerConfig, SpecAlgorithm, SpecConfig
@@ -28,6 +29,8 @@ class Path:
     """One engine prefills, another decodes, NIXL between them."""
     rising_priority: bool = False
     """Each request is more important than the one before."""
+    tp_size: int = 1
+    """Ranks that share the model."""
     expects_cached: bool = False
     expects_retraction: bool = False
     speculative: SpecConfig = field(default_factory=SpecConfig)
@@ -215,6 +218,27 @@ def _speculative(
             for size in (1, 64)
         ),
     ]
+
+
+SHARED = (
+    "whole prompts, no overlap",
+    "chunked by 7, overlap",
+    "prefix-cached",
+    "mixed, staggered",
+    "retracted (forced)",
+    "choices that share a prompt",
+    "edited: mixed, staggered",
+)
+"""Paths that run on several ranks too: between them they use every kind of step."""
+SHARED_QUICKLY = ("mixed, staggered",)
+
+
+def on_ranks(paths: Sequence[Path], size: int, *, quick: bool) -> list[Path]:
+    """Those of `paths` that several ranks run as well, for `size` ranks; none for 1."""
+    if size == 1:
+        return []
+    names = SHARED_QUICKLY if quick else SHARED
+    return [replace(path, name=f"{path.name}, {size} ranks", tp_size=size) for path in paths if path.name in names]
 
 
 def _cache(*, page_size: int, longest: int, num_prompts: int, prefix: bool) -> CacheConfig:

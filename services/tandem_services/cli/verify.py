@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 
-from tandem_engine.flags import add_model_impl_flag
+from tandem_engine.flags import add_model_impl_flag, positive_int
 from tandem_services.cli.bundled import model_folder
 
 EXAMPLES = """\
@@ -20,14 +20,24 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "verify",
         help="prove that greedy output equals transformers on a checkpoint",
         description="Generate the same prompts with transformers and with Tandem through every path (whole, chunked, "
-        "prefix-cached, mixed, retracted, overlap on and off, page sizes 1/16/64, disaggregated over NIXL) in float32 "
-        "and compare token by token, and logprobs within 1e-4. Exits 1 at the first difference.",
+        "prefix-cached, mixed, retracted, overlap on and off, page sizes 1/16/64, disaggregated over NIXL, shared by "
+        "several ranks) in float32 and compare token by token, and logprobs within 1e-4. Exits 1 at the first "
+        "difference.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
     add_model_impl_flag(parser)
     parser.add_argument("--quick", action="store_true", help="fewer prompts and paths")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        "--tp-size",
+        "--tp",
+        type=positive_int,
+        metavar="N",
+        help="ranks that share the model in the tensor-parallel paths; 1 leaves these out (default: 2 where the model "
+        "can be shared by 2)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run, parser=parser)
 
@@ -35,6 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     argv = [sys.executable, "-m", "tandem_engine.cli", "verify", "--model", str(model_folder(args.model))]
     argv += ["--model-impl", args.model_impl]
+    argv += ["--tensor-parallel-size", str(args.tensor_parallel_size)] if args.tensor_parallel_size else []
     argv += ["--quick"] if args.quick else []
     argv += ["--json"] if args.json else []
     return subprocess.run(argv, check=False).returncode

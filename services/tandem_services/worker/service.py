@@ -183,7 +183,10 @@ class WorkerService:
         self._start(self._feed.run(), "index-feed")
 
     def _engine_failed(self, failed: EngineFailed) -> None:
-        self._end(Ending(EXIT_ENGINE_REFUSED, f"the engine cannot start ({failed.code}): {failed.message}"))
+        if self._ready is None:
+            self._end(Ending(EXIT_ENGINE_REFUSED, f"the engine cannot start ({failed.code}): {failed.message}"))
+        else:
+            self._end(Ending(EXIT_FAILED, f"the engine cannot go on ({failed.code}): {failed.message}"))
 
     def _describe(self) -> WorkerRecord:
         assert self._ready is not None, "heartbeats begin when the engine is ready"

@@ -7,12 +7,13 @@ from tandem_engine.config import EngineConfig, ModelImpl
 from tandem_engine.engine import load
 from tandem_engine.verify.command import Verification
 from tandem_engine.verify.compare import PathResult
-from tandem_engine.verify.paths import make_paths
+from tandem_engine.verify.paths import make_paths, on_ranks
 from tandem_engine.verify.prompts import make_prompts
 from tandem_engine.verify.reference import TransformersReference
 
 CHUNKED, CACHED, MIXED, RETRACTED = "chunked by 7, overlap", "prefix-cached", "mixed, staggered", "retracted (forced)"
 DISAGGREGATED = "disaggregated over NIXL"
+SHARED = "mixed, staggered, 2 ranks"
 
 
 def run_paths(checkpoint: Path, names: Sequence[str], *, impl: ModelImpl = ModelImpl.AUTO) -> list[PathResult]:
@@ -27,6 +28,6 @@ def run_paths(checkpoint: Path, names: Sequence[str], *, impl: ModelImpl = Model
     ]
     longest = max(len(prompt) for prompt in prompts.prompts) + prompts.max_tokens
     paths = make_paths(context_length=longest + 1, longest=longest, num_prompts=len(references), quick=True)
-    by_name = {path.name: path for path in paths}
+    by_name = {path.name: path for path in [*paths, *on_ranks(paths, 2, quick=True)]}
     verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens)
     return [verification.run(by_name[name]) for name in names]

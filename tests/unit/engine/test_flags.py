@@ -115,3 +115,15 @@ def test_a_setting_that_cannot_work_names_its_flag(build, flag) -> None:
 def test_the_pool_takes_the_memory_it_is_given() -> None:
     assert CacheConfig(kv_cache_bytes=1000).pages_for(100) == 10
     assert CacheConfig(num_pages=7, kv_cache_bytes=1000).pages_for(100) == 7
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp-size", "--tp"])
+def test_the_number_of_ranks_has_the_names_that_others_use(flag) -> None:
+    args = parse(flag, "2", "--transport", "none", "--dist-timeout", "30")
+    assert engine_config(args).parallel.tp_size == 2
+    assert engine_config(parse(*engine_argv(args))) == engine_config(args)
+
+
+def test_kv_that_lies_with_several_ranks_is_not_transferred() -> None:
+    with pytest.raises(ConfigError, match="needs --tensor-parallel-size 1, got 2: give --transport none"):
+        engine_config(parse("--tp", "2"))

@@ -10,7 +10,7 @@ order of the groups nor on which other tokens chose its experts, but for the rou
 product share in any layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem_engine.model.layers.activation import GatedActivation
 from tandem_engine.model.layers.linear import Projection
 from tandem_engine.model.layers.norm import Norm
+from tandem_engine.parallel.group import SingleRank, TpGroup
 
 
 class Choice(NamedTuple):
@@ -50,6 +51,8 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expert:
+    """Or this rank's share of it."""
+
     gate_up: Projection
     down: Projection
 
@@ -62,6 +65,8 @@ class SparseFeedForward:
     router: Router
     experts: tuple[Expert, ...]
     activation: GatedActivation
+    group: TpGroup = field(default_factory=SingleRank)
+    """The ranks, each with a share of every expert's inner dimension. Token by token they choose alike."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] to what is added to it."""
@@ -78,4 +83,4 @@ class SparseFeedForward:
                 rows = pairs[start : start + count]
                 results[rows] = expert.down(self.activation(expert.gate_up(normed[rows // chosen])))
                 start += count
-        return (results.view(-1, chosen, hidden.shape[1]) * weights[..., None]).sum(dim=1)
+        return self.group.all_reduce((results.view(-1, chosen, hidden.shape[1]) * weights[..., None]).sum(dim=1))

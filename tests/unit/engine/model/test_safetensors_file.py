@@ -39,6 +39,24 @@ def test_tensors_are_read_bit_for_bit(path, dtype):
         assert torch.equal(stored[name].read(), tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_any_dimension_is_read_bit_for_bit(path, dtype):
+    tensor = torch.randn(4, 6, 5).to(dtype)
+    save_file({"before": torch.randn(3), "a": tensor}, path)
+    stored = read_header(path)["a"]
+    for dim, start, stop in ((0, 1, 3), (0, 0, 4), (1, 2, 6), (1, 5, 5), (2, 0, 2), (2, 4, 5)):
+        assert torch.equal(stored.read_part(dim, start, stop), tensor.narrow(dim, start, stop - start))
+
+
+def test_a_part_beyond_the_end_of_a_truncated_file_is_an_error(path):
+    save_file({"a": torch.randn(8, 8)}, path)
+    stored = read_header(path)["a"]
+    os.truncate(path, path.stat().st_size - 100)
+    assert stored.read_part(0, 0, 4).shape == (4, 8)
+    with pytest.raises(CheckpointError, match="was truncated while tensor"):
+        stored.read_part(1, 4, 8)
+
+
 @pytest.mark.parametrize("content", [b"", b"\x02\x00\x00"])
 def test_an_empty_or_cut_file_is_refused(path, content):
     path.write_bytes(content)

@@ -1,0 +1,75 @@
+"""The one place where the schedulers of an engine's ranks exchange anything.
+
+    agree    once per turn, before anything is planned: rank 0 sends what happened to it since the last turn, and the
+             time by its clock
+    least    for facts that every rank comes to by itself in its own time, such as a compiled grammar: a rank says how
+             far each has come, and the least counts for all (T47, T67)
+
+All else in a scheduler is a function of its state and of these, so the ranks plan the same batches without ever
+talking about them. Whether a collective is called, and with how many values, must follow from that common state
+alone: never from what this rank has by itself, or from an early return (T68).
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from tandem_engine.parallel.group import TpGroup
+from tandem_engine.parallel.inputs import Input
+
+INLINE_BYTES = 8192
+"""Most turns carry nothing or one prompt: they fit the first message and need no second."""
+LENGTH_BYTES = 8
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks act on in one turn."""
+
+    now: float
+    """Rank 0's monotonic clock: the only time that may decide anything."""
+    inputs: tuple[Input, ...] = ()
+    """In the order in which they are to be applied."""
+
+
+class Agreement:
+    """One rank's end. Scheduler thread only. Every method raises `RankLostError` when another rank has ended."""
+
+    def __init__(self, group: TpGroup) -> None:
+        self._group = group
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Turn)
+        self._inline = torch.zeros(LENGTH_BYTES + INLINE_BYTES, dtype=torch.uint8)
+
+    def agree(self, *, now: float, inputs: Sequence[Input]) -> Turn:
+        """Rank 0's turn, on every rank; what the others pass is ignored. Blocks until rank 0 calls it."""
+        data = b""
+        if self._group.rank == 0:
+            data = self._encoder.encode(Turn(now=now, inputs=tuple(inputs)))
+        turn: Turn = self._decoder.decode(self._broadcast(data))
+        return turn
+
+    def least(self, progress: Sequence[int]) -> list[int]:
+        """The least over all ranks of how far each fact has come, element by element.
+
+        Every rank names the same facts in the same order. Progress must not go back, or a rank could act on what
+        another no longer has.
+        """
+        return self._group.least(torch.tensor(progress, dtype=torch.int64)).tolist() if progress else []
+
+    def _broadcast(self, data: bytes) -> bytes:
+        """Rank 0's `data`, on every rank."""
+        inline = self._inline
+        if self._group.rank == 0:
+            head = len(data).to_bytes(LENGTH_BYTES, "little") + data[:INLINE_BYTES]
+            inline[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._group.broadcast(inline)
+        received = inline.numpy().tobytes()
+        length = int.from_bytes(received[:LENGTH_BYTES], "little")
+        whole = received[LENGTH_BYTES : LENGTH_BYTES + length]
+        if length <= INLINE_BYTES:
+            return whole
+        rest = torch.empty(length - INLINE_BYTES, dtype=torch.uint8)
+        if self._group.rank == 0:
+            rest = torch.frombuffer(bytearray(data[INLINE_BYTES:]), dtype=torch.uint8)
+        return whole + self._group.broadcast(rest).numpy().tobytes()

@@ -1,0 +1,30 @@
+"""The first thing that made it impossible for a rank to go on."""
+
+from dataclasses import dataclass
+
+from tandem_engine.errors import RankLostError
+
+
+@dataclass(kw_only=True, slots=True)
+class FirstFailure:
+    """Written by the forward thread and by whoever watches the other ranks, read by the scheduler thread."""
+
+    error: RankLostError | None = None
+
+    def record(self, error: Exception) -> None:
+        """Remember `error`, unless there was one before."""
+        if self.error is None:
+            self.error = error if isinstance(error, RankLostError) else _step_failed(error)
+
+    def raise_if_any(self) -> None:
+        """Raise the `RankLostError` that was recorded, if one was."""
+        if self.error is not None:
+            raise self.error
+
+
+def _step_failed(cause: Exception) -> RankLostError:
+    error = RankLostError(
+        f"a model step raised {type(cause).__name__} ({cause}); the ranks of an engine cannot go on one by one"
+    )
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,44 @@
+"""What happens to a scheduler from outside, as messages: rank 0 sends them to the other ranks.
+
+Anything that changes a scheduler and does not follow from its own state is one of these. A rank that missed
+one, or saw it a turn later, would plan another batch, and the next collective would hang (T68).
+"""
+
+import msgspec
+
+from tandem_engine.messages.requests import GenerateRequest
+
+
+class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    message: GenerateRequest
+    client: bytes
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    rid: str
+
+
+class AbortClient(msgspec.Struct, frozen=True, kw_only=True, tag="abort_client"):
+    """The client is gone: end all of its requests."""
+
+    client: bytes
+
+
+class AbortAll(msgspec.Struct, frozen=True, kw_only=True, tag="abort_all"):
+    pass
+
+
+class CloseSession(msgspec.Struct, frozen=True, kw_only=True, tag="close_session"):
+    salt: str
+    session: str
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    pass
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """The engine closes: no turn follows."""
+
+
+Input = Add | Abort | AbortClient | AbortAll | CloseSession | Drain | Stop

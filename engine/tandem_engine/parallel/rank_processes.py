@@ -1,0 +1,195 @@
+"""Ranks 1 to N - 1, as rank 0 sees them: processes that it starts, watches and ends.
+
+Life of the ranks of an engine
+    1. started     `tandem-engine rank` with its `RankOrder` on standard input, which then stays open: when it
+                   closes, rank 0 is gone and the rank leaves, however rank 0 came to its end
+    2. met         all have come to the store (a file in a folder of their own) and formed their groups
+    3. following   each does what rank 0 does, turn by turn
+    4. ended       `Stop` was agreed on: they leave by themselves, and are killed if they do not
+       or lost     one ended before that, or this rank failed: the rest is killed at once, so that nobody waits
+                   in a collective for somebody who will not come, and the engine ends with `RankLostError`
+"""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import FileStore, Store
+
+from tandem_engine.config import EngineConfig
+from tandem_engine.errors import RankLostError
+from tandem_engine.parallel.failure import FirstFailure
+from tandem_engine.parallel.group import Parallel
+from tandem_engine.parallel.torch_group import join_ranks
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+LAST_WORDS_S = 1.0
+"""How long a rank that breaks off may take to end by itself, and so to say why, before it is killed."""
+STOP_S = 10.0
+"""How long ranks may take to leave after `Stop`."""
+COMMAND = (sys.executable, "-m", "tandem_engine.cli", "rank")
+
+
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is to be. Rank 0 writes it to the rank's standard input, as one line of JSON."""
+
+    engine: EngineConfig
+    rank: int
+    folder: str
+    self_test: bool
+    """Rank 0 will run the self-test before its first turn."""
+
+    def open_store(self) -> Store:
+        return FileStore(str(Path(self.folder) / "store"), self.engine.parallel.tp_size)
+
+    @property
+    def last_words(self) -> Path:
+        """Where a rank that cannot go on writes why."""
+        return Path(self.folder) / f"rank-{self.rank}.error"
+
+
+def announce(store: Store, rank: int) -> None:
+    """Tell rank 0 that this rank runs and is about to join."""
+    store.set(f"here-{rank}", "1")
+
+
+@dataclass(kw_only=True, slots=True)
+class RankProcess:
+    """One rank."""
+
+    order: RankOrder
+    process: "subprocess.Popen[bytes]"
+
+    @classmethod
+    def start(cls, order: RankOrder) -> "RankProcess":
+        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert process.stdin is not None, "standard input is a pipe"
+        # One that ended already is noticed by its status.
+        with suppress(BrokenPipeError):
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            process.stdin.flush()
+        return cls(order=order, process=process)
+
+    def lost(self) -> str | None:
+        """How it ended, when it did so without having been told to."""
+        status = self.process.poll()
+        if not status:
+            return None
+        ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        said = self.order.last_words
+        return f"rank {self.order.rank} {ending}" + (f": {said.read_text('utf-8')}" if said.is_file() else "")
+
+    def end(self, *, deadline: float) -> None:
+        """Wait until `deadline` (monotonic seconds) for it to end; then end it."""
+        assert self.process.stdin is not None, "standard input is a pipe"
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdin.close()
+
+
+@dataclass(kw_only=True, slots=True)
+class RankProcesses:
+    """All ranks but this one. `watch` runs on a thread of its own."""
+
+    ranks: Sequence[RankProcess]
+    failure: FirstFailure
+    done: threading.Event = field(default_factory=threading.Event)
+    cause: str | None = None
+    """How the rank that broke off ended, once `watch` has seen it."""
+
+    def await_arrival(self, store: Store, timeout_s: float) -> None:
+        """Return when every rank has come to the store. Raises `RankLostError` when one does not."""
+        deadline = time.monotonic() + timeout_s
+        for rank in self.ranks:
+            while not store.check([f"here-{rank.order.rank}"]):
+                self.failure.raise_if_any()
+                if time.monotonic() > deadline:
+                    raise RankLostError(
+                        f"rank {rank.order.rank} did not start within {timeout_s:g} s; raise --dist-timeout"
+                    )
+                time.sleep(POLL_S)
+
+    def watch(self) -> None:
+        """Until `done`: notice the end of a rank, and end the others after a failure of any."""
+        deadline = None
+        while not self.done.wait(POLL_S):
+            self.cause = next((lost for rank in self.ranks if (lost := rank.lost()) is not None), None)
+            if self.cause is not None:
+                self.failure.record(RankLostError(self.cause))
+            if self.failure.error is not None:
+                deadline = deadline or time.monotonic() + LAST_WORDS_S
+                if self.cause is not None or time.monotonic() > deadline:
+                    self.end(grace_s=0.0)
+                    return
+
+    def end(self, *, grace_s: float) -> None:
+        """Wait for all ranks to end, together no longer than `grace_s`; then end them. Idempotent."""
+        deadline = time.monotonic() + grace_s
+        for rank in self.ranks:
+            rank.end(deadline=deadline)
+
+
+@contextmanager
+def other_ranks(config: EngineConfig, *, self_test: bool) -> Iterator[Parallel]:
+    """Start the ranks that `config` asks for besides this one, and end them on leaving.
+
+    Use it around everything that uses the `Parallel` it gives: `load`, `Engine.build`, and the engine's life.
+
+    Args:
+        self_test: the engine will run its self-test, in which all ranks must take part.
+
+    Raises:
+        RankLostError: a rank could not start, or ended early; the message says why.
+    """
+    if config.parallel.tp_size == 1:
+        yield Parallel()
+        return
+    with TemporaryDirectory(prefix="tandem-ranks-") as folder:
+        orders = [
+            RankOrder(engine=config, rank=rank, folder=folder, self_test=self_test)
+            for rank in range(config.parallel.tp_size)
+        ]
+        failure = FirstFailure()
+        others = RankProcesses(ranks=[RankProcess.start(order) for order in orders[1:]], failure=failure)
+        watcher = threading.Thread(target=others.watch, name="rank-watcher", daemon=True)
+        watcher.start()
+        grace_s = 0.0
+        try:
+            yield _meet(others, orders[0])
+            grace_s = STOP_S
+        except RankLostError as error:
+            failure.record(error)
+            watcher.join()
+            raise RankLostError(others.cause or str(error)) from error
+        finally:
+            others.done.set()
+            watcher.join()
+            others.end(grace_s=grace_s)
+
+
+def _meet(others: RankProcesses, order: RankOrder) -> Parallel:
+    config = order.engine
+    store = order.open_store()
+    others.await_arrival(store, config.parallel.timeout)
+    return join_ranks(
+        store,
+        rank=order.rank,
+        size=config.parallel.tp_size,
+        device=torch.device(config.device),
+        timeout_s=config.parallel.timeout,
+        failure=others.failure,
+    )

@@ -1,0 +1,79 @@
+"""A rank that is not the first: the same engine as rank 0's, without sockets, doing what rank 0 does.
+
+Start   order from standard input → meet the other ranks → load this rank's weights → build → self-test
+Turn    wait for rank 0's turn → take the same inputs → plan, launch and settle the same step; say nothing
+Stop    rank 0 closes the engine; or it is gone, which standard input shows by its end
+
+Signals are rank 0's business: a terminal or service manager sends them to every process of a group, and a rank
+that left at once would look like one that was lost.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+import torch
+
+from tandem_engine.engine import Engine, load
+from tandem_engine.errors import EngineError
+from tandem_engine.parallel.rank_processes import RankOrder, announce
+from tandem_engine.parallel.torch_group import join_ranks
+from tandem_engine.scheduler.stream import discard
+
+log = logging.getLogger(__name__)
+
+REFUSED = 3
+UNEXPECTED_ERROR = 70
+"""Exit status, EX_SOFTWARE of sysexits."""
+ORPHANED = 71
+"""Exit status when rank 0 is gone."""
+
+
+def run_rank(standard_input: BinaryIO) -> int:
+    """Be the rank that the order on `standard_input` describes; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    order = msgspec.json.decode(standard_input.readline(), type=RankOrder)
+    threading.Thread(target=_leave_with_rank_0, args=(standard_input,), name="lifeline", daemon=True).start()
+    try:
+        _follow(order)
+    except EngineError as error:
+        order.last_words.write_text(str(error), "utf-8")
+        return REFUSED
+    except Exception as error:
+        log.exception("rank %d ends on an unexpected error", order.rank)
+        order.last_words.write_text(f"{type(error).__name__}: {error}", "utf-8")
+        return UNEXPECTED_ERROR
+    return 0
+
+
+def _follow(order: RankOrder) -> None:
+    config = order.engine
+    store = order.open_store()
+    announce(store, order.rank)
+    parallel = join_ranks(
+        store,
+        rank=order.rank,
+        size=config.parallel.tp_size,
+        device=torch.device(config.device),
+        timeout_s=config.parallel.timeout,
+    )
+    loaded = load(config, progress=False, parallel=parallel)
+    with Engine.build(loaded, loaded.config, sink=discard) as engine:
+        if order.self_test:
+            engine.self_test()
+        engine.follow()
+
+
+def _leave_with_rank_0(standard_input: BinaryIO) -> None:
+    """Rank 0 writes nothing after the order, so reading ends when its end of the pipe does.
+
+    The process may be waiting in a collective for a rank that will never come, so it leaves from here.
+    """
+    standard_input.read()
+    sys.stderr.flush()
+    os._exit(ORPHANED)

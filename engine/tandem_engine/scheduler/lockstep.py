@@ -1,0 +1,157 @@
+"""How inputs reach a scheduler: at once when it is alone, at the next turn when it is one of several ranks.
+
+    rank 0     submit ─▶ pending ─┐                          ┌─▶ apply ─▶ step
+                                  ├─ agree, once per turn ───┤
+    others                  none ─┘                          └─▶ apply ─▶ step
+
+Every scheduler starts from the same state, applies the same inputs at the same turns, reads the same time and
+gets the same results, so all plan the same batches. A rank whose forward failed says so before the next turn:
+the others may be waiting for it inside a collective, and only its end sets them free.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem_engine.clock import Clock
+from tandem_engine.errors import RankLostError
+from tandem_engine.names import RequestId
+from tandem_engine.parallel.agreement import Agreement
+from tandem_engine.parallel.failure import FirstFailure
+from tandem_engine.parallel.inputs import Abort, AbortAll, AbortClient, Add, CloseSession, Drain, Input, Stop
+from tandem_engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Inputs(Protocol):
+    """The way in. The owner of the loop submits, and calls `begin_turn` before each step of the scheduler."""
+
+    @property
+    def pending(self) -> bool:
+        """Something was submitted that the scheduler has not seen."""
+        ...
+
+    def submit(self, item: Input) -> None:
+        """Have `item` happen to the scheduler, in order of submission."""
+        ...
+
+    def begin_turn(self) -> bool:
+        """Bring the scheduler up to date. False when the engine stops: no step may follow."""
+        ...
+
+    def stop(self) -> None:
+        """The engine closes. Idempotent; after a failure it tells nobody."""
+        ...
+
+    def check(self) -> None:
+        """During a long wait: raise `RankLostError` when the step that is waited for can no longer come."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class DirectInputs:
+    """Implements `Inputs` for a scheduler that is alone."""
+
+    scheduler: Scheduler
+
+    @property
+    def pending(self) -> bool:
+        return False
+
+    def submit(self, item: Input) -> None:
+        apply(self.scheduler, item)
+
+    def begin_turn(self) -> bool:
+        return True
+
+    def stop(self) -> None:
+        """Nobody else has to know."""
+
+    def check(self) -> None:
+        """There is nobody to lose."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AgreedClock:
+    """Implements `Clock`: the time of the current turn by rank 0's clock, the same on all ranks."""
+
+    time: float = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+@dataclass(kw_only=True, slots=True)
+class AgreedInputs:
+    """Implements `Inputs` for one of several ranks. Only rank 0 submits."""
+
+    scheduler: Scheduler
+    agreement: Agreement
+    clock: AgreedClock
+    """The scheduler's."""
+    local_clock: Clock
+    rank: int
+    failure: FirstFailure
+    stopped: bool = False
+    queue: list[Input] = field(default_factory=list)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.queue)
+
+    def submit(self, item: Input) -> None:
+        self.queue.append(item)
+
+    def begin_turn(self) -> bool:
+        """See `Inputs.begin_turn`. Other ranks than 0 wait here for the next turn.
+
+        Raises:
+            RankLostError: a forward of this rank has failed, or another rank has ended.
+        """
+        self.failure.raise_if_any()
+        submitted, self.queue = self.queue, []
+        try:
+            turn = self.agreement.agree(now=self.local_clock.now(), inputs=submitted)
+        except RankLostError as error:
+            self.failure.record(error)
+            raise
+        self.clock.time = turn.now
+        for item in turn.inputs:
+            if isinstance(item, Stop):
+                self.stopped = True
+                return False
+            apply(self.scheduler, item)
+        return True
+
+    def stop(self) -> None:
+        """Rank 0 takes the others along; another rank leaves alone, for then rank 0 has told it to."""
+        if self.stopped or self.failure.error is not None or self.rank != 0:
+            return
+        self.queue = [Stop()]
+        try:
+            self.begin_turn()
+        except RankLostError as error:
+            logger.warning("the other ranks were not told to stop: %s", error)
+
+    def check(self) -> None:
+        self.failure.raise_if_any()
+
+
+def apply(scheduler: Scheduler, item: Input) -> None:
+    """Let `item` happen to `scheduler`."""
+    match item:
+        case Add():
+            scheduler.add(item.message, item.client)
+        case Abort():
+            scheduler.abort(RequestId(item.rid))
+        case AbortClient():
+            scheduler.abort_client(item.client)
+        case CloseSession():
+            scheduler.sessions.close(item.salt, item.session)
+        case AbortAll():
+            scheduler.abort_all()
+        case Drain():
+            scheduler.drain()
+        case Stop():
+            raise AssertionError("Stop ends the turns and is no business of the scheduler")

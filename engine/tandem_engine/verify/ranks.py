@@ -1,0 +1,67 @@
+"""The ranks of a tensor-parallel engine as threads of this process, with real gloo between them.
+
+What is computed and exchanged is what rank processes compute and exchange (`launch`), but the weights are read
+once for all paths, and no path waits for processes to start. Rank 0 is the caller's thread.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tandem_engine.config import EngineConfig, ParallelConfig
+from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.parallel.torch_group import join_ranks
+from tandem_engine.scheduler.stream import discard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThreadRanks:
+    """Every rank's part of one model, for any number of engines one after the other."""
+
+    parts: Sequence[LoadedModel]
+
+    @classmethod
+    def load(cls, config: EngineConfig, size: int) -> Self:
+        """Read `config`'s checkpoint `size` times, each rank its part."""
+        config = replace(config, parallel=ParallelConfig(tp_size=size))
+        store = HashStore()
+
+        def load_part(rank: int) -> LoadedModel:
+            parallel = join_ranks(
+                store,
+                rank=rank,
+                size=size,
+                device=torch.device(config.device),
+                timeout_s=config.parallel.timeout,
+            )
+            return load(config, progress=False, parallel=parallel)
+
+        with ThreadPoolExecutor(size, thread_name_prefix="rank") as threads:
+            return cls(parts=tuple(threads.map(load_part, range(size))))
+
+    @contextmanager
+    def engine(self, config: EngineConfig) -> Iterator[Engine]:
+        """Rank 0's engine, which the other ranks follow until it is closed."""
+        first, *others = self.parts
+        config = replace(config, parallel=first.config.parallel)
+        with ThreadPoolExecutor(len(others), thread_name_prefix="rank") as threads:
+            followers = [threads.submit(_follow, part, config) for part in others]
+            with Engine.build(first, config) as engine:
+                yield engine
+            for follower in followers:
+                follower.result()
+
+
+def _follow(part: LoadedModel, config: EngineConfig) -> None:
+    try:
+        with Engine.build(part, config, sink=discard) as engine:
+            engine.follow()
+    except BaseException:
+        # The others wait for this rank; closed connections tell them that it will not come.
+        part.parallel.close()
+        raise

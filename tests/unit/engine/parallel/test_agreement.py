@@ -1,0 +1,67 @@
+"""`agree`: every rank gets rank 0's turn, whatever it has itself."""
+
+import torch
+
+from tandem_engine.parallel.agreement import INLINE_BYTES, Agreement, Turn
+from tandem_engine.parallel.group import Parallel, SingleRank
+from tandem_engine.parallel.inputs import Abort, Add, Drain, Input
+from tandem_engine.parallel.step_agreement import agree_on_step
+from tandem_testing.rank_threads import on_ranks
+from tandem_testing.scheduler_builders import make_message
+
+
+def turns(*proposals: tuple[float, list[Input]]) -> list[Turn]:
+    """What each rank gets from `agree` when rank i proposes `proposals[i]`."""
+
+    def work(parallel: Parallel) -> Turn:
+        now, inputs = proposals[parallel.rank]
+        return Agreement(parallel.schedule).agree(now=now, inputs=inputs)
+
+    return on_ranks(len(proposals), work)
+
+
+def test_all_ranks_get_rank_0s_inputs_in_order_and_its_time():
+    inputs: list[Input] = [Add(message=make_message("a"), client=b"\x00gateway"), Abort(rid="a"), Drain()]
+    expected = Turn(now=12.5, inputs=tuple(inputs))
+    assert turns((12.5, inputs), (99.0, [Abort(rid="other")])) == [expected, expected]
+
+
+def test_a_prompt_longer_than_the_first_message_arrives_whole():
+    message = make_message("long", range(3 * INLINE_BYTES))
+    first, second = turns((0.0, [Add(message=message, client=b"")]), (0.0, []))
+    assert first == second
+    assert first.inputs == (Add(message=message, client=b""),)
+
+
+def test_turns_of_different_sizes_leave_nothing_behind_for_one_another():
+    sizes = (INLINE_BYTES * 2, 0, 100, INLINE_BYTES - 40, 1)
+
+    def work(parallel: Parallel) -> list[int]:
+        agreement = Agreement(parallel.schedule)
+        got = [agreement.agree(now=0.0, inputs=[Abort(rid="x" * size)]) for size in sizes]
+        return [len(item.rid) for turn in got for item in turn.inputs if isinstance(item, Abort)]
+
+    assert on_ranks(2, work) == [list(sizes)] * 2
+
+
+def test_a_fact_counts_when_it_holds_on_every_rank():  # T47, T67
+    progress = ((1, 3), (0, 7), (1, 5))
+    assert on_ranks(3, lambda p: Agreement(p.schedule).least(progress[p.rank])) == [[0, 3]] * 3
+
+
+def test_without_facts_nothing_is_exchanged():
+    assert Agreement(SingleRank(rank=1, size=2)).least([]) == []
+
+
+def test_rank_0s_tokens_and_time_are_everybodys():  # T52
+    def work(parallel: Parallel) -> tuple[list[int], float]:
+        sampled = torch.tensor([5, 6 + parallel.rank, 7])
+        facts = agree_on_step(parallel.forward, sampled, 0.25 * (1 + parallel.rank))
+        return facts.token_ids.tolist(), facts.compute_s
+
+    assert on_ranks(2, work) == [([5, 6, 7], 0.25)] * 2
+
+
+def test_a_step_that_samples_nothing_agrees_on_its_time():
+    facts = on_ranks(2, lambda p: agree_on_step(p.forward, torch.empty(0, dtype=torch.int64), 1.0 + p.rank))
+    assert [(len(fact.token_ids), fact.compute_s) for fact in facts] == [(0, 1.0)] * 2
