@@ -61,6 +61,8 @@ def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
             ("watermark", "0.5"),
             ("schedule_policy", "lpm"),
             ("max_queued_requests", "3"),
+            ("max_sessions", "3"),
+            ("session_ttl", "3"),
             ("max_prefill_tokens", "3"),
             ("chunked_prefill_size", "3"),
             ("force_retract_every", "3"),
