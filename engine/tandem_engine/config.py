@@ -41,6 +41,27 @@ class Role(StrEnum):
     BOTH = "both"
 
 
+class WritePolicy(StrEnum):
+    """When a cached block is copied from the device to host memory."""
+
+    WRITE_THROUGH = "write_through"
+    """When it enters the cache."""
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    """When a later request is admitted with it in its prefix; what nobody comes back for is not copied."""
+    WRITE_BACK = "write_back"
+    """When the device evicts it."""
+
+
+class PreemptionMode(StrEnum):
+    """What becomes of the KV of a request that is retracted."""
+
+    AUTO = "auto"
+    """Whichever is predicted to be cheaper, from measured rates."""
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+    """Recomputed all the same where host memory has no room, or while its prompt is still being computed."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
     """Rotary embedding parameters as in Hugging Face `rope_parameters` / `rope_scaling`."""
@@ -155,6 +176,69 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostConfig:
+    """Memory below the device: the slower tiers of the prefix cache, and room for swapped requests."""
+
+    enable_cache: bool = False
+    ratio: float = 2.0
+    """Host pages of the cache per page of the device pool."""
+    size_bytes: int = 0
+    """Host memory of the cache; 0 sizes it by `ratio`."""
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    storage_dir: str = ""
+    """Where blocks are kept below host memory; empty for nowhere."""
+    storage_bytes: int = 16 << 30
+    prefetch_timeout: float = 1.0
+    """Seconds that a request waits at most for its prefix to be read from storage."""
+    swap_bytes: int = 0
+    """Host memory that the cache leaves to swapped requests; 0 swaps nothing."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.ratio < math.inf:
+            raise ConfigError(f"--hicache-ratio must be a number above 0, got {self.ratio}")
+        for flag, value in (
+            ("--hicache-size", self.size_bytes),
+            ("--hicache-storage-size", self.storage_bytes),
+            ("--swap-space", self.swap_bytes),
+        ):
+            if value < 0:
+                raise ConfigError(f"{flag} must not be below 0 GiB, got {value / (1 << 30):g}")
+        if not 0.0 <= self.prefetch_timeout < math.inf:
+            raise ConfigError(
+                f"--hicache-storage-prefetch-timeout must be a number of seconds from 0 on, got {self.prefetch_timeout}"
+            )
+        if self.storage_dir and not self.enable_cache:
+            raise ConfigError(
+                f"--hicache-storage-dir {self.storage_dir} stores what leaves host memory: it needs "
+                "--enable-hierarchical-cache"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is any host memory at all."""
+        return self.enable_cache or self.swap_bytes > 0
+
+    def cache_pages(self, *, device_pages: int, page_bytes: int) -> int:
+        """Host pages of the cache. Raises `ConfigError` when `size_bytes` holds not one."""
+        if not self.enable_cache:
+            return 0
+        pages = self.size_bytes // page_bytes if self.size_bytes else int(self.ratio * device_pages)
+        if pages < 1:
+            size = f"--hicache-size {self.size_bytes / (1 << 30):g}"
+            given = size if self.size_bytes else f"--hicache-ratio {self.ratio}"
+            raise ConfigError(f"{given} holds not one KV page of {page_bytes} bytes: raise it")
+        return pages
+
+    def swap_pages(self, page_bytes: int) -> int:
+        """Host pages reserved for swapping. Raises `ConfigError` when `swap_bytes` holds not one."""
+        if self.swap_bytes and self.swap_bytes < page_bytes:
+            raise ConfigError(
+                f"--swap-space {self.swap_bytes / (1 << 30):g} holds not one KV page of {page_bytes} bytes: raise it"
+            )
+        return self.swap_bytes // page_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
     """The paged KV pool."""
 
@@ -165,8 +249,11 @@ class CacheConfig:
     enable_prefix_cache: bool = True
     session_bytes: int = 0
     """KV that conversations may pin between their turns; 0 is a quarter of the pool."""
+    host: HostConfig = field(default_factory=HostConfig)
 
     def __post_init__(self) -> None:
+        if self.host.enable_cache and not self.enable_prefix_cache:
+            raise ConfigError("--enable-hierarchical-cache extends the prefix cache: it excludes --disable-radix-cache")
         if self.page_size < 1:
             raise ConfigError(f"--page-size must be at least 1, got {self.page_size}")
         if self.num_pages != 0 and self.num_pages < 2:
@@ -228,6 +315,8 @@ class SchedulerConfig:
     """Seconds that an unused conversation is kept."""
     max_retractions: int = 16
     """A request retracted more often than this fails instead of looping for ever (T12)."""
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    """Of retracted requests, if there is swap space at all."""
     force_retract_every: int = 0
     """Tests only: retract the newest running request every N decode steps. 0 is never."""
     audit_every_step: bool = False
@@ -409,10 +498,22 @@ class EngineConfig:
                 f"--schedule-policy {policy} orders requests by what the prefix cache has for them, and "
                 "--disable-radix-cache keeps nothing: drop one of the two"
             )
-        if self.speculative.needs_draft_model and self.parallel.tp_size > 1:
+        if self.scheduler.preemption_mode is PreemptionMode.SWAP and not self.cache.host.swap_bytes:
+            raise ConfigError("--preemption-mode swap needs host memory to swap to: set --swap-space")
+        if self.parallel.tp_size > 1:
+            self._require_lockstep()
+
+    def _require_lockstep(self) -> None:
+        """Refuse what would go by the time that copies or drafts take on one rank, which is not that of others."""
+        if self.speculative.needs_draft_model:
             raise ConfigError(
                 f"--speculative-algorithm {self.speculative.algorithm} needs --tensor-parallel-size 1, got "
                 f"{self.parallel.tp_size}; {SpecAlgorithm.NGRAM} works with any number of ranks"
+            )
+        if self.cache.host.enabled:
+            raise ConfigError(
+                "--enable-hierarchical-cache and --swap-space need --tensor-parallel-size 1, got "
+                f"{self.parallel.tp_size}"
             )
 
     def require_transfer_fits(self) -> None:

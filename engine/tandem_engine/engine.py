@@ -10,6 +10,7 @@ All methods belong to one thread, the scheduler thread.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,14 @@ import torch
 
 from tandem_engine.attention.cpu import CpuAttention
 from tandem_engine.clock import Clock, MonotonicClock
-from tandem_engine.config import DEFAULT_CONTEXT, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
+from tandem_engine.config import (
+    DEFAULT_CONTEXT,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpecConfig,
+)
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.errors import ConfigError
@@ -35,9 +43,15 @@ from tandem_engine.generation import Generation, Generations
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.memory.allocator import PageAllocator
 from tandem_engine.memory.conservation import ConservationReport
+from tandem_engine.memory.copies import CopyQueue
+from tandem_engine.memory.host.disk import DiskStorage
+from tandem_engine.memory.host.memory import HostMemory
+from tandem_engine.memory.host.pool import GIB, HostPool
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.no_cache import NoPrefixCache
+from tandem_engine.memory.page_copy import Copier, PageCopier
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.prefix_cache import PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.rows import ReqToTokenPool
 from tandem_engine.messages.control import EngineStats, KvGeometry
@@ -69,6 +83,8 @@ if TYPE_CHECKING:
     import zmq
 
     from tandem_engine.disaggregation.transport import KvTransport
+
+logger = logging.getLogger(__name__)
 
 LAYOUT_VERSION = 1
 """Of `KvPool`: [page, layer, kv, kv_head, slot, head_dim]."""
@@ -216,11 +232,14 @@ class Engine:
         geometry = _geometry(loaded, config)
         draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
         pool = _pool(geometry, config, loaded.dtype, draft)
-        memory = _memory(pool, config)
-        target = _target(loaded, config, memory)
+        host_pool = _host_pool(pool, config.cache)
+        target = _target(loaded, config, pool)
         states = keep_states(draft, target)
         runner = _runner(loaded, pool, config, states)
-        executor = _executor(_forward(runner, config, loaded.parallel), config.scheduler, loaded.threads)
+        copier = PageCopier(pool, host_pool)
+        executor = _executor(_forward(runner, config, loaded.parallel), config.scheduler, loaded.threads, copier)
+        copies = CopyQueue(submit=executor.copy)
+        memory = _memory(pool, config, copies, _host_memory(host_pool, copies, config.cache, geometry))
         generations = Generations()
         facts = ModelFacts(
             vocab_size=loaded.model_config.vocab_size,
@@ -393,7 +412,8 @@ class Engine:
 
     def descriptors(self) -> list[int]:
         """File descriptors that become readable when `step` has something to do."""
-        return [] if self._transport is None else [self._transport.fileno()]
+        transport = [] if self._transport is None else [self._transport.fileno()]
+        return transport if self.memory.host is None else [*transport, *self.memory.host.descriptors()]
 
     def stats(self) -> EngineStats:
         """Numbers for the worker service."""
@@ -422,12 +442,14 @@ class Engine:
         self.add(request)
 
     def close(self) -> None:
-        """Stop computing, on all ranks, then transferring. Idempotent."""
+        """Stop computing, on all ranks, then storing and transferring. Idempotent."""
         self._inputs.stop()
         if self._failure.error is None:
             self._executor.shutdown()
         else:
             self._executor.abandon()
+        if self.memory.host is not None:
+            self.memory.host.close()
         if self._transport is not None:
             self._transport.close()
         if self._peers is not None:
@@ -475,16 +497,58 @@ def _pool(geometry: KvGeometry, config: EngineConfig, dtype: torch.dtype, draft:
     )
 
 
-def _memory(pool: KvPool, config: EngineConfig) -> KvMemory:
+def _host_pool(pool: KvPool, config: CacheConfig) -> HostPool | None:
+    if not config.host.enabled:
+        return None
+    cached = config.host.cache_pages(device_pages=pool.num_pages, page_bytes=pool.page_bytes)
+    swapped = config.host.swap_pages(pool.page_bytes)
+    logger.info(
+        "host memory for KV: %d pages of the prefix cache and %d to swap to, %.2f GiB",
+        cached,
+        swapped,
+        (cached + swapped) * pool.page_bytes / GIB,
+    )
+    return HostPool(num_pages=cached + swapped, page_bytes=pool.page_bytes)
+
+
+def _host_memory(
+    pool: HostPool | None, copies: CopyQueue, config: CacheConfig, geometry: KvGeometry
+) -> HostMemory | None:
+    if pool is None:
+        return None
+    storage = None
+    if config.host.storage_dir:
+        storage = DiskStorage(
+            Path(config.host.storage_dir),
+            fingerprint=bytes.fromhex(compat_hash(geometry)),
+            page_bytes=pool.page_bytes,
+            max_bytes=config.host.storage_bytes,
+        )
+    return HostMemory.build(pool, copies, config.host, page_size=config.page_size, storage=storage)
+
+
+def _memory(pool: KvPool, config: EngineConfig, copies: CopyQueue, host: HostMemory | None) -> KvMemory:
     page_size = pool.page_size
     limits = config.scheduler
     return KvMemory(
-        # Requests that a stage keeps hold rows too, beside those that run.
-        rows=ReqToTokenPool(2 * limits.max_running_requests, -(-limits.context_length // page_size) + 1),
-        allocator=PageAllocator(pool.num_pages),
-        cache=RadixCache(page_size) if config.cache.enable_prefix_cache else NoPrefixCache(),
+        rows=ReqToTokenPool(_rows(limits), -(-limits.context_length // page_size) + 1),
+        allocator=PageAllocator(pool.num_pages, copies),
+        cache=_prefix_cache(config.cache, host),
         page_size=page_size,
+        copies=copies,
+        host=host,
     )
+
+
+def _rows(limits: SchedulerConfig) -> int:
+    """Requests that a stage keeps hold rows too, beside those that run."""
+    return 2 * limits.max_running_requests
+
+
+def _prefix_cache(config: CacheConfig, host: HostMemory | None) -> PrefixCache:
+    if host is not None and host.cache is not None:
+        return host.cache
+    return RadixCache(config.page_size) if config.enable_prefix_cache else NoPrefixCache()
 
 
 def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: HiddenObserver | None) -> ModelRunner:
@@ -497,7 +561,7 @@ def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: H
             specs=loaded.model.attention,
         ),
         sampler=Sampler(),
-        future_map=FutureMap(2 * config.scheduler.max_running_requests),
+        future_map=FutureMap(_rows(config.scheduler)),
         observer=observer,
         group=loaded.parallel.forward,
     )
@@ -534,23 +598,23 @@ def _inputs(scheduler: Scheduler, parallel: Parallel, agreed: AgreedClock, local
     )
 
 
-def _executor(forward: Forward, config: SchedulerConfig, threads: int) -> Executor:
+def _executor(forward: Forward, config: SchedulerConfig, threads: int, copier: Copier) -> Executor:
     if config.enable_overlap:
-        return ForwardThread(forward, threads=threads)
+        return ForwardThread(forward, copier=copier, threads=threads)
     torch.set_num_threads(threads)
-    return InlineExecutor(forward)
+    return InlineExecutor(forward, copier=copier)
 
 
-def _target(loaded: LoadedModel, config: EngineConfig, memory: KvMemory) -> Target:
+def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool) -> Target:
     """What a draft is made for."""
     return Target(
         model=loaded.model,
         path=loaded.config.model_path,
         dtype=loaded.dtype,
         device=config.device,
-        num_pages=memory.allocator.num_pages,
-        page_size=memory.page_size,
-        rows=memory.rows.max_rows,
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+        rows=_rows(config.scheduler),
         context_length=config.scheduler.context_length,
         max_text=config.scheduler.chunked_prefill_size,
     )

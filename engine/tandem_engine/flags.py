@@ -5,19 +5,24 @@ without torch can show, check and forward them.
 """
 
 import argparse
+import math
 
 from tandem_engine.config import (
     CacheConfig,
     DisaggConfig,
     EngineConfig,
+    HostConfig,
     ModelImpl,
     ParallelConfig,
+    PreemptionMode,
     Role,
     SchedulePolicy,
     SchedulerConfig,
     SpecAlgorithm,
     SpecConfig,
+    WritePolicy,
 )
+from tandem_engine.errors import ConfigError
 
 GIB = 1 << 30
 
@@ -132,6 +137,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--disable-radix-cache", action="store_true", help="do not keep prefixes for reuse")
 
+    _add_host_flags(parser)
+
     group = parser.add_argument_group("scheduler")
     group.add_argument(
         "--context-length",
@@ -191,6 +198,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--disable-overlap-schedule", action="store_true", help="schedule only when no step computes")
     group.add_argument(
         "--audit-every-step", action="store_true", help="check page conservation after every step (slow)"
+    )
+    group.add_argument(
+        "--preemption-mode",
+        choices=[mode.value for mode in PreemptionMode],
+        default=scheduler.preemption_mode.value,
+        help="what becomes of the KV of a request that has to give way: recompute it, swap it to host memory, or "
+        "whichever is predicted to be cheaper (default auto; swapping needs --swap-space)",
     )
     group.add_argument("--force-retract-every", type=non_negative_int, default=0, help=argparse.SUPPRESS)
 
@@ -345,6 +359,86 @@ def _add_parallel_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_host_flags(parser: argparse.ArgumentParser) -> None:
+    host = HostConfig()
+    group = parser.add_argument_group("KV cache below the device")
+    group.add_argument(
+        "--enable-hierarchical-cache",
+        action="store_true",
+        help="keep prefixes in host memory that the KV pool has no room for, and copy them back when a request "
+        "begins with them",
+    )
+    group.add_argument(
+        "--hicache-ratio",
+        type=float,
+        default=host.ratio,
+        metavar="R",
+        help=f"host memory for them, as a multiple of the KV pool (default {host.ratio:g})",
+    )
+    group.add_argument(
+        "--hicache-size",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="host memory for them in GiB; overrides --hicache-ratio",
+    )
+    group.add_argument(
+        "--hicache-write-policy",
+        choices=[policy.value for policy in WritePolicy],
+        default=host.write_policy.value,
+        help="when a prefix is copied to host memory: as soon as it is cached, once it was used a second time, or "
+        f"when the pool evicts it (default {host.write_policy.value})",
+    )
+    group.add_argument(
+        "--hicache-storage-dir",
+        default=host.storage_dir,
+        metavar="DIR",
+        help="also keep prefixes in files here; they survive a restart (default: nowhere)",
+    )
+    group.add_argument(
+        "--hicache-storage-size",
+        type=float,
+        default=host.storage_bytes / GIB,
+        metavar="GIB",
+        help=f"bytes of those files; the least recently used go first (default {host.storage_bytes / GIB:g})",
+    )
+    group.add_argument(
+        "--hicache-storage-prefetch-timeout",
+        type=float,
+        default=host.prefetch_timeout,
+        metavar="S",
+        help="seconds that a request waits at most for its prefix to be read from files; what has not come by then "
+        f"is computed (default {host.prefetch_timeout:g})",
+    )
+    group.add_argument(
+        "--swap-space",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="host memory kept for the KV of requests that have to give way (default 0: they are recomputed)",
+    )
+
+
+def _host_config(args: argparse.Namespace) -> HostConfig:
+    return HostConfig(
+        enable_cache=args.enable_hierarchical_cache,
+        ratio=args.hicache_ratio,
+        size_bytes=_gib("--hicache-size", args.hicache_size),
+        write_policy=WritePolicy(args.hicache_write_policy),
+        storage_dir=args.hicache_storage_dir,
+        storage_bytes=_gib("--hicache-storage-size", args.hicache_storage_size),
+        prefetch_timeout=args.hicache_storage_prefetch_timeout,
+        swap_bytes=_gib("--swap-space", args.swap_space),
+    )
+
+
+def _gib(flag: str, value: float) -> int:
+    """Bytes. Raises `ConfigError` for what is no size."""
+    if not math.isfinite(value):
+        raise ConfigError(f"{flag} must be a finite number of GiB, got {value}")
+    return int(value * GIB)
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Build the configuration from parsed flags, `args.model` and `args.role` included.
 
@@ -362,12 +456,14 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             kv_cache_bytes=int(args.kv_cache_gib * GIB),
             session_bytes=int(args.session_kv_gib * GIB),
             enable_prefix_cache=not args.disable_radix_cache,
+            host=_host_config(args),
         ),
         context_length=args.context_length,
         scheduler=SchedulerConfig(
             enable_mixed_chunk=not args.disable_mixed_chunk,
             enable_overlap=not args.disable_overlap_schedule,
             audit_every_step=args.audit_every_step,
+            preemption_mode=PreemptionMode(args.preemption_mode),
             force_retract_every=args.force_retract_every,
             schedule_policy=SchedulePolicy(args.schedule_policy),
             **{name: getattr(args, name) for name in _SCHEDULER_FLAGS},

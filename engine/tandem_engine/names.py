@@ -14,6 +14,9 @@ ReqPoolIdx = NewType("ReqPoolIdx", int)
 PageId = NewType("PageId", int)
 """Index of a page in the KV pool. Page 0 is the dummy page."""
 
+HostPageId = NewType("HostPageId", int)
+"""Index of a page in the host pool."""
+
 Room = NewType("Room", str)
 """Meeting point of one prefill and one decode worker for one attempt at one request."""
 

@@ -9,6 +9,7 @@ def engine_stats(scheduler: Scheduler, handoff: HandoffStage | None, *, total_pa
     """One report for the worker service."""
     stats = scheduler.stats()
     memory = scheduler.memory
+    host = memory.host
     transfers = None if handoff is None else handoff.counters
     return EngineStats(
         loop_count=stats.loop_count,
@@ -38,4 +39,13 @@ def engine_stats(scheduler: Scheduler, handoff: HandoffStage | None, *, total_pa
         preempted_total=stats.preempted_total,
         head_waits=stats.head_waits,
         speculation=stats.speculation,
+        host_cached_tokens_total=stats.host_cached_tokens_total,
+        disk_cached_tokens_total=stats.disk_cached_tokens_total,
+        host_pages=0 if host is None else host.pool.num_pages,
+        host_pages_used=0 if host is None else host.pool.num_pages - host.tier.pages.available,
+        stored_blocks=0 if host is None else host.stored_blocks,
+        swapped=stats.swapped,
+        swapped_out_total=stats.swapped_out_total,
+        swapped_in_total=stats.swapped_in_total,
+        swap_misses_total=stats.swap_misses_total,
     )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.memory.allocator import Writer
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.requests import Handoff
 from tandem_engine.names import RequestId
@@ -112,9 +113,12 @@ class PreallocQueue:
         if memory.pages_for(len(tokens) - cached) + under_way > self.host.spare_pages():
             return None
         kv = memory.begin(tokens, salt=salt, max_match=longest)
-        if kv is not None and not memory.ensure(kv, len(tokens)):
+        if kv is None:
+            return None
+        if not memory.ensure(kv, len(tokens), Writer.PEER):
             memory.release(kv, tokens, checkpoint=False, after_step=None)
             return None
+        memory.load_back(kv, tokens)
         return kv
 
 

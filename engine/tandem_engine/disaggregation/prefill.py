@@ -207,6 +207,8 @@ class PrefillStage:
         self._push(room)
 
     def _push(self, room: SendRoom) -> None:
+        if room.req.kv is not None and not self.host.memory.readable(room.req.kv):
+            return  # a prefix is still on its way from host memory (T70); the next turn asks again
         max_pages = max(1, PUSH_BYTES // self.page_bytes)
         while (push := room.next_push(max_pages)) is not None:
             room.started(push)

@@ -31,6 +31,8 @@ from tandem_engine.forward.forward_batch import (
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.pooled import PooledSum, PooledTokens
 from tandem_engine.forward.runs import drafts_ahead, over_runs
+from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.page_copy import PageCopier
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.names import DUMMY_PAGE
 from tandem_engine.sampling.editor import LogitEditor
@@ -84,8 +86,12 @@ def hidden_state(history: Sequence[int]) -> torch.Tensor:
 class FakeModel:
     """Runs `ForwardBatch`es over a fake pool. Batches run one after the other, in launch order."""
 
-    def __init__(self, *, pool: KvPool, vocab_size: int, max_rows: int = 1024) -> None:
+    def __init__(
+        self, *, pool: KvPool, vocab_size: int, max_rows: int = 1024, host_pool: HostPool | None = None
+    ) -> None:
         self.pool = pool
+        self.copy = PageCopier(pool, host_pool)
+        """What an executor runs between forwards."""
         self.vocab_size = vocab_size
         self.forwards = 0
         self._future_map = FutureMap(max_rows, debug=True)

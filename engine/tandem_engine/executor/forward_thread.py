@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.memory.page_copy import Copier, CopyReport, PageCopy, refuse_copies
 
 Forward = Callable[[ForwardBatch], ForwardResult]
 T = TypeVar("T")
@@ -19,14 +20,17 @@ T = TypeVar("T")
 class ForwardThread:
     """Implements `ModelExecutor`: overlap mode. `launch` returns at once; batches run in order."""
 
-    def __init__(self, forward: Forward, *, threads: int | None = None) -> None:
-        """`threads`: how many torch may use inside a forward; None leaves its choice.
+    def __init__(self, forward: Forward, *, copier: Copier = refuse_copies, threads: int | None = None) -> None:
+        """`copier` copies pages between the batches.
+
+        `threads`: how many torch may use inside a forward; None leaves its choice.
 
         The number belongs to the thread that asks. Nobody else of the process should compute with more than
         one: every thread that does gets an OpenMP team of its own, and once teams outnumber the cores their
         members sleep between operations instead of being ready, which makes small steps twice as slow.
         """
         self._forward = forward
+        self._copier = copier
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="forward", initializer=_use_threads, initargs=(threads,)
         )
@@ -34,6 +38,10 @@ class ForwardThread:
     def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
         """Raises `RuntimeError` after `shutdown`."""
         return self._thread.submit(self._run, batch)
+
+    def copy(self, copy: PageCopy) -> Future[CopyReport]:
+        """Raises `RuntimeError` after `shutdown`."""
+        return self._thread.submit(self._copier, copy)
 
     def run(self, function: Callable[[], T]) -> T:
         """Run `function` where forwards run, with their threads, and wait for it."""
@@ -60,17 +68,16 @@ def _use_threads(threads: int | None) -> None:
 class InlineExecutor:
     """Implements `ModelExecutor`: normal mode. `launch` returns when the step is computed."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, *, copier: Copier = refuse_copies) -> None:
         self._forward = forward
+        self._copier = copier
 
     def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
-        future: Future[ForwardResult] = Future()
-        try:
-            with torch.inference_mode():
-                future.set_result(self._forward(batch))
-        except Exception as error:  # noqa: BLE001 - the boundary: `result()` raises it, as on a thread
-            future.set_exception(error)
-        return future
+        with torch.inference_mode():
+            return _completed(lambda: self._forward(batch))
+
+    def copy(self, copy: PageCopy) -> Future[CopyReport]:
+        return _completed(lambda: self._copier(copy))
 
     def run(self, function: Callable[[], T]) -> T:
         """Run `function` where forwards run: here."""
@@ -81,3 +88,13 @@ class InlineExecutor:
 
     def abandon(self) -> None:
         """Nothing runs between launches."""
+
+
+def _completed(function: Callable[[], T]) -> Future[T]:
+    """Run `function` now."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(function())
+    except Exception as error:  # noqa: BLE001 - the boundary: `result()` raises it, as on a thread
+        future.set_exception(error)
+    return future

@@ -5,9 +5,10 @@
     … plans the next step …                  model forward, KV written to out_cache_loc
                                              sample, publish token ids to FutureMap rows
     result = future.result()          ◀───── ForwardResult on the host
+    acked = executor.copy(copy)       ─────▶ pages copied, after everything before and before everything after
 
-Batches run strictly in launch order. An exception in a forward is delivered by `future.result()` and
-leaves the executor usable.
+Batches and copies run strictly in the order of these calls. An exception in a forward is delivered by
+`future.result()` and leaves the executor usable.
 """
 
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.memory.page_copy import CopyReport, PageCopy
 
 
 class HiddenObserver(Protocol):
@@ -31,6 +33,10 @@ class ModelExecutor(Protocol):
 
     def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
         """Queue `batch` and return at once."""
+        ...
+
+    def copy(self, copy: PageCopy) -> Future[CopyReport]:
+        """Queue a copy of pages between the batches, and return at once. See `memory.page_copy`."""
         ...
 
     def shutdown(self) -> None:

@@ -4,6 +4,8 @@ A page is in exactly one of five sets, each collected from its owner and never d
 
     free (fenced ones included) · tree · private to a request · transfer hold · dummy page 0
 
+and a host page in one of four: free · cached block · swapped request · leaving (`host.memory`).
+
 Cheap enough to run after every step in tests, and always when idle.
 """
 
@@ -11,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tandem_engine.memory.host.memory import HostReport
+from tandem_engine.memory.host.swap import SwappedKv
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.names import DUMMY_PAGE, PADDING_ROW, PageId
@@ -30,12 +34,17 @@ class ConservationReport:
     private: int
     held: int
     requests: int
+    host: HostReport
+    """All zero without host memory."""
     problems: tuple[str, ...]
 
 
-def check_conservation(memory: KvMemory, kvs: Iterable[RequestKv], held: Iterable[PageId]) -> ConservationReport:
-    """`kvs`: the KV of every live request. `held`: pages of holds that no request owns. Changes nothing."""
+def check_conservation(
+    memory: KvMemory, kvs: Iterable[RequestKv], held: Iterable[PageId], swapped: Iterable[SwappedKv] = ()
+) -> ConservationReport:
+    """`kvs` and `swapped`: of every live request. `held`: pages of holds that no request owns. Changes nothing."""
     live = [*kvs]
+    host = HostReport() if memory.host is None else memory.host.audit(swapped)
     claims = {
         "the free list": [*memory.allocator.free_page_ids()],
         "the tree": [*memory.cache.pages()],
@@ -51,7 +60,9 @@ def check_conservation(memory: KvMemory, kvs: Iterable[RequestKv], held: Iterabl
         private=len(private),
         held=len(holds),
         requests=len(live),
+        host=host,
         problems=(
+            *host.problems,
             *_page_problems(claims, memory.allocator.num_pages),
             *_row_problems(memory, live),
             *_request_problems(memory, live, {*tree}),

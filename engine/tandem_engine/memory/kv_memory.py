@@ -1,7 +1,8 @@
 """Rows, pages and prefix cache as one: all that the scheduler and the transfer stages need of KV memory.
 
 Life of a request's KV
-    1. begin        a row, and the longest cached prefix, locked
+    1. begin        a row, and the longest cached prefix, locked; what host memory has after it, pinned
+       load_back    the request is admitted: host memory's part is copied to its first private pages
     2. ensure       private pages for the tokens of the next step; the cache makes room
     3. commit       the step settled: KV up to here may be sent, cached or reused
     4. checkpoint   whole settled pages go to the cache while the request runs on (any number of times)
@@ -21,7 +22,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from tandem_engine.memory.allocator import PageAllocator
+from tandem_engine.memory.allocator import PageAllocator, Writer
+from tandem_engine.memory.copies import CopyQueue
+from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.prefix_cache import Lock, PrefixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.rows import ReqToTokenPool
@@ -44,7 +47,15 @@ class KvMemory:
     allocator: PageAllocator
     cache: PrefixCache
     page_size: int
+    copies: CopyQueue
+    host: HostMemory | None = None
+    """None without a hierarchical cache and swap space: then the device is all there is."""
     pins: list[Pin] = field(default_factory=list)
+
+    def poll(self) -> bool:
+        """Once per turn, before planning: hear of copies that are done, queue backups. True if anything moved."""
+        moved = self.copies.poll()
+        return (self.host is not None and self.host.poll()) or moved
 
     def available_pages(self) -> int:
         """Pages that `ensure` could get now: free or evictable. Fenced pages do not count."""
@@ -75,6 +86,8 @@ class KvMemory:
             undo.callback(self.rows.free, row)
             match = self.cache.match(token_ids, salt=salt, max_tokens=max_match)
             undo.callback(self.cache.unlock, match.lock)
+            if match.slower is not None:
+                undo.callback(match.slower.release)
             self.rows.write(row, 0, match.pages)
             undo.pop_all()
         matched = len(match.pages) * self.page_size
@@ -87,29 +100,57 @@ class KvMemory:
             committed_len=matched,
             computed_from=matched,
             lock=match.lock,
+            slower=match.slower,
+            copy=self.copies.newest_load,
         )
 
-    def ensure(self, kv: RequestKv, total_tokens: int) -> bool:
-        """Make `kv` hold pages for `total_tokens`, evicting as needed. False, and nothing changed, if it cannot."""
+    def load_back(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
+        """`kv` of `token_ids` is admitted and has its pages: copy there what host memory has of its prefix.
+
+        Those pages enter the tree at once. They are filled before any forward that is launched later reads
+        them; others wait (`readable`).
+        """
+        slower, kv.slower = kv.slower, None
+        if slower is None:
+            return
+        first = len(kv.pages) - len(kv.private_pages)
+        kv.loaded = slower.load(kv.pages[first : first + slower.num_pages])
+        if slower.num_pages:
+            kv.copy = self.copies.launched
+            self.commit(kv, kv.committed_len + slower.num_pages * self.page_size)
+            self.mark_brought(kv, kv.committed_len)
+            self.checkpoint(kv, token_ids)
+
+    def readable(self, kv: RequestKv) -> bool:
+        """Whether its committed tokens are in their pages for a reader outside the executor's order, too (T70)."""
+        return self.copies.passed(kv.copy)
+
+    def ensure(self, kv: RequestKv, total_tokens: int, writer: Writer = Writer.STREAM) -> bool:
+        """Make `kv` hold pages for `total_tokens`, evicting as needed. False, and no page taken, if it cannot.
+
+        With `Writer.PEER` it cannot, either, while copies still touch the pages that are free: ask again.
+        """
         self._assert_live(kv)
         missing = self.pages_for(total_tokens) - len(kv.pages)
         if missing <= 0:
             return True
-        pages = self.reserve_pages(missing)
+        pages = self.reserve_pages(missing, writer)
         if pages is None:
             return False
         self.rows.write(kv.row, len(kv.pages), pages)
         kv.pages += pages
         return True
 
-    def reserve_pages(self, n: int) -> list[PageId] | None:
+    def reserve_pages(self, n: int, writer: Writer = Writer.STREAM) -> list[PageId] | None:
         """Pages for a holder that is no request, until `give_back`. None if eviction cannot make room."""
         shortfall = n - self.allocator.available
         if shortfall > self.cache.evictable_pages():
             return None
         if shortfall > 0:
             self.allocator.free(self.cache.evict(shortfall))
-        return self.allocator.alloc(n)
+        if n > self.allocator.available_to(writer):
+            return None
+        return self.allocator.alloc(n, writer)
 
     def commit(self, kv: RequestKv, committed_len: int) -> None:
         """KV of tokens [0, committed_len) is final."""
@@ -202,6 +243,9 @@ class KvMemory:
         """Row and lock back; the private pages are the caller's now."""
         self._assert_live(kv)
         kv.released = True
+        if kv.slower is not None:
+            slower, kv.slower = kv.slower, None
+            slower.release()
         private, kv.pages = kv.private_pages, []
         kv.cache_protected_len = kv.committed_len = 0
         self._unlock(kv)

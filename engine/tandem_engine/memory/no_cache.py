@@ -54,6 +54,9 @@ class NoPrefixCache:
     def evictable_pages(self) -> int:
         return 0
 
+    def shared_pages(self, lock: Lock) -> int:
+        return 0
+
     def pages(self) -> Iterator[PageId]:
         return iter(())
 

@@ -10,7 +10,7 @@ never in the tree. Matching compares tokens, not hashes.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tandem_engine.messages.kv_events import KvEvent
 from tandem_engine.names import PageId
@@ -23,6 +23,33 @@ class Lock(Protocol):
     def released(self) -> bool: ...
 
 
+class LoadedPages(NamedTuple):
+    """Where the pages of a prefix that was not on the device came from."""
+
+    host: int
+    disk: int
+
+
+NOTHING_LOADED = LoadedPages(host=0, disk=0)
+
+
+class SlowerPrefix(Protocol):
+    """How a matched prefix goes on in host memory. Kept from eviction until one of the methods is called, once."""
+
+    @property
+    def num_pages(self) -> int:
+        """May be 0."""
+        ...
+
+    def load(self, pages: Sequence[PageId]) -> LoadedPages:
+        """The request is admitted: queue the copy to device `pages`, `num_pages` of them."""
+        ...
+
+    def release(self) -> None:
+        """The request is not admitted after all."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatchResult:
     """The longest cached prefix."""
@@ -31,6 +58,8 @@ class MatchResult:
     """`len(pages) * page_size` tokens are cached."""
     lock: Lock
     """The path is locked by the match itself, so nothing can evict it between matching and using it."""
+    slower: SlowerPrefix | None = None
+    """From a cache with slower tiers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +115,10 @@ class PrefixCache(Protocol):
 
     def evictable_pages(self) -> int:
         """Pages that `evict` could return now."""
+        ...
+
+    def shared_pages(self, lock: Lock) -> int:
+        """Pages, from the start of the locked path, that somebody else has locked too: they stay when `lock` goes."""
         ...
 
     def pages(self) -> Iterator[PageId]:

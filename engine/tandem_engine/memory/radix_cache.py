@@ -21,7 +21,7 @@ it; and what was stored is hashed for its event when somebody takes the events.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tandem_engine.memory.prefix_cache import InsertResult, Lock, MatchResult
 from tandem_engine.memory.radix_node import Node
@@ -36,6 +36,18 @@ class PathLock:
 
     node: Node
     released: bool = False
+
+
+class TreeWatcher(Protocol):
+    """Told of every block that enters or leaves a tree, in place of events. It must not change the tree."""
+
+    def stored(self, node: Node, start: int, stop: int) -> None:
+        """Blocks [start, stop) of `node` are new. Said at `announce`, before they move or go."""
+        ...
+
+    def dropping(self, leaf: Node, keep: int) -> None:
+        """The blocks of `leaf` from `keep` on are about to go; they are still there."""
+        ...
 
 
 class Reach(NamedTuple):
@@ -60,9 +72,11 @@ class Unannounced(NamedTuple):
 class RadixCache:
     """Implements `PrefixCache`."""
 
-    def __init__(self, page_size: int, *, emit_events: bool = True) -> None:
+    def __init__(self, page_size: int, *, emit_events: bool = True, watcher: TreeWatcher | None = None) -> None:
+        """With a `watcher` the tree tells that what else it would make events of."""
         self._page_size = page_size
         self._emit_events = emit_events
+        self._watcher = watcher
         self._roots: dict[str, Node] = {}
         self._unlocked: OrderedDict[Node, None] = OrderedDict()
         self._evictable = 0
@@ -121,6 +135,9 @@ class RadixCache:
     def evictable_pages(self) -> int:
         return self._evictable
 
+    def shared_pages(self, lock: Lock) -> int:
+        return sum(len(node) for node in self._held(lock).node.lineage() if node.lock_count > 1)
+
     def pages(self) -> Iterator[PageId]:
         for node in self._nodes():
             yield from node.pages
@@ -129,9 +146,18 @@ class RadixCache:
         return self.evict(self._evictable)
 
     def take_events(self) -> list[KvEvent]:
-        self._announce()
+        self.announce()
         taken, self._events = self._events, []
         return taken
+
+    def announce(self) -> None:
+        """Turn what was stored into events, or tell the watcher. In order, so parents are hashed before children."""
+        noted, self._unannounced = self._unannounced, []
+        if self._watcher is None:
+            self._events += (BlockStored(hashes=tuple(node.chain()[start:stop])) for node, start, stop in noted)
+            return
+        for node, start, stop in noted:
+            self._watcher.stored(node, start, stop)
 
     def snapshot_events(self) -> list[KvEvent]:
         stored = (BlockStored(hashes=tuple(node.chain())) for node in self._nodes())
@@ -188,7 +214,7 @@ class RadixCache:
         """
         if reach.within == len(reach.node):
             return reach.node
-        self._announce()  # while the blocks still stand where they were noted
+        self.announce()  # while the blocks still stand where they were noted
         upper = reach.node.split(reach.within)
         if upper.lock_count == 0:
             self._unlocked[upper] = None
@@ -205,11 +231,6 @@ class RadixCache:
         if self._emit_events:
             self._unannounced.append(Unannounced(node, start, len(node)))
         return node
-
-    def _announce(self) -> None:
-        """Turn what was stored into events. In order, so parents are hashed before their children."""
-        noted, self._unannounced = self._unannounced, []
-        self._events += (BlockStored(hashes=tuple(node.chain()[start:stop])) for node, start, stop in noted)
 
     def _held(self, lock: Lock) -> PathLock:
         assert isinstance(lock, PathLock), f"{lock!r} is not a lock of this cache"
@@ -245,8 +266,10 @@ class RadixCache:
         """Take up to `at_most` pages from the end of `leaf`: never more than were asked for (T57)."""
         parent, keep = leaf.parent, max(0, len(leaf) - at_most)
         assert parent is not None, "roots are never in the recency list"
-        if self._emit_events:
-            self._announce()
+        self.announce()
+        if self._watcher is not None:
+            self._watcher.dropping(leaf, keep)
+        elif self._emit_events:
             self._events.append(BlockRemoved(hashes=tuple(leaf.chain()[keep:])))
         pages = leaf.truncate(keep)
         self._evictable -= len(pages)

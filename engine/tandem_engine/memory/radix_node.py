@@ -48,6 +48,8 @@ class Node:
     children: dict[bytes, "Node"] = field(default_factory=dict)
     lock_count: int = 0
     """Locks on this node or below it."""
+    hits: int = 0
+    """Requests that were admitted with this node in their prefix. Counted by whoever needs it."""
     hashes: list[bytes] = field(default_factory=list)
     """Empty until somebody asks; then one per block."""
 
@@ -98,6 +100,7 @@ class Node:
         cut = at * self.block_bytes
         upper = self.parent.add_child(self.key[:cut], self.pages[:at])
         upper.lock_count = self.lock_count
+        upper.hits = self.hits
         upper.hashes = self.hashes[:at]
         del self.key[:cut], self.pages[:at], self.hashes[:at]
         upper.children[self.first_block] = self

@@ -6,7 +6,7 @@ pages:    tree, locked     | private, content valid   | private, content pending
 
 from dataclasses import dataclass, field
 
-from tandem_engine.memory.prefix_cache import Lock
+from tandem_engine.memory.prefix_cache import NOTHING_LOADED, LoadedPages, Lock, SlowerPrefix
 from tandem_engine.names import PageId, ReqPoolIdx
 
 
@@ -26,12 +26,24 @@ class RequestKv:
     computed_from: int = 0
     """Tokens before this one have KV that no step computed for this request: it was found, copied or received."""
     lock: Lock | None = None
+    slower: SlowerPrefix | None = None
+    """How the matched prefix goes on in host memory, until it is loaded back or given up."""
+    loaded: LoadedPages = NOTHING_LOADED
+    """What was loaded back."""
+    copy: int = 0
+    """The newest copy that may still fill pages before `committed_len`: whoever reads them outside the executor's
+    order waits for its ack."""
     released: bool = False
 
     @property
     def allocated_len(self) -> int:
         """Tokens that fit in the pages held."""
         return len(self.pages) * self.page_size
+
+    @property
+    def matched_len(self) -> int:
+        """Tokens that need no computing once the slower tiers' part is loaded back."""
+        return self.committed_len + (self.slower.num_pages * self.page_size if self.slower is not None else 0)
 
     @property
     def private_pages(self) -> list[PageId]:

@@ -101,9 +101,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Of the retracted: those put back for a more important request."""
     head_waits: str = ""
     """Why the first waiting request was not admitted: no_seat, no_row, no_pages, watermark, budget,
-    chunk_in_progress, shared_prefix, after_retraction or decode_turn; "" when nobody waits."""
+    chunk_in_progress, shared_prefix, after_retraction, swapped_first or decode_turn; "" when nobody waits."""
     speculation: SpeculationStats | None = None
     """None when the engine does not speculate."""
+    host_cached_tokens_total: int = 0
+    """Of `cached_tokens_total`, those copied back from host memory; the rest, but for the next, was on the device."""
+    disk_cached_tokens_total: int = 0
+    """Those that came from files."""
+    host_pages: int = 0
+    """Host pages there are; 0 without a hierarchical cache and swap space."""
+    host_pages_used: int = 0
+    """By cached blocks and swapped requests."""
+    stored_blocks: int = 0
+    """Blocks in files."""
+    swapped: int = 0
+    """Requests whose KV is in host memory."""
+    swapped_out_total: int = 0
+    swapped_in_total: int = 0
+    swap_misses_total: int = 0
+    """Swapped requests that had to be computed again."""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True, tag="audit_report"):

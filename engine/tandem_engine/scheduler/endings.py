@@ -58,7 +58,7 @@ class Endings:
         assert req.finished is None, f"request {req.rid} finished twice: {req.finished} and {finish}"
         req.finished = finish
         if req.kv is None:
-            self.queues.waiting.discard(req)
+            self.queues.leave_line(req)
         self.release(req, checkpoint=checkpoint)
         self.queues.forget(req)
         self.queues.leave_group(req)
@@ -78,8 +78,12 @@ class Endings:
             stage.aborted(req)
 
     def release(self, req: Request, *, checkpoint: bool) -> None:
-        """Give back row and pages, and the penalty slot. No-op for a request that has none."""
+        """Give back row and pages, on the device and in host memory, and the penalty slot, as far as it has any."""
         self.slots.give_back(req)
+        if req.swapped is not None:
+            assert self.memory.host is not None, f"request {req.rid} is swapped to no host memory"
+            swapped, req.swapped = req.swapped, None
+            self.memory.host.swap.drop(swapped)
         if req.kv is None:
             return
         kv, req.kv = req.kv, None

@@ -28,8 +28,10 @@ class Health:
 
     def audit(self) -> ConservationReport:
         """Collect the five sets of pages from their owners, now. Changes nothing."""
-        kvs = [req.kv for req in self.queues.live() if req.kv is not None]
-        return check_conservation(self.memory, kvs, self.queues.held_pages())
+        live = [*self.queues.live()]
+        kvs = [req.kv for req in live if req.kv is not None]
+        swapped = [req.swapped for req in live if req.swapped is not None]
+        return check_conservation(self.memory, kvs, self.queues.held_pages(), swapped)
 
     def after_turn(self, *, idle: bool) -> None:
         """Audit when the configuration or the occasion asks for it."""

@@ -20,6 +20,7 @@ from tandem_engine.names import RequestId
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.pooling import PooledPrompt, check_pooling
+from tandem_engine.scheduler.prefetching import Prefetching
 from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
@@ -42,6 +43,7 @@ class Ingress:
     queues: Queues
     endings: Endings
     sessions: Sessions
+    prefetching: Prefetching
     tally: Tally
     draining: bool = False
 
@@ -69,7 +71,7 @@ class Ingress:
             self.endings.finish(req, Finish(reason=FinishReason.LENGTH))
             return None
         if not any(stage.accept(req) for stage in self.queues.stages):
-            self.queues.enter(req)
+            self.prefetching.enter(req)
         return req
 
     def abort(self, rid: RequestId, wish: Finish) -> None:

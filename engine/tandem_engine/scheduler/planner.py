@@ -1,6 +1,7 @@
 """What the next step computes.
 
     1. sweep      finished requests leave the running batch; wishes with nothing in flight become facts
+       back       swapped requests run again while everybody fits
     2. decodes    requests that may take another token; pages for all of them, or some are retracted
     3. extends    the chunked request first, then the queue in order, while tokens and pages last
     4. together   in one MIXED step if allowed, else prefill before decode
@@ -30,6 +31,7 @@ from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import Retraction, Room, sends_kv
 from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.speculation import Speculation
+from tandem_engine.scheduler.swapping import Return, Swapping
 from tandem_engine.scheduler.tally import Tally
 
 MAX_PREFILL_STREAK = 4
@@ -63,6 +65,7 @@ class Planner:
     endings: Endings
     retraction: Retraction
     sessions: Sessions
+    swapping: Swapping
     ratio: NewTokenRatio
     clock: Clock
     tally: Tally
@@ -77,10 +80,13 @@ class Planner:
     def plan(self, *, in_flight: bool) -> StepPlan | Hold:
         """`in_flight`: a step was launched whose result is not settled."""
         self._sweep()
+        retracted = self.tally.retracted
         if self.preemption is not None and len(self.queues.waiting):
             room = self.preemption.make_way(self._ask, in_flight=in_flight)
             if room is Room.SETTLE_FIRST:
                 return Hold.SETTLE_FIRST
+        if self.queues.swapped and self.tally.retracted == retracted:
+            self._bring_back()
         decodes = [req for req in self.queues.running if req.may_decode]
         plan = self._mixed(decodes, in_flight) if self._joins(decodes) else self._prefill_first(decodes, in_flight)
         if plan is Hold.NOTHING and not in_flight:
@@ -127,10 +133,29 @@ class Planner:
             self.ratio.decay()
         return StepPlan(extends=extends, decodes=decodes) if extends or decodes else Hold.NOTHING
 
+    def _bring_back(self) -> None:
+        """Swapped requests run again, unless this step takes pages from somebody (BEHAVIOUR E2)."""
+        if self.retraction.force_is_due and self.queues.running:
+            return
+        while self._swapped_go_first() and self._has_seat():
+            reserved = self.reserved_pages() if self._is_crowded() else None
+            answer = self.swapping.bring_back(reserved=reserved, ratio=self.ratio.value)
+            if answer is Return.LATER and not self.sessions.give_way():
+                return
+
+    def _swapped_go_first(self) -> bool:
+        """Whether nobody is admitted before a swapped request: the policy may know somebody who outranks it."""
+        if not self.queues.swapped or self.preemption is None:
+            return bool(self.queues.swapped)
+        head = next(self.policy.order(self.queues), None)
+        return head is None or not self.preemption.policy.outranked(head, [self.queues.swapped[0]])
+
     def _extends(self, decodes: Sequence[Request], *, admit: bool) -> list[Extend]:
         """The prefill half of the step. `admit`: the queue may follow the chunked request."""
         adder = self._adder(decodes, admit=admit)
         answer = Admission.OK if admit else Admission.AFTER_RETRACTION
+        if answer.ok and self._swapped_go_first():
+            answer = Admission.SWAPPED_FIRST
         chunked = self.queues.chunked
         if chunked is not None and chunked.to_finish is None:
             resumed = self._fit(adder.resume, chunked)
@@ -181,10 +206,14 @@ class Planner:
             chunk_limit=self.config.chunk_limit(decodes=len(decodes)),
             ratio=self.ratio.value,
             reserved=self.reserved_pages() if admits else 0,
-            crowded=len(self.queues.requests) > self.queues.num_waiting or self.queues.stage_keeps_memory(),
+            crowded=self._is_crowded(),
             watermark=int(self.config.watermark * self.memory.allocator.num_pages),
             may_chunk=self.queues.chunked is None,
         )
+
+    def _is_crowded(self) -> bool:
+        """Whether anybody holds memory that will come back."""
+        return len(self.queues.requests) > self.queues.without_memory or self.queues.stage_keeps_memory()
 
     def reserved_pages(self) -> int:
         """Pages that admitted requests are expected to take beyond those they have."""
@@ -221,6 +250,8 @@ class Planner:
         req.cached_tokens = min(req.launched_len, req.prompt_len)
         self.tally.prompt_tokens += req.prompt_len
         self.tally.cached_tokens += req.cached_tokens
+        self.tally.host_cached_tokens += req.held_kv.loaded.host * self.memory.page_size
+        self.tally.disk_cached_tokens += req.held_kv.loaded.disk * self.memory.page_size
 
     def _sweep(self) -> None:
         """Finished rows leave whatever the last step did (T19); wishes of idle requests come true (T8)."""

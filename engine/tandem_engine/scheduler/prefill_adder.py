@@ -1,7 +1,8 @@
 """Fills one step with prompt tokens, request by request, within a token budget and the free pages.
 
 For each request the order is: token budget, row and cached prefix (locked), page estimate, pages. What
-was taken is given back if the next thing is lacking (T36), and the answer says what that was.
+was taken is given back if the next thing is lacking (T36), and the answer says what that was. Once all is there,
+what host memory has of the prefix is copied to the first of the pages.
 
     chunk = min(budget left, chunk limit, rest of the prompt)
 
@@ -40,6 +41,8 @@ class Admission(Enum):
     """What it shares with another request is being computed."""
     AFTER_RETRACTION = "after_retraction"
     """A request was put back in this step: the two would change places for ever."""
+    SWAPPED_FIRST = "swapped_first"
+    """Requests whose KV is in host memory come back before anybody starts."""
     DECODE_TURN = "decode_turn"
     """Prompts had several steps in a row; running requests have this one."""
 
@@ -147,6 +150,7 @@ class PrefillAdder:
         start = self._begin(req)
         if isinstance(start, Admission):
             return start
+        self.memory.load_back(start.kv, req.token_ids(0, start.tokens))
         req.kv = start.kv
         req.extend_target = start.tokens
         req.launched_len = start.start
@@ -171,7 +175,7 @@ class PrefillAdder:
         if kv is None:
             return Admission.NO_ROW
         donor = self.groups.donor(req)
-        first = kv.committed_len if donor is None else max(kv.committed_len, min(req.prompt_len, longest))
+        first = kv.matched_len if donor is None else max(kv.matched_len, min(req.prompt_len, longest))
         stop = first + self._chunk(len(tokens) - first)
         answer = self._fits(req, kv, len(tokens), stop)
         if answer.ok:

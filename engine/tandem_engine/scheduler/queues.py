@@ -4,6 +4,8 @@ Every live request has exactly one home (T8):
 
     waiting     needs an EXTEND; arrival order, with retracted and recomputed requests at its head
     following   waits for another choice of the same answer to compute their prompt (`groups`)
+    prefetching will be waiting when its prefix has been read from storage
+    swapped     retracted, its KV in host memory; comes back before anybody who waits is admitted
     chunked     the one request whose prompt is partly computed
     running     decodes, one token per step
     leaving     its last chunk is in flight and a stage will be asked to keep it: never decodes here
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tandem_engine.memory.host.prefetch import Prefetch
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.groups import Groups
 from tandem_engine.scheduler.request import Request
@@ -60,6 +63,10 @@ class Queues:
 
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     groups: Groups = field(default_factory=Groups)
+    prefetching: dict[Request, Prefetch] = field(default_factory=dict)
+    """In arrival order, with what each waits for."""
+    swapped: deque[Request] = field(default_factory=deque)
+    """The first to come back first."""
     chunked: Request | None = None
     running: list[Request] = field(default_factory=list)
     """In admission order. May hold finished requests until the next plan filters them (T19)."""
@@ -74,11 +81,10 @@ class Queues:
         for stage in self.stages:
             yield from stage.live()
 
-    def enter(self, req: Request) -> None:
-        """`req` needs its prompt computed: by itself, or by another choice of its answer."""
+    def enter(self, req: Request) -> bool:
+        """`req` needs its prompt computed. False: another choice of its answer does that, and keeps it meanwhile."""
         self.requests[req.rid] = req
-        if not self.groups.follow(req):
-            self.waiting.join(req)
+        return not self.groups.follow(req)
 
     def prompt_computed(self, req: Request) -> None:
         """Those that waited for the prompt of `req` go next, in their order."""
@@ -93,8 +99,8 @@ class Queues:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no memory, those in stages not counted."""
-        return len(self.waiting) + sum(1 for _ in self.groups.following())
+        """Requests that had no memory yet, or lost it; those in stages and swapped ones are not counted."""
+        return len(self.waiting) + len(self.prefetching) + sum(1 for _ in self.groups.following())
 
     def stage_keeps_any(self) -> bool:
         """Whether some stage has a request that will come back or go by itself."""
@@ -113,6 +119,23 @@ class Queues:
         for stage in self.stages:
             yield from stage.held_pages()
 
+    @property
+    def head(self) -> Request | None:
+        """Who gets memory next."""
+        return self.swapped[0] if self.swapped else self.waiting.head
+
+    @property
+    def without_memory(self) -> int:
+        """Requests of the scheduler that hold neither row nor device pages."""
+        return self.num_waiting + len(self.swapped)
+
+    def leave_line(self, req: Request) -> None:
+        """`req`, which holds no device memory, is about to end: take it out, wherever it waits."""
+        self.waiting.discard(req)
+        self.prefetching.pop(req, None)
+        if req in self.swapped:
+            self.swapped.remove(req)
+
     def forget(self, req: Request) -> None:
         """`req` finished or left for a stage. Running rows are filtered by the next plan (T19)."""
         self.requests.pop(req.rid, None)
@@ -125,7 +148,7 @@ class Queues:
 
     def waiting_tokens(self) -> int:
         """Tokens that wait to be computed: the queue, and the rest of the chunked prompt."""
-        tokens = sum(req.seq_len for req in self.waiting)
+        tokens = sum(req.seq_len for req in self.waiting) + sum(req.seq_len for req in self.prefetching)
         if self.chunked is not None:
             tokens += self.chunked.extend_target - self.chunked.launched_len
         return tokens

@@ -16,6 +16,7 @@ KV ownership lives in `kv` alone and is never derived from the length of `output
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem_engine.memory.host.swap import SwappedKv
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TransferReport
 from tandem_engine.messages.requests import Handoff
@@ -59,6 +60,8 @@ class Request:
     """What is known of the embedding, when one is asked for."""
     kv: RequestKv | None = None
     """Row, pages and cursors while the request holds any."""
+    swapped: SwappedKv | None = None
+    """Its KV in host memory while it waits to come back; then `kv` is None."""
     extend_target: int = 0
     """Length of fill_ids that its prefill must reach before it may sample."""
     launched_len: int = 0

@@ -4,8 +4,9 @@ Admission guesses how long outputs get; here the guess meets the truth. The chec
 each request whose next token starts a page, against pages that are free or evictable. The same function
 decides whether anybody is retracted and when it is enough (T14).
 
-A retracted request gives everything back and returns to the head of the queue; its settled pages stay
-in the prefix cache until somebody needs them. It is never in flight: the planner asks to settle first,
+A retracted request gives everything back; its settled pages stay in the prefix cache until somebody needs
+them. It returns to the head of the queue, to be computed again, or is swapped to host memory where that is
+predicted to be cheaper (`swapping`). It is never in flight: the planner asks to settle first,
 which also lets a request that is about to end do so and give up its pages for nothing (T15, T16).
 """
 
@@ -23,6 +24,7 @@ from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.sessions import Sessions
+from tandem_engine.scheduler.swapping import Swapping
 from tandem_engine.scheduler.tally import Tally
 
 
@@ -61,6 +63,7 @@ class Retraction:
     policy: Policy
     endings: Endings
     sessions: Sessions
+    swapping: Swapping
     ratio: NewTokenRatio
     tally: Tally
     decode_steps: int = 0
@@ -68,7 +71,7 @@ class Retraction:
 
     def make_room(self, decodes: list[Request], *, in_flight: bool) -> Room:
         """Retract until `decodes` fit, removing from it who was retracted, and take their pages."""
-        forced = self._force_is_due(decodes)
+        forced = self.force_is_due and bool(decodes)
         while not decode_pages_fit(self.memory, decodes) and self.sessions.give_way():
             pass
         if in_flight and (forced or not decode_pages_fit(self.memory, decodes)):
@@ -115,16 +118,18 @@ class Retraction:
         self._fail(req, f"it was put back {self.config.max_retractions} times for want of KV pages")
 
     def _put_back(self, req: Request, decodes: list[Request]) -> None:
-        """Give back everything and wait at the head of the queue."""
+        """Give back everything and wait at the head of the queue, or of those who are swapped."""
         assert not req.steps_in_flight, f"request {req.rid} retracted with {req.steps_in_flight} steps in flight"
+        self.tally.retracted += 1
         if req in decodes:
             decodes.remove(req)
             self.queues.running.remove(req)
+            if self.swapping.swap_out(req):
+                return
         else:
             self.queues.chunked = None
         self.endings.release(req, checkpoint=True)
         self.queues.waiting.return_to_head(req)
-        self.tally.retracted += 1
 
     def _fail(self, req: Request, why: str) -> None:
         error = OutOfPagesError(f"request {req.rid} ended early: {why}")
@@ -137,9 +142,11 @@ class Retraction:
         if decodes:
             self.decode_steps += 1
 
-    def _force_is_due(self, decodes: Sequence[Request]) -> bool:
+    @property
+    def force_is_due(self) -> bool:
+        """Whether the next decode step retracts somebody, short of pages or not."""
         every = self.config.force_retract_every
-        return bool(every and decodes) and self.decode_steps >= every
+        return every > 0 and self.decode_steps >= every
 
 
 def sends_kv(req: Request) -> bool:

@@ -6,7 +6,7 @@
 
 Life of a turn (`step`)
     1. deadlines that passed become wishes
-    2. stages exchange messages and move requests
+    2. copies and reads from storage that are done; stages exchange messages and move requests
     3. the loop plans, launches and settles
     4. outputs leave, one delivery per client
     5. audit, when idle
@@ -44,6 +44,7 @@ from tandem_engine.scheduler.policy.choose import make_policy
 from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.policy.priority import ByPriority
 from tandem_engine.scheduler.preemption import Preemption
+from tandem_engine.scheduler.prefetching import Prefetching
 from tandem_engine.scheduler.prefill_adder import expected_pages
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
@@ -56,6 +57,7 @@ from tandem_engine.scheduler.stage import QueueStage
 from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.stop import DecodeText, StopRule
 from tandem_engine.scheduler.stream import OutputStream, Sink
+from tandem_engine.scheduler.swapping import Swapping
 from tandem_engine.scheduler.tally import SchedulerStats, Tally
 
 ABORTED = Finish(reason=FinishReason.ABORT)
@@ -124,6 +126,7 @@ class Scheduler:
             tally=self.tally,
             on_release=() if speculation is None else (speculation.released,),
         )
+        self._prefetching = Prefetching(memory=memory, queues=self.queues, clock=clock)
         self._ingress = Ingress(
             config=config,
             model=facts,
@@ -133,6 +136,7 @@ class Scheduler:
             queues=self.queues,
             endings=self._endings,
             sessions=self.sessions,
+            prefetching=self._prefetching,
             tally=self.tally,
         )
         self._planner = self._build_planner()
@@ -140,6 +144,9 @@ class Scheduler:
         self._health = Health(config=config, memory=memory, queues=self.queues, tally=self.tally)
 
     def _build_planner(self) -> Planner:
+        swapping = Swapping(
+            config=self.config, memory=self.memory, queues=self.queues, endings=self._endings, tally=self.tally
+        )
         retraction = Retraction(
             config=self.config,
             memory=self.memory,
@@ -147,6 +154,7 @@ class Scheduler:
             policy=self._policy,
             endings=self._endings,
             sessions=self.sessions,
+            swapping=swapping,
             ratio=self._ratio,
             tally=self.tally,
         )
@@ -158,6 +166,7 @@ class Scheduler:
             endings=self._endings,
             retraction=retraction,
             sessions=self.sessions,
+            swapping=swapping,
             ratio=self._ratio,
             clock=self.clock,
             tally=self.tally,
@@ -245,7 +254,7 @@ class Scheduler:
         for req in self._deadlines.overdue(self.clock.now()):
             self._ingress.abort(req.rid, OVERDUE)
         self.sessions.sweep()
-        polled = [stage.poll() for stage in self.queues.stages]
+        polled = [self.memory.poll(), self._prefetching.poll(), *(stage.poll() for stage in self.queues.stages)]
         self._loop.turn()
         self._stream.flush()
         self._health.after_turn(idle=self.idle)
@@ -286,7 +295,7 @@ class Scheduler:
         queues = self.queues
         return SchedulerStats(
             loop_count=tally.loops,
-            running=len(queues.requests) - queues.num_waiting,
+            running=len(queues.requests) - queues.without_memory,
             waiting=queues.num_waiting,
             waiting_tokens=queues.waiting_tokens(),
             prefill_tokens_per_s=tally.prefill_tokens_per_s,
@@ -301,6 +310,12 @@ class Scheduler:
             retracted_total=tally.retracted,
             preempted_total=tally.preempted,
             head_waits=self._planner.head_waits.value if len(queues.waiting) else "",
+            swapped=len(queues.swapped),
+            swapped_out_total=tally.swapped_out,
+            swapped_in_total=tally.swapped_in,
+            swap_misses_total=tally.swap_misses,
+            host_cached_tokens_total=tally.host_cached_tokens,
+            disk_cached_tokens_total=tally.disk_cached_tokens,
             engine_errors_total=tally.engine_errors,
             audit_failures_total=tally.audit_failures,
             overlap_hidden_s=tally.overlap_hidden_s,
@@ -359,7 +374,7 @@ class Scheduler:
         neither pushes running requests into retraction nor starves the queue.
         """
         spare = self.memory.available_pages() - self._planner.reserved_pages()
-        head = self.queues.waiting.head
+        head = self.queues.head
         if head is not None:
             spare -= expected_pages(self.memory, head, head.seq_len, self._ratio.value)
         return spare

@@ -32,6 +32,16 @@ class SchedulerStats:
     """Of the retracted: those put back for a more important request."""
     head_waits: str
     """Why the first waiting request was not admitted by the last plan (`Admission`); "" when nobody waits."""
+    swapped: int
+    """Requests whose KV is in host memory now."""
+    swapped_out_total: int
+    swapped_in_total: int
+    swap_misses_total: int
+    """Swapped requests that were computed again, because a prefix they shared had left the cache."""
+    host_cached_tokens_total: int
+    """Of `cached_tokens_total`, those that were copied back from host memory."""
+    disk_cached_tokens_total: int
+    """And those that came from files."""
     engine_errors_total: int
     """Steps whose forward raised."""
     audit_failures_total: int
@@ -82,10 +92,15 @@ class Tally:
     failed: int = 0
     retracted: int = 0
     preempted: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    swap_misses: int = 0
     engine_errors: int = 0
     audit_failures: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    disk_cached_tokens: int = 0
     output_tokens: int = 0
     schedule_s: float = 0.0
     overlap_hidden_s: float = 0.0
@@ -95,7 +110,7 @@ class Tally:
     @property
     def moves(self) -> int:
         """Grows whenever the scheduler got something done."""
-        return self.launched + self.settled + self.finished + self.retracted
+        return self.launched + self.settled + self.finished + self.retracted + self.swap_misses
 
     def count_end(self, finish: Finish) -> None:
         self.finished += 1

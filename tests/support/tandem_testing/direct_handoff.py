@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tandem_engine.memory.allocator import Writer
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
 from tandem_engine.names import PageId, RequestId
@@ -73,9 +74,11 @@ class DirectReceiver:
         if kv is None:
             return False
         cached = len(kv.pages)
-        if len(pages) - cached > scheduler.spare_pages() or not memory.ensure(kv, req.seq_len):
+        if len(pages) - cached > scheduler.spare_pages() or not memory.ensure(kv, req.seq_len, Writer.PEER):
             memory.release(kv, (), checkpoint=False, after_step=None)
             return False
+        memory.load_back(kv, req.fill_ids)
+        cached = kv.committed_len // kv.page_size
         for page, content in list(zip(kv.pages, pages, strict=True))[cached:]:
             pool.page_view(page).copy_(content)
         memory.commit(kv, req.seq_len)

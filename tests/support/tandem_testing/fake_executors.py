@@ -1,19 +1,26 @@
-"""Executors around the fake model that fix *when* a forward runs.
+"""Executors around the fake model that fix *when* a forward or a page copy runs.
 
 EagerExecutor     inside `launch`: as early as can be
 LateExecutor      inside the wait for its result: as late as can be, after the scheduler has planned
                   the next step, moved rows and freed pages. What a forward reads of the scheduler's
-                  state by mistake, it reads wrong
+                  state by mistake, it reads wrong. Copies run with the next forward that is waited
+                  for; while nobody waits, when their end has been asked for `PATIENCE` times
 ThreadedExecutor  on a thread, after a random short delay: anything between the two
 """
 
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.memory.page_copy import Copier, CopyReport, PageCopy
+
+PATIENCE = 2
+T = TypeVar("T")
 
 
 class Faults(Protocol):
@@ -27,6 +34,17 @@ class Computes(Protocol):
 
     def forward(self, batch: ForwardBatch) -> ForwardResult: ...
 
+    @property
+    def copy(self) -> Copier: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """Implements `Computes` from its parts."""
+
+    forward: Callable[[ForwardBatch], ForwardResult]
+    copy: Copier
+
 
 def no_faults(batch: ForwardBatch) -> None:
     """Every forward succeeds."""
@@ -39,6 +57,7 @@ class EagerExecutor:
         self.model = model
         self.faults = faults
         self.batches: list[ForwardBatch] = []
+        self.copies: list[PageCopy] = []
 
     def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
         self.batches.append(batch)
@@ -46,52 +65,78 @@ class EagerExecutor:
         resolve(future, self.model, batch, self.faults)
         return future
 
+    def copy(self, copy: PageCopy) -> Future[CopyReport]:
+        self.copies.append(copy)
+        future: Future[CopyReport] = Future()
+        future.set_result(self.model.copy(copy))
+        return future
+
     def shutdown(self) -> None:
         """Nothing to stop."""
 
 
 class LateExecutor:
-    """Runs when somebody waits, older batches first."""
+    """Runs when somebody waits, older work first."""
 
     def __init__(self, model: Computes, faults: Faults = no_faults) -> None:
         self.model = model
         self.faults = faults
         self.batches: list[ForwardBatch] = []
-        self._pending: deque[tuple[ForwardBatch, Future[ForwardResult]]] = deque()
+        self.copies: list[PageCopy] = []
+        self._pending: deque[Callable[[], None]] = deque()
 
     def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
         self.batches.append(batch)
-        future = LateFuture(self)
-        self._pending.append((batch, future))
+        future: LateFuture[ForwardResult] = LateFuture(self)
+        self._pending.append(lambda: resolve(future, self.model, batch, self.faults))
         return future
 
-    def run_until(self, wanted: Future[ForwardResult]) -> None:
-        while not wanted.done():
-            batch, future = self._pending.popleft()
-            resolve(future, self.model, batch, self.faults)
+    def copy(self, copy: PageCopy) -> Future[CopyReport]:
+        self.copies.append(copy)
+        future = LateCopy(self)
+        self._pending.append(lambda: future.set_result(self.model.copy(copy)))
+        return future
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self._pending.popleft()()
 
     def shutdown(self) -> None:
         """Nothing to stop."""
 
 
-class LateFuture(Future[ForwardResult]):
+class LateFuture(Future[T], Generic[T]):
     """Computes when asked for its outcome."""
 
     def __init__(self, executor: LateExecutor) -> None:
         super().__init__()
         self._executor = executor
 
-    def result(self, timeout: float | None = None) -> ForwardResult:
-        self._executor.run_until(self)
+    def result(self, timeout: float | None = None) -> T:
+        self._executor.run_until(super().done)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._executor.run_until(self)
+        self._executor.run_until(super().done)
         return super().exception(timeout)
 
 
+class LateCopy(LateFuture[CopyReport]):
+    """Nobody waits for a copy, so one that is asked for again and again runs by itself."""
+
+    def __init__(self, executor: LateExecutor) -> None:
+        super().__init__(executor)
+        self._asked = 0
+
+    def done(self) -> bool:
+        self._asked += 1
+        if self._asked > PATIENCE:
+            self._executor.run_until(super().done)
+        return super().done()
+
+
 class ThreadedExecutor:
-    """Runs on one thread of its own, each batch after up to `max_delay` seconds."""
+    """Runs on one thread of its own, each batch or copy after up to `max_delay` seconds."""
 
     def __init__(self, model: Computes, *, seed: int = 0, max_delay: float = 0.0005) -> None:
         self.model = model
@@ -100,14 +145,20 @@ class ThreadedExecutor:
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
-        return self._thread.submit(self._run, batch, self._random.uniform(0, self._max_delay))
+        return self._thread.submit(self._run, self._delay(), lambda: self.model.forward(batch))
+
+    def copy(self, copy: PageCopy) -> Future[CopyReport]:
+        return self._thread.submit(self._run, self._delay(), lambda: self.model.copy(copy))
 
     def shutdown(self) -> None:
         self._thread.shutdown()
 
-    def _run(self, batch: ForwardBatch, delay: float) -> ForwardResult:
+    def _delay(self) -> float:
+        return self._random.uniform(0, self._max_delay)
+
+    def _run(self, delay: float, work: Callable[[], T]) -> T:
         time.sleep(delay)
-        return self.model.forward(batch)
+        return work()
 
 
 def resolve(future: Future[ForwardResult], model: Computes, batch: ForwardBatch, faults: Faults) -> None:

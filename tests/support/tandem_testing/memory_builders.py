@@ -1,15 +1,27 @@
 """KV memory of any size, and a check that nothing of it was lost or doubled."""
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 
 from tandem_engine.memory.allocator import PageAllocator
 from tandem_engine.memory.conservation import ConservationReport, check_conservation
+from tandem_engine.memory.copies import CopyQueue
+from tandem_engine.memory.host.memory import HostMemory
+from tandem_engine.memory.host.swap import SwappedKv
 from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.page_copy import CopyReport, PageCopy
 from tandem_engine.memory.prefix_cache import PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.rows import ReqToTokenPool
 from tandem_engine.names import PageId
+
+
+def copy_at_once(copy: PageCopy) -> Future[CopyReport]:
+    """A device that has done each copy when it is asked for."""
+    future: Future[CopyReport] = Future()
+    future.set_result(CopyReport(pages=len(copy.source), seconds=1e-6 * len(copy.source)))
+    return future
 
 
 def make_memory(
@@ -19,13 +31,22 @@ def make_memory(
     max_rows: int = 4,
     max_pages: int = 16,
     cache: PrefixCache | None = None,
+    copies: CopyQueue | None = None,
+    host: HostMemory | None = None,
 ) -> KvMemory:
-    """Memory with `usable_pages` besides the dummy page, and a radix cache unless another is given."""
+    """Memory with `usable_pages` besides the dummy page.
+
+    Its cache is the one given, else that of `host`, else a radix cache. `host` needs the `copies` it was built on.
+    """
+    copies = copies or CopyQueue(submit=copy_at_once)
+    tiered = None if host is None else host.cache
     return KvMemory(
         rows=ReqToTokenPool(max_rows, max_pages),
-        allocator=PageAllocator(usable_pages + 1),
-        cache=RadixCache(page_size) if cache is None else cache,
+        allocator=PageAllocator(usable_pages + 1, copies),
+        cache=cache or tiered or RadixCache(page_size),
         page_size=page_size,
+        copies=copies,
+        host=host,
     )
 
 
@@ -39,8 +60,11 @@ def start_request(memory: KvMemory, token_ids: list[int], *, salt: str = "") -> 
 
 
 def assert_conserved(
-    memory: KvMemory, kvs: Iterable[RequestKv] = (), held: Iterable[PageId] = ()
+    memory: KvMemory,
+    kvs: Iterable[RequestKv] = (),
+    held: Iterable[PageId] = (),
+    swapped: Iterable[SwappedKv] = (),
 ) -> ConservationReport:
-    report = check_conservation(memory, kvs, held)
+    report = check_conservation(memory, kvs, held, swapped)
     assert report.problems == ()
     return report

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tandem_engine.config import SchedulerConfig
+from tandem_engine.config import HostConfig, SchedulerConfig
 from tandem_engine.executor.fake import HIDDEN_SIZE, FakeModel, make_fake_pool, next_token, prompt_logprob, ramp
 from tandem_engine.executor.interface import ModelExecutor
+from tandem_engine.memory.copies import CopyQueue
+from tandem_engine.memory.host.memory import HostMemory
+from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.host.storage import HostStorage
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.no_cache import NoPrefixCache
-from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
 from tandem_engine.messages.requests import GenerateRequest, Handoff, SessionRef
 from tandem_engine.messages.sampling import SamplingParams
@@ -19,7 +22,7 @@ from tandem_engine.scheduler.stop import DecodeText
 from tandem_engine.speculative.interface import Proposer
 from tandem_engine.speculative.lengths import DraftLengths
 from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
-from tandem_testing.fake_executors import EagerExecutor, LateExecutor
+from tandem_testing.fake_executors import Computed, EagerExecutor, LateExecutor
 from tandem_testing.memory_builders import make_memory
 from tandem_testing.plain_sampling import edited_logits, most_likely_token
 
@@ -197,7 +200,7 @@ class Engine:
         """Idle, nothing leaked: all pages are free or in the tree, all rows are free."""
         report = self.scheduler.audit()
         assert report.problems == ()
-        assert (report.private, report.requests, report.fenced) == (0, 0, 0)
+        assert (report.private, report.requests, report.fenced, report.host.swapped) == (0, 0, 0, 0)
 
 
 def make_engine(
@@ -214,23 +217,37 @@ def make_engine(
     num_draft_tokens: int = 4,
     max_draft_batch: int = 0,
     session_pages: int = 0,
+    host_pages: int = 0,
+    host: HostConfig | None = None,
+    storage: HostStorage | None = None,
     **config: object,
 ) -> Engine:
     """An audited engine. In overlap mode forwards run as late as can be, unless an executor is given.
 
-    With a proposer it speculates, in chains as long as can be unless `adaptive`.
+    With a proposer it speculates, in chains as long as can be unless `adaptive`. `host_pages` of host memory are used
+    as `host` says.
     """
     settings = {"audit_every_step": True, "enable_overlap": False, "enable_mixed_chunk": False, **config}
     scheduler_config = SchedulerConfig(context_length=context_length, **settings)
+    pool = make_fake_pool(num_pages=usable_pages + 1, page_size=page_size)
+    host_pool = HostPool(num_pages=host_pages, page_bytes=pool.page_bytes) if host_pages else None
+    model = FakeModel(pool=pool, vocab_size=VOCAB, host_pool=host_pool)
+    make_executor = executor or (LateExecutor if scheduler_config.enable_overlap else EagerExecutor)
+    verified = VerifiedForward(model=model, verifier=ChainVerifier())
+    built = make_executor(model if proposer is None else Computed(forward=verified.forward, copy=model.copy))
+    copies = CopyQueue(submit=built.copy)
+    host_memory = None
+    if host_pool is not None:
+        host_memory = HostMemory.build(host_pool, copies, host or HostConfig(), page_size=page_size, storage=storage)
     memory = make_memory(
         page_size=page_size,
         usable_pages=usable_pages,
         max_rows=max_rows,
         max_pages=context_length // page_size + 2,
-        cache=RadixCache(page_size) if radix else NoPrefixCache(),
+        cache=None if radix else NoPrefixCache(),
+        copies=copies,
+        host=host_memory,
     )
-    model = FakeModel(pool=make_fake_pool(num_pages=usable_pages + 1, page_size=page_size), vocab_size=VOCAB)
-    make_executor = executor or (LateExecutor if scheduler_config.enable_overlap else EagerExecutor)
     received: dict[str, Received] = {}
     deliveries: list[tuple[bytes, tuple[TokenOutput, ...]]] = []
 
@@ -240,8 +257,6 @@ def make_engine(
             received.setdefault(output.rid, Received()).outputs.append(output)
 
     clock = ManualClock()
-    verified = VerifiedForward(model=model, verifier=ChainVerifier())
-    built = make_executor(model if proposer is None else verified)
     speculation = proposer and Speculation(
         proposer=proposer,
         lengths=DraftLengths(longest=num_draft_tokens, adaptive=adaptive),

@@ -70,7 +70,7 @@ def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
         if str(getattr(engine_config(parse(f"--{name.replace('_', '-')}", value)).scheduler, name))
         in (value, f"{value}.0")
     }
-    switches = {"enable_mixed_chunk", "enable_overlap", "audit_every_step"}
+    switches = {"enable_mixed_chunk", "enable_overlap", "audit_every_step", "preemption_mode"}
     assert settable | switches | INTERNAL == {field.name for field in fields(SchedulerConfig)}
 
 

@@ -1,0 +1,220 @@
+"""`HostStorage` in a directory: one file per block, least recently used files go first.
+
+    <directory>/<block hash>.<geometry>.kv     header, then the bytes of the page
+    header   magic · fingerprint of model and KV geometry · block hash · xxh3-128 of the bytes
+
+A file is written under another name and renamed, so nobody ever sees half of one; and what a crash or a
+damaged disk leaves behind fails the digest. A file that is torn, damaged, of another model or of another
+shape is a miss and is removed. The file's time of modification is its recency, which thereby survives a
+restart. Files of other models and geometries count against the bound and go when their age says so.
+
+Workers may share a directory: each bounds what it knows of.
+"""
+
+import logging
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from struct import Struct
+from threading import Lock
+
+import xxhash
+
+from tandem_engine.errors import ConfigError
+from tandem_engine.memory.host.storage import Fetched, PutReport
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".kv"
+PARTIAL = ".part"
+OURS = re.compile(rf"[0-9a-f]{{32}}\.[0-9a-f]{{32}}\{SUFFIX}(\.\d+\{PARTIAL})?")
+"""Any other file in the directory is left alone and not counted."""
+MAGIC = b"TANDEMKV"
+HEADER = Struct("<8s16s16s16s")
+"""Magic, fingerprint, block hash, digest of the page."""
+
+
+class DiskStorage:
+    """Implements `HostStorage`. One thread does all reading and writing, in order."""
+
+    def __init__(self, directory: Path, *, fingerprint: bytes, page_bytes: int, max_bytes: int) -> None:
+        """`fingerprint`: 16 bytes that name the weights and the shape of a page.
+
+        Raises `ConfigError` when `directory` cannot be made or written, or `max_bytes` holds not one block.
+        """
+        self._directory = directory
+        self._fingerprint = fingerprint
+        self._ending = f".{fingerprint.hex()}{SUFFIX}"
+        self._page_bytes = page_bytes
+        self._file_bytes = HEADER.size + page_bytes
+        self._max_bytes = max_bytes
+        self._lock = Lock()
+        """Guards the two below: the scheduler thread asks, the I/O thread changes."""
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """File name → bytes, least recently used first."""
+        self._bytes = 0
+        self._own = 0
+        """Files of this geometry among them."""
+        self._epoch = 0
+        """Grows with each `clear`: what was offered before is not stored after it."""
+        if max_bytes < self._file_bytes:
+            raise ConfigError(
+                f"--hicache-storage-size {max_bytes / (1 << 30):g} GiB does not hold one block of "
+                f"{self._file_bytes} bytes: raise it"
+            )
+        self._open()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-storage")
+
+    def __contains__(self, key: bytes) -> bool:
+        with self._lock:
+            return self._name(key) in self._sizes
+
+    def __len__(self) -> int:
+        return self._own
+
+    def hashes(self) -> Iterator[bytes]:
+        with self._lock:
+            names = [name for name in self._sizes if name.endswith(self._ending)]
+        return (bytes.fromhex(name.removesuffix(self._ending)) for name in names)
+
+    def put(self, key: bytes, page: memoryview) -> "Future[PutReport]":
+        return self._thread.submit(self._put, key, page, self._epoch)
+
+    def get(self, key: bytes, page: memoryview) -> "Future[Fetched]":
+        return self._thread.submit(self._get, key, page)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._epoch += 1
+            names = [name for name in self._sizes if name.endswith(self._ending)]
+            for name in names:
+                self._strike(name)
+        self._thread.submit(self._remove, names)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def _name(self, key: bytes) -> str:
+        return key.hex() + self._ending
+
+    def _open(self) -> None:
+        """Learn what is there, oldest first, and shrink it to the bound."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            entries = [entry for entry in os.scandir(self._directory) if OURS.fullmatch(entry.name)]
+            if not os.access(self._directory, os.W_OK | os.X_OK):
+                raise PermissionError(13, "Permission denied")
+            self._remove([entry.name for entry in entries if entry.name.endswith(PARTIAL)])
+            found = [(entry.stat(), entry.name) for entry in entries if entry.name.endswith(SUFFIX)]
+        except OSError as error:
+            raise ConfigError(
+                f"--hicache-storage-dir {self._directory} cannot be used: {error.strerror}; name a directory that "
+                "this process may write to"
+            ) from error
+        for stat, name in sorted(found, key=lambda entry: entry[0].st_mtime_ns):
+            self._enter(name, stat.st_size)
+        self._remove(self._shrink(self._max_bytes))
+
+    # On the I/O thread.
+
+    def _put(self, key: bytes, page: memoryview, epoch: int) -> PutReport:
+        name = self._name(key)
+        with self._lock:
+            if name in self._sizes:
+                self._sizes.move_to_end(name)
+                return PutReport(stored=True)
+            # Room first, so that the bound holds at every moment.
+            evicted = self._shrink(self._max_bytes - self._file_bytes)
+        self._remove(evicted)
+        stored = self._write(name, key, page)
+        if stored:
+            with self._lock:
+                stored = epoch == self._epoch
+                if stored:
+                    self._enter(name, self._file_bytes)
+        if not stored:
+            self._remove([name])
+        return PutReport(stored=stored, evicted=tuple(self._keys_of(evicted)))
+
+    def _write(self, name: str, key: bytes, page: memoryview) -> bool:
+        header = HEADER.pack(MAGIC, self._fingerprint, key, xxhash.xxh3_128_digest(page))
+        # Two workers may write the same block at once.
+        partial = self._directory / f"{name}.{os.getpid()}{PARTIAL}"
+        try:
+            with partial.open("wb", buffering=0) as file:
+                written = os.writev(file.fileno(), (header, page))
+            if written != self._file_bytes:
+                raise OSError(28, f"wrote {written} of {self._file_bytes} bytes")
+            partial.replace(self._directory / name)
+        except OSError as error:
+            logger.warning("KV block not stored in %s: %s", self._directory, error.strerror)
+            self._remove([partial.name])
+            return False
+        return True
+
+    def _get(self, key: bytes, page: memoryview) -> Fetched:
+        name = self._name(key)
+        with self._lock:
+            if name not in self._sizes:
+                return Fetched.ABSENT
+        path = self._directory / name
+        try:
+            with path.open("rb", buffering=0) as file:
+                header = bytearray(HEADER.size)
+                read = os.readv(file.fileno(), (header, page))
+                # One byte more would mean a longer file: not one of ours.
+                whole = read == self._file_bytes and not file.read(1)
+            if whole and self._is_sound(bytes(header), key, page):
+                os.utime(path)
+                with self._lock:
+                    if name in self._sizes:
+                        self._sizes.move_to_end(name)
+                return Fetched.WHOLE
+            logger.warning("KV block %s in %s is damaged or foreign; it is removed", name, self._directory)
+        except OSError as error:
+            logger.warning("KV block %s in %s cannot be read: %s", name, self._directory, error.strerror)
+        return self._forget(name)
+
+    def _is_sound(self, header: bytes, key: bytes, page: memoryview) -> bool:
+        return header == HEADER.pack(MAGIC, self._fingerprint, key, xxhash.xxh3_128_digest(page))
+
+    def _forget(self, name: str) -> Fetched:
+        with self._lock:
+            known = name in self._sizes
+            if known:
+                self._strike(name)
+        self._remove([name])
+        return Fetched.LOST if known else Fetched.ABSENT
+
+    def _enter(self, name: str, size: int) -> None:
+        """As the most recently used. Under the lock."""
+        self._sizes[name] = size
+        self._bytes += size
+        self._own += name.endswith(self._ending)
+
+    def _strike(self, name: str) -> None:
+        """Under the lock."""
+        self._bytes -= self._sizes.pop(name)
+        self._own -= name.endswith(self._ending)
+
+    def _shrink(self, to_bytes: int) -> list[str]:
+        """Strike the oldest files off until the rest fits; returns those to remove. Under the lock."""
+        struck = []
+        while self._bytes > to_bytes and self._sizes:
+            name = next(iter(self._sizes))
+            self._strike(name)
+            struck.append(name)
+        return struck
+
+    def _keys_of(self, names: list[str]) -> Iterator[bytes]:
+        return (bytes.fromhex(name.removesuffix(self._ending)) for name in names if name.endswith(self._ending))
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                (self._directory / name).unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("%s in %s cannot be removed: %s", name, self._directory, error.strerror)
