@@ -11,17 +11,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as Folder
+from tempfile import TemporaryDirectory
 
 import msgspec
 from tqdm import tqdm
 
 from tandem_engine.config import CacheConfig, EngineConfig, ModelImpl, SchedulerConfig
 from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.messages.kv_events import Tier
 from tandem_engine.model.sharing import can_share, require_shareable
+from tandem_engine.scheduler.tally import SchedulerStats
 from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
 from tandem_engine.verify.edited import edits_against
 from tandem_engine.verify.pair import Pair
-from tandem_engine.verify.paths import DraftPaths, Path, make_paths, on_ranks
+from tandem_engine.verify.path import Path
+from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_engine.verify.prompts import make_prompts
 from tandem_engine.verify.ranks import ThreadRanks
 from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
@@ -60,6 +64,8 @@ class Verification:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
         began = time.perf_counter()
         config = replace(self.model.config, cache=path.cache, scheduler=path.scheduler, speculative=path.speculative)
+        if path.restart:
+            return self._restarted(path, config, began)
         if path.disaggregated:
             with Pair.build(self.model, config) as pair:
                 return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
@@ -74,14 +80,29 @@ class Verification:
             self.ranks = ThreadRanks.load(self.model.config, size)
         return self.ranks
 
-    def _compare(self, path: Path, generate: Generate, engines: Sequence[Engine], began: float) -> PathResult:
-        stagger = STAGGER_STEPS if path.stagger else 0
+    def _restarted(self, path: Path, config: EngineConfig, began: float) -> PathResult:
+        """Warm one engine up, and measure another that has nothing of it but its files."""
+        with TemporaryDirectory(prefix="tandem-verify-") as folder:
+            host = replace(path.cache.host, storage_dir=folder)
+            config = replace(config, cache=replace(path.cache, host=host))
+            with Engine.build(self.model, config) as first:
+                self._warm_up(path, generate_on(first))
+            with Engine.build(self.model, config) as second:
+                return self._compare(replace(path, repeat=False), generate_on(second), (second,), began)
+
+    def _warm_up(self, path: Path, generate: Generate) -> None:
+        generate(requests_for(path, self._references(path), self.max_tokens, "warm"), _stagger(path))
+
+    def _references(self, path: Path) -> list[ReferenceOutput]:
         once = self.edited if path.edited else self.references
-        references = [reference for reference in once for _ in range(path.choices)]
+        return [reference for reference in once for _ in range(path.choices)]
+
+    def _compare(self, path: Path, generate: Generate, engines: Sequence[Engine], began: float) -> PathResult:
+        references = self._references(path)
         if path.repeat:
-            generate(requests_for(path, references, self.max_tokens, "warm"), stagger)
+            self._warm_up(path, generate)
         requests = requests_for(path, references, self.max_tokens, path.name)
-        outputs = generate(requests, stagger)
+        outputs = generate(requests, _stagger(path))
         found = compare(requests, outputs, references)
         cached = sum(output.cached_tokens for output in outputs)
         stats = [engine.scheduler.stats() for engine in engines]
@@ -98,6 +119,7 @@ class Verification:
             seconds=time.perf_counter() - began,
             difference=found.difference
             or _unmet(path, cached, retractions, accepted)
+            or _stayed(path, stats)
             or (self._without_effect() if path.edited else None)
             or _audit(engines),
         )
@@ -116,6 +138,21 @@ def _unmet(path: Path, cached: int, retractions: int, accepted: int) -> str | No
     if path.expects_accepted and accepted == 0:
         return "no draft was accepted"
     return None
+
+
+def _stayed(path: Path, stats: Sequence[SchedulerStats]) -> str | None:
+    """As `_unmet`, for KV that should have left the device and come back."""
+    if path.expects_tier is Tier.HOST and not any(each.host_cached_tokens_total for each in stats):
+        return "no prompt token came from host memory"
+    if path.expects_tier is Tier.DISK and not any(each.disk_cached_tokens_total for each in stats):
+        return "no prompt token came from files"
+    if path.expects_swap and not any(each.swapped_in_total for each in stats):
+        return "no request was swapped and came back"
+    return None
+
+
+def _stagger(path: Path) -> int:
+    return STAGGER_STEPS if path.stagger else 0
 
 
 def _audit(engines: Sequence[Engine]) -> str | None:

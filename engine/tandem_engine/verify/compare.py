@@ -9,7 +9,7 @@ from tandem_engine.engine import Engine
 from tandem_engine.generation import Generation
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.verify.paths import Path
+from tandem_engine.verify.path import Path
 from tandem_engine.verify.reference import ReferenceOutput
 
 LOGPROB_TOLERANCE = 1e-4

@@ -1,41 +1,13 @@
 """The exactness matrix: every way a token can come to be computed. A new path adds itself here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tandem_engine.config import CacheConfig, SchedulePolicy, SchedulerConfig, SpecAlgorithm, SpecConfig
+from tandem_engine.verify.path import Path
+from tandem_engine.verify.tier_paths import tier_paths
 
 CHOICES = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Path:
-    """One configuration and one way to drive it."""
-
-    name: str
-    cache: CacheConfig
-    scheduler: SchedulerConfig
-    stagger: bool = False
-    """Add requests while others run, instead of all at once."""
-    repeat: bool = False
-    """Run all prompts once before, so that the measured run finds its prefixes cached."""
-    choices: int = 1
-    """Ask for each prompt this many times at once, as choices of one answer."""
-    resume: bool = False
-    """Give the first half of the expected output as resume_ids."""
-    edited: bool = False
-    """Ask for penalties, biases and bad words, and for the logprobs of the prompt."""
-    disaggregated: bool = False
-    """One engine prefills, another decodes, NIXL between them."""
-    rising_priority: bool = False
-    """Each request is more important than the one before."""
-    tp_size: int = 1
-    """Ranks that share the model."""
-    expects_cached: bool = False
-    expects_retraction: bool = False
-    speculative: SpecConfig = field(default_factory=SpecConfig)
-    expects_accepted: bool = False
-    """Some draft must have been right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +56,7 @@ def make_paths(
         Path(name="disaggregated over NIXL", cache=warm, scheduler=mixed, disaggregated=True),
         Path(name="edited: mixed, staggered", cache=warm, scheduler=mixed, stagger=True, edited=True),
     ]
+    paths += tier_paths(cache=warm, short=tight, scheduler=mixed, quick=quick)
     speculative = [] if drafts is None else _speculative(drafts, warm, mixed, longest, num_prompts)
     if quick:
         return [*paths, *speculative[:2]]

@@ -1,0 +1,41 @@
+"""One way in which a token can come to be computed, and what must have happened for it to count."""
+
+from dataclasses import dataclass, field
+
+from tandem_engine.config import CacheConfig, SchedulerConfig, SpecConfig
+from tandem_engine.messages.kv_events import Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Path:
+    """One configuration and one way to drive it."""
+
+    name: str
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    stagger: bool = False
+    """Add requests while others run, instead of all at once."""
+    repeat: bool = False
+    """Run all prompts once before, so that the measured run finds its prefixes cached."""
+    choices: int = 1
+    """Ask for each prompt this many times at once, as choices of one answer."""
+    resume: bool = False
+    """Give the first half of the expected output as resume_ids."""
+    edited: bool = False
+    """Ask for penalties, biases and bad words, and for the logprobs of the prompt."""
+    disaggregated: bool = False
+    """One engine prefills, another decodes, NIXL between them."""
+    rising_priority: bool = False
+    """Each request is more important than the one before."""
+    restart: bool = False
+    """With `repeat`: the measured run is another engine's, and only files survive from the first."""
+    tp_size: int = 1
+    """Ranks that share the model."""
+    expects_cached: bool = False
+    expects_retraction: bool = False
+    speculative: SpecConfig = field(default_factory=SpecConfig)
+    expects_accepted: bool = False
+    """Some draft must have been right."""
+    expects_tier: Tier | None = None
+    """Prompt tokens must have come from here."""
+    expects_swap: bool = False
