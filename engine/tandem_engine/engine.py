@@ -26,6 +26,7 @@ from tandem_engine.config import (
     DEFAULT_CONTEXT,
     CacheConfig,
     EngineConfig,
+    GrammarConfig,
     ModelConfig,
     SchedulerConfig,
     SpecConfig,
@@ -65,6 +66,9 @@ from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.parallel.inputs import Abort, AbortAll, AbortClient, Add, CloseSession, Drain
+from tandem_engine.sampling.grammar.compiler import GrammarCompiler, NoGrammars
+from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
+from tandem_engine.sampling.grammar.guidance.vocabulary import GuidanceVocabulary
 from tandem_engine.sampling.sampler import Sampler
 from tandem_engine.scheduler.lockstep import AgreedClock, AgreedInputs, DirectInputs, Inputs
 from tandem_engine.scheduler.model_facts import ModelFacts
@@ -91,6 +95,8 @@ LAYOUT_VERSION = 1
 Executor: TypeAlias = ForwardThread | InlineExecutor
 
 SELF_TEST_TOKENS = 256
+GRAMMAR_WAIT = 0.05
+"""Seconds that `generate` sleeps when it has nothing to do until a grammar is compiled."""
 MAX_STALLED_TURNS = 100_000
 """Turns without progress after which `generate` gives up instead of spinning for ever."""
 
@@ -105,6 +111,8 @@ class LoadedModel:
     threads: int
     """That a forward may use."""
     text: TextTokenizer | None
+    vocabulary: GuidanceVocabulary | None = None
+    """For grammars; None without a tokenizer or an EOS token."""
     parallel: Parallel = field(default_factory=Parallel)
     """This rank and those that hold the rest of the weights."""
 
@@ -156,7 +164,16 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         dtype=dtype,
         threads=threads,
         text=text,
+        vocabulary=None if text is None else _vocabulary(folder, facts),
         parallel=parallel,
+    )
+
+
+def _vocabulary(folder: Path, facts: ModelConfig) -> GuidanceVocabulary | None:
+    if not facts.eos_token_ids:
+        return None
+    return GuidanceVocabulary(
+        tokenizer_file=folder / "tokenizer.json", vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
     )
 
 
@@ -191,6 +208,7 @@ class Engine:
         scheduler: Scheduler,
         inputs: Inputs,
         generations: Generations,
+        grammars: GrammarCompiler | NoGrammars,
     ) -> None:
         self.model_config = loaded.model_config
         self.threads = loaded.threads
@@ -206,6 +224,7 @@ class Engine:
         self._failure = loaded.parallel.failure
         self._stopped = False
         self._generations = generations
+        self._grammars = grammars
         self._handoff: HandoffStage | None = None
         self._peers: PeerChannels | None = None
         self._transport: KvTransport | None = None
@@ -241,6 +260,7 @@ class Engine:
         copies = CopyQueue(submit=executor.copy)
         memory = _memory(pool, config, copies, _host_memory(host_pool, copies, config.cache, geometry))
         generations = Generations()
+        grammars = _grammars(loaded, config.grammar)
         facts = ModelFacts(
             vocab_size=loaded.model_config.vocab_size,
             eos_token_ids=frozenset(loaded.model_config.eos_token_ids),
@@ -253,6 +273,7 @@ class Engine:
         if config.speculative.algorithm is not None:
             proposer = make_proposer(config.speculative, draft, target, states=states, run=executor.run)
             speculation = _speculation(config.speculative, proposer, memory, clock)
+        agreement = None if loaded.parallel.size == 1 else Agreement(loaded.parallel.schedule)
         scheduler = Scheduler(
             memory=memory,
             executor=executor,
@@ -264,6 +285,8 @@ class Engine:
             speculation=speculation,
             session_pages=config.cache.session_pages(geometry.page_bytes, num_pages=pool.num_pages),
             stopwatch=local_clock,
+            grammars=grammars,
+            least=None if agreement is None else agreement.least,
         )
         engine = cls(
             loaded=loaded,
@@ -273,8 +296,9 @@ class Engine:
             runner=runner,
             executor=executor,
             scheduler=scheduler,
-            inputs=_inputs(scheduler, loaded.parallel, agreed_clock, local_clock),
+            inputs=_inputs(scheduler, agreement, loaded.parallel, agreed_clock, local_clock),
             generations=generations,
+            grammars=grammars,
         )
         engine.on_wait(lambda: None)
         if port is not None:
@@ -413,7 +437,9 @@ class Engine:
     def descriptors(self) -> list[int]:
         """File descriptors that become readable when `step` has something to do."""
         transport = [] if self._transport is None else [self._transport.fileno()]
-        return transport if self.memory.host is None else [*transport, *self.memory.host.descriptors()]
+        host = [] if self.memory.host is None else self.memory.host.descriptors()
+        grammars = self._grammars.fileno()
+        return [*transport, *host, *([] if grammars is None else [grammars])]
 
     def stats(self) -> EngineStats:
         """Numbers for the worker service."""
@@ -434,6 +460,8 @@ class Engine:
                 self._expect(waiting.pop())
             for _ in range(steps_between if waiting else 1):
                 stalled = 0 if self.step() else stalled + 1
+                if stalled:
+                    self.scheduler.wait_for_grammar(GRAMMAR_WAIT)
             assert stalled < MAX_STALLED_TURNS, f"no progress for {stalled} turns: {self.scheduler.stats()}"
         return self._generations.take_all([request.rid for request in requests])
 
@@ -442,12 +470,13 @@ class Engine:
         self.add(request)
 
     def close(self) -> None:
-        """Stop computing, on all ranks, then storing and transferring. Idempotent."""
+        """Stop computing, on all ranks, then compiling, storing and transferring. Idempotent."""
         self._inputs.stop()
         if self._failure.error is None:
             self._executor.shutdown()
         else:
             self._executor.abandon()
+        self._grammars.close()
         if self.memory.host is not None:
             self.memory.host.close()
         if self._transport is not None:
@@ -585,12 +614,14 @@ def _forward(runner: ModelRunner, config: EngineConfig, parallel: Parallel) -> F
     return forward
 
 
-def _inputs(scheduler: Scheduler, parallel: Parallel, agreed: AgreedClock, local: Clock) -> Inputs:
-    if parallel.size == 1:
+def _inputs(
+    scheduler: Scheduler, agreement: Agreement | None, parallel: Parallel, agreed: AgreedClock, local: Clock
+) -> Inputs:
+    if agreement is None:
         return DirectInputs(scheduler=scheduler)
     return AgreedInputs(
         scheduler=scheduler,
-        agreement=Agreement(parallel.schedule),
+        agreement=agreement,
         clock=agreed,
         local_clock=local,
         rank=parallel.rank,
@@ -628,6 +659,15 @@ def _speculation(config: SpecConfig, proposer: Proposer, memory: KvMemory, clock
         memory=memory,
         clock=clock,
     )
+
+
+def _grammars(loaded: LoadedModel, config: GrammarConfig) -> GrammarCompiler | NoGrammars:
+    if config.backend == "none":
+        return NoGrammars("this engine runs with --grammar-backend none")
+    if loaded.vocabulary is None:
+        return NoGrammars("it needs a tokenizer and an EOS token, and this model's checkpoint lacks one of them")
+    backend = GuidanceBackend(vocabulary=loaded.vocabulary, config=config)
+    return GrammarCompiler(backend, cache_size=config.cache_size)
 
 
 def _decode_text(text: TextTokenizer | None) -> DecodeText | None:

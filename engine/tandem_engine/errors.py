@@ -49,6 +49,12 @@ class OutOfPagesError(EngineError):
     code = "out_of_pages"
 
 
+class GrammarCompilerError(EngineError):
+    """Grammars cannot be compiled here right now, whatever they say; another worker may."""
+
+    code = "grammar_compiler_error"
+
+
 class TransferError(EngineError):
     """A KV transfer that failed or was refused. The request can be computed elsewhere."""
 

@@ -11,6 +11,7 @@ from tandem_engine.config import (
     CacheConfig,
     DisaggConfig,
     EngineConfig,
+    GrammarConfig,
     HostConfig,
     ModelImpl,
     ParallelConfig,
@@ -73,6 +74,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     cache = CacheConfig()
     scheduler = SchedulerConfig()
     disagg = DisaggConfig()
+    grammar = GrammarConfig()
 
     group = parser.add_argument_group("engine")
     add_model_impl_flag(group)
@@ -230,6 +232,28 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=disagg.hold_timeout,
         metavar="S",
         help=f"seconds prefill keeps finished pages for a silent decode worker (default {disagg.hold_timeout:g})",
+    )
+
+    group = parser.add_argument_group("structured output")
+    group.add_argument(
+        "--grammar-backend",
+        choices=("llguidance", "none"),
+        default=grammar.backend,
+        help="what holds outputs to a JSON schema, regex or grammar; none refuses such requests (default llguidance)",
+    )
+    group.add_argument(
+        "--grammar-compile-timeout",
+        type=float,
+        default=grammar.compile_timeout,
+        metavar="S",
+        help=f"CPU seconds one grammar may take to compile before it is refused (default {grammar.compile_timeout:g})",
+    )
+    group.add_argument(
+        "--grammar-cache-size",
+        type=positive_int,
+        default=grammar.cache_size,
+        metavar="N",
+        help=f"compiled grammars kept for later requests (default {grammar.cache_size})",
     )
 
 
@@ -476,6 +500,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         ),
         speculative=_spec_config(args),
         parallel=ParallelConfig(tp_size=args.tensor_parallel_size, timeout=args.dist_timeout),
+        grammar=GrammarConfig(
+            backend=args.grammar_backend,
+            compile_timeout=args.grammar_compile_timeout,
+            cache_size=args.grammar_cache_size,
+        ),
     )
     config.require_transfer_fits()
     return config

@@ -15,6 +15,7 @@ from tandem_testing.scheduler_builders import (
     make_engine,
     make_message,
 )
+from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 
 PREFIX = tuple(range(20, 38))
 
@@ -55,6 +56,7 @@ def arrival(rid: str) -> st.SearchStrategy[Arrival]:
         logit_bias=st.sampled_from([(), ((5, 4.0), (6, -4.0))]),
         bad_words=st.sampled_from([(), ((1,), (2, 3)), tuple((first, 9) for first in range(60))]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        grammar=st.sampled_from([None, None, toy_grammar(every=3, length=9), toy_grammar(every=2, optional=3)]),
     )
     return st.builds(Arrival, message, st.integers(0, 6), st.none() | st.integers(0, 25))
 
@@ -77,6 +79,7 @@ engines = st.fixed_dictionaries(
         "max_tokens_per_step": st.sampled_from([0, 17, 40]),
         "long_prefill_token_threshold": st.sampled_from([0, 2]),
         "watermark": st.sampled_from([0.0, 0.1]),
+        "grammars": st.builds(ToyGrammars, polls=st.integers(0, 2)),
     }
 )
 

@@ -14,6 +14,7 @@ from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_testing.fake_executors import ThreadedExecutor
 from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
+from tandem_testing.toy_grammar import toy_grammar
 
 WHOLE = 10_000
 Case = tuple[bool, bool, int, int, bool]
@@ -56,6 +57,7 @@ def workload() -> list[GenerateRequest]:
             for i in range(3)
         ),
         *edited(),
+        *constrained(),
     ]
 
 
@@ -74,9 +76,23 @@ def edited() -> list[GenerateRequest]:
     ]
 
 
+def constrained() -> list[GenerateRequest]:
+    """Requests with a grammar, alone and together with edits."""
+    grammar = toy_grammar(every=3, length=12)
+    return [
+        make_message("grammar", [*SHARED, 60], max_tokens=25, grammar=toy_grammar(every=5, length=14)),
+        make_message("grammar-eos", [7, 7], max_tokens=30, min_tokens=6, grammar=toy_grammar(every=2, optional=3)),
+        make_message("grammar-noise", range(5, 28), max_tokens=9, temperature=0.8, grammar=toy_grammar(every=7)),
+        make_message("grammar-resumed", SHARED[:5], max_tokens=9, resume=(3, 9, 6), grammar=toy_grammar(every=3)),
+        make_message(
+            "grammar-edited", [3, 1], max_tokens=20, grammar=grammar, presence_penalty=1.5, logit_bias=((6, 8.0),)
+        ),
+    ]
+
+
 def engine_of(case: Case, **overrides: object) -> Engine:
     overlap, radix, page_size, chunk, mixed = case
-    settings = {"usable_pages": 1 + 640 // page_size, **overrides}
+    settings = {"usable_pages": 1 + 768 // page_size, **overrides}
     return make_engine(
         enable_overlap=overlap,
         radix=radix,

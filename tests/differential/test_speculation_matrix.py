@@ -21,6 +21,7 @@ from tandem_testing.scripted_proposer import (
     wrong_at_random,
     wrong_every,
 )
+from tandem_testing.toy_grammar import toy_grammar
 
 MISTAKES = {
     "right": lambda: always_right,
@@ -50,6 +51,18 @@ def workload():
             for i in range(3)
         ),
         *edited(),
+        *constrained(),
+    ]
+
+
+def constrained():  # T45, T46
+    """Each position of a run has the mask that follows the drafts before it; grammars end in the middle of runs."""
+    return [
+        make_message("grammar", [*SHARED, 61], max_tokens=30, grammar=toy_grammar(every=5, length=14)),
+        make_message("grammar-eos", [7, 9], max_tokens=30, min_tokens=6, grammar=toy_grammar(every=2, optional=3)),
+        make_message("grammar-noise", range(5, 28), max_tokens=9, temperature=0.8, grammar=toy_grammar(every=7)),
+        make_message("grammar-resumed", SHARED[:5], max_tokens=9, resume=(3, 9, 6), grammar=toy_grammar(every=3)),
+        make_message("grammar-edited", [3, 1], grammar=toy_grammar(length=12), presence_penalty=1.5),
     ]
 
 
@@ -69,7 +82,7 @@ def proposer_of(mistake: str) -> ScriptedProposer:
     scripts = [
         Script(message.sampling, [*message.input_ids, *expected_output(message)])
         for message in workload()
-        if message.sampling.edits_logits or message.sampling.min_tokens
+        if message.sampling.edits_logits or message.sampling.min_tokens or message.sampling.grammar
     ]
     return ScriptedProposer(vocab_size=VOCAB, scripts=scripts, mistake=MISTAKES[mistake]())
 
@@ -225,8 +238,8 @@ def test_a_draft_model_keeps_its_kv_through_everything(settings, page_size, over
         enable_mixed_chunk=True,
         **settings,
     )
-    # The draft model is told neither of min_tokens nor of edits.
-    told = [message for message in workload() if not message.sampling.edits_logits]
+    # The draft model is told neither of min_tokens nor of edits nor of grammars.
+    told = [message for message in workload() if not (message.sampling.edits_logits or message.sampling.grammar)]
     messages = [message for message in told if not message.sampling.min_tokens]
     for message in messages:
         engine.add(message)

@@ -1,6 +1,7 @@
 """Two prefill and two decode workers behind one gateway, used as clients use them."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -166,3 +167,40 @@ async def test_nothing_fails_while_redis_is_gone_and_it_is_used_again_when_it_is
         return (await fleet.attempts(answer["id"]))[0]["source"] == "redis"
 
     await until(routed_by_redis, 30.0, "routing asks Redis again")
+
+
+def structured(client: SystemClient, question: list[dict[str, str]], schema: dict[str, object]) -> dict[str, object]:
+    return {
+        "model": client.model,
+        "messages": question,
+        "max_tokens": 100,
+        "temperature": 0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}},
+    }
+
+
+ANIMAL = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "legs": {"type": "integer", "maximum": 9}},
+    "required": ["name", "legs"],
+    "additionalProperties": False,
+}
+
+
+async def test_json_by_a_schema_comes_out_of_every_pair_of_workers(fleet, reference):
+    bodies = [structured(fleet, question, ANIMAL) for question in QUESTIONS]
+    answers = await asyncio.gather(*(fleet.http.post("/v1/chat/completions", json=body) for body in bodies))
+    texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+    for text in texts:
+        assert set(json.loads(text)) == {"name", "legs"}, text
+    async with SystemClient(system=reference.system) as alone:
+        again = [await alone.http.post("/v1/chat/completions", json=body) for body in bodies]
+    assert texts == [answer.json()["choices"][0]["message"]["content"] for answer in again]
+    await fleet.settled()
+
+
+async def test_a_grammar_bomb_is_a_400_by_name_and_leaves_nothing_behind(fleet):
+    body = structured(fleet, QUESTIONS[0], {"type": "integer", "multipleOf": 100_000_007})
+    answer = await fleet.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+    await fleet.settled()

@@ -12,7 +12,7 @@ its history on the device is tested with everything else. Prompt logprobs are ha
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence, Set
 from typing import NamedTuple
 from zlib import crc32
 
@@ -58,7 +58,11 @@ def make_fake_pool(*, num_pages: int, page_size: int) -> KvPool:
 
 
 def next_token(
-    history: Sequence[int], *, vocab_size: int, noise: tuple[int, int] | None = None, suppress: Sequence[int] = ()
+    history: Sequence[int],
+    *,
+    vocab_size: int,
+    noise: tuple[int, int] | None = None,
+    suppress: Container[int] = (),
 ) -> int:
     """The token after `history`. `noise` is (seed, position) when sampling, None when greedy."""
     tokens = np.asarray(history, dtype=np.int64)
@@ -103,8 +107,9 @@ class FakeModel:
         if batch.page_copies:
             self.pool.copy_pages(batch.page_copies)
         self._store(batch)
+        forbidden = _forbidden(batch.sampling)
         positions = enumerate(_sampled_positions(batch))
-        sampled = torch.tensor([self._sample(batch, row, at) for row, at in positions]).long()
+        sampled = torch.tensor([self._sample(batch, row, at, forbidden[row]) for row, at in positions]).long()
         if batch.sampling.edits is not None:
             sampled = self._edited(sampled, batch)
         if not batch.draft_lens:
@@ -127,7 +132,10 @@ class FakeModel:
         """What is chosen when the tokens [R] that would have been are the peaks of ramps of logits."""
         logits = torch.stack([ramp(token, self.vocab_size) for token in tokens.tolist()])
         sampling = over_runs(batch)
-        return self._editor.edit(logits, sampling.edits, sampling.suppress, ahead=drafts_ahead(batch)).argmax(dim=1)
+        edited = self._editor.edit(
+            logits, sampling.edits, sampling.suppress, masks=sampling.masks, ahead=drafts_ahead(batch)
+        )
+        return edited.argmax(dim=1)
 
     def _store(self, batch: ForwardBatch) -> None:
         slots = batch.out_cache_loc
@@ -141,7 +149,7 @@ class FakeModel:
         rows = np.repeat(batch.rows.numpy(), batch.extend_lens.numpy())
         return self._future_map.resolve(batch.input_ids, torch.from_numpy(rows))
 
-    def _sample(self, batch: ForwardBatch, row: int, at: "SampledPosition") -> int:
+    def _sample(self, batch: ForwardBatch, row: int, at: "SampledPosition", forbidden: Set[int]) -> int:
         sampling = batch.sampling
         greedy = sampling.all_greedy or float(sampling.temperature[row]) == 0.0
         position = int(sampling.position[row])
@@ -150,7 +158,7 @@ class FakeModel:
             self._read(batch.page_table[at.sequence], at.length),
             self.vocab_size,
             None if greedy else (int(sampling.seed[row]), position),
-            sampling.suppress[row] if sampling.suppress and sampling.edits is None else (),
+            forbidden,
         )
 
     def _read(self, page_table: torch.Tensor, length: int) -> int:
@@ -219,10 +227,22 @@ def _hidden_of(digest: int) -> torch.Tensor:
     return torch.tensor([digest % 4093, digest % 127 - 63], dtype=torch.float64)
 
 
-def _token(digest: int, vocab_size: int, noise: tuple[int, int] | None, suppress: Sequence[int]) -> int:
+def _forbidden(sampling: SamplingBatch) -> list[Set[int]]:
+    """Per row, the suppressed tokens and those its mask forbids; nothing where logits are edited."""
+    if sampling.edits is not None or not (sampling.suppress or sampling.masks):
+        return [set()] * len(sampling.temperature)
+    forbidden: list[Set[int]] = [set(ids) for ids in sampling.suppress] or [set() for _ in sampling.temperature]
+    if sampling.masks is not None:
+        bits = np.unpackbits(sampling.masks.wait().numpy().view(np.uint8), axis=1, bitorder="little")
+        for row, allowed in zip(sampling.masks.rows, bits, strict=True):
+            forbidden[row] |= {*np.flatnonzero(allowed == 0).tolist()}
+    return forbidden
+
+
+def _token(digest: int, vocab_size: int, noise: tuple[int, int] | None, suppress: Container[int]) -> int:
     if noise is not None:
         digest = crc32(struct.pack("<qq", *noise), digest)
-    token = digest % vocab_size
-    while token in suppress:
-        token = (token + 1) % vocab_size
-    return token
+    first = digest % vocab_size
+    tokens = ((first + i) % vocab_size for i in range(vocab_size))
+    # Where nothing is allowed, a real argmax over −inf finds something too.
+    return next((token for token in tokens if token not in suppress), 0)

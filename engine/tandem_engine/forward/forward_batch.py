@@ -18,6 +18,7 @@ import torch
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.forward.logit_edits import LogitEdits
 from tandem_engine.forward.pooled import PooledSum, PooledTokens
+from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.names import PageId
 
 RESOLVE = -1
@@ -50,6 +51,8 @@ class SamplingBatch:
     all_greedy: bool = False
     edits: LogitEdits | None = None
     """Penalties, biases and forbidden tokens, by sequence: see `runs.over_runs`. None when nobody asks."""
+    masks: TokenMasks | None = None
+    """Of the sequences with a grammar, by row; None when nobody has one. Not filled yet at launch: wait for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

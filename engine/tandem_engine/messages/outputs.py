@@ -7,7 +7,7 @@ import msgspec
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """A stop id, EOS or a stop string."""
+    """A stop id, EOS, a stop string, or a grammar that allows nothing more."""
     LENGTH = "length"
     """max_tokens or the context is used up."""
     ABORT = "abort"
@@ -22,6 +22,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: FinishReason
     matched_stop: int | str | None = None
     """The stop id or stop string that ended it; None for EOS by generation config and for length."""
+    by_grammar: bool = False
+    """The output ended with its grammar. Its last token is text, which EOS and a stop id are not."""
     error: str | None = None
     code: str | None = None
     """Stable code of the error: invalid_request, queue_full, transfer_error, engine_error, …"""

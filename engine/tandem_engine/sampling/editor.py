@@ -1,10 +1,10 @@
 """What requests ask to be changed about their logits, in one fixed order.
 
-    raw logits ─▶ penalties ─▶ (grammar) ─▶ logit_bias ─▶ allowed_token_ids ─▶ bad words, stop ids below min_tokens
+    raw logits ─▶ penalties ─▶ grammar ─▶ logit_bias ─▶ allowed_token_ids ─▶ bad words, stop ids below min_tokens
 
-A bias cannot lift what a later rule forbids. Rules that together leave a row of `allowed_token_ids` nothing give
-way, the last first: such a row may again choose whatever it is allowed. So every row ends with a token that the
-client allowed.
+A bias cannot lift what a grammar or a later rule forbids. Rules that together leave a row of `allowed_token_ids`
+nothing give way, the last first: such a row may again choose whatever it is allowed. So every row ends with a token
+that the client allowed; unless its grammar forbids all of these, and then settlement ends the request.
 
 Penalties and bad words need the tokens before, which are kept here from step to step. A step calls `edit` once, then
 `record` once its tokens are known, and both do nothing for rows that asked for nothing.
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.logit_edits import LogitEdits, TokenSets
+from tandem_engine.forward.token_masks import TokenMasks
+from tandem_engine.sampling.grammar.bitmask import apply_masks
 from tandem_engine.sampling.penalties import PenaltyRows
 from tandem_engine.sampling.token_tails import TokenTails
 
@@ -33,6 +35,7 @@ class LogitEditor:
         edits: LogitEdits | None,
         suppress: tuple[tuple[int, ...], ...] = (),
         *,
+        masks: TokenMasks | None = None,
         ahead: Tensor | None = None,
     ) -> Tensor:
         """`logits` [S, V] float32 as they are to be sampled from; a copy unless nobody asks for anything.
@@ -40,17 +43,19 @@ class LogitEditor:
         Args:
             edits: their `histories` are taken in first.
             suppress: per row, token ids that must not be chosen; () for nobody.
+            masks: what grammars allow; waited for. Raises `MasksLateError` when they do not come.
             ahead: [S, K] drafts before each row, −1 for none, when several positions of a request are in one step;
                 `edits` are then those of `LogitEdits.over_runs`.
         """
-        if edits is None and not any(suppress):
+        if edits is None and masks is None and not any(suppress):
             return logits
         edits = edits or _NO_EDITS
         logits = logits.clone()
         self._load(edits, logits)
         if edits.penalties is not None:
             self.penalties.apply(logits, edits.penalties, ahead)
-        # A grammar's mask belongs between these two: no bias may lift what it forbids.
+        if masks is not None:
+            apply_masks(logits, masks)
         if edits.biases is not None:
             logits[edits.biases.index, edits.biases.token_ids] += edits.biases.values
         allowed = None if edits.allowed is None else _keep_only(logits, edits.allowed)

@@ -46,7 +46,7 @@ class Sampler:
 
         `ahead` as in `LogitEditor.edit`.
         """
-        edited = self.editor.edit(logits, sampling.edits, sampling.suppress, ahead=ahead)
+        edited = self.editor.edit(logits, sampling.edits, sampling.suppress, masks=sampling.masks, ahead=ahead)
         token_ids = edited.argmax(dim=1)  # the first of equals, as transformers has it
         if not sampling.all_greedy:
             rows = (sampling.temperature > 0.0).nonzero().squeeze(1)

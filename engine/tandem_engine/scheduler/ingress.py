@@ -18,6 +18,7 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, HandoffSide, check_group
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.endings import Endings
+from tandem_engine.scheduler.grammar_gate import GrammarGate
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.pooling import PooledPrompt, check_pooling
 from tandem_engine.scheduler.prefetching import Prefetching
@@ -44,6 +45,7 @@ class Ingress:
     endings: Endings
     sessions: Sessions
     prefetching: Prefetching
+    gate: GrammarGate
     tally: Tally
     draining: bool = False
 
@@ -67,12 +69,19 @@ class Ingress:
             return None
         self.tally.requests += 1
         self.sessions.begin_turn(message, req)
-        if len(req.output_ids) >= req.sampling.max_tokens:
-            self.endings.finish(req, Finish(reason=FinishReason.LENGTH))
+        complete = self._completeness(req)
+        if complete is not None:
+            self.endings.finish(req, complete)
             return None
         if not any(stage.accept(req) for stage in self.queues.stages):
             self.prefetching.enter(req)
         return req
+
+    def _completeness(self, req: Request) -> Finish | None:
+        """How a request ends whose resumed output is complete already."""
+        if len(req.output_ids) >= req.sampling.max_tokens:
+            return Finish(reason=FinishReason.LENGTH)
+        return self.gate.begin(req)
 
     def abort(self, rid: RequestId, wish: Finish) -> None:
         """Record the wish; the next plan or settlement acts on it. Unknown ids are ignored (T10, T11)."""
@@ -128,6 +137,7 @@ class Ingress:
             req.handoff.check()
         check_group(req.group)
         req.sampling.check(vocab_size=self.model.vocab_size)
+        self.gate.check(req.sampling.grammar)
         self._check_tokens("input_ids", req.origin_input_ids)
         self._check_tokens("resume_ids", req.output_ids)
         self._check_length(req)

@@ -10,6 +10,10 @@ computes one token too many in N+1, which settlement drops.
 What the plan may not do without the tokens of N (retract, T15, T16; draft) it answers with `SETTLE_FIRST`;
 then this turn settles before it launches, as normal mode does. So it does after a step that verified drafts:
 before it has settled nobody knows how long its sequences are.
+
+A step in which somebody has a grammar cannot sample before its masks are filled, which takes the tokens of the step
+before. It is launched all the same; its masks follow right after settlement (T45), whatever that comes to: a forward
+waits for them.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,6 +24,8 @@ from dataclasses import dataclass
 from tandem_engine.clock import Clock
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.forward.forward_batch import ForwardResult
+from tandem_engine.forward.token_masks import TokenMasks
+from tandem_engine.scheduler.mask_filler import fill_masks
 from tandem_engine.scheduler.planner import Hold, Planner, StepPlan
 from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
 from tandem_engine.scheduler.settle import Settlement
@@ -39,6 +45,7 @@ class InFlight:
 
     batch: ScheduleBatch
     future: Future[ForwardResult]
+    masks: TokenMasks | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,8 +88,21 @@ class Loop:
             plan = self._plan(None)
         current = self._launch(plan, last)
         if last is not None:
-            self._settle(last, current)
+            self._settle_beside(last, current)
         return current
+
+    def _settle_beside(self, last: InFlight, current: InFlight | None) -> None:
+        """Settle `last`, then fill the masks that the forward of `current` waits for."""
+        masks = None if current is None else current.masks
+        if current is None or masks is None:
+            self._settle(last, current)
+            return
+        try:
+            self._settle(last, current)
+            with self._scheduling(beside=current):
+                fill_masks(masks, current.batch.sampler_runs)
+        finally:
+            masks.release()
 
     def _plan(self, last: InFlight | None) -> StepPlan | Hold:
         with self._scheduling(beside=last):
@@ -99,8 +119,11 @@ class Loop:
             view = self.builder.build(batch)
             batch.mark_launched()
             self.tally.launched += 1
+            masks = view.sampling.masks
+            if masks is not None and last is None:
+                fill_masks(masks, batch.sampler_runs)
         # Outside the measured time: in normal mode this is the forward itself.
-        return InFlight(batch=batch, future=self.executor.launch(view))
+        return InFlight(batch=batch, future=self.executor.launch(view), masks=masks)
 
     def _settle(self, done: InFlight, current: InFlight | None) -> None:
         error = self._wait(done.future)

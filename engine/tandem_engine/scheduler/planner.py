@@ -217,7 +217,7 @@ class Planner:
 
     def reserved_pages(self) -> int:
         """Pages that admitted requests are expected to take beyond those they have."""
-        admitted = [req for req in self.queues.running if req.finished is None]
+        admitted = [req for req in self.queues.running if req.finished is None] + self.queues.parked()
         if self.queues.chunked is not None:
             admitted.append(self.queues.chunked)
         return reserved_pages(self.memory, admitted, self.ratio.value)
@@ -241,7 +241,8 @@ class Planner:
     def _arriving(self) -> int:
         """Requests whose KV is on its way here: each has its memory and will want a seat at any moment."""
         kept = (req for stage in self.queues.stages for req in stage.live())
-        return sum(req.kv is not None and not sends_kv(req) for req in kept)
+        arriving = sum(req.kv is not None and not sends_kv(req) for req in kept)
+        return arriving + len(self.queues.parked())
 
     def _mark_scheduled(self, req: Request) -> None:
         if req.first_scheduled_at is not None:

@@ -2,6 +2,7 @@
 
 Every live request has exactly one home (T8):
 
+    compiling   its grammar is not compiled yet; with KV, when a stage has handed it over meanwhile
     waiting     needs an EXTEND; arrival order, with retracted and recomputed requests at its head
     following   waits for another choice of the same answer to compute their prompt (`groups`)
     prefetching will be waiting when its prefix has been read from storage
@@ -45,6 +46,13 @@ class WaitingQueue:
         """A new request, behind all others."""
         self._requests.append(req)
 
+    def join_in_order(self, req: Request) -> None:
+        """A new request that was held up elsewhere: before those that came later and have not had their turn."""
+        place = len(self._requests)
+        while place and _came_later(self._requests[place - 1], req):
+            place -= 1
+        self._requests.insert(place, req)
+
     def return_to_head(self, req: Request) -> None:
         """A request that had been admitted before; exempt from any cap (T12)."""
         self._requests.appendleft(req)
@@ -57,10 +65,15 @@ class WaitingQueue:
             self._requests.remove(req)
 
 
+def _came_later(queued: Request, req: Request) -> bool:
+    return queued.first_scheduled_at is None and queued.arrived_at > req.arrived_at
+
+
 @dataclass(kw_only=True, slots=True)
 class Queues:
     """The homes of requests. The planner and the release path move requests between them."""
 
+    compiling: dict[RequestId, Request] = field(default_factory=dict)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     groups: Groups = field(default_factory=Groups)
     prefetching: dict[Request, Prefetch] = field(default_factory=dict)
@@ -75,6 +88,27 @@ class Queues:
     requests: dict[RequestId, Request] = field(default_factory=dict)
     stages: list[QueueStage] = field(default_factory=list)
 
+    def take_over(self, req: Request) -> None:
+        """Give a request with KV and a token its home: a stage has it no more."""
+        self.requests[req.rid] = req
+        if req.awaits_grammar:
+            self.compiling[req.rid] = req
+        else:
+            self.running.append(req)
+
+    def grammar_ready(self, req: Request) -> None:
+        """Let a request go on whose grammar is compiled. No-op if a stage has it, or it has ended."""
+        if self.compiling.pop(req.rid, None) is None:
+            return
+        if req.kv is not None:
+            self.running.append(req)
+        elif not self.groups.follow(req):
+            self.waiting.join_in_order(req)
+
+    def parked(self) -> list[Request]:
+        """Requests with KV that will run as soon as their grammar is compiled."""
+        return [req for req in self.compiling.values() if req.kv is not None]
+
     def live(self) -> Iterator[Request]:
         """Every request that is not finished, those that stages keep included."""
         yield from self.requests.values()
@@ -82,8 +116,12 @@ class Queues:
             yield from stage.live()
 
     def enter(self, req: Request) -> bool:
-        """`req` needs its prompt computed. False: another choice of its answer does that, and keeps it meanwhile."""
+        """`req` needs its prompt computed. False: it is kept here until its grammar is compiled, or until another
+        choice of its answer has computed the prompt."""
         self.requests[req.rid] = req
+        if req.awaits_grammar:
+            self.compiling[req.rid] = req
+            return False
         return not self.groups.follow(req)
 
     def prompt_computed(self, req: Request) -> None:
@@ -100,15 +138,16 @@ class Queues:
     @property
     def num_waiting(self) -> int:
         """Requests that had no memory yet, or lost it; those in stages and swapped ones are not counted."""
-        return len(self.waiting) + len(self.prefetching) + sum(1 for _ in self.groups.following())
+        compiling = len(self.compiling) - len(self.parked())
+        return len(self.waiting) + len(self.prefetching) + compiling + sum(1 for _ in self.groups.following())
 
     def stage_keeps_any(self) -> bool:
         """Whether some stage has a request that will come back or go by itself."""
         return any(True for stage in self.stages for _ in stage.live())
 
     def stage_keeps_memory(self) -> bool:
-        """Whether some stage has a request with pages, which it will give back or bring along."""
-        return any(req.kv is not None for stage in self.stages for req in stage.live())
+        """Whether some stage, or the compiler of grammars, holds up a request with pages: they will come back."""
+        return bool(self.parked()) or any(req.kv is not None for stage in self.stages for req in stage.live())
 
     def waiting_in_stages(self) -> int:
         """Requests in stages that have no pages yet."""
@@ -139,6 +178,7 @@ class Queues:
     def forget(self, req: Request) -> None:
         """`req` finished or left for a stage. Running rows are filtered by the next plan (T19)."""
         self.requests.pop(req.rid, None)
+        self.compiling.pop(req.rid, None)
         if self.chunked is req:
             self.chunked = None
 
@@ -147,8 +187,9 @@ class Queues:
         self.running = [req for req in self.running if req.finished is None]
 
     def waiting_tokens(self) -> int:
-        """Tokens that wait to be computed: the queue, and the rest of the chunked prompt."""
+        """Tokens that wait to be computed: the queue, prompts held up, and the rest of the chunked prompt."""
         tokens = sum(req.seq_len for req in self.waiting) + sum(req.seq_len for req in self.prefetching)
+        tokens += sum(req.seq_len for req in self.compiling.values() if req.kv is None)
         if self.chunked is not None:
             tokens += self.chunked.extend_target - self.chunked.launched_len
         return tokens

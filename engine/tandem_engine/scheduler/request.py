@@ -22,6 +22,7 @@ from tandem_engine.messages.outputs import Finish, TokenLogprob, TransferReport
 from tandem_engine.messages.requests import Handoff
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import RequestId
+from tandem_engine.scheduler.grammar_progress import GrammarProgress
 from tandem_engine.scheduler.pooling import PooledPrompt
 from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
 from tandem_engine.scheduler.stop import PlainEnd
@@ -81,6 +82,8 @@ class Request:
     cached_tokens: int = 0
     """Prompt tokens that the first prefill found in the prefix cache."""
     transfer: TransferReport | None = None
+    grammar: GrammarProgress | None = None
+    """Set once the grammar it asked for is compiled, before its first token can be sampled."""
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
 
@@ -90,6 +93,11 @@ class Request:
 
     to_finish: Finish | None = None
     finished: Finish | None = None
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether it cannot sample yet because its grammar is being compiled."""
+        return self.grammar is None and self.sampling.grammar is not None
 
     @property
     def prompt_len(self) -> int:

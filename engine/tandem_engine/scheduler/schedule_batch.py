@@ -26,6 +26,7 @@ from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.forward.pooled import PooledTokens
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.edit_columns import NO_EDITS, EditColumns
+from tandem_engine.scheduler.mask_filler import open_masks
 from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.prompt_positions import prompt_positions
@@ -67,6 +68,12 @@ class ScheduleBatch:
         return zip(self.decodes, self.drafts.chains or repeat(()), strict=False)
 
     @property
+    def sampler_runs(self) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        """Samplers with their drafts, () for those without."""
+        yield from ((extend.req, ()) for extend in self.extends if extend.samples)
+        yield from self.decode_runs
+
+    @property
     def draft_lens(self) -> tuple[int, ...]:
         """Drafts of each sampler; () when nobody has any."""
         chains = self.drafts.chains
@@ -101,6 +108,8 @@ class SamplingColumns:
     logprobs: tuple[int, ...]
     all_greedy: bool
     any_min_tokens: bool
+    constrained: tuple[int, ...]
+    """Indices of samplers with a grammar."""
 
     @staticmethod
     def of(samplers: list[Request]) -> "SamplingColumns":
@@ -116,6 +125,7 @@ class SamplingColumns:
             logprobs=wanted if max(wanted, default=-1) >= 0 else (),
             all_greedy=all(p.greedy for p in params),
             any_min_tokens=any(p.min_tokens for p in params),
+            constrained=tuple(index for index, p in enumerate(params) if p.grammar is not None),
         )
 
     def repeated(self, counts: Ints) -> "SamplingColumns":
@@ -223,6 +233,7 @@ class BatchBuilder:
             logprobs=columns.logprobs,
             all_greedy=columns.all_greedy,
             edits=self.edits.with_histories(),
+            masks=open_masks(samplers, columns.constrained, draft_lens),
         )
 
     def _suppressed(self, samplers: Sequence[Request], draft_lens: Sequence[int]) -> tuple[tuple[int, ...], ...]:

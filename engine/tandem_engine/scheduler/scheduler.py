@@ -6,7 +6,7 @@
 
 Life of a turn (`step`)
     1. deadlines that passed become wishes
-    2. copies and reads from storage that are done; stages exchange messages and move requests
+    2. copies, reads from storage and grammars that are done; stages exchange messages and move requests
     3. the loop plans, launches and settles
     4. outputs leave, one delivery per client
     5. audit, when idle
@@ -31,8 +31,10 @@ from tandem_engine.messages.control import SpeculationStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.names import RequestId
+from tandem_engine.sampling.grammar.compiler import Grammars, NoGrammars
 from tandem_engine.scheduler.deadlines import Deadlines
 from tandem_engine.scheduler.endings import Endings, error_finish
+from tandem_engine.scheduler.grammar_gate import GrammarGate, Least
 from tandem_engine.scheduler.health import Health
 from tandem_engine.scheduler.ingress import Ingress
 from tandem_engine.scheduler.loop import Loop
@@ -81,6 +83,8 @@ class Scheduler:
         speculation: Speculation | None = None,
         session_pages: int = 0,
         stopwatch: Clock | None = None,
+        grammars: Grammars | None = None,
+        least: Least | None = None,
     ) -> None:
         """Compose a scheduler.
 
@@ -92,6 +96,8 @@ class Scheduler:
             session_pages: that may stay pinned between the turns of conversations.
             stopwatch: what durations are measured with where `clock` stands still during a turn, as the time
                 that ranks agree on does. None measures with `clock`.
+            grammars: who compiles them; without it requests with a grammar are refused.
+            least: `Agreement.least` of the ranks that run in lock-step with this one, if there are others.
         """
         self.memory = memory
         self.config = config
@@ -127,6 +133,12 @@ class Scheduler:
             on_release=() if speculation is None else (speculation.released,),
         )
         self._prefetching = Prefetching(memory=memory, queues=self.queues, clock=clock)
+        self._gate = GrammarGate(
+            grammars=grammars or NoGrammars("this engine was built without grammars"),
+            queues=self.queues,
+            endings=self._endings,
+            least=least or list,
+        )
         self._ingress = Ingress(
             config=config,
             model=facts,
@@ -137,6 +149,7 @@ class Scheduler:
             endings=self._endings,
             sessions=self.sessions,
             prefetching=self._prefetching,
+            gate=self._gate,
             tally=self.tally,
         )
         self._planner = self._build_planner()
@@ -255,10 +268,15 @@ class Scheduler:
             self._ingress.abort(req.rid, OVERDUE)
         self.sessions.sweep()
         polled = [self.memory.poll(), self._prefetching.poll(), *(stage.poll() for stage in self.queues.stages)]
+        polled.append(self._gate.poll())
         self._loop.turn()
         self._stream.flush()
         self._health.after_turn(idle=self.idle)
         return any(polled) or self.tally.moves != before
+
+    def wait_for_grammar(self, seconds: float) -> None:
+        """For a loop that has nothing else to wait for: sleep until a grammar is compiled, at most `seconds`."""
+        self._gate.wait(seconds)
 
     def on_wait(self, answer_others: Callable[[], None]) -> None:
         """Have `answer_others` called now and then during a long step. It must not touch the scheduler."""
@@ -344,8 +362,7 @@ class Scheduler:
         )
         assert req.remaining_tokens > 0, f"prebuilt request {req.rid} has its {len(req.output_ids)} tokens already"
         req.extend_target = req.launched_len = kv.committed_len
-        self.queues.requests[req.rid] = req
-        self.queues.running.append(req)
+        self.queues.take_over(req)
         if req.to_finish is not None:
             self.queues.wishes.append(req)
 
@@ -385,7 +402,8 @@ class Scheduler:
 
     def spare_requests(self) -> int:
         """Requests that the running batch can still take. May be negative. A stage counts its own on top."""
-        return self.config.max_running_requests - len(self.queues.running) - (self.queues.chunked is not None)
+        taken = len(self.queues.running) + len(self.queues.parked()) + (self.queues.chunked is not None)
+        return self.config.max_running_requests - taken
 
     @property
     def vocab_size(self) -> int:

@@ -6,7 +6,7 @@ For each request of a settled step, in this order
     3. commit     the KV of the step is final, but for drafts: those that are accepted follow with 6
     4. wish       an abort that came after the launch is obeyed before the token is looked at (T6)
     5. chunk      whole pages enter the prefix cache; stages may send them
-    6. token      appended up to the first stop, streamed; a stop releases the request
+    6. token      appended up to the first stop or the end of its grammar, streamed; a stop releases the request
     7. handoff    a stage may keep a request whose prompt is done
 
 In overlap mode the next step is in flight meanwhile, perhaps with a request that ends here: its surplus
@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem_engine.clock import Clock
-from tandem_engine.errors import EngineError
+from tandem_engine.errors import EngineError, InvalidRequestError
 from tandem_engine.forward.forward_batch import ForwardResult, SampledLogprobs
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.scheduler.endings import Endings, error_finish
+from tandem_engine.scheduler.grammar_progress import GrammarProgress
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
@@ -36,7 +37,7 @@ from tandem_engine.scheduler.retraction import sends_kv
 from tandem_engine.scheduler.schedule_batch import ScheduleBatch
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.steps import Steps
-from tandem_engine.scheduler.stop import PlainEnd, StopRule
+from tandem_engine.scheduler.stop import Cut, PlainEnd, StopRule
 from tandem_engine.scheduler.stream import OutputStream
 from tandem_engine.scheduler.tally import Tally
 
@@ -197,6 +198,8 @@ class Settlement:
 
     def _tokens(self, req: Request, sampled: Sampled) -> None:
         cut = self.stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=req.output_ids, run=sampled.run)
+        if req.grammar is not None:
+            cut = _cut_by_grammar(req.grammar, sampled.run, cut)
         req.output_ids += sampled.run[: cut.keep]
         if cut.keep > 1:
             # Accepted drafts were computed; the newest token never is when it is sampled.
@@ -248,6 +251,15 @@ class Settlement:
         if not batch.extends:
             tokens_per_run = len(result.next_token_ids) / len(result.accept_lens)
             self.tally.measure_decode((batch.drafts.propose_s + result.compute_s) / tokens_per_run)
+
+
+def _cut_by_grammar(grammar: GrammarProgress, run: Sequence[int], cut: Cut) -> Cut:
+    """A token that breaks the grammar ends its request, before it becomes output."""
+    before = grammar.followed
+    try:
+        return grammar.cut(run, cut)
+    except InvalidRequestError as error:
+        return Cut(keep=grammar.followed - before, finish=error_finish(error))
 
 
 def _sampled(result: ForwardResult) -> Iterator[Sampled]:

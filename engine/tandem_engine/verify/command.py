@@ -23,6 +23,7 @@ from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.scheduler.tally import SchedulerStats
 from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
 from tandem_engine.verify.edited import edits_against
+from tandem_engine.verify.grammars import compile_grammars
 from tandem_engine.verify.pair import Pair
 from tandem_engine.verify.path import Path
 from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
@@ -125,7 +126,8 @@ class Verification:
         )
 
     def _without_effect(self) -> str | None:
-        pairs = zip(self.references, self.edited, strict=True)
+        # Outputs with a grammar come after all others and are not edited: a bad word may be all that it allows.
+        pairs = zip(self.references, self.edited, strict=False)
         return None if any(a.token_ids != b.token_ids for a, b in pairs) else "no edit changed a token"
 
 
@@ -202,6 +204,9 @@ def run_verify(
         reference.generate(r.prompt, prompts.max_tokens, eos, ignore_eos=r.ignore_eos, edits=edits_against(r.token_ids))
         for r in references
     ]
+    for prompt, (spec, grammar) in zip(prompts.prompts, compile_grammars(model).items(), strict=False):
+        output = reference.generate(prompt, prompts.max_tokens, eos, ignore_eos=False, matcher=grammar.matcher())
+        references.append(replace(output, grammar=spec))
     longest = max(len(r.prompt) for r in references) + prompts.max_tokens
     paths = make_paths(
         context_length=longest + 1,

@@ -58,6 +58,7 @@ def requests_for(path: Path, references: Sequence[ReferenceOutput], max_tokens: 
                 temperature=0.0,
                 logprobs=0,
                 ignore_eos=reference.ignore_eos,
+                grammar=reference.grammar,
             ),
         )
         for i, reference in enumerate(references)

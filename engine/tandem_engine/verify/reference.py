@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tandem_engine.messages.grammar import GrammarSpec
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.sampling.grammar.backend import Matcher
 from tandem_engine.verify.edited import Processor, processors_for
 
 
@@ -22,6 +25,7 @@ class ReferenceOutput:
     """How logits were edited before each token was chosen."""
     prompt_logprobs: tuple[float, ...] = ()
     """Of prompt tokens 1, 2, …, when the edits ask for them."""
+    grammar: GrammarSpec | None = None
 
 
 class TransformersReference:
@@ -45,8 +49,13 @@ class TransformersReference:
         *,
         ignore_eos: bool,
         edits: SamplingParams | None = None,
+        matcher: Matcher | None = None,
     ) -> ReferenceOutput:
-        """Greedy tokens up to and including the first EOS unless that is ignored, at most `max_tokens`."""
+        """Greedy tokens up to and including the first EOS unless that is ignored, at most `max_tokens`.
+
+        With a `matcher` only among the tokens that it allows, and no further than its grammar. Logprobs are those
+        of all tokens nevertheless.
+        """
         processors = [] if edits is None else processors_for(edits, len(prompt))
         ids = torch.tensor([list(prompt)])
         logprobs: list[float] = []
@@ -54,11 +63,13 @@ class TransformersReference:
         while len(logprobs) < max_tokens:
             out = self._model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             raw = out.logits[:, -1].float()
-            token = _choose(ids, raw, processors)
+            token = _choose(ids, raw if matcher is None else _allowed(raw, matcher), processors)
             logprobs.append(float(raw.log_softmax(dim=-1)[0, token]))
             inputs, cache = torch.tensor([[token]]), out.past_key_values
             ids = torch.cat((ids, inputs), dim=1)
             if token in eos_token_ids and not ignore_eos:
+                break
+            if matcher is not None and matcher.accept((token,)) and matcher.ended:
                 break
         return ReferenceOutput(
             prompt=tuple(prompt),
@@ -80,3 +91,11 @@ def _choose(ids: Tensor, logits: Tensor, processors: Sequence[Processor]) -> int
     for process in processors:
         logits = process(ids, logits)
     return int(logits.argmax())
+
+
+def _allowed(logits: Tensor, matcher: Matcher) -> Tensor:
+    """`logits` [1, V] with −inf for every token that `matcher` forbids."""
+    bits = np.zeros(-(-logits.shape[1] // 32), dtype=np.int32)
+    matcher.fill(bits)
+    allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: logits.shape[1]]
+    return logits.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)

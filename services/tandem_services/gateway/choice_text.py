@@ -88,7 +88,7 @@ class ChoiceText:
         """A stop token ends the output and is not part of its text; it counts all the same."""
         if finish is None or finish.reason is not FinishReason.STOP or self._keep_stop:
             return 0
-        return 0 if isinstance(finish.matched_stop, str) else 1
+        return 0 if finish.by_grammar or isinstance(finish.matched_stop, str) else 1
 
     def _last_piece(self, text: str, finish: Finish) -> ChoicePiece:
         rest, matched = self._output.flush()

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
 from tandem_engine.tokenizer.vocabulary import Vocabulary
+from tandem_services.common.errors import ApiError
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece, ChoiceText
 from tandem_services.gateway.dispatch import ChoiceRequest, Dispatcher
 from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.shared_route import SharedRoute
+from tandem_services.gateway.structured_output import name_grammar_field
 from tandem_services.gateway.token_sequence import Accepted
 
 
@@ -101,7 +103,7 @@ class Generator:
             keep_stop=job.plan.keep_stop,
         )
         last_token_at: float | None = None
-        async with aclosing(self.dispatcher.run(_choice_request(job, choice, route), record)) as outputs:
+        async with aclosing(self._outputs(job, choice, route)) as outputs:
             async for accepted in outputs:
                 if accepted.token_ids:
                     last_token_at = self._time_tokens(job, record, last_token_at, len(accepted.token_ids))
@@ -112,6 +114,19 @@ class Generator:
                 yield piece
                 if piece.finish is not None:
                     return
+
+    async def _outputs(
+        self, job: Job, choice: PlannedChoice, route: SharedRoute | None
+    ) -> AsyncGenerator[Accepted, None]:
+        """What the workers send for one choice. A refused grammar is called by the name the client used."""
+        record = job.record.choices[choice.index]
+        try:
+            async with aclosing(self.dispatcher.run(_choice_request(job, choice, route), record)) as outputs:
+                async for accepted in outputs:
+                    yield accepted
+        except ApiError as error:
+            name_grammar_field(error, job.plan.grammar_field)
+            raise
 
     def _time_tokens(self, job: Job, record: ChoiceRecord, last: float | None, count: int) -> float:
         now = self.clock.now()

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem_services.gateway.prompt_shapes import PromptItem
-from tandem_services.gateway.unsupported import UnsupportedFields
+from tandem_services.gateway.structured_output import StructuredOutputFields
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -19,7 +19,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(UnsupportedFields, kw_only=True):
+class GenerationFields(StructuredOutputFields, kw_only=True):
     """What chat and completions have in common."""
 
     model: str | None = None

@@ -40,6 +40,8 @@ class GenerationPlan:
     keep_stop: bool = False
     prompt_logprobs: int | None = None
     """Alternatives that the client wants listed with each prompt token; None when it wants no such list."""
+    grammar_field: str | None = None
+    """The request field that asked for a grammar: what errors about it name."""
 
     @property
     def needs_workers(self) -> bool:

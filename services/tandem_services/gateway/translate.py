@@ -24,6 +24,7 @@ from tandem_services.gateway.limits import (
 )
 from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.structured_output import asked_grammar, grammar_field
 from tandem_services.gateway.token_rules import allowed_ids, bad_word_ids, logit_biases
 from tandem_services.gateway.unsupported import refuse_unsupported
 
@@ -60,6 +61,7 @@ def sampling_params(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Raises `InvalidRequestError` or `ApiError` 400 naming the field that is out of range."""
+    grammar = asked_grammar(request)
     top_k = request.top_k or 0
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -81,6 +83,7 @@ def sampling_params(
         logit_bias=logit_biases(request.logit_bias),
         allowed_token_ids=allowed_ids(request.allowed_token_ids),
         bad_words=bad_word_ids(request.bad_words, tokenizer),
+        grammar=None if grammar is None else grammar.spec,
     )
     sampling.check(vocab_size=tokenizer.vocab_size)
     return sampling
@@ -149,6 +152,7 @@ def generation_plan(
         skip_special_tokens=request.skip_special_tokens is not False,
         keep_stop=bool(request.include_stop_str_in_output),
         prompt_logprobs=request.prompt_logprobs,
+        grammar_field=grammar_field(request),
     )
 
 

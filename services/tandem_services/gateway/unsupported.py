@@ -16,12 +16,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     """Fields of chat and completion requests that are refused unless neutral."""
 
     length_penalty: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     logprob_token_ids: Any = None
     use_beam_search: Any = None
     truncate_prompt_tokens: Any = None
@@ -55,7 +49,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),

@@ -10,6 +10,7 @@ from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.forward.logit_edits import LogitEdits
+from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.memory.pool import KvPool
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 16
@@ -89,6 +90,7 @@ def make_sampling(
     logprobs: tuple[int, ...] = (),
     all_greedy: bool = False,
     edits: LogitEdits | None = None,
+    masks: TokenMasks | None = None,
 ) -> SamplingBatch:
     """As many rows as temperatures; what is not given filters nothing."""
     count = len(temperature)
@@ -103,6 +105,7 @@ def make_sampling(
         logprobs=logprobs,
         all_greedy=all_greedy,
         edits=edits,
+        masks=masks,
     )
 
 

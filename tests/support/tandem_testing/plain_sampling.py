@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tandem_engine.messages.sampling import SamplingParams
 
@@ -13,10 +13,12 @@ def edited_logits(
     *,
     prompt: Sequence[int],
     outputs: Sequence[int],
-    suppress: Sequence[int] = (),
+    suppress: Collection[int] = (),
+    masked: Collection[int] = (),
 ) -> list[float]:
-    """What `sampling` makes of `logits` [V] after `outputs`."""
-    edited = _penalised(logits, sampling, prompt, outputs)
+    """What `sampling` makes of `logits` [V] after `outputs`; its grammar forbids `masked`."""
+    penalised = _penalised(logits, sampling, prompt, outputs)
+    edited = [-math.inf if token in masked else logit for token, logit in enumerate(penalised)]
     for token, bias in sampling.logit_bias:
         edited[token] += bias
     if sampling.allowed_token_ids:

@@ -15,6 +15,8 @@ from tandem_engine.memory.no_cache import NoPrefixCache
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
 from tandem_engine.messages.requests import GenerateRequest, Handoff, SessionRef
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.sampling.grammar.compiler import Grammars
+from tandem_engine.scheduler.grammar_gate import Least
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
 from tandem_engine.scheduler.speculation import Speculation
@@ -25,6 +27,7 @@ from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
 from tandem_testing.fake_executors import Computed, EagerExecutor, LateExecutor
 from tandem_testing.memory_builders import make_memory
 from tandem_testing.plain_sampling import edited_logits, most_likely_token
+from tandem_testing.toy_grammar import ToyGrammars, toy_rule
 
 VOCAB = 97
 EOS = 0
@@ -83,15 +86,30 @@ def expected_output(message: GenerateRequest, *, context_length: int = 10**9) ->
     while not _ended(sampling, len(message.input_ids), outputs, len(message.resume_ids), context_length):
         history = [*message.input_ids, *outputs]
         noise = None if sampling.greedy else (sampling.seed, len(history))
-        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
-        suppress = tuple(stops) if len(outputs) < sampling.min_tokens else ()
+        suppress = _suppressed(sampling, outputs)
+        masked = _masked(sampling, outputs)
         if not sampling.edits_logits:
-            outputs.append(next_token(history, vocab_size=VOCAB, noise=noise, suppress=suppress))
+            outputs.append(next_token(history, vocab_size=VOCAB, noise=noise, suppress={*suppress, *masked}))
             continue
         logits = ramp(next_token(history, vocab_size=VOCAB, noise=noise), VOCAB).tolist()
-        edited = edited_logits(logits, sampling, prompt=message.input_ids, outputs=outputs, suppress=suppress)
+        edited = edited_logits(
+            logits, sampling, prompt=message.input_ids, outputs=outputs, suppress=suppress, masked=masked
+        )
         outputs.append(most_likely_token(edited))
     return outputs
+
+
+def _suppressed(sampling: SamplingParams, outputs: Sequence[int]) -> set[int]:
+    if len(outputs) >= sampling.min_tokens:
+        return set()
+    return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+
+
+def _masked(sampling: SamplingParams, outputs: Sequence[int]) -> set[int]:
+    """Tokens that its grammar forbids after `outputs`."""
+    if sampling.grammar is None:
+        return set()
+    return {*range(VOCAB)} - toy_rule(sampling.grammar).allowed(outputs)
 
 
 def expected_prompt_logprobs(message: GenerateRequest) -> list[float | None] | None:
@@ -105,6 +123,8 @@ def expected_prompt_logprobs(message: GenerateRequest) -> list[float | None] | N
 
 def _ended(sampling: SamplingParams, prompt_len: int, outputs: list[int], resumed: int, context_length: int) -> bool:
     if len(outputs) >= sampling.max_tokens or prompt_len + len(outputs) >= context_length:
+        return True
+    if sampling.grammar is not None and toy_rule(sampling.grammar).ended(outputs):
         return True
     if len(outputs) == resumed or len(outputs) <= sampling.min_tokens:
         return False
@@ -220,9 +240,12 @@ def make_engine(
     host_pages: int = 0,
     host: HostConfig | None = None,
     storage: HostStorage | None = None,
+    grammars: Grammars | None = None,
+    least: Least | None = None,
     **config: object,
 ) -> Engine:
-    """An audited engine. In overlap mode forwards run as late as can be, unless an executor is given.
+    """An audited engine that follows toy grammars. In overlap mode forwards run as late as can be, unless an executor
+    is given.
 
     With a proposer it speculates, in chains as long as can be unless `adaptive`. `host_pages` of host memory are used
     as `host` says.
@@ -277,6 +300,8 @@ def make_engine(
         decode_text=text,
         speculation=speculation,
         session_pages=session_pages,
+        grammars=grammars or ToyGrammars(),
+        least=least,
     )
     return Engine(
         scheduler=scheduler,

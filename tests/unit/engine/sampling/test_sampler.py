@@ -4,6 +4,7 @@ import torch
 from tandem_engine.forward.forward_batch import SamplingBatch
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.forward_builders import greedy_sampling, make_sampling
+from tandem_testing.toy_grammar import make_masks
 
 
 def sample(logits: torch.Tensor, sampling: SamplingBatch) -> list[int]:
@@ -152,3 +153,29 @@ def test_logits_are_left_as_they_are():
     before = logits.clone()
     Sampler().sample(logits, sampling)
     assert torch.equal(logits, before)
+
+
+def test_a_row_with_a_mask_draws_only_what_it_allows_and_others_draw_as_ever():  # T46
+    logits = LOGITS.expand(3, -1)
+    allowed = {2: {3, 4}, 0: {5}}
+    draws = [
+        sample(logits, make_sampling(temperature=[1.0] * 3, seed=[seed] * 3, masks=make_masks(allowed, words=1)))
+        for seed in range(200)
+    ]
+    free = [sample(logits, make_sampling(temperature=[1.0] * 3, seed=[seed] * 3)) for seed in range(200)]
+    assert {row[0] for row in draws} == {5}
+    assert {row[2] for row in draws} == {3, 4}
+    assert [row[1] for row in draws] == [row[1] for row in free]
+
+
+def test_logprobs_are_those_before_the_mask():
+    sampling = make_sampling(temperature=[0.0], logprobs=(1,), masks=make_masks({0: {4}}, words=1))
+    output = Sampler().sample(LOGITS[None], sampling)
+    assert output.token_ids.tolist() == [4]
+    assert output.logprobs[0].logprob == pytest.approx(LOGITS.log_softmax(0)[4].item())
+    assert output.logprobs[0].top[0][0] == 0
+
+
+def test_a_suppressed_token_stays_suppressed_under_a_mask():
+    sampling = make_sampling(temperature=[0.0], suppress=((0,),), masks=make_masks({0: {0, 4, 5}}, words=1))
+    assert sample(LOGITS[None], sampling) == [4]

@@ -22,7 +22,7 @@ class Bench:
     """Requests with KV, and a builder."""
 
     def __init__(self, page_size: int = 4) -> None:
-        self.memory = make_memory(page_size=page_size, usable_pages=200, max_rows=16, max_pages=80)
+        self.memory = make_memory(page_size=page_size, usable_pages=400, max_rows=16, max_pages=80)
         self.builder = BatchBuilder(memory=self.memory, stop=StopRule(model=FACTS), slots=PenaltySlots())
 
     def request(

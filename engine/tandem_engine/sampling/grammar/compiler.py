@@ -1,0 +1,137 @@
+"""Grammars for the scheduler: compiled by threads beside its loop, and kept.
+
+    find     a grammar that is compiled already, or was refused before      scheduler thread, at once
+    compile  a future; a thread of the pool asks the backend                 bounded by the backend's limits
+    keep     what came of it, for the next request                           scheduler thread
+
+When a future is done `fileno` becomes readable until the next `acknowledge`, so an idle loop need not look for it.
+"""
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.messages.grammar import GrammarSpec
+from tandem_engine.sampling.grammar.backend import CompiledGrammar, GrammarBackend
+from tandem_engine.sampling.grammar.cache import GrammarCache
+
+WORKERS = 2
+"""Grammars compiled at a time: one that takes its whole limit does not hold up all others."""
+
+
+class Grammars(Protocol):
+    """What a scheduler asks about grammars. Its thread only."""
+
+    def find(self, spec: GrammarSpec) -> CompiledGrammar | None:
+        """Raises `InvalidRequestError` for a grammar that is known to be wrong, or for all of them."""
+        ...
+
+    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """Raises nothing; the future may hold what `GrammarBackend.compile` raises."""
+        ...
+
+    def keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
+        """Remember a grammar."""
+        ...
+
+    def keep_refusal(self, spec: GrammarSpec, refusal: InvalidRequestError) -> None:
+        """Remember that there is none."""
+        ...
+
+    def acknowledge(self) -> None:
+        """Futures that are done by now have been seen, or will be in this turn."""
+        ...
+
+
+class NoGrammars:
+    """Implements `Grammars` for an engine that has none: says why."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def find(self, spec: GrammarSpec) -> CompiledGrammar | None:
+        raise InvalidRequestError(f"{spec.kind} output is not available: {self._reason}", param="grammar")
+
+    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        raise AssertionError(f"a grammar of kind {spec.kind} was let in by an engine without grammars")
+
+    def keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
+        """Nothing is ever compiled."""
+
+    def keep_refusal(self, spec: GrammarSpec, refusal: InvalidRequestError) -> None:
+        """Everything is refused anyway."""
+
+    def acknowledge(self) -> None:
+        """Nothing is ever done."""
+
+    def fileno(self) -> int | None:
+        """Nothing is ever done."""
+        return None
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class GrammarCompiler:
+    """Implements `Grammars` with a pool of threads around a backend."""
+
+    def __init__(self, backend: GrammarBackend, *, cache_size: int) -> None:
+        self._backend = backend
+        self._cache = GrammarCache(cache_size)
+        self._threads = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="grammar")
+        self._readable, self._writable = os.pipe()
+        os.set_blocking(self._readable, False)
+        os.set_blocking(self._writable, False)
+        self._woken = False
+        self._closed = False
+
+    def find(self, spec: GrammarSpec) -> CompiledGrammar | None:
+        return self._cache.find(spec)
+
+    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        future = self._threads.submit(self._backend.compile, spec)
+        future.add_done_callback(self._wake)
+        return future
+
+    def keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
+        self._cache.keep(spec, compiled)
+
+    def keep_refusal(self, spec: GrammarSpec, refusal: InvalidRequestError) -> None:
+        self._cache.keep_refusal(spec, refusal)
+
+    def acknowledge(self) -> None:
+        if not self._woken:
+            return
+        self._woken = False
+        try:
+            os.read(self._readable, 4096)
+        except BlockingIOError:
+            # An earlier call has read what this wake-up wrote.
+            return
+
+    def fileno(self) -> int:
+        """Readable when a future has ended, other than by `cancel`, since the last `acknowledge`."""
+        return self._readable
+
+    def close(self) -> None:
+        """Give up what is being compiled. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._backend.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        os.close(self._readable)
+        os.close(self._writable)
+
+    def _wake(self, done: Future[CompiledGrammar]) -> None:
+        if done.cancelled():
+            return
+        try:
+            os.write(self._writable, b"\0")
+        except BlockingIOError:
+            # The pipe is full of wake-ups nobody has read yet: the loop will look.
+            return
+        finally:
+            # After the write: a flag without a byte costs one read, a byte without a flag would wake for ever.
+            self._woken = True

@@ -1,0 +1,145 @@
+"""Every kind of grammar in llguidance's own terms.
+
+Runs in the probe process alone: part of the work is Python, recursive, and holds the interpreter lock.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.messages.grammar import GrammarKind, GrammarSpec, check_choices, check_depth
+
+WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
+"""Between the tokens of JSON unless a request says otherwise: a space, or a new line and its indentation. Models write
+no other, and one that began to would go on with blanks until its output is full."""
+
+EXCERPT = 300
+
+
+def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
+    """What `LLMatcher` takes. Raises `InvalidRequestError` for a source that is wrong on its face."""
+    try:
+        return _TRANSLATIONS[spec.kind](spec, tokenizer)
+    except RecursionError as error:
+        raise refusal(spec.kind, "it is nested too deeply") from error
+    except InvalidRequestError:
+        raise
+    except Exception as error:
+        # What converts GBNF raises bare `Exception`s, and all that can go wrong here is the source.
+        raise refusal(spec.kind, str(error)) from error
+
+
+def refusal(kind: GrammarKind, why: str) -> InvalidRequestError:
+    """The answer to a wrong grammar, in one line."""
+    text = " ".join(why.replace("<non-verbose/>", "").split())
+    if len(text) > EXCERPT:
+        text = f"{text[:EXCERPT]}…"
+    return InvalidRequestError(f"this {kind} grammar cannot be used: {text}", param="grammar")
+
+
+def _json_schema(spec: GrammarSpec, _: LLTokenizer) -> str:
+    schema = _document(spec)
+    if not isinstance(schema, dict):
+        raise refusal(spec.kind, "a schema must be a JSON object")
+    return _schema_grammar(schema, spec)
+
+
+def _json_object(spec: GrammarSpec, _: LLTokenizer) -> str:
+    return _schema_grammar({"type": "object"}, spec)
+
+
+def _schema_grammar(schema: dict[str, Any], spec: GrammarSpec) -> str:
+    pattern = WHITESPACE if spec.whitespace_pattern is None else spec.whitespace_pattern
+    return LLMatcher.grammar_from_json_schema(
+        schema, overrides={"whitespace_pattern": pattern, "lenient": spec.lenient}
+    )
+
+
+def _regex(spec: GrammarSpec, _: LLTokenizer) -> str:
+    return LLMatcher.grammar_from_regex(spec.source)
+
+
+def _ebnf(spec: GrammarSpec, _: LLTokenizer) -> str:
+    # vLLM's clients send either syntax in one field, so Lark is recognised and left alone.
+    return LLMatcher.grammar_from_lark(any_to_lark(spec.source))
+
+
+def _lark(spec: GrammarSpec, _: LLTokenizer) -> str:
+    return LLMatcher.grammar_from_lark(spec.source)
+
+
+def _choice(spec: GrammarSpec, _: LLTokenizer) -> str:
+    choices = _document(spec)
+    check_choices(choices)
+    # Lark spells strings as JSON does.
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """Text in a fixed frame."""
+
+    begin: str
+    schema: dict[str, Any]
+    end: str = ""
+
+
+class StructuralTags(msgspec.Struct, frozen=True):
+    """The `structural_tag` response format of vLLM and SGLang."""
+
+    structures: list[Structure]
+    triggers: list[str]
+
+
+def _structural_tag(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
+    document = _document(spec)
+    if isinstance(document, dict) and "format" in document:
+        raise refusal(spec.kind, "only the form with `structures` and `triggers` is supported, not `format`")
+    try:
+        tags = msgspec.convert(document, StructuralTags)
+    except msgspec.ValidationError as error:
+        raise refusal(spec.kind, str(error)) from error
+    if not tags.structures or not all(tags.triggers):
+        raise refusal(spec.kind, "it needs at least one structure, and triggers that are not empty")
+    control = {_is_control(trigger, tokenizer) for trigger in tags.triggers}
+    if len(control) > 1:
+        raise refusal(spec.kind, "its triggers must be all control tokens or all plain text")
+    structures = [_tag(tags, structure) for structure in tags.structures]
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(structures, assume_special=control == {True}))
+
+
+def _tag(tags: StructuralTags, structure: Structure) -> StructTag:
+    trigger = next((trigger for trigger in tags.triggers if structure.begin.startswith(trigger)), None)
+    if trigger is None:
+        raise refusal(GrammarKind.STRUCTURAL_TAG, f"no trigger begins the structure {structure.begin!r}")
+    return StructTag(trigger=trigger, begin=structure.begin, grammar=structure.schema, end=structure.end)
+
+
+def _is_control(trigger: str, tokenizer: LLTokenizer) -> bool:
+    """Whether the model has one control token for it: then only that token can start the structure."""
+    ids = tokenizer.tokenize_str(trigger, parse_special=True)
+    return len(ids) == 1 and tokenizer.is_special_token(ids[0])
+
+
+def _document(spec: GrammarSpec) -> Any:
+    try:
+        document = msgspec.json.decode(spec.source)
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise refusal(spec.kind, f"its source is not valid JSON: {error}") from error
+    check_depth(document)
+    return document
+
+
+_TRANSLATIONS: dict[GrammarKind, Callable[[GrammarSpec, LLTokenizer], str]] = {
+    GrammarKind.JSON_SCHEMA: _json_schema,
+    GrammarKind.JSON_OBJECT: _json_object,
+    GrammarKind.REGEX: _regex,
+    GrammarKind.EBNF: _ebnf,
+    GrammarKind.LARK: _lark,
+    GrammarKind.CHOICE: _choice,
+    GrammarKind.STRUCTURAL_TAG: _structural_tag,
+}

@@ -1,0 +1,370 @@
+"""llguidance as the backend, with the bundled model's tokenizer: every kind, every bomb, every move of a matcher."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from tandem_engine.config import GrammarConfig
+from tandem_engine.errors import GrammarCompilerError, InvalidRequestError
+from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
+from tandem_engine.sampling.grammar.backend import Matcher
+from tandem_engine.sampling.grammar.draft_run import masks_for_run
+from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
+from tandem_engine.sampling.grammar.guidance.vocabulary import GuidanceVocabulary
+from tandem_testing.toy_grammar import unpack
+
+TOKENIZER = Path(__file__).resolve().parents[5] / "models" / "tandem-mini" / "tokenizer.json"
+VOCAB, EOS, IM_START = 3072, 2, 1
+
+
+def make_backend(vocab_size: int = VOCAB, file: Path = TOKENIZER, **config: object) -> GuidanceBackend:
+    vocabulary = GuidanceVocabulary(tokenizer_file=file, vocab_size=vocab_size, eos_token_ids=(EOS,))
+    return GuidanceBackend(vocabulary=vocabulary, config=GrammarConfig(**config))
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[GuidanceBackend]:
+    backend = make_backend(compile_timeout=1.0)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(TOKENIZER))
+
+
+def spec(kind: GrammarKind, source: object = "", **options: object) -> GrammarSpec:
+    return GrammarSpec(kind=kind, source=source if isinstance(source, str) else json.dumps(source), **options)
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    bits = np.zeros(VOCAB // 32, dtype=np.int32)
+    matcher.fill(bits)
+    return unpack(bits)
+
+
+def matches(backend: GuidanceBackend, tokenizer: Tokenizer, grammar: GrammarSpec, text: str) -> bool:
+    """Whether `text` as a whole satisfies the grammar."""
+    matcher = backend.compile(grammar).matcher()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.accept(ids) == len(ids) and (matcher.ended or EOS in allowed(matcher))
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TREE = {"$ref": "#/$defs/node", "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}}
+GBNF = 'root ::= "yes" | "no, " reason\nreason ::= [a-z]+ "."'
+LARK = 'start: "yes" | "no, " REASON\nREASON: /[a-z]+\\./'
+TAGS = {
+    "structures": [
+        {"begin": "<f=add>", "schema": {"type": "object", "properties": {"x": {"type": "integer"}}}, "end": "</f>"},
+        {"begin": "<f=now>", "schema": {"type": "object", "additionalProperties": False}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+KINDS = [
+    (spec(GrammarKind.JSON_SCHEMA, PERSON), ['{"name": "Ada", "age": 36}'], ['{"name": "Ada"}', '{"age": 3, "x": 1}']),
+    (spec(GrammarKind.JSON_SCHEMA, TREE), ["[]", "[[], [[]]]"], ["[", "[1]", "{}"]),
+    (spec(GrammarKind.JSON_OBJECT), ["{}", '{"a": [1, null]}', '{\n  "a": 1\n}'], ["[]", "5", '{"a"}']),
+    (spec(GrammarKind.JSON_OBJECT, whitespace_pattern=""), ['{"a":[1,2]}'], ['{"a": 1}']),
+    (spec(GrammarKind.JSON_SCHEMA, {"type": "integer", "not": {}}, lenient=True), ["5"], ["x"]),
+    (spec(GrammarKind.REGEX, r"\d{3}-\d{4}"), ["555-1234"], ["555-123", "x555-1234", "555-12345"]),
+    (spec(GrammarKind.REGEX, r"^(cat|dog)s?$"), ["cat", "dogs"], ["a cat", "^cat$"]),
+    (spec(GrammarKind.EBNF, GBNF), ["yes", "no, because."], ["no", "no, Because."]),
+    (spec(GrammarKind.EBNF, LARK), ["yes", "no, because."], ["no"]),
+    (spec(GrammarKind.LARK, LARK), ["yes", "no, because."], ["no"]),
+    (spec(GrammarKind.CHOICE, ['say "é😀"\n', "b", "bc"]), ['say "é😀"\n', "b", "bc"], ["say", "c"]),
+    (
+        spec(GrammarKind.STRUCTURAL_TAG, TAGS),
+        ["hello", 'I add <f=add>{"x": 1}</f> and see <f=now>{}</f>', "a < b"],
+        ['<f=add>{"x": "1"}</f>', "<f=sub>{}</f>", "<f=add>{}"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("grammar", "good", "bad"), KINDS, ids=lambda value: str(value)[:50])
+def test_each_kind_lets_through_what_it_describes_and_nothing_else(backend, tokenizer, grammar, good, bad):
+    assert [text for text in good if not matches(backend, tokenizer, grammar, text)] == []
+    assert [text for text in bad if matches(backend, tokenizer, grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("between", "fits"), [("", True), (" ", True), ("\n" + " " * 32, True), ("  ", False), ("\n\n", False)]
+)
+def test_whitespace_in_json_is_what_people_write_and_comes_to_an_end(backend, tokenizer, between, fits):
+    text = f'{{{between}"a"{between}:{between}1{between}}}'
+    assert matches(backend, tokenizer, spec(GrammarKind.JSON_OBJECT), text) is fits
+
+
+def test_a_trigger_that_is_a_control_token_is_that_token_and_not_its_text(backend):
+    tags = {"structures": [{"begin": "<|im_start|>", "schema": {"type": "object"}}], "triggers": ["<|im_start|>"]}
+    matcher = backend.compile(spec(GrammarKind.STRUCTURAL_TAG, tags)).matcher()
+    assert IM_START in allowed(matcher)
+    assert matcher.accept((IM_START,)) == 1
+    assert EOS not in allowed(matcher)
+
+
+def test_control_tokens_do_not_pass_for_their_text(backend):
+    matcher = backend.compile(spec(GrammarKind.REGEX, r"[\s\S]*")).matcher()
+    assert allowed(matcher) & {0, IM_START, EOS} == {EOS}
+
+
+# What is refused
+
+
+def bomb(depth: int) -> dict[str, object]:
+    schema: dict[str, object] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+INTERSECTION = "start: A\nA: " + " & ".join(f"/.*[a-z]{{{i}}}.{{{i}}}x.*/" for i in range(1, 30))
+DOUBLING = "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(30)) + '\nA30: "x"'
+
+REFUSED = {
+    "unclosed regex": (spec(GrammarKind.REGEX, "("), "unclosed group"),
+    "look-ahead": (spec(GrammarKind.REGEX, "(?=a)b"), "look-around"),
+    "pattern in a schema": (spec(GrammarKind.JSON_SCHEMA, {"type": "string", "pattern": "("}), "unclosed group"),
+    "unknown keyword": (spec(GrammarKind.JSON_SCHEMA, {"type": "array", "uniqueItems": True}), "uniqueItems"),
+    "remote reference": (spec(GrammarKind.JSON_SCHEMA, {"$ref": "http://127.0.0.1/x"}), "cannot be used"),
+    "empty enum": (spec(GrammarKind.JSON_SCHEMA, {"enum": []}), "Unsatisfiable"),
+    "circular reference": (spec(GrammarKind.JSON_SCHEMA, {"$ref": "#"}), "nothing matches"),
+    "no object": (spec(GrammarKind.JSON_SCHEMA, "true"), "must be a JSON object"),
+    "no JSON": (spec(GrammarKind.JSON_SCHEMA, "{"), "not valid JSON"),
+    "too deep": (spec(GrammarKind.JSON_SCHEMA, bomb(40)), "32 levels"),
+    "undefined rule": (spec(GrammarKind.LARK, "start: a"), "unknown name"),
+    "undefined GBNF rule": (spec(GrammarKind.EBNF, "root ::= a"), "not found"),
+    "no GBNF": (spec(GrammarKind.EBNF, "hello"), "cannot be used"),
+    "deep GBNF": (spec(GrammarKind.EBNF, f"root ::= {'(' * 3000}'a'{')' * 3000}"), "cannot be used"),
+    "deep Lark": (spec(GrammarKind.LARK, f'start: {"(" * 3000}"a"{")" * 3000}'), "too deeply nested"),
+    "deep regex": (spec(GrammarKind.REGEX, f"{'(' * 2000}a{')' * 2000}"), "cannot be used"),
+    "large enum": (spec(GrammarKind.JSON_SCHEMA, {"enum": [f"v{i}" for i in range(100_000)]}), "too big"),
+    "doubling rules": (spec(GrammarKind.LARK, DOUBLING), "too big|128 MiB"),
+    "no structures": (spec(GrammarKind.STRUCTURAL_TAG, {"structures": [], "triggers": ["<"]}), "at least one"),
+    "no trigger": (
+        spec(GrammarKind.STRUCTURAL_TAG, {"structures": [{"begin": "a", "schema": {}}], "triggers": ["b"]}),
+        "no trigger",
+    ),
+    "other tags": (spec(GrammarKind.STRUCTURAL_TAG, {"format": {}}), "not `format`"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_grammar_is_refused_with_a_reason_in_one_line(backend, name):  # E3 #51, #52
+    grammar, reason = REFUSED[name]
+    with pytest.raises(InvalidRequestError, match=reason) as refusal:
+        backend.compile(grammar)
+    assert refusal.value.param == "grammar"
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 500
+
+
+BOMBS = {
+    "product of remainders": spec(GrammarKind.JSON_SCHEMA, {"type": "integer", "multipleOf": 100_000_007}),
+    "two remainders": spec(
+        GrammarKind.JSON_SCHEMA,
+        {"allOf": [{"type": "integer", "multipleOf": 10_007}, {"type": "integer", "multipleOf": 10_009}]},
+    ),
+    "intersection": spec(GrammarKind.LARK, INTERSECTION),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_costs_its_limit_and_the_next_grammar_works(backend, tokenizer, name):
+    with pytest.raises(InvalidRequestError, match="128 MiB|more than 1 s"):
+        backend.compile(BOMBS[name])
+    assert matches(backend, tokenizer, spec(GrammarKind.REGEX, "a+"), "aa")
+
+
+def test_the_time_limit_is_named_with_its_flag():
+    backend = make_backend(compile_timeout=0.05, compile_memory_bytes=8 << 30)
+    with pytest.raises(InvalidRequestError, match=r"more than 0.05 s .*--grammar-compile-timeout"):
+        backend.compile(BOMBS["product of remainders"])
+    backend.close()
+
+
+SATISFIABLE = {
+    "nested quantifiers": (spec(GrammarKind.REGEX, "(a+)+$"), "aaa"),
+    "nested repetition": (spec(GrammarKind.REGEX, "(x{1,1000}){1,1000}"), "xxx"),
+    "a billion items": (
+        spec(GrammarKind.JSON_SCHEMA, {"type": "array", "minItems": 10**9, "items": {"type": "integer"}}),
+        "[1, 2",
+    ),
+    "a huge string": (spec(GrammarKind.JSON_SCHEMA, {"type": "string", "minLength": 10**8}), '"abc'),
+    "left recursion": (spec(GrammarKind.LARK, 'start: start "a" | "a"'), "aaa"),
+}
+
+
+@pytest.mark.parametrize("name", SATISFIABLE)
+def test_what_only_looks_like_a_bomb_works(backend, tokenizer, name):
+    grammar, text = SATISFIABLE[name]
+    matcher = backend.compile(grammar).matcher()
+    ids = tokenizer.encode(text).ids
+    for token in ids:
+        assert token in allowed(matcher)
+        assert matcher.accept((token,)) == 1
+    assert matcher.problem is None
+
+
+def test_a_grammar_that_gets_out_of_hand_while_it_is_followed_ends_with_a_problem(backend, tokenizer):
+    ambiguous = 'start: a\na: a a a | a a | "x" | "y" | /[a-z]/'
+    matcher = backend.compile(spec(GrammarKind.LARK, ambiguous)).matcher()
+    (x,) = tokenizer.encode("x").ids
+    for _ in range(200):
+        allowed(matcher)
+        if matcher.problem is not None:
+            break
+        matcher.accept((x,))
+    assert "Too many items" in matcher.problem
+    assert not matcher.ended
+
+
+# How a matcher moves
+
+
+@pytest.fixture
+def choice(backend, tokenizer) -> tuple[Matcher, int, int]:
+    """A matcher of "a" or "ab", and the ids of a and b."""
+    a, b = (tokenizer.token_to_id(text) for text in "ab")
+    return backend.compile(spec(GrammarKind.CHOICE, ["a", "ab"])).matcher(), a, b
+
+
+def test_it_ends_at_once_where_nothing_may_follow_and_by_eos_elsewhere(choice):
+    matcher, a, b = choice
+    assert matcher.accept((a,)) == 1
+    assert not matcher.ended
+    assert allowed(matcher) == {b, EOS}
+    assert matcher.accept((b, b)) == 1
+    assert matcher.ended
+    matcher.rollback(1)
+    assert not matcher.ended
+    assert matcher.accept((EOS,)) == 1
+    assert matcher.ended
+    matcher.rollback(2)
+    assert a in allowed(matcher)
+
+
+def test_a_token_that_does_not_fit_is_not_taken_and_spoils_nothing(choice):
+    matcher, a, b = choice
+    assert matcher.accept((b,)) == 0
+    assert (matcher.ended, matcher.problem) == (False, None)
+    assert matcher.accept((a, a)) == 1
+    assert allowed(matcher) == {b, EOS}
+
+
+def test_matchers_of_one_grammar_do_not_know_each_other(backend, tokenizer):
+    compiled = backend.compile(spec(GrammarKind.REGEX, "[ab][cd]"))
+    first, second = compiled.matcher(), compiled.matcher()
+    first.accept((tokenizer.token_to_id("a"),))
+    assert tokenizer.token_to_id("a") in allowed(second)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_masks_of_a_run_are_those_of_a_matcher_that_goes_there(backend, data):
+    """Drafts that fit, drafts that do not, and the end of the grammar in the middle of a run."""
+    compiled = backend.compile(spec(GrammarKind.JSON_SCHEMA, PERSON, whitespace_pattern=""))
+    matcher = compiled.matcher()
+    before: list[int] = []
+    for _ in range(data.draw(st.integers(0, 12))):
+        before.append(data.draw(st.sampled_from(sorted(allowed(matcher) - {EOS}))))
+        matcher.accept(before[-1:])
+    drafts: list[int] = []
+    draft_matcher = compiled.matcher()
+    draft_matcher.accept(before)
+    for _ in range(data.draw(st.integers(0, 6))):
+        fits = sorted(allowed(draft_matcher))
+        drafts.append(data.draw(st.sampled_from(fits) | st.integers(0, VOCAB - 1)))
+        draft_matcher.accept(drafts[-1:])
+    bits = np.full((len(drafts) + 1, compiled.words), -1, dtype=np.int32)
+    written = masks_for_run(matcher, drafts, bits)
+    assert 1 <= written <= len(drafts) + 1
+    for position in range(written):
+        fresh = compiled.matcher()
+        assert fresh.accept([*before, *drafts[:position]]) == len(before) + position
+        expected = np.zeros(compiled.words, dtype=np.int32)
+        fresh.fill(expected)
+        assert np.array_equal(bits[position], expected)
+    assert (bits[written:] == -1).all()
+    if written <= len(drafts):
+        reached = compiled.matcher()
+        reached.accept([*before, *drafts[: written - 1]])
+        assert reached.accept(drafts[written - 1 : written]) == 0 or reached.ended
+    assert allowed(matcher) == allowed_after(compiled.matcher(), before)
+
+
+def allowed_after(matcher: Matcher, tokens: list[int]) -> set[int]:
+    matcher.accept(tokens)
+    return allowed(matcher)
+
+
+# Vocabularies
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, VOCAB + 100, VOCAB - 100])
+def test_logits_may_be_wider_or_narrower_than_the_tokenizer(vocab_size):
+    backend = make_backend(vocab_size)
+    compiled = backend.compile(spec(GrammarKind.REGEX, "a+"))
+    bits = np.zeros(compiled.words, dtype=np.int32)
+    compiled.matcher().fill(bits)
+    assert compiled.words * 32 >= vocab_size
+    assert not np.unpackbits(bits.view(np.uint8), bitorder="little")[VOCAB:].any()
+    backend.close()
+
+
+def test_a_tokenizer_that_llguidance_does_not_know_is_the_models_fault_and_says_so(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")).save(str(file))
+    backend = make_backend(3, file)
+    with pytest.raises(InvalidRequestError, match="do not work with this model's tokenizer"):
+        backend.compile(spec(GrammarKind.REGEX, "a+"))
+    backend.close()
+
+
+# The process
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_request(tmp_path, caplog):
+    backend = make_backend(file=tmp_path / "absent.json")
+    with pytest.raises(GrammarCompilerError, match="did not start"):
+        backend.compile(spec(GrammarKind.REGEX, "a+"))
+    assert "exit status" in caplog.text
+    backend.close()
+
+
+def test_one_process_compiles_one_grammar_after_the_other(backend):
+    for number in range(5):
+        backend.compile(spec(GrammarKind.REGEX, f"a{{{number + 1}}}"))
+    assert len(backend._all) == 1
+
+
+def test_closing_ends_the_process_and_what_comes_later_fails():
+    backend = make_backend()
+    backend.compile(spec(GrammarKind.REGEX, "a"))
+    (prober,) = backend._all
+    process = prober._process
+    backend.close()
+    backend.close()
+    assert process.returncode is not None
+    with pytest.raises(GrammarCompilerError, match="shut down"):
+        backend.compile(spec(GrammarKind.REGEX, "b"))
+
+
+def test_the_process_is_small_and_free_of_torch():
+    check = "import tandem_engine.sampling.grammar.guidance.probe, sys; assert not {'torch', 'numpy'} & {*sys.modules}"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
