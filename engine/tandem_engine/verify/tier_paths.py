@@ -36,6 +36,13 @@ def tier_paths(*, cache: CacheConfig, short: CacheConfig, scheduler: SchedulerCo
             expects_swap=True,
         ),
         Path(
+            name="edited: swapped (forced)",
+            cache=swapping,
+            scheduler=swap,
+            edited=True,
+            expects_swap=True,
+        ),
+        Path(
             name="host cache, write_through",
             cache=_tiered(short, WritePolicy.WRITE_THROUGH),
             scheduler=scheduler,

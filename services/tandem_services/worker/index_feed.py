@@ -8,6 +8,9 @@
 4. Redis back, wiped or not: an update that does not fit (GAP), or a heartbeat that finds the index at an
    older revision than the one acknowledged, makes a replay due.
 5. An update whose answer was lost is repeated under the same revision, so it counts once.
+
+The index says what a worker has, not in which tier. A block counts while device or host memory has it: it enters
+with the first of the two and leaves with the last (`elsewhere`). Blocks in files alone do not count.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem_engine.clock import Clock
-from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
+from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch, Tier
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
 
@@ -174,6 +177,10 @@ class IndexFeed:
         match event:
             case AllCleared():
                 self._clear()
+            case BlockStored(tier=Tier.DISK) | BlockRemoved(tier=Tier.DISK):
+                return
+            case BlockStored(elsewhere=True) | BlockRemoved(elsewhere=True):
+                return
             case BlockStored(hashes=hashes):
                 self._pending.extend(_chunks(UpdateKind.STORED, hashes))
                 self._pending_hashes += len(hashes)

@@ -5,7 +5,15 @@ from dataclasses import fields
 
 import pytest
 
-from tandem_engine.config import CacheConfig, EngineConfig, SchedulePolicy, SchedulerConfig
+from tandem_engine.config import (
+    CacheConfig,
+    EngineConfig,
+    HostConfig,
+    PreemptionMode,
+    SchedulePolicy,
+    SchedulerConfig,
+    WritePolicy,
+)
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
 
@@ -107,6 +115,35 @@ def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
             "--schedule-policy lpm .* --disable-radix-cache",
         ),
         (lambda: CacheConfig(kv_cache_bytes=100).pages_for(60), "--kv-cache-gib"),
+        (lambda: HostConfig(ratio=0.0), "--hicache-ratio"),
+        (lambda: HostConfig(ratio=float("nan")), "--hicache-ratio"),
+        (lambda: HostConfig(size_bytes=-1), "--hicache-size"),
+        (lambda: HostConfig(storage_bytes=-1), "--hicache-storage-size"),
+        (lambda: HostConfig(swap_bytes=-1), "--swap-space"),
+        (lambda: HostConfig(prefetch_timeout=-1.0), "--hicache-storage-prefetch-timeout"),
+        (lambda: HostConfig(storage_dir="/kv"), "--hicache-storage-dir /kv .* --enable-hierarchical-cache"),
+        (
+            lambda: HostConfig(enable_cache=True, size_bytes=99).cache_pages(device_pages=4, page_bytes=100),
+            "--hicache-size .* not one KV page of 100 bytes",
+        ),
+        (
+            lambda: HostConfig(enable_cache=True, ratio=0.1).cache_pages(device_pages=4, page_bytes=100),
+            "--hicache-ratio 0.1 holds not one",
+        ),
+        (lambda: HostConfig(swap_bytes=99).swap_pages(100), "--swap-space .* not one KV page"),
+        (
+            lambda: CacheConfig(enable_prefix_cache=False, host=HostConfig(enable_cache=True)),
+            "--enable-hierarchical-cache .* --disable-radix-cache",
+        ),
+        (
+            lambda: EngineConfig(model_path="model", scheduler=SchedulerConfig(preemption_mode=PreemptionMode.SWAP)),
+            "--preemption-mode swap .* --swap-space",
+        ),
+        (lambda: engine_config(parse("--swap-space", "inf")), "--swap-space must be a finite number"),
+        (
+            lambda: engine_config(parse("--tp", "2", "--transport", "none", "--swap-space", "1")),
+            "--swap-space need --tensor-parallel-size 1, got 2",
+        ),
     ],
 )
 def test_a_setting_that_cannot_work_names_its_flag(build, flag) -> None:
@@ -129,3 +166,30 @@ def test_the_number_of_ranks_has_the_names_that_others_use(flag) -> None:
 def test_kv_that_lies_with_several_ranks_is_not_transferred() -> None:
     with pytest.raises(ConfigError, match="needs --tensor-parallel-size 1, got 2: give --transport none"):
         engine_config(parse("--tp", "2"))
+
+
+def test_host_memory_is_sized_by_ratio_or_in_bytes() -> None:
+    assert HostConfig().cache_pages(device_pages=10, page_bytes=100) == 0
+    assert HostConfig(enable_cache=True, ratio=1.5).cache_pages(device_pages=10, page_bytes=100) == 15
+    assert HostConfig(enable_cache=True, size_bytes=1050).cache_pages(device_pages=10, page_bytes=100) == 10
+    assert HostConfig(swap_bytes=250).swap_pages(100) == 2
+
+
+def test_flags_of_the_tiers_reach_the_config() -> None:
+    args = parse(
+        *("--enable-hierarchical-cache", "--hicache-write-policy", "write_back", "--hicache-size", "0.5"),
+        *("--hicache-storage-dir", "/kv", "--hicache-storage-size", "2", "--hicache-storage-prefetch-timeout", "0"),
+        *("--swap-space", "1", "--preemption-mode", "swap"),
+    )
+    assert engine_config(parse(*engine_argv(args))) == engine_config(args)
+    config = engine_config(args)
+    assert config.scheduler.preemption_mode is PreemptionMode.SWAP
+    assert config.cache.host == HostConfig(
+        enable_cache=True,
+        size_bytes=1 << 29,
+        write_policy=WritePolicy.WRITE_BACK,
+        storage_dir="/kv",
+        storage_bytes=2 << 30,
+        prefetch_timeout=0.0,
+        swap_bytes=1 << 30,
+    )

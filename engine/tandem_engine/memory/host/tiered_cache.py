@@ -171,8 +171,8 @@ class TieredCache:
         loading: list[HostBlock] = []
         limit = self.host.pages.cache_capacity // PREFETCH_SHARE
         for digest, tokens in self._hashes_after(found, token_ids, max_tokens):
-            block = self.host.wanted_soon(digest, tokens)
-            if block is None or len(loading) == limit:
+            block = self.host.wanted_soon(digest, tokens) if len(loading) < limit else None
+            if block is None:
                 break
             if block.loading:
                 loading.append(block)

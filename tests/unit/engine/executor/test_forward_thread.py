@@ -6,6 +6,7 @@ import torch
 
 from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
 from tandem_testing.forward_builders import Seq, make_batch
 
 TIMEOUT = 10.0
@@ -92,3 +93,33 @@ def test_nothing_is_launched_after_shutdown():
     executor.shutdown()
     with pytest.raises(RuntimeError):
         executor.launch(batch(0))
+
+
+@pytest.mark.parametrize("make", [ForwardThread, InlineExecutor])
+def test_copies_run_in_launch_order_with_batches(make):
+    order = []
+
+    def forward(batch: ForwardBatch) -> ForwardResult:
+        order.append(f"batch {batch.step}")
+        return echo(batch)
+
+    def copier(copy: PageCopy) -> CopyReport:
+        order.append(f"copy {copy.source[0]}")
+        return CopyReport(pages=1, seconds=0.0)
+
+    executor = make(forward, copier=copier)
+    for number in range(3):
+        executor.copy(PageCopy(kind=CopyKind.DEVICE_TO_DEVICE, source=[number], target=[9]))
+        executor.launch(batch(number))
+    executor.shutdown()
+    assert order == ["copy 0", "batch 0", "copy 1", "batch 1", "copy 2", "batch 2"]
+
+
+@pytest.mark.parametrize("make", [ForwardThread, InlineExecutor])
+def test_a_copy_that_fails_says_so_to_who_asks_and_hurts_nobody_else(make):
+    executor = make(echo)
+    failed = executor.copy(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[1], target=[1]))
+    with pytest.raises(AssertionError, match="without a copier"):
+        failed.result(TIMEOUT)
+    assert executor.launch(batch(0)).result(TIMEOUT).step == 0
+    executor.shutdown()

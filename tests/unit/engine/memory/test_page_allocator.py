@@ -1,7 +1,11 @@
+from concurrent.futures import Future
+
 import pytest
 
 from tandem_engine.errors import OutOfPagesError
-from tandem_engine.memory.allocator import PageAllocator
+from tandem_engine.memory.allocator import PageAllocator, Writer
+from tandem_engine.memory.copies import CopyQueue
+from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
 from tandem_engine.names import DUMMY_PAGE, PageId
 
 
@@ -83,3 +87,33 @@ def test_a_step_that_settled_does_not_fence(allocator: PageAllocator) -> None:
     allocator.settled(3)
     allocator.free_after(3, allocator.alloc(2))
     assert (allocator.available, allocator.fenced_pages) == (5, 0)
+
+
+def test_a_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -> None:  # T56, T77
+    done: Future[CopyReport] = Future()
+    copies = CopyQueue(submit=lambda copy: done)
+    allocator = PageAllocator(3, copies)
+    pages = allocator.alloc(2)
+    copies.launch(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=pages, target=[0, 1]))
+    allocator.free(pages)
+    assert allocator.available == allocator.available_to(Writer.STREAM) == 2
+    assert allocator.available_to(Writer.PEER) == 0
+    with pytest.raises(OutOfPagesError):
+        allocator.alloc(1, Writer.PEER)
+    assert allocator.alloc(1) == pages[:1]
+    done.set_result(CopyReport(pages=2, seconds=0.0))
+    copies.poll()
+    assert allocator.alloc(1, Writer.PEER) == pages[1:]
+
+
+def test_a_page_behind_a_step_and_a_copy_waits_for_both() -> None:  # T77
+    copies = CopyQueue(submit=lambda copy: Future())
+    allocator = PageAllocator(2, copies)
+    pages = allocator.alloc(1)
+    allocator.free_after(1, pages)
+    copies.launch(PageCopy(kind=CopyKind.HOST_TO_DEVICE, source=[0], target=pages))
+    assert allocator.available == 0
+    allocator.settled(1)
+    assert allocator.available_to(Writer.STREAM) == 1
+    assert allocator.available_to(Writer.PEER) == 0
+    assert sorted(allocator.free_page_ids()) == pages

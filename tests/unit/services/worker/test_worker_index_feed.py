@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
+from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch, Tier
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
 from tandem_services.worker import index_feed
@@ -118,6 +118,24 @@ async def test_events_arrive_in_order():
     await settle(engine, index)
     assert index.blocks == {block(1), block(3)}
     assert engine.feed.replays == 0
+
+
+async def test_a_block_counts_while_device_or_host_memory_has_it():
+    index = IndexInMemory()
+    engine = Engine(index)
+    engine.blocks = dict.fromkeys([block(1), block(2)])
+    engine.publish(
+        BlockStored(hashes=(block(1), block(2), block(3))),
+        BlockStored(hashes=(block(1),), tier=Tier.HOST, elsewhere=True),
+        BlockRemoved(hashes=(block(1),), elsewhere=True),
+        BlockRemoved(hashes=(block(3),)),
+        BlockStored(hashes=(block(4),), tier=Tier.DISK),
+        BlockRemoved(hashes=(block(1),), tier=Tier.DISK),
+    )
+    await settle(engine, index)
+    del engine.blocks[block(1)]
+    engine.publish(BlockRemoved(hashes=(block(1),), tier=Tier.HOST))
+    await settle(engine, index)
 
 
 async def test_an_index_left_behind_by_somebody_else_is_cleared_first():

@@ -1,0 +1,50 @@
+import pytest
+
+from tandem_engine.errors import ConfigError
+from tandem_engine.memory.host.pages import HostPages
+from tandem_engine.memory.host.pool import HostPool
+
+
+def test_the_cache_never_grows_into_the_reserve():
+    pages = HostPages(5, reserve=2)
+    taken = [pages.take_for_cache() for _ in range(4)]
+    assert None not in taken[:3]
+    assert taken[3] is None
+    assert pages.available == 2
+    assert pages.cache_capacity == 3
+
+
+def test_swapping_uses_what_is_free_beyond_its_reserve():
+    pages = HostPages(5, reserve=2)
+    swapped = pages.take_for_swap(4)
+    assert len(swapped) == 4
+    assert pages.take_for_swap(2) is None
+    assert pages.available == 1
+
+
+def test_swapped_pages_count_for_the_reserve():
+    pages = HostPages(5, reserve=2)
+    swapped = pages.take_for_swap(2)
+    assert [pages.take_for_cache() is None for _ in range(4)] == [False, False, False, True]
+    pages.free_swapped(swapped)
+    assert pages.take_for_cache() is None
+
+
+def test_a_page_freed_twice_is_named():
+    pages = HostPages(2)
+    page = pages.take_for_cache()
+    pages.free_cached(page)
+    with pytest.raises(AssertionError, match=f"host page {page} given back while free"):
+        pages.free_cached(page)
+
+
+def test_more_memory_than_the_machine_has_is_refused_with_both_figures():
+    with pytest.raises(ConfigError, match=r"ask for \d+.*this machine has"):
+        HostPool(num_pages=1 << 40, page_bytes=1 << 20)
+
+
+def test_a_page_is_a_slice_of_the_pool():
+    pool = HostPool(num_pages=3, page_bytes=4)
+    pool.page_bytes_of(1)[:] = b"abcd"
+    assert bytes(pool.bytes_view()[1].tolist()) == b"abcd"
+    assert pool.bytes_view()[2].tolist() == [0, 0, 0, 0]

@@ -1,0 +1,96 @@
+import pytest
+
+from tandem_engine.memory.page_copy import CopyKind
+from tandem_testing.memory_builders import assert_conserved, start_request
+from tandem_testing.tier_builders import Tiers, make_tiers
+
+PROMPT = [*range(1, 11)]
+"""Two whole pages and half a page."""
+
+
+@pytest.fixture
+def tiers() -> Tiers:
+    return make_tiers(host_pages=6, swap_pages=4)
+
+
+def swap_out(tiers: Tiers, tokens: list[int]):
+    kv = start_request(tiers.memory, tokens)
+    swapped = tiers.host.swap.out(kv, shared=tiers.memory.cache.shared_pages(kv.lock))
+    tiers.memory.release(kv, tokens, checkpoint=False, after_step=None)
+    return swapped
+
+
+def begin_again(tiers: Tiers, swapped, tokens: list[int]):
+    kv = tiers.memory.begin(tokens, salt="", max_match=swapped.committed_len)
+    assert tiers.memory.ensure(kv, len(tokens) + 1)
+    return kv
+
+
+def test_settled_kv_comes_back_with_its_partial_page(tiers):
+    swapped = swap_out(tiers, PROMPT)
+    assert (swapped.first_page, len(swapped.pages), swapped.committed_len) == (0, 3, 10)
+    assert_conserved(tiers.memory, swapped=[swapped])
+    kv = begin_again(tiers, swapped, PROMPT)
+    tiers.host.swap.back(swapped, kv)
+    assert kv.committed_len == kv.computed_from == 10
+    out, back = tiers.device.seen
+    assert (out.kind, back.kind) == (CopyKind.DEVICE_TO_HOST, CopyKind.HOST_TO_DEVICE)
+    assert [*back.source] == [*out.target] == [*swapped.pages]
+    assert [*back.target] == kv.pages[:3]
+    assert not tiers.memory.readable(kv)
+    tiers.check(kv)
+
+
+def test_what_the_cache_still_has_is_not_copied_back(tiers):
+    kv = start_request(tiers.memory, PROMPT)
+    swapped = tiers.host.swap.out(kv, shared=0)
+    tiers.memory.release(kv, PROMPT, checkpoint=True, after_step=None)
+    kv = begin_again(tiers, swapped, PROMPT)
+    tiers.host.swap.back(swapped, kv)
+    assert [*tiers.device.seen[-1].source] == [swapped.pages[2]]
+
+
+def test_what_others_have_locked_is_not_copied_out(tiers):
+    tiers.serve(PROMPT)
+    sharer = tiers.memory.begin([*PROMPT[:8], 99], salt="", max_match=8)
+    swapped = swap_out(tiers, PROMPT)
+    assert (swapped.first_page, len(swapped.pages)) == (2, 1)
+    kv = tiers.memory.begin(PROMPT, salt="", max_match=10)
+    assert tiers.host.swap.completes(swapped, kv)
+    tiers.memory.release(kv, (), checkpoint=False, after_step=None)
+    tiers.memory.release(sharer, (), checkpoint=False, after_step=None)
+    tiers.memory.clear_cache()
+    kv = tiers.memory.begin(PROMPT, salt="", max_match=10)
+    assert not tiers.host.swap.completes(swapped, kv)
+    tiers.host.swap.drop(swapped)
+    tiers.check(kv)
+
+
+def test_host_pages_rest_until_the_copies_are_acked(tiers):  # T56
+    swapped = swap_out(tiers, PROMPT)
+    tiers.host.swap.drop(swapped)
+    tiers.memory.poll()
+    assert tiers.host.tier.pages.available == 3
+    tiers.check()
+    tiers.turn()
+    tiers.memory.poll()
+    assert tiers.host.tier.pages.available == 6
+
+
+def test_without_room_nothing_is_swapped():
+    tiers = make_tiers(host_pages=2, swap_pages=2)
+    assert swap_out(tiers, PROMPT) is None
+    assert tiers.device.seen == []
+    assert tiers.host.tier.pages.available == 2
+
+
+def test_cached_blocks_give_way_to_a_swapped_request(tiers):
+    tiers.serve([*range(20, 29)])
+    tiers.evict_device()
+    tiers.turn()
+    assert len(tiers.host.tier.blocks) == 2
+    first, second = (swap_out(tiers, [*range(start, start + 9)]) for start in (40, 60))
+    assert first is not None
+    assert second is not None
+    assert len(tiers.host.tier.blocks) == 0
+    assert_conserved(tiers.memory, swapped=[first, second])

@@ -1,0 +1,303 @@
+import pytest
+
+from tandem_engine.config import WritePolicy
+from tandem_engine.memory.allocator import Writer
+from tandem_engine.memory.page_copy import CopyKind
+from tandem_engine.messages.kv_events import Tier
+from tandem_testing.memory_storage import MemoryStorage
+from tandem_testing.tier_builders import make_tiers
+
+PROMPT = [*range(1, 14)]
+"""Three whole pages and a token."""
+OTHER = [*range(50, 63)]
+OUT, BACK = CopyKind.DEVICE_TO_HOST, CopyKind.HOST_TO_DEVICE
+
+
+def test_write_through_backs_up_what_enters_the_cache_with_the_next_turn():  # T59
+    tiers = make_tiers(WritePolicy.WRITE_THROUGH)
+    tiers.serve(PROMPT)
+    assert tiers.device.pages(OUT) == 0
+    tiers.memory.poll()
+    assert tiers.device.pages(OUT) == 3
+    tiers.turn()
+    tiers.evict_device()
+    assert tiers.device.pages(OUT) == 3
+    tiers.check()
+
+
+def test_write_back_backs_up_what_is_evicted():
+    tiers = make_tiers(WritePolicy.WRITE_BACK)
+    tiers.serve(PROMPT)
+    tiers.turn()
+    assert tiers.device.pages(OUT) == 0
+    tiers.evict_device()
+    assert tiers.device.pages(OUT) == 3
+
+
+def test_selective_write_through_waits_for_a_second_request():
+    tiers = make_tiers(WritePolicy.WRITE_THROUGH_SELECTIVE)
+    tiers.serve(PROMPT)
+    tiers.serve(OTHER)
+    tiers.turn()
+    assert tiers.device.pages(OUT) == 0
+    kv = tiers.admit([*PROMPT, 99])
+    tiers.memory.poll()
+    assert tiers.device.pages(OUT) == 3
+    tiers.memory.release(kv, (), checkpoint=False, after_step=None)
+    tiers.turn()
+    tiers.evict_device()
+    assert len(tiers.known(Tier.HOST)) == 3
+
+
+def test_a_request_that_is_not_admitted_is_no_hit():
+    tiers = make_tiers(WritePolicy.WRITE_THROUGH_SELECTIVE)
+    tiers.serve(PROMPT)
+    for _ in range(3):
+        kv = tiers.memory.begin([*PROMPT, 99], salt="", max_match=13)
+        tiers.memory.release(kv, (), checkpoint=False, after_step=None)
+    tiers.turn()
+    assert tiers.device.pages(OUT) == 0
+
+
+def test_a_large_backup_is_spread_over_turns(monkeypatch):
+    monkeypatch.setattr("tandem_engine.memory.host.tiered_cache.BACKUP_BYTES", 32)
+    tiers = make_tiers(WritePolicy.WRITE_THROUGH)
+    tiers.serve(PROMPT)
+    tiers.memory.poll()
+    assert tiers.device.pages(OUT) == 2
+    tiers.memory.poll()
+    assert tiers.device.pages(OUT) == 3
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_what_is_evicted_before_its_turn_is_still_backed_up_if_the_policy_wants_it(policy):
+    tiers = make_tiers(policy)
+    tiers.serve(PROMPT)
+    tiers.evict_device()
+    assert tiers.device.pages(OUT) == (0 if policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 3)
+    tiers.turn()
+    assert tiers.memory.cached_len(PROMPT, salt="", max_match=12) == 0
+    tiers.check()
+
+
+def test_an_evicted_page_is_the_streams_at_once_and_a_peers_after_the_copy():  # T56, T77
+    tiers = make_tiers()
+    tiers.serve(PROMPT)
+    kv = tiers.memory.begin([9], salt="", max_match=0)
+    assert tiers.memory.ensure(kv, 6 * 4)
+    assert tiers.memory.reserve_pages(2, Writer.PEER) is None
+    assert tiers.memory.ensure(kv, 7 * 4)
+    tiers.device.run()
+    tiers.memory.poll()
+    assert tiers.memory.reserve_pages(1, Writer.PEER) is not None
+
+
+def test_a_match_goes_on_in_host_memory_and_is_loaded_into_the_tree():
+    tiers = make_tiers()
+    tiers.serve(PROMPT)
+    tiers.evict_device()
+    kv = tiers.admit(PROMPT)
+    assert kv.committed_len == kv.cache_protected_len == kv.computed_from == 12
+    assert kv.loaded == (3, 0)
+    assert tiers.device.pages(BACK) == 3
+    tiers.check(kv)
+    other = tiers.memory.begin([*PROMPT, 1], salt="", max_match=13)
+    assert other.committed_len == 12
+    assert not tiers.memory.readable(kv)
+    assert not tiers.memory.readable(other)
+    tiers.turn()
+    assert tiers.memory.readable(kv)
+    assert tiers.memory.readable(other)
+
+
+def test_a_match_takes_the_device_first():
+    tiers = make_tiers()
+    tiers.serve(PROMPT)
+    tiers.evict_device()
+    tiers.turn()
+    tiers.serve(PROMPT[:9])
+    before = tiers.device.pages(BACK)
+    kv = tiers.admit(PROMPT)
+    assert kv.committed_len == 12
+    assert tiers.device.pages(BACK) - before == 1
+    tiers.check(kv)
+
+
+def test_the_cap_on_a_match_holds_in_every_tier():  # T33
+    tiers = make_tiers()
+    tiers.serve(PROMPT)
+    tiers.evict_device()
+    kv = tiers.memory.begin(PROMPT[:12], salt="", max_match=11)
+    assert kv.matched_len == 8
+
+
+def test_a_salt_finds_nothing_of_another():
+    tiers = make_tiers()
+    tiers.serve(PROMPT, salt="a")
+    tiers.evict_device()
+    assert tiers.memory.begin(PROMPT, salt="b", max_match=12).matched_len == 0
+
+
+def test_blocks_of_a_match_are_not_evicted_by_what_makes_room_for_them():  # T54
+    tiers = make_tiers(device_pages=4, host_pages=3)
+    tiers.serve(PROMPT)
+    tiers.evict_device()
+    tiers.turn()
+    tiers.serve(OTHER)
+    tiers.turn()
+    kv = tiers.admit(PROMPT)
+    assert kv.committed_len == 12
+    assert tiers.host.tier.blocks.evictable == 0
+    tiers.turn()
+    tiers.check(kv)
+
+
+def test_without_room_a_block_is_lost_and_said_to_be():  # T55
+    tiers = make_tiers(host_pages=2)
+    tiers.serve(PROMPT)
+    assert len(tiers.known(Tier.DEVICE)) == 3
+    tiers.evict_device()
+    assert tiers.known(Tier.DEVICE) == set()
+    assert len(tiers.known(Tier.HOST)) == len(tiers.events.anywhere) == 2
+    assert tiers.host.tier.blocks.evictable == 0
+    tiers.check()
+
+
+def test_a_host_pool_below_the_device_pool_keeps_taking_in_new_blocks():  # T58
+    tiers = make_tiers(WritePolicy.WRITE_THROUGH, device_pages=16, host_pages=3)
+    for start in range(0, 80, 20):
+        tiers.serve([*range(start, start + 9)])
+        tiers.turn()
+    assert tiers.device.pages(OUT) == 8
+    assert tiers.host.tier.blocks.evictable == 3
+
+
+def test_of_a_prefix_the_end_goes_first():
+    tiers = make_tiers(host_pages=3)
+    tiers.serve(PROMPT)
+    tiers.evict_device()
+    tiers.turn()
+    tiers.serve(OTHER[:5])
+    tiers.evict_device()
+    tiers.turn()
+    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 8
+
+
+def test_clearing_leaves_nothing_to_be_found():
+    storage = MemoryStorage()
+    tiers = make_tiers(WritePolicy.WRITE_THROUGH, storage=storage)
+    tiers.serve(PROMPT)
+    tiers.turn()
+    tiers.memory.poll()
+    assert len(storage) == 3
+    tiers.serve(OTHER)
+    tiers.memory.clear_cache()
+    tiers.turn()
+    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 0
+    assert len(storage) == 0
+    assert tiers.known(Tier.HOST) == tiers.known(Tier.DISK) == tiers.events.anywhere == set()
+    assert tiers.host.tier.pages.available == 16
+
+
+def test_storage_gets_what_host_memory_has_and_gives_it_back_after_both_lost_it():
+    storage = MemoryStorage()
+    tiers = make_tiers(WritePolicy.WRITE_BACK, host_pages=4, storage=storage)
+    tiers.serve(PROMPT)
+    tiers.evict_device()
+    tiers.turn()
+    tiers.memory.poll()
+    tiers.serve([*range(100, 117)])
+    tiers.evict_device()
+    tiers.turn()
+    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 0
+    prefetch = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    assert not prefetch.done
+    tiers.memory.poll()
+    assert prefetch.done
+    kv = tiers.admit(PROMPT)
+    assert kv.committed_len == 8  # half of host memory is the most that one request may have read
+    assert kv.loaded == (0, 2)
+    tiers.check(kv)
+
+
+def stored_before(prompt: list[int]) -> MemoryStorage:
+    """What an engine left behind that served `prompt`."""
+    storage = MemoryStorage()
+    tiers = make_tiers(WritePolicy.WRITE_THROUGH, storage=storage)
+    tiers.serve(prompt)
+    tiers.turn()
+    tiers.memory.poll()
+    return storage
+
+
+def test_a_block_that_storage_lost_is_no_match():
+    storage = stored_before(PROMPT)
+    storage.lost = {[*storage.hashes()][1]}
+    tiers = make_tiers(storage=storage)
+    tiers.events.read(tiers.memory.cache.snapshot_events())
+    assert len(tiers.known(Tier.DISK)) == 3
+    prefetch = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    tiers.memory.poll()
+    assert prefetch.done
+    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 4
+    assert len(tiers.known(Tier.DISK)) == 2
+    assert tiers.host.tier.traffic.misses == 1
+    assert tiers.host.tier.pages.available == 14
+
+
+def test_reading_waits_for_nobody_and_nobody_matches_what_is_being_read():
+    storage = stored_before(PROMPT)
+    storage.at_once = False
+    tiers = make_tiers(storage=storage)
+    prefetch = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    again = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    assert [*again.blocks] == [*prefetch.blocks]
+    tiers.memory.poll()
+    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 0
+    storage.run()
+    tiers.memory.poll()
+    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 12
+
+
+def test_what_is_computed_while_it_is_read_is_on_both():
+    storage = stored_before(PROMPT)
+    storage.at_once = False
+    tiers = make_tiers(storage=storage)
+    tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    tiers.serve(PROMPT)
+    storage.run()
+    tiers.turn()
+    assert tiers.known(Tier.DEVICE) == tiers.known(Tier.HOST)
+    tiers.evict_device()
+    assert len(tiers.events.read(tiers.memory.cache.take_events()).anywhere) == 3
+    tiers.check()
+
+
+def test_no_more_is_written_at_a_time_than_may_be_pinned(monkeypatch):
+    monkeypatch.setattr("tandem_engine.memory.host.traffic.MAX_WRITES", 2)
+    storage = MemoryStorage(at_once=False)
+    tiers = make_tiers(WritePolicy.WRITE_THROUGH, storage=storage)
+    tiers.serve(PROMPT)
+    tiers.turn()
+    assert tiers.host.tier.traffic.not_stored == 1
+    assert tiers.host.tier.blocks.evictable == 1
+    storage.run()
+    tiers.turn()
+    assert len(storage) == 2
+    assert tiers.host.tier.blocks.evictable == 3
+
+
+def test_a_flush_forgets_what_is_being_written_and_read():
+    storage = stored_before(PROMPT)
+    storage.at_once = False
+    tiers = make_tiers(WritePolicy.WRITE_THROUGH, storage=storage)
+    tiers.events.read(tiers.memory.cache.snapshot_events())
+    tiers.serve(OTHER)
+    tiers.turn()
+    tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    tiers.memory.clear_cache()
+    storage.run()
+    tiers.turn()
+    assert tiers.known(Tier.DISK) == tiers.known(Tier.HOST) == set()
+    assert tiers.host.tier.pages.available == 16
+    tiers.check()

@@ -1,0 +1,99 @@
+import pytest
+
+from tandem_engine.config import HostConfig
+from tandem_engine.messages.outputs import FinishReason
+from tandem_testing.memory_storage import MemoryStorage
+from tandem_testing.scheduler_builders import Engine, make_engine, make_message
+
+PROMPT = [*range(1, 14)]
+
+
+@pytest.fixture
+def storage() -> MemoryStorage:
+    """Has the three whole pages of `PROMPT`, and answers when a test says so."""
+    storage = MemoryStorage()
+    engine = tiered(storage)
+    engine.add(make_message("earlier", PROMPT, max_tokens=2))
+    engine.run()
+    engine.step(4)
+    assert len(storage) == 3
+    storage.at_once = False
+    return storage
+
+
+def tiered(storage: MemoryStorage, *, timeout: float = 1.0, **config) -> Engine:
+    host = HostConfig(enable_cache=True, prefetch_timeout=timeout)
+    return make_engine(host_pages=32, host=host, storage=storage, **config)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_waits_for_its_prefix_and_computes_the_rest(storage, overlap):
+    engine = tiered(storage, enable_overlap=overlap)
+    engine.add(make_message("r", PROMPT))
+    engine.step(3)
+    assert engine.model.forwards == 0
+    assert engine.scheduler.stats().waiting == 1
+    storage.run()
+    engine.run()
+    engine.assert_expected()
+    assert engine.scheduler.tally.disk_cached_tokens == 12
+    assert engine.received["r"].outputs[0].cached_tokens == 12
+
+
+def test_others_are_served_meanwhile(storage):
+    engine = tiered(storage)
+    engine.add(make_message("r", PROMPT))
+    engine.add(make_message("other", [90, 91]))
+    engine.step(20)
+    assert engine.finish("other") is not None
+    assert engine.finish("r") is None
+    storage.run()
+    engine.run()
+    engine.assert_expected()
+
+
+def test_what_has_not_come_in_time_is_computed(storage):
+    engine = tiered(storage)
+    engine.add(make_message("r", PROMPT))
+    engine.step()
+    engine.clock.time = 1.0
+    engine.run()
+    engine.assert_expected()
+    assert engine.scheduler.tally.disk_cached_tokens == 0
+    storage.run()
+    engine.step(2)
+    engine.assert_nothing_held()
+
+
+def test_without_patience_nobody_waits(storage):
+    engine = tiered(storage, timeout=0.0)
+    engine.add(make_message("r", PROMPT))
+    engine.run()
+    engine.assert_expected()
+
+
+def test_an_abort_while_waiting_for_storage(storage):
+    engine = tiered(storage)
+    engine.add(make_message("r", PROMPT))
+    engine.step()
+    engine.scheduler.abort("r")
+    engine.step()
+    assert engine.finish().reason is FinishReason.ABORT
+    assert engine.scheduler.idle
+    storage.run()
+    engine.step(2)
+    engine.assert_nothing_held()
+
+
+def test_waiting_for_storage_counts_as_waiting(storage):
+    engine = tiered(storage, max_queued_requests=1)
+    engine.add(make_message("r", PROMPT))
+    engine.add(make_message("next", [1, 2]))
+    assert engine.finish("next").code == "queue_full"
+
+
+def test_a_prompt_that_storage_does_not_know_goes_straight_to_the_queue(storage):
+    engine = tiered(storage)
+    engine.add(make_message("r", [80, 81, 82, 83, 84]))
+    engine.run()
+    engine.assert_expected()
