@@ -64,6 +64,14 @@ class Tiers:
         self.memory.load_back(kv, tokens)
         return kv
 
+    def matched(self, tokens: list[int], *, at_most: int, salt: str = "") -> int:
+        """Tokens that a request would not have to compute."""
+        kv = self.memory.begin(tokens, salt=salt, max_match=at_most)
+        assert kv is not None
+        matched = kv.matched_len
+        self.memory.release(kv, (), checkpoint=False, after_step=None)
+        return matched
+
     def turn(self) -> None:
         """The loop goes round, and the device keeps up."""
         self.memory.poll()

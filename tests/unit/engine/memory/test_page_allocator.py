@@ -91,7 +91,7 @@ def test_a_step_that_settled_does_not_fence(allocator: PageAllocator) -> None:
 
 def test_a_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -> None:  # T56, T77
     done: Future[CopyReport] = Future()
-    copies = CopyQueue(submit=lambda copy: done)
+    copies = CopyQueue(submit=lambda _copy: done)
     allocator = PageAllocator(3, copies)
     pages = allocator.alloc(2)
     copies.launch(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=pages, target=[0, 1]))
@@ -107,7 +107,7 @@ def test_a_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -
 
 
 def test_a_page_behind_a_step_and_a_copy_waits_for_both() -> None:  # T77
-    copies = CopyQueue(submit=lambda copy: Future())
+    copies = CopyQueue(submit=lambda _copy: Future())
     allocator = PageAllocator(2, copies)
     pages = allocator.alloc(1)
     allocator.free_after(1, pages)

@@ -91,7 +91,7 @@ def test_the_bound_holds_on_disk(opened, tmp_path):
     [
         lambda data: data[:-1],
         lambda data: data[: HEADER.size - 1],
-        lambda data: b"",
+        lambda data: data[:0],
         lambda data: data + b"x",
         lambda data: data[:-1] + bytes([data[-1] ^ 1]),
         lambda data: bytes([data[0] ^ 1]) + data[1:],

@@ -127,15 +127,14 @@ def test_the_cap_on_a_match_holds_in_every_tier():  # T33
     tiers = make_tiers()
     tiers.serve(PROMPT)
     tiers.evict_device()
-    kv = tiers.memory.begin(PROMPT[:12], salt="", max_match=11)
-    assert kv.matched_len == 8
+    assert tiers.matched(PROMPT[:12], at_most=11) == 8
 
 
 def test_a_salt_finds_nothing_of_another():
     tiers = make_tiers()
     tiers.serve(PROMPT, salt="a")
     tiers.evict_device()
-    assert tiers.memory.begin(PROMPT, salt="b", max_match=12).matched_len == 0
+    assert tiers.matched(PROMPT, at_most=12, salt="b") == 0
 
 
 def test_blocks_of_a_match_are_not_evicted_by_what_makes_room_for_them():  # T54
@@ -180,7 +179,7 @@ def test_of_a_prefix_the_end_goes_first():
     tiers.serve(OTHER[:5])
     tiers.evict_device()
     tiers.turn()
-    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 8
+    assert tiers.matched(PROMPT, at_most=12) == 8
 
 
 def test_clearing_leaves_nothing_to_be_found():
@@ -193,7 +192,7 @@ def test_clearing_leaves_nothing_to_be_found():
     tiers.serve(OTHER)
     tiers.memory.clear_cache()
     tiers.turn()
-    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 0
+    assert tiers.matched(PROMPT, at_most=12) == 0
     assert len(storage) == 0
     assert tiers.known(Tier.HOST) == tiers.known(Tier.DISK) == tiers.events.anywhere == set()
     assert tiers.host.tier.pages.available == 16
@@ -209,7 +208,7 @@ def test_storage_gets_what_host_memory_has_and_gives_it_back_after_both_lost_it(
     tiers.serve([*range(100, 117)])
     tiers.evict_device()
     tiers.turn()
-    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 0
+    assert tiers.matched(PROMPT, at_most=12) == 0
     prefetch = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
     assert not prefetch.done
     tiers.memory.poll()
@@ -239,7 +238,7 @@ def test_a_block_that_storage_lost_is_no_match():
     prefetch = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
     tiers.memory.poll()
     assert prefetch.done
-    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 4
+    assert tiers.matched(PROMPT, at_most=12) == 4
     assert len(tiers.known(Tier.DISK)) == 2
     assert tiers.host.tier.traffic.misses == 1
     assert tiers.host.tier.pages.available == 14
@@ -253,10 +252,10 @@ def test_reading_waits_for_nobody_and_nobody_matches_what_is_being_read():
     again = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
     assert [*again.blocks] == [*prefetch.blocks]
     tiers.memory.poll()
-    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 0
+    assert tiers.matched(PROMPT, at_most=12) == 0
     storage.run()
     tiers.memory.poll()
-    assert tiers.memory.begin(PROMPT, salt="", max_match=12).matched_len == 12
+    assert tiers.matched(PROMPT, at_most=12) == 12
 
 
 def test_what_is_computed_while_it_is_read_is_on_both():
