@@ -42,6 +42,7 @@ def test_the_interpreter_works_from_the_root_with_the_root_on_the_path() -> None
 @pytest.mark.parametrize(
     "module",
     [
+        "tandem_engine",
         "tandem_engine.messages.codec",
         "tandem_engine.messages.control",
         "tandem_engine.ipc.channels",
@@ -56,9 +57,17 @@ def test_processes_without_torch_can_import(module: str) -> None:
     assert done.returncode == 0, done.stderr or f"{module} imports torch or transformers"
 
 
+def test_importing_the_engine_imports_nothing_of_it_until_a_name_is_asked_for() -> None:
+    done = run_python(
+        "import sys, tandem_engine; before = {m for m in sys.modules if m.startswith(('tandem_engine.', 'torch'))}; "
+        "from tandem_engine import SamplingParams; sys.exit(bool(before) or 'torch' in sys.modules)"
+    )
+    assert done.returncode == 0, done.stderr or "tandem_engine imports more than itself"
+
+
 @pytest.mark.parametrize(
     "package",
-    ["tandem_engine", "tandem_engine/messages", "tandem_engine/ipc", "tandem_engine/tokenizer"],
+    ["tandem_engine/messages", "tandem_engine/ipc", "tandem_engine/tokenizer", "tandem_engine/library"],
 )
 def test_package_markers_on_the_light_path_are_empty(package: str) -> None:
     assert (ROOT / "engine" / package / "__init__.py").read_text() == ""

@@ -1,0 +1,34 @@
+"""Tandem's engine. As a library: `from tandem_engine import LLM, SamplingParams`.
+
+Importing this package imports nothing else: gateways and routers use its messages in processes without
+torch. The names below are looked up when somebody asks for one.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem_engine.library.async_llm import AsyncLLM
+    from tandem_engine.library.llm import LLM
+    from tandem_engine.library.outputs import CompletionOutput, RequestOutput
+    from tandem_engine.library.sampling_params import SamplingParams
+
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "CompletionOutput": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.library.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -17,6 +17,7 @@ from tandem_engine.config import ModelImpl, Role
 from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
 from tandem_engine.flags import add_engine_flags, add_model_impl_flag, engine_config, non_negative_int, positive_int
+from tandem_engine.logs import LogFormat, configure_logging
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,11 +42,13 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--peer-port", type=non_negative_int, default=0, metavar="PORT", help="0 picks a free one")
     parser.add_argument("--control", metavar="ENDPOINT", help="ipc:// endpoint of the worker service")
     parser.add_argument("--curve-keys", type=Path, metavar="FILE", help="key file of the deployment")
+    parser.add_argument("--log-format", choices=[each.value for each in LogFormat], default=LogFormat.PLAIN.value)
     add_engine_flags(parser)
     parser.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
+    configure_logging(LogFormat(args.log_format), level=read_environment().level)
     # Engines share the cores of a machine: OpenMP threads that spin for work take them from each other.
     set_default("OMP_WAIT_POLICY", "PASSIVE")
     from tandem_engine.process import ProcessConfig, serve
@@ -131,11 +134,7 @@ def _rank(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = build_parser().parse_args(argv)
-    logging.basicConfig(
-        level=read_environment().log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging(LogFormat.PLAIN, level=read_environment().level)
     try:
         return int(args.run(args))
     except ConfigError as error:

@@ -5,7 +5,7 @@ comes from flags. Nothing below reads the environment or argv.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from tandem_engine.errors import ConfigError
@@ -16,6 +16,12 @@ DEFAULT_CONTEXT = 4096
 MAX_DRAFT_TOKENS = 15
 """With the token before them, what the paged attention kernel takes as one short run (`SHORT_EXTEND`)."""
 MAX_LOOKUP_TOKENS = 32
+
+
+DEFAULT_KV_BYTES = 512 << 20
+"""For KV pages on a CPU when no flag says anything: enough to try things out, and nothing to measure for."""
+DEFAULT_ACCELERATOR_SHARE = 0.88
+"""The rest is for what a device's libraries take beside torch."""
 
 
 class SchedulePolicy(StrEnum):
@@ -244,8 +250,11 @@ class CacheConfig:
 
     page_size: int = 16
     num_pages: int = 0
-    """Pages of the pool, dummy page 0 included; 0 sizes it from `kv_cache_bytes`."""
-    kv_cache_bytes: int = 512 << 20
+    """Pages of the pool, dummy page 0 included. At most one of this and the next two is set."""
+    kv_cache_bytes: int = 0
+    """Memory for pages."""
+    mem_fraction_static: float = 0.0
+    """Share of the device's memory that this engine may have in all: weights, the largest step, and pages."""
     enable_prefix_cache: bool = True
     session_bytes: int = 0
     """KV that conversations may pin between their turns; 0 is a quarter of the pool."""
@@ -258,22 +267,44 @@ class CacheConfig:
             raise ConfigError(f"--page-size must be at least 1, got {self.page_size}")
         if self.num_pages != 0 and self.num_pages < 2:
             raise ConfigError(f"--num-pages must be at least 2 (page 0 is reserved), got {self.num_pages}")
-        if self.kv_cache_bytes < 1:
+        if self.kv_cache_bytes < 0:
             raise ConfigError(f"--kv-cache-gib must be above 0, got {self.kv_cache_bytes / (1 << 30):g}")
         if not 0 <= self.session_bytes < 1 << 62:
             raise ConfigError(f"--session-kv-gib must not be below 0, got {self.session_bytes / (1 << 30):g}")
+        if not 0.0 <= self.mem_fraction_static <= 1.0:
+            raise ConfigError(f"--mem-fraction-static must be above 0 and at most 1, got {self.mem_fraction_static:g}")
+        given = [flag for flag, value in self._sizes().items() if value]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both size the KV pool: give one of them")
 
     def session_pages(self, page_bytes: int, *, num_pages: int) -> int:
         """Pages that conversations may pin in a pool of `num_pages`."""
         return self.session_bytes // page_bytes if self.session_bytes else num_pages // 4
 
+    def _sizes(self) -> dict[str, float]:
+        return {
+            "--num-pages": self.num_pages,
+            "--kv-cache-gib": self.kv_cache_bytes,
+            "--mem-fraction-static": self.mem_fraction_static,
+        }
+
+    def for_device(self, device: str) -> "CacheConfig":
+        """With a share of an accelerator's memory, which is there to be used, when nothing else is asked for."""
+        if device == "cpu" or any(self._sizes().values()):
+            return self
+        return replace(self, mem_fraction_static=DEFAULT_ACCELERATOR_SHARE)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory for pages when neither their number nor a fraction is given."""
+        return self.kv_cache_bytes or DEFAULT_KV_BYTES
+
     def pages_for(self, page_bytes: int) -> int:
         """Pages of the pool when one page takes `page_bytes`. Raises `ConfigError` when not even two fit."""
-        pages = self.num_pages or self.kv_cache_bytes // page_bytes
+        pages = self.num_pages or self.kv_bytes // page_bytes
         if pages < 2:
             raise ConfigError(
-                f"--kv-cache-gib {self.kv_cache_bytes / (1 << 30):g} holds fewer than 2 pages of "
-                f"{page_bytes} bytes: raise it"
+                f"--kv-cache-gib {self.kv_bytes / (1 << 30):g} holds fewer than 2 pages of {page_bytes} bytes: raise it"
             )
         return pages
 
@@ -319,6 +350,10 @@ class SchedulerConfig:
     """Of retracted requests, if there is swap space at all."""
     force_retract_every: int = 0
     """Tests only: retract the newest running request every N decode steps. 0 is never."""
+    force_fault_every: int = 0
+    """Tests only: every N-th step with more than one sequence computes and then raises. 0 is never."""
+    watchdog_timeout: float = 120.0
+    """Seconds after which a step that has not come back is taken for hung."""
     audit_every_step: bool = False
     """Run the conservation audit after each step, not only when idle."""
 
@@ -353,6 +388,8 @@ class SchedulerConfig:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"--watermark must be at least 0 and below 1, got {self.watermark:g}")
+        if not self.watchdog_timeout > 0:
+            raise ConfigError(f"--watchdog-timeout must be more than 0 seconds, got {self.watchdog_timeout}")
         if not 0.0 < self.min_new_token_ratio <= self.init_new_token_ratio <= 1.0:
             raise ConfigError(
                 "new token ratios must satisfy 0 < min <= init <= 1, got "
@@ -492,6 +529,16 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OperationConfig:
+    """What an operator may ask of a running engine, and where its files go."""
+
+    torch_profiler_dir: str = ""
+    """Traces are written here; empty refuses to trace."""
+    crash_dump_folder: str = ""
+    """State of a hang is written here; empty takes standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """Everything an engine is built from."""
 
@@ -510,6 +557,7 @@ class EngineConfig:
     speculative: SpecConfig = field(default_factory=SpecConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
+    operation: OperationConfig = field(default_factory=OperationConfig)
 
     def __post_init__(self) -> None:
         policy = self.scheduler.schedule_policy

@@ -12,7 +12,7 @@ All methods belong to one thread, the scheduler thread.
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -33,9 +33,12 @@ from tandem_engine.config import (
 )
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.stage import HandoffStage
-from tandem_engine.errors import ConfigError
+from tandem_engine.errors import BusyError, ConfigError, EngineError
+from tandem_engine.executor.faults import FaultyForward
 from tandem_engine.executor.forward_thread import Forward, ForwardThread, InlineExecutor
 from tandem_engine.executor.interface import HiddenObserver
+from tandem_engine.executor.memory_meter import meter_for
+from tandem_engine.executor.profiler import StepProfiler
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.executor.self_test import SelfTestReport, self_test
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
@@ -55,7 +58,8 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.prefix_cache import PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.rows import ReqToTokenPool
-from tandem_engine.messages.control import EngineStats, KvGeometry
+from tandem_engine.messages.control import EngineStats, KvGeometry, PauseMode
+from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Peer
 from tandem_engine.messages.transfer import PeerMessage
 from tandem_engine.model.base import CausalLM
@@ -65,7 +69,18 @@ from tandem_engine.model.sharing import heads_of_rank, require_shareable
 from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import Parallel
-from tandem_engine.parallel.inputs import Abort, AbortAll, AbortClient, Add, CloseSession, Drain
+from tandem_engine.parallel.inputs import (
+    Abort,
+    AbortAll,
+    AbortClient,
+    Add,
+    CloseSession,
+    Drain,
+    FlushCache,
+    Pause,
+    Resume,
+)
+from tandem_engine.pool_size import Footprint, plan_pool
 from tandem_engine.sampling.grammar.compiler import GrammarCompiler, NoGrammars
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
 from tandem_engine.sampling.grammar.guidance.vocabulary import GuidanceVocabulary
@@ -80,7 +95,7 @@ from tandem_engine.speculative.assembly import Draft, Target, keep_states, make_
 from tandem_engine.speculative.interface import Proposer
 from tandem_engine.speculative.lengths import DraftLengths
 from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
-from tandem_engine.stats import engine_stats
+from tandem_engine.stats import Throughput, engine_stats
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -93,6 +108,10 @@ logger = logging.getLogger(__name__)
 LAYOUT_VERSION = 1
 """Of `KvPool`: [page, layer, kv, kv_head, slot, head_dim]."""
 Executor: TypeAlias = ForwardThread | InlineExecutor
+
+MODEL_REPLACED = Finish(
+    reason=FinishReason.ERROR, error="the model's weights were replaced", code="model_replaced", retryable=True
+)
 
 SELF_TEST_TOKENS = 256
 GRAMMAR_WAIT = 0.05
@@ -115,6 +134,8 @@ class LoadedModel:
     """For grammars; None without a tokenizer or an EOS token."""
     parallel: Parallel = field(default_factory=Parallel)
     """This rank and those that hold the rest of the weights."""
+    weight_bytes: int = 0
+    """Memory that loading took for good, on this rank."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -146,6 +167,8 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
     torch.set_num_threads(1)
     dtype = resolve_dtype(config.dtype, facts)
+    meter = meter_for(config.device)
+    before = meter.used()
     model = load_model(
         config.model_path,
         facts,
@@ -166,6 +189,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         text=text,
         vocabulary=None if text is None else _vocabulary(folder, facts),
         parallel=parallel,
+        weight_bytes=max(0, meter.used() - before),
     )
 
 
@@ -211,6 +235,7 @@ class Engine:
         grammars: GrammarCompiler | NoGrammars,
     ) -> None:
         self.model_config = loaded.model_config
+        self.text = loaded.text
         self.threads = loaded.threads
         self.scheduler_config = config.scheduler
         self.memory = memory
@@ -221,10 +246,12 @@ class Engine:
         self._runner = runner
         self._executor = executor
         self._inputs = inputs
+        self._ranks = loaded.parallel.size
         self._failure = loaded.parallel.failure
         self._stopped = False
         self._generations = generations
         self._grammars = grammars
+        self._throughput = Throughput(clock=scheduler.clock)
         self._handoff: HandoffStage | None = None
         self._peers: PeerChannels | None = None
         self._transport: KvTransport | None = None
@@ -244,13 +271,13 @@ class Engine:
         unless the transport is `none`.
 
         Raises:
-            ConfigError: the pool cannot hold two pages, a port is taken, or KV that lies with several ranks
-                should be transferred.
+            ConfigError: the pool does not fit the memory or cannot hold two pages, a port is taken, or KV that
+                lies with several ranks should be transferred.
             TransportUnavailableError: NIXL was asked for and cannot be loaded.
         """
         geometry = _geometry(loaded, config)
         draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
-        pool = _pool(geometry, config, loaded.dtype, draft)
+        pool = _sized_pool(geometry, config, loaded, draft)
         host_pool = _host_pool(pool, config.cache)
         target = _target(loaded, config, pool)
         states = keep_states(draft, target)
@@ -339,6 +366,15 @@ class Engine:
         """See `Scheduler.add`. With several ranks this and all that follows happens at the next `step`."""
         self._inputs.submit(Add(message=message, client=client))
 
+    def check(self, message: GenerateRequest) -> None:
+        """See `Scheduler.check`."""
+        self.scheduler.check(message)
+
+    @property
+    def queue_room(self) -> int:
+        """Requests that `add` would take now before it refuses more."""
+        return self.scheduler_config.max_queued_requests - self.scheduler.queues.num_waiting
+
     def abort(self, rid: RequestId) -> None:
         """See `Scheduler.abort`."""
         self._inputs.submit(Abort(rid=rid))
@@ -395,10 +431,11 @@ class Engine:
         return self.scheduler.audit()
 
     def self_test(self) -> SelfTestReport:
-        """Compute on random tokens before anybody depends on this engine. Raises `EngineError`."""
+        """Compute on random tokens, on pages that are free, with no step in flight. Raises `EngineError`."""
         tokens = min(SELF_TEST_TOKENS, self.scheduler.max_request_tokens - 1)
-        pages = self.memory.reserve_pages(self.memory.pages_for(tokens + 1))
-        assert pages is not None, "a fresh pool has free pages"
+        pages = self.memory.reserve_pages(min(self.memory.pages_for(tokens + 1), self.memory.available_pages()))
+        if not pages:
+            raise BusyError("no KV page is free for a self-test: try again, or pause with mode retract before")
         try:
             return self._executor.run(
                 lambda: self_test(
@@ -443,15 +480,98 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers for the worker service."""
-        return engine_stats(self.scheduler, self._handoff, total_pages=self.total_pages)
+        return engine_stats(self.scheduler, self._handoff, self._throughput, total_pages=self.total_pages)
+
+    # For operators.
+
+    def pause(self, mode: PauseMode, *, refuse_new: bool = False) -> None:
+        """See `Scheduler.pause`."""
+        self._inputs.submit(Pause(mode=mode, refuse_new=refuse_new))
+
+    def resume(self) -> None:
+        """See `Scheduler.resume`."""
+        self._inputs.submit(Resume())
+
+    def flush_cache(self) -> int:
+        """Empty the prefix cache; returns the pages it had. Raises `BusyError` while requests hold KV."""
+        self.scheduler.require_flushable()
+        pages = self.audit().tree
+        self._inputs.submit(FlushCache())
+        return pages
+
+    def replace_model(self, loaded: LoadedModel) -> int:
+        """Serve other weights of the same architecture from the next step on.
+
+        Requests that have begun end with a retryable error; their number is returned. The prefix cache is
+        empty afterwards, of what sessions have pinned too, and `compat_hash` is another one.
+
+        Raises:
+            ConfigError: the architecture, the dtype or the tokens that end an output differ, or the model is
+                shared by several ranks.
+            CheckpointError: the new weights compute nonsense. Nothing has changed.
+        """
+        self.require_replaceable()
+        self._require_same_architecture(loaded)
+        self.scheduler.stand_still()
+        old, self._runner.model = self._runner.model, loaded.model
+        try:
+            self.self_test()
+        except EngineError:
+            self._runner.model = old
+            raise
+        ended = self.scheduler.end_started(MODEL_REPLACED)
+        self.scheduler.forget_kv()
+        self.model_config = loaded.model_config
+        self.geometry = msgspec.structs.replace(self.geometry, fingerprint=loaded.model_config.fingerprint)
+        self.compat_hash = compat_hash(self.geometry)
+        self._rename(self.compat_hash)
+        return ended
+
+    def require_replaceable(self) -> None:
+        """Raise `ConfigError` when the weights cannot be replaced, whatever by."""
+        if self._ranks > 1:
+            raise ConfigError(
+                f"weights that {self._ranks} ranks share are not reloaded: start a worker with the new ones"
+            )
+
+    def _require_same_architecture(self, loaded: LoadedModel) -> None:
+        path, dtype = loaded.config.model_path, _name(loaded.dtype)
+        if dtype != self.geometry.dtype:
+            raise ConfigError(f"{path} loads as {dtype}, served is {self.geometry.dtype}: set --dtype, start anew")
+        old, new = asdict(self.model_config), asdict(loaded.model_config)
+        # The dtype on disk says nothing about the one in memory, and the fingerprint is what changes.
+        differing = [name for name in old if old[name] != new[name] and name not in ("fingerprint", "dtype")]
+        if differing:
+            name = differing[0]
+            raise ConfigError(
+                f"{path} has {name} {new[name]}, served is {old[name]}: a reload keeps the architecture, "
+                "start a worker for another one"
+            )
+
+    def _rename(self, kv_shape: str) -> None:
+        """Tell the parts that speak to peers what KV they have now."""
+        if self._peers is not None:
+            self._peers.me = msgspec.structs.replace(self._peers.me, compat_hash=kv_shape)
+            if self._transport is not None:
+                self._transport.rename(self._peers.me)
+
+    def profiler(self, folder: Path | None) -> StepProfiler:
+        """A profiler of this engine's steps that writes to `folder`."""
+        return StepProfiler(executor=self._executor, folder=folder, clock=MonotonicClock())
 
     # Offline use.
 
-    def generate(self, requests: Sequence[GenerateRequest], *, steps_between: int = 0) -> list[Generation]:
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        steps_between: int = 0,
+        before_turn: Callable[[], None] = lambda: None,
+    ) -> list[Generation]:
         """Run `requests` to their end and return their outputs in order.
 
         With `steps_between` the next request is added only after that many turns, so that prompts meet
-        running requests. Only for an engine that was built without a sink.
+        running requests. `before_turn` may operate the engine. Only for an engine that was built without a sink.
         """
         waiting = list(reversed(requests))
         stalled = 0
@@ -459,6 +579,7 @@ class Engine:
             if waiting:
                 self._expect(waiting.pop())
             for _ in range(steps_between if waiting else 1):
+                before_turn()
                 stalled = 0 if self.step() else stalled + 1
                 if stalled:
                     self.scheduler.wait_for_grammar(GRAMMAR_WAIT)
@@ -506,17 +627,36 @@ def _geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
         num_kv_heads=heads_of_rank(facts, loaded.parallel.size).kv,
         head_dim=facts.head_dim,
         page_size=config.cache.page_size,
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=_name(loaded.dtype),
         layout_version=LAYOUT_VERSION,
         tp_size=loaded.parallel.size,
     )
 
 
-def _pool(geometry: KvGeometry, config: EngineConfig, dtype: torch.dtype, draft: Draft | None) -> KvPool:
-    """Sized so that the draft's share of every page fits too."""
-    beside = 0 if draft is None else draft.page_bytes(geometry.page_size, dtype)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sized_pool(geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, draft: Draft | None) -> KvPool:
+    """As large as the memory allows, with the draft's share of every page."""
+    beside = 0 if draft is None else draft.page_bytes(geometry.page_size, loaded.dtype)
+
+    def forward_over(pages: int) -> Forward:
+        return _runner(loaded, _pool(geometry, config, loaded.dtype, pages=pages), config, None).forward
+
+    footprint = Footprint(
+        weight_bytes=loaded.weight_bytes,
+        page_bytes=geometry.page_bytes + beside,
+        threads=loaded.threads,
+        forward_over=forward_over,
+    )
+    plan = plan_pool(config, footprint, loaded.parallel)
+    return _pool(geometry, config, loaded.dtype, pages=plan.pages)
+
+
+def _pool(geometry: KvGeometry, config: EngineConfig, dtype: torch.dtype, *, pages: int) -> KvPool:
     return KvPool(
-        num_pages=config.cache.pages_for(geometry.page_bytes + beside),
+        num_pages=pages,
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
@@ -598,9 +738,11 @@ def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: H
 
 def _forward(runner: ModelRunner, config: EngineConfig, parallel: Parallel) -> Forward:
     """With several ranks a forward that failed is the end of the engine: others may wait for its collectives."""
-    compute = runner.forward
+    compute: Forward = runner.forward
     if config.speculative.algorithm is not None:
         compute = VerifiedForward(model=runner, verifier=ChainVerifier()).forward
+    if config.scheduler.force_fault_every:
+        compute = FaultyForward(compute, every=config.scheduler.force_fault_every)
     if parallel.size == 1:
         return compute
 

@@ -1,5 +1,6 @@
 """The only place of the engine that reads the process environment; read once at start."""
 
+import logging
 import os
 from dataclasses import dataclass
 
@@ -10,6 +11,11 @@ class Environment:
 
     log_level: str
     """TANDEM_LOG_LEVEL: debug, info (default), warning, error."""
+
+    @property
+    def level(self) -> int:
+        """`log_level` as logging has it."""
+        return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
 def read_environment() -> Environment:

@@ -43,6 +43,35 @@ class DrainingError(EngineError):
     code = "draining"
 
 
+class PausedError(EngineError):
+    """The engine takes no new requests while an operator has paused it; another worker can serve them."""
+
+    code = "paused"
+
+
+class BusyError(EngineError):
+    """An order that cannot be carried out now. The message says what is in the way and what would clear it."""
+
+    code = "busy"
+
+
+class RequestFailedError(EngineError):
+    """A request that ended before its output did. `reason` is the engine's own code for it."""
+
+    code = "request_failed"
+
+    def __init__(self, message: str, *, reason: str, retryable: bool) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retryable = retryable
+
+
+class EngineStoppedError(EngineError):
+    """The engine was closed, or has stopped on an error; it takes no more requests."""
+
+    code = "engine_stopped"
+
+
 class OutOfPagesError(EngineError):
     """The allocator could not give what a caller was promised; the message says which phase asked."""
 

@@ -14,6 +14,7 @@ from tandem_engine.config import (
     GrammarConfig,
     HostConfig,
     ModelImpl,
+    OperationConfig,
     ParallelConfig,
     PreemptionMode,
     Role,
@@ -55,6 +56,17 @@ def non_negative_int(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(text)
+
+
+def positive_float(text: str) -> float:
+    """argparse type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
 
 
 def add_model_impl_flag(parser: "argparse._ActionsContainer") -> None:
@@ -104,17 +116,25 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-cache-gib",
-        type=float,
-        default=cache.kv_cache_bytes / GIB,
+        type=positive_float,
         metavar="GIB",
-        help=f"memory for KV pages, of each rank (default {cache.kv_cache_bytes / GIB:g})",
+        help=f"memory for KV pages, of each rank (default {cache.kv_bytes / GIB:g})",
     )
     group.add_argument(
         "--num-pages",
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="KV pages; overrides --kv-cache-gib",
+        help="number of KV pages, instead of a size",
+    )
+    group.add_argument(
+        "--mem-fraction-static",
+        "--gpu-memory-utilization",
+        type=positive_float,
+        metavar="SHARE",
+        help="share of the memory of the device (on a CPU: of what this process may have) for this engine in all; a "
+        "step at its largest is run at start, and what it and the weights leave becomes KV pages. `tandem up` "
+        "divides it among its workers",
     )
     group.add_argument(
         "--session-kv-gib",
@@ -209,6 +229,29 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "whichever is predicted to be cheaper (default auto; swapping needs --swap-space)",
     )
     group.add_argument("--force-retract-every", type=non_negative_int, default=0, help=argparse.SUPPRESS)
+    group.add_argument("--force-fault-every", type=non_negative_int, default=0, help=argparse.SUPPRESS)
+
+    group = parser.add_argument_group("operation")
+    group.add_argument(
+        "--watchdog-timeout",
+        type=positive_float,
+        default=scheduler.watchdog_timeout,
+        metavar="S",
+        help="seconds after which a step that has not come back counts as hung: stacks, queues and pages are written "
+        f"down and the worker falls silent, so that it is restarted (default {scheduler.watchdog_timeout:g})",
+    )
+    group.add_argument(
+        "--crash-dump-folder",
+        default="",
+        metavar="DIR",
+        help="where the state of a hang is written, one file per engine (default: to its log)",
+    )
+    group.add_argument(
+        "--torch-profiler-dir",
+        default="",
+        metavar="DIR",
+        help="allow traces of running steps on demand (`tandem ctl profile`), written here as Chrome traces",
+    )
 
     _add_speculative_flags(parser)
 
@@ -477,7 +520,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         cache=CacheConfig(
             page_size=args.page_size,
             num_pages=args.num_pages,
-            kv_cache_bytes=int(args.kv_cache_gib * GIB),
+            kv_cache_bytes=int((args.kv_cache_gib or 0) * GIB),
+            mem_fraction_static=args.mem_fraction_static or 0.0,
             session_bytes=int(args.session_kv_gib * GIB),
             enable_prefix_cache=not args.disable_radix_cache,
             host=_host_config(args),
@@ -490,6 +534,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             preemption_mode=PreemptionMode(args.preemption_mode),
             force_retract_every=args.force_retract_every,
             schedule_policy=SchedulePolicy(args.schedule_policy),
+            force_fault_every=args.force_fault_every,
+            watchdog_timeout=args.watchdog_timeout,
             **{name: getattr(args, name) for name in _SCHEDULER_FLAGS},
         ),
         disagg=DisaggConfig(
@@ -505,6 +551,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             compile_timeout=args.grammar_compile_timeout,
             cache_size=args.grammar_cache_size,
         ),
+        operation=OperationConfig(torch_profiler_dir=args.torch_profiler_dir, crash_dump_folder=args.crash_dump_folder),
     )
     config.require_transfer_fits()
     return config

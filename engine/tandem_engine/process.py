@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.errors import EngineError, RankLostError
@@ -41,6 +43,9 @@ from tandem_engine.messages.kv_events import KvEvent, KvEventBatch
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_engine.names import RequestId
+from tandem_engine.operations import Operations
+from tandem_engine.reload import WeightsReload
+from tandem_engine.watchdog import Watchdog, describe_scheduler
 
 log = logging.getLogger(__name__)
 
@@ -92,18 +97,31 @@ class EngineProcess:
         requests: "RouterChannel[EngineRequest, EngineReply]",
         control: "PairChannel[WorkerToEngine, EngineToWorker] | None",
         outbox: Outbox,
+        watchdog: Watchdog,
+        ready: EngineReady,
     ) -> None:
         self._config = config
         self._engine = engine
         self._requests = requests
         self._control = control
         self._outbox = outbox
+        self._watchdog = watchdog
+        self._ready = ready
+        operation = config.engine.operation
+        self._operations = Operations(
+            engine=engine,
+            profiler=engine.profiler(Path(operation.torch_profiler_dir) if operation.torch_profiler_dir else None),
+            reload=WeightsReload(engine=engine, config=config.engine),
+            answer=self._tell,
+            model_replaced=self._announce,
+        )
         self._event_sequence = 0
         self._stats_at = 0.0
         self._stopping = False
         self._early: deque[tuple[bytes, EngineRequest]] = deque()
         """Requests that came during a long step; handled at the next turn."""
         engine.on_wait(self._answer_pings)
+        engine.scheduler.on_hang(watchdog.step_hangs)
         sockets = [requests.socket, *engine.sockets()]
         sockets += [control.socket] if control is not None else []
         self._poller = Poller(sockets, engine.descriptors())
@@ -114,18 +132,26 @@ class EngineProcess:
 
     def run(self) -> None:
         """Raises `RankLostError` when a part of the engine is lost; its clients know by then."""
+        self._announce()
         try:
-            while not self._stopping:
-                self._turn()
+            self._turn_until_stopped()
             self._abort_everything()
         except RankLostError:
             self._engine.scheduler.report_failure(RankLostError("this worker lost a part of its model"))
             raise
 
+    def _turn_until_stopped(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._operations.close()
+
     def _turn(self) -> None:
         received = self._receive()
         worked = self._engine.step()
         self._abort_unreachable()
+        self._operations.poll()
         self._publish()
         if not (received or worked):
             self._poller.wait(LONGEST_SLEEP)
@@ -173,9 +199,13 @@ class EngineProcess:
             case PeerGone():
                 self._engine.peer_gone(order.incarnation)
             case Drain():
+                # Whoever is paused could never finish.
+                self._engine.resume()
                 self._engine.drain()
             case Shutdown():
                 self.stop()
+            case _:
+                self._operations.handle(order)
 
     def _report_audit(self, nonce: int) -> None:
         report = self._engine.audit()
@@ -207,6 +237,14 @@ class EngineProcess:
         if now >= self._stats_at:
             self._stats_at = now + STATS_PERIOD
             self._tell(self._engine.stats())
+            self._watchdog.progressed()
+
+    def _announce(self) -> None:
+        """Tell the worker service what this engine is: at start, and when its weights were replaced."""
+        self._ready = msgspec.structs.replace(
+            self._ready, geometry=self._engine.geometry, compat_hash=self._engine.compat_hash
+        )
+        self._tell(self._ready)
 
     def _send_events(self, events: Sequence[KvEvent]) -> None:
         for start in range(0, len(events), MAX_EVENTS_PER_BATCH):
@@ -271,10 +309,22 @@ def _serve(
             context, config.host, config.request_port, inbound=EngineRequest, outbound=EngineReply
         )
         outbox.channel = requests
-        process = EngineProcess(config=config, engine=engine, requests=requests, control=control, outbox=outbox)
+        watchdog = Watchdog(
+            timeout=config.engine.scheduler.watchdog_timeout,
+            folder=Path(folder) if (folder := config.engine.operation.crash_dump_folder) else None,
+            name=config.incarnation,
+            describe=lambda: describe_scheduler(engine.scheduler),
+        )
+        process = EngineProcess(
+            config=config,
+            engine=engine,
+            requests=requests,
+            control=control,
+            outbox=outbox,
+            watchdog=watchdog,
+            ready=_ready(config, engine, requests.endpoint, test.prefill_tokens_per_s),
+        )
         _stop_on_signal(process)
-        if control is not None:
-            control.send(_ready(config, engine, requests.endpoint, test.prefill_tokens_per_s))
         log.info(
             "engine %s serves %s on %s (peers %s), %d pages of %d tokens, prefill %.0f tokens/s",
             config.incarnation,
@@ -288,6 +338,7 @@ def _serve(
         try:
             process.run()
         finally:
+            watchdog.close()
             requests.drain(LAST_WORDS_S)
 
 

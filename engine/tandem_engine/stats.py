@@ -1,11 +1,33 @@
 """The engine's numbers, gathered from scheduler, memory and transfers."""
 
+from dataclasses import dataclass
+
+from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.messages.control import EngineStats
 from tandem_engine.scheduler.scheduler import Scheduler
 
 
-def engine_stats(scheduler: Scheduler, handoff: HandoffStage | None, *, total_pages: int) -> EngineStats:
+@dataclass(kw_only=True, slots=True)
+class Throughput:
+    """Output tokens per second between one report and the next."""
+
+    clock: Clock
+    tokens: int = 0
+    measured_at: float | None = None
+
+    def measure(self, tokens: int) -> float:
+        """`tokens`: the total so far. 0 the first time, when there is no span to measure over."""
+        now = self.clock.now()
+        span = 0.0 if self.measured_at is None else now - self.measured_at
+        gained = tokens - self.tokens
+        self.tokens, self.measured_at = tokens, now
+        return gained / span if span > 0.0 else 0.0
+
+
+def engine_stats(
+    scheduler: Scheduler, handoff: HandoffStage | None, throughput: Throughput, *, total_pages: int
+) -> EngineStats:
     """One report for the worker service."""
     stats = scheduler.stats()
     memory = scheduler.memory
@@ -36,6 +58,18 @@ def engine_stats(scheduler: Scheduler, handoff: HandoffStage | None, *, total_pa
         digest_mismatches_total=0 if transfers is None else transfers.digest_mismatches,
         overlap_hidden_s=stats.overlap_hidden_s,
         schedule_s=stats.schedule_s,
+        plan_s=stats.plan_s,
+        launch_s=stats.launch_s,
+        settle_s=stats.settle_s,
+        wait_s=stats.wait_s,
+        failed_total=stats.failed_total,
+        refused_total=stats.refused_total,
+        engine_errors_total=stats.engine_errors_total,
+        convicted_total=stats.convicted_total,
+        unsound_total=stats.unsound_total,
+        audit_failures_total=stats.audit_failures_total,
+        output_tokens_per_s=throughput.measure(stats.output_tokens_total),
+        paused=stats.paused,
         preempted_total=stats.preempted_total,
         head_waits=stats.head_waits,
         speculation=stats.speculation,

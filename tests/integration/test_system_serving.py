@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tandem_services.cli.main import main
 from tandem_services.loadgen.workload import Lengths, RequestSpec, fixed_workload
 from tandem_testing.system_client import SystemClient
 from tandem_testing.waiting import until
@@ -145,6 +146,38 @@ async def test_a_client_that_leaves_during_prefill_gives_its_pages_back(fleet):
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
     await fleet.settled()
+
+
+async def test_an_operator_operates_one_worker_while_the_others_serve(fleet, capsys):
+    worker = fleet.system.workers["decode-0"].removeprefix("http://")
+
+    async def order(*words: str) -> tuple[int, dict]:
+        status = await asyncio.to_thread(main, ["ctl", worker, *words])
+        shown = capsys.readouterr()
+        return status, json.loads(shown.out or shown.err)
+
+    before = (await fleet.chat(QUESTIONS[0])).text
+    assert await order("pause", "--mode", "retract") == (0, {"message": "paused (retract)", "requests": 0})
+
+    async def not_offered() -> bool:
+        return not await fleet.is_ready(fleet.system.workers["decode-0"])
+
+    await until(not_offered, 10.0, "a paused worker is not ready")
+    chats = await asyncio.gather(*map(fleet.chat, QUESTIONS[1:]))
+    assert all(chat.text for chat in chats)
+    status, answer = await order("flush-cache")
+    assert (status, answer["message"]) == (0, "the prefix cache is empty")
+    assert (await order("audit"))[1]["tree_pages"] == 0
+    status, answer = await order("profile")
+    assert (status, answer["code"]) == (1, "config_error")
+    assert "--torch-profiler-dir" in answer["message"]
+    status, answer = await order("reload", "/nowhere")
+    assert (status, answer["code"]) == (1, "checkpoint_error")
+    assert (await order("reload"))[0] == 0
+    assert await order("abort", "nobody") == (0, {"message": "no request of this id is here", "requests": 0})
+    assert (await order("resume"))[0] == 0
+    await fleet.all_ready()
+    assert (await fleet.chat(QUESTIONS[0])).text == before
 
 
 async def test_nothing_fails_while_redis_is_gone_and_it_is_used_again_when_it_is_back(fleet, reference):

@@ -150,6 +150,9 @@ class FakeTransport:
             device_id=0,
         )
 
+    def rename(self, me: Peer) -> None:
+        self.me = me
+
     def connect(self, hello: Hello) -> None:
         self.connected.add(hello.sender.incarnation)
 

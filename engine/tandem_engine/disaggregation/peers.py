@@ -65,16 +65,13 @@ class PeerChannels:
 
     def __init__(self, *, context: IpcContext, inbound: PeerInbound, me: Peer) -> None:
         self._context = context
-        self._me = me
+        self.me = me
+        """This engine, as peers know it. Its `compat_hash` changes when its weights are replaced."""
         self._incarnations = Incarnations()
         self._channels: dict[str, DealerChannel[PeerMessage]] = {}
         self.inbound = inbound
         """Owned by the caller's event loop for polling; closed here."""
         self._dropped = 0
-
-    @property
-    def me(self) -> Peer:
-        return self._me
 
     @property
     def refused(self) -> int:
@@ -132,9 +129,9 @@ class PeerChannels:
 
     def _admit(self, message: PeerMessage) -> Iterator[PeerEvent]:
         sender = message.sender
-        if sender.compat_hash != self._me.compat_hash:
-            raise WireError(f"its KV has shape {sender.compat_hash}, ours {self._me.compat_hash}")
-        if isinstance(message, WriteGrant) and message.writer != self._me.incarnation:
+        if sender.compat_hash != self.me.compat_hash:
+            raise WireError(f"its KV has shape {sender.compat_hash}, ours {self.me.compat_hash}")
+        if isinstance(message, WriteGrant) and message.writer != self.me.incarnation:
             raise WireError(f"granted to {message.writer}")
         accepted, superseded = self._incarnations.observe(sender)
         if not accepted:

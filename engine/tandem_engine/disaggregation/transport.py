@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import PageId
 
@@ -104,6 +105,10 @@ class KvTransport(Protocol):
 
     def hello(self) -> Hello:
         """What peers need to write into this pool."""
+        ...
+
+    def rename(self, me: Peer) -> None:
+        """This incarnation's KV is of another model now; where the pool lies stays what it was."""
         ...
 
     def connect(self, hello: Hello) -> None:

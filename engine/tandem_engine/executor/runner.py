@@ -68,16 +68,18 @@ class ModelRunner:
         scores = prompt_scores(hidden[rows:scored], batch.prompt_positions, self.model.logits)
         pooled = sum_pooled(hidden[scored:], batch.pooled)
         facts = agree_on_step(self._group, sampled.token_ids, time.perf_counter() - started)
+        token_ids, unsound = _without_marks(facts.token_ids)
         if rows and not batch.draft_lens:
             # With drafts nobody can say which token is a sequence's last, and nobody asks before it is settled.
-            self._future_map.publish(batch.rows[batch.sample_index], facts.token_ids)
-            self._sampler.record(batch.sampling, facts.token_ids)
+            self._future_map.publish(batch.rows[batch.sample_index], token_ids)
+            self._sampler.record(batch.sampling, token_ids)
         return ForwardResult(
             step=batch.step,
-            next_token_ids=tuple(facts.token_ids.tolist()),
+            next_token_ids=tuple(token_ids.tolist()),
             logprobs=sampled.logprobs,
             prompt_scores=scores,
             pooled=pooled,
+            unsound=unsound,
             compute_s=facts.compute_s,
         )
 
@@ -108,6 +110,14 @@ class ModelRunner:
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SampleOutput:
         return self._sampler.sample(self.model.logits(hidden), over_runs(batch), ahead=drafts_ahead(batch))
+
+
+def _without_marks(token_ids: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Tokens [R] with 0 for those that mean nothing, and where they are. Later steps may be on their way already."""
+    if len(token_ids) == 0 or int(token_ids.min()) >= 0:
+        return token_ids, ()
+    unsound = token_ids < 0
+    return token_ids.masked_fill(unsound, 0), tuple(unsound.nonzero().squeeze(1).tolist())
 
 
 def _wanted_tokens(batch: ForwardBatch) -> Tensor:

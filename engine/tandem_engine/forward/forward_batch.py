@@ -150,5 +150,8 @@ class ForwardResult:
     """One for each of `ForwardBatch.prompt_positions`."""
     pooled: tuple[PooledSum, ...] = ()
     """One for each of `ForwardBatch.pooled`."""
+    unsound: tuple[int, ...] = ()
+    """Which of the S sequences had NaN or +infinity for the best logit: their tokens mean nothing. Between
+    sampling and verification of drafts: which of the R rows."""
     compute_s: float = 0.0
     """Time the forward itself took."""

@@ -20,7 +20,7 @@ such a step only reads the tree's pages and what it computes for this request is
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem_engine.memory.allocator import PageAllocator, Writer
 from tandem_engine.memory.copies import CopyQueue
@@ -204,6 +204,16 @@ class KvMemory:
         if checkpoint:
             self.checkpoint(kv, token_ids, after_step=after_step)
         self._free(self._let_go(kv, after_step), after_step)
+
+    def renew(self, kv: RequestKv) -> RequestKv:
+        """All that `kv` holds, under a new identity: what was computed beyond the settled tokens is to be forgotten.
+
+        Whoever keeps state that belongs to a holding knows it by identity, and has to build it anew (T43).
+        """
+        self._assert_live(kv)
+        renewed = replace(kv)
+        kv.released, kv.lock = True, None
+        return renewed
 
     def detach(self, kv: RequestKv) -> list[PageId]:
         """Give back row and lock, and hand the private pages to a hold that outlives the request.

@@ -10,10 +10,15 @@ The pool knows nothing about who owns which page.
 """
 
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch
 
 from tandem_engine.names import PageId
+
+ALIGNMENT = 4096
+"""Of the pool in main memory: that of the machine's pages, which is what registering it for transfers rounds to."""
 
 
 class KvPool:
@@ -36,8 +41,7 @@ class KvPool:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
-        # On a CPU zeros come from calloc: a page costs physical memory when it is first written, not here.
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = _zeros(shape, dtype, torch.device(device))
         self._bytes = self.data.view(num_pages, -1).view(torch.uint8)
 
     @property
@@ -83,3 +87,13 @@ class KvPool:
     def page_view(self, page: PageId) -> torch.Tensor:
         """The bytes of one page: uint8 [page_bytes], a view."""
         return self._bytes[page]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """torch writes its zeros. numpy has them from calloc, so that a page costs memory when it is first used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

@@ -1,4 +1,10 @@
-"""Engine process ↔ the worker service that started it."""
+"""Engine process ↔ the worker service that started it.
+
+An operator's order carries a nonce and is answered by `OrderDone` or `OrderRefused` with the same one; the
+worker service's own orders are not answered, but for `Audit`.
+"""
+
+from enum import StrEnum
 
 import msgspec
 
@@ -96,7 +102,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     overlap_hidden_s: float
     """Scheduling time spent while a forward was computing, since start."""
     schedule_s: float
-    """All scheduling time since start."""
+    """All scheduling time since start: planning, launching and settling."""
+    plan_s: float
+    launch_s: float
+    settle_s: float
+    wait_s: float
+    """Time the scheduler has waited for steps, since start."""
+    failed_total: int
+    """Requests ended by an error."""
+    refused_total: int
+    engine_errors_total: int
+    """Steps that raised."""
+    convicted_total: int
+    """Requests that ended because a step raises whenever they are in it."""
+    unsound_total: int
+    """Requests that ended because of NaN or infinite logits."""
+    audit_failures_total: int
+    output_tokens_per_s: float
+    """Over the time since the report before."""
+    paused: bool
     preempted_total: int = 0
     """Of the retracted: those put back for a more important request."""
     head_waits: str = ""
@@ -134,7 +158,25 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True, tag="audit_report")
     held_pages: int
 
 
-EngineToWorker = EngineReady | EngineFailed | EngineStats | AuditReport | KvEventBatch
+class OrderDone(msgspec.Struct, frozen=True, kw_only=True, tag="order_done"):
+    """An operator's order was carried out."""
+
+    nonce: int
+    message: str
+    """One sentence."""
+    figures: dict[str, int | str]
+
+
+class OrderRefused(msgspec.Struct, frozen=True, kw_only=True, tag="order_refused"):
+    """An operator's order changed nothing."""
+
+    nonce: int
+    code: str
+    """Of the `EngineError`: busy, config_error, checkpoint_error."""
+    message: str
+
+
+EngineToWorker = EngineReady | EngineFailed | EngineStats | AuditReport | OrderDone | OrderRefused | KvEventBatch
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
@@ -159,4 +201,59 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Abort what is left and exit."""
 
 
-WorkerToEngine = Audit | ReplayCache | PeerGone | Drain | Shutdown
+class PauseMode(StrEnum):
+    """What happens to running requests. Names follow SGLang's pause_generation."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    """They give back their KV and are computed again."""
+    IN_PLACE = "in_place"
+    """They keep it."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort_requests"):
+    """End one request by its exact id (T11), or all."""
+
+    nonce: int
+    rid: str | None
+
+
+class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush_cache"):
+    """Empty the prefix cache. Refused while requests hold KV."""
+
+    nonce: int
+
+
+class PauseGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="pause"):
+    nonce: int
+    mode: PauseMode
+
+
+class ResumeGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="resume"):
+    nonce: int
+
+
+class ReloadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="reload"):
+    """Replace the weights by those in `path`, on the engine's own disk; None reads the folder it serves again."""
+
+    nonce: int
+    path: str | None
+
+
+class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile"):
+    """Trace the next `steps` steps, for at most `seconds`."""
+
+    nonce: int
+    steps: int
+    seconds: float
+
+
+class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag="stop_profile"):
+    """End a trace early. Its file is written."""
+
+    nonce: int
+
+
+OrderAtOnce = AbortRequests | FlushCache | PauseGeneration | ResumeGeneration | StartProfile | StopProfile
+OperatorOrder = OrderAtOnce | ReloadWeights
+WorkerToEngine = Audit | ReplayCache | PeerGone | Drain | Shutdown | OperatorOrder

@@ -6,6 +6,7 @@ one, or saw it a turn later, would plan another batch, and the next collective w
 
 import msgspec
 
+from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.requests import GenerateRequest
 
 
@@ -33,6 +34,19 @@ class CloseSession(msgspec.Struct, frozen=True, kw_only=True, tag="close_session
     session: str
 
 
+class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause"):
+    mode: PauseMode
+    refuse_new: bool
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, tag="resume"):
+    pass
+
+
+class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush_cache"):
+    """Only when nobody holds KV."""
+
+
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     pass
 
@@ -41,4 +55,4 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """The engine closes: no turn follows."""
 
 
-Input = Add | Abort | AbortClient | AbortAll | CloseSession | Drain | Stop
+Input = Add | Abort | AbortClient | AbortAll | CloseSession | Pause | Resume | FlushCache | Drain | Stop

@@ -21,6 +21,8 @@ from tandem_engine.sampling.noise import gumbel, token_hashes
 
 FEW = 8
 """Noise is drawn for kept tokens alone when they are at most one in this many."""
+UNSOUND = -1
+"""Stands for a token that means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +30,7 @@ class SampleOutput:
     """S rows in the order of the logits."""
 
     token_ids: Tensor
-    """[S] int64"""
+    """[S] int64; `UNSOUND` where the best logit is NaN or +infinity."""
     logprobs: tuple[SampledLogprobs | None, ...]
     """[S], or empty when nobody asked."""
 
@@ -42,12 +44,14 @@ class Sampler:
         self.editor = LogitEditor()
 
     def sample(self, logits: Tensor, sampling: SamplingBatch, *, ahead: Tensor | None = None) -> SampleOutput:
-        """logits [R, V] float32, left as they are. NaN is not looked for: the self-test is there for that.
+        """logits [R, V] float32, left as they are. NaN in a row disturbs no other, and marks its token.
 
         `ahead` as in `LogitEditor.edit`.
         """
         edited = self.editor.edit(logits, sampling.edits, sampling.suppress, masks=sampling.masks, ahead=ahead)
         token_ids = edited.argmax(dim=1)  # the first of equals, as transformers has it
+        # argmax takes NaN for the largest, so one look at the winners tells of every row.
+        sound = edited.gather(1, token_ids[:, None]).squeeze(1) < torch.inf
         if not sampling.all_greedy:
             rows = (sampling.temperature > 0.0).nonzero().squeeze(1)
             if len(rows) == len(logits):
@@ -55,7 +59,8 @@ class Sampler:
             elif len(rows):
                 token_ids[rows] = self._draw(edited[rows], _only(sampling, rows))
         logprobs = sampled_logprobs(logits, token_ids, sampling.logprobs) if sampling.logprobs else ()
-        return SampleOutput(token_ids=token_ids, logprobs=logprobs)
+        # Logprobs need a token that is one. A row of nothing but -infinity is sound: all of it was forbidden.
+        return SampleOutput(token_ids=token_ids.masked_fill_(~sound, UNSOUND), logprobs=logprobs)
 
     def record(self, sampling: SamplingBatch, token_ids: Tensor) -> None:
         """Let rows with a history have the tokens [S] that they got. After every `sample`, in step order."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
-from tandem_engine.errors import DrainingError, EngineError, InvalidRequestError, QueueFullError
+from tandem_engine.errors import DrainingError, EngineError, InvalidRequestError, PausedError, QueueFullError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, HandoffSide, check_group
 from tandem_engine.names import RequestId
@@ -48,6 +48,8 @@ class Ingress:
     gate: GrammarGate
     tally: Tally
     draining: bool = False
+    paused: bool = False
+    """Paused, and new requests had better go elsewhere."""
 
     def add(self, message: GenerateRequest, client: bytes) -> Request | None:
         """Give `message` a home. None when it was refused, or needs no computing."""
@@ -62,6 +64,7 @@ class Ingress:
             return None
         req = self._request(whole, client)
         try:
+            self._check_room()
             check_pooling(message, hidden_size=self.model.hidden_size)
             self._check(req)
         except EngineError as error:
@@ -125,12 +128,20 @@ class Ingress:
             streamed=len(message.resume_ids),
         )
 
-    def _check(self, req: Request) -> None:
+    def check(self, message: GenerateRequest) -> None:
+        """Raise `InvalidRequestError` for a request that no state of this engine can ever serve."""
+        self._check(self._request(message, b""))
+
+    def _check_room(self) -> None:
         if self.draining:
             raise DrainingError("this worker is draining and takes no new requests")
+        if self.paused:
+            raise PausedError("an operator has paused this worker; it takes no new requests")
         waiting = self.queues.num_waiting + self.queues.waiting_in_stages()
         if waiting >= self.config.max_queued_requests:
             raise QueueFullError(f"{waiting} requests are waiting, the limit is {self.config.max_queued_requests}")
+
+    def _check(self, req: Request) -> None:
         if req.deadline is not None and not math.isfinite(req.deadline):
             raise InvalidRequestError("deadline_s must be a finite number of seconds", param="deadline_s")
         if req.handoff is not None:

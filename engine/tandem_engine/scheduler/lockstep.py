@@ -18,7 +18,19 @@ from tandem_engine.errors import RankLostError
 from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.failure import FirstFailure
-from tandem_engine.parallel.inputs import Abort, AbortAll, AbortClient, Add, CloseSession, Drain, Input, Stop
+from tandem_engine.parallel.inputs import (
+    Abort,
+    AbortAll,
+    AbortClient,
+    Add,
+    CloseSession,
+    Drain,
+    FlushCache,
+    Input,
+    Pause,
+    Resume,
+    Stop,
+)
 from tandem_engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -151,6 +163,12 @@ def apply(scheduler: Scheduler, item: Input) -> None:
             scheduler.sessions.close(item.salt, item.session)
         case AbortAll():
             scheduler.abort_all()
+        case Pause():
+            scheduler.pause(item.mode, refuse_new=item.refuse_new)
+        case Resume():
+            scheduler.resume()
+        case FlushCache():
+            scheduler.forget_kv()
         case Drain():
             scheduler.drain()
         case Stop():

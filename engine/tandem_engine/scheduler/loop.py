@@ -7,6 +7,8 @@ Depth is one: at most one step is in flight while another is planned. In overlap
 N+1 without knowing the tokens of N: a decode's input id is `RESOLVE`, and a request that ends in N
 computes one token too many in N+1, which settlement drops.
 
+A step that raises is void, and so is the one launched on top of it; `Isolation` has what follows.
+
 What the plan may not do without the tokens of N (retract, T15, T16; draft) it answers with `SETTLE_FIRST`;
 then this turn settles before it launches, as normal mode does. So it does after a step that verified drafts:
 before it has settled nobody knows how long its sequences are.
@@ -16,6 +18,7 @@ before. It is launched all the same; its masks follow right after settlement (T4
 waits for them.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -31,12 +34,12 @@ from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
 from tandem_engine.scheduler.settle import Settlement
 from tandem_engine.scheduler.speculation import NO_DRAFTS, Speculation
 from tandem_engine.scheduler.steps import Steps
-from tandem_engine.scheduler.tally import Tally
+from tandem_engine.scheduler.tally import Phase, Tally
+
+logger = logging.getLogger(__name__)
 
 WAIT_SLICE = 0.25
 """Seconds that the loop waits for a step before it lets its owner answer others."""
-LONGEST_STEP = 120.0
-"""Seconds after which a step that has not come back is taken for hung."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +63,14 @@ class Loop:
     steps: Steps
     clock: Clock
     tally: Tally
+    longest_step: float
+    """Seconds after which a step that has not come back is taken for hung."""
     speculation: Speculation | None = None
     in_flight: InFlight | None = None
     while_waiting: Callable[[], None] = lambda: None
     """Called between slices of a long wait. It must not touch the scheduler."""
+    on_hang: Callable[[float], None] = lambda seconds: None  # noqa: ARG005
+    """Called once for a step that hangs, with how long. It may look at the scheduler and change nothing."""
 
     def turn(self) -> None:
         """Plan, launch and settle once."""
@@ -71,6 +78,13 @@ class Loop:
             self.in_flight = self._overlapped(self.in_flight)
         else:
             self._normal()
+
+    def stand_still(self) -> None:
+        """A turn that launches nothing: settle what is in flight, and let wishes come true."""
+        last, self.in_flight = self.in_flight, None
+        if last is not None:
+            self._settle(last, None)
+        self.planner.sweep()
 
     def _normal(self) -> None:
         current = self._launch(self._plan(None), None)
@@ -87,25 +101,26 @@ class Loop:
             last = None
             plan = self._plan(None)
         current = self._launch(plan, last)
-        if last is not None:
-            self._settle_beside(last, current)
+        if last is not None and not self._settle_beside(last, current):
+            return None
         return current
 
-    def _settle_beside(self, last: InFlight, current: InFlight | None) -> None:
-        """Settle `last`, then fill the masks that the forward of `current` waits for."""
+    def _settle_beside(self, last: InFlight, current: InFlight | None) -> bool:
+        """Settle `last`, then fill the masks that the forward of `current` waits for. False as `_settle` says."""
         masks = None if current is None else current.masks
         if current is None or masks is None:
-            self._settle(last, current)
-            return
+            return self._settle(last, current)
         try:
-            self._settle(last, current)
-            with self._scheduling(beside=current):
-                fill_masks(masks, current.batch.sampler_runs)
+            settled = self._settle(last, current)
+            if settled:
+                with self._scheduling(Phase.SETTLE, beside=current):
+                    fill_masks(masks, current.batch.sampler_runs)
         finally:
             masks.release()
+        return settled
 
     def _plan(self, last: InFlight | None) -> StepPlan | Hold:
-        with self._scheduling(beside=last):
+        with self._scheduling(Phase.PLAN, beside=last):
             return self.planner.plan(in_flight=last is not None)
 
     def _launch(self, plan: StepPlan | Hold, last: InFlight | None) -> InFlight | None:
@@ -114,7 +129,7 @@ class Loop:
         drafts = NO_DRAFTS
         if self.speculation is not None and last is None and plan.decodes:
             drafts = self.speculation.draft(plan.decodes)
-        with self._scheduling(beside=last):
+        with self._scheduling(Phase.LAUNCH, beside=last):
             batch = ScheduleBatch(step=self.steps.launch(), extends=plan.extends, decodes=plan.decodes, drafts=drafts)
             view = self.builder.build(batch)
             batch.mark_launched()
@@ -125,36 +140,57 @@ class Loop:
         # Outside the measured time: in normal mode this is the forward itself.
         return InFlight(batch=batch, future=self.executor.launch(view), masks=masks)
 
-    def _settle(self, done: InFlight, current: InFlight | None) -> None:
+    def _settle(self, done: InFlight, current: InFlight | None) -> bool:
+        """False when `done` raised: then `current` was waited for, and is void with it."""
         error = self._wait(done.future)
-        with self._scheduling(beside=current):
-            if error is None:
-                self.settlement.settle(done.batch, done.future.result())
-            else:
-                self.settlement.fail(done.batch, error)
+        if error is not None:
+            self._fail(done, error, current)
+            return False
+        with self._scheduling(Phase.SETTLE, beside=current):
+            self.settlement.settle(done.batch, done.future.result())
+        return True
+
+    def _fail(self, done: InFlight, error: BaseException, current: InFlight | None) -> None:
+        if current is not None and current.masks is not None:
+            # What it samples is void, and it would wait for masks that nobody fills.
+            current.masks.release()
+        if current is not None and (also := self._wait(current.future)) is not None:
+            logger.info("step %d, on top of one that failed, raised too: %r", current.batch.step, also)
+        with self._scheduling(Phase.SETTLE, beside=None):
+            self.settlement.fail(done.batch, error, above=None if current is None else current.batch)
 
     def _wait(self, future: Future[ForwardResult]) -> BaseException | None:
         """Wait for a step; returns what it raised.
 
         A step can take seconds: a long chunk of a large model on a CPU. That is no silence, so the owner of
         the loop gets to answer its peers meanwhile, and every slice of the wait counts as a turn. After
-        `LONGEST_STEP` a step counts as hung: nobody is told any more that this engine lives.
+        `longest_step` a step counts as hung: that is reported, and nobody is told any more that this engine
+        lives.
         """
         began = self.clock.now()
+        hangs = False
         while True:
             try:
-                return future.exception(timeout=WAIT_SLICE)
+                error = future.exception(timeout=WAIT_SLICE)
             except TimeoutError:
-                if self.clock.now() - began < LONGEST_STEP:
+                waited = self.clock.now() - began
+                if waited < self.longest_step:
                     self.tally.loops += 1
                     self.while_waiting()
+                elif not hangs:
+                    hangs = True
+                    self.on_hang(waited)
+            else:
+                self.tally.spend(Phase.WAIT, self.clock.now() - began)
+                return error
 
     @contextmanager
-    def _scheduling(self, *, beside: InFlight | None) -> Iterator[None]:
+    def _scheduling(self, phase: Phase, *, beside: InFlight | None) -> Iterator[None]:
         """Time spent here counts as hidden when the step `beside` it is still computing at the end."""
         start = self.clock.now()
         yield
         spent = self.clock.now() - start
         self.tally.schedule_s += spent
+        self.tally.spend(phase, spent)
         if beside is not None and not beside.future.done():
             self.tally.overlap_hidden_s += spent

@@ -22,6 +22,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.endings import Endings
+from tandem_engine.scheduler.isolation import Isolation
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
 from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.preemption import Preemption
@@ -66,6 +67,7 @@ class Planner:
     retraction: Retraction
     sessions: Sessions
     swapping: Swapping
+    isolation: Isolation
     ratio: NewTokenRatio
     clock: Clock
     tally: Tally
@@ -79,7 +81,9 @@ class Planner:
 
     def plan(self, *, in_flight: bool) -> StepPlan | Hold:
         """`in_flight`: a step was launched whose result is not settled."""
-        self._sweep()
+        self.sweep()
+        if self.isolation.active and (trial := self.isolation.trial()):
+            return StepPlan(extends=trial, decodes=())
         retracted = self.tally.retracted
         if self.preemption is not None and len(self.queues.waiting):
             room = self.preemption.make_way(self._ask, in_flight=in_flight)
@@ -254,7 +258,7 @@ class Planner:
         self.tally.host_cached_tokens += req.held_kv.loaded.host * self.memory.page_size
         self.tally.disk_cached_tokens += req.held_kv.loaded.disk * self.memory.page_size
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Finished rows leave whatever the last step did (T19); wishes of idle requests come true (T8)."""
         self.queues.drop_finished()
         wishes, self.queues.wishes = self.queues.wishes, []

@@ -27,7 +27,7 @@ from tandem_engine.errors import EngineError
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.messages.control import SpeculationStats
+from tandem_engine.messages.control import PauseMode, SpeculationStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.names import RequestId
@@ -37,9 +37,11 @@ from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.grammar_gate import GrammarGate, Least
 from tandem_engine.scheduler.health import Health
 from tandem_engine.scheduler.ingress import Ingress
+from tandem_engine.scheduler.isolation import Isolation
 from tandem_engine.scheduler.loop import Loop
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
+from tandem_engine.scheduler.pausing import Pausing
 from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.planner import Planner
 from tandem_engine.scheduler.policy.choose import make_policy
@@ -60,7 +62,7 @@ from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.stop import DecodeText, StopRule
 from tandem_engine.scheduler.stream import OutputStream, Sink
 from tandem_engine.scheduler.swapping import Swapping
-from tandem_engine.scheduler.tally import SchedulerStats, Tally
+from tandem_engine.scheduler.tally import Phase, SchedulerStats, Tally
 
 ABORTED = Finish(reason=FinishReason.ABORT)
 OVERDUE = Finish(reason=FinishReason.ABORT, error="the deadline passed", code="deadline_exceeded")
@@ -152,8 +154,19 @@ class Scheduler:
             gate=self._gate,
             tally=self.tally,
         )
+        self._isolation = Isolation(
+            config=config, memory=memory, queues=self.queues, endings=self._endings, tally=self.tally
+        )
         self._planner = self._build_planner()
         self._loop = self._build_loop(executor)
+        self._pausing = Pausing(
+            memory=memory,
+            queues=self.queues,
+            isolation=self._isolation,
+            endings=self._endings,
+            sessions=self.sessions,
+            tally=self.tally,
+        )
         self._health = Health(config=config, memory=memory, queues=self.queues, tally=self.tally)
 
     def _build_planner(self) -> Planner:
@@ -180,6 +193,7 @@ class Scheduler:
             retraction=retraction,
             sessions=self.sessions,
             swapping=swapping,
+            isolation=self._isolation,
             ratio=self._ratio,
             clock=self.clock,
             tally=self.tally,
@@ -206,6 +220,7 @@ class Scheduler:
             steps=self._steps,
             stop=self._stop,
             endings=self._endings,
+            isolation=self._isolation,
             stream=self._stream,
             stopwatch=self._stopwatch,
             tally=self.tally,
@@ -216,6 +231,7 @@ class Scheduler:
             planner=self._planner,
             builder=BatchBuilder(memory=self.memory, stop=self._stop, slots=self._slots),
             executor=executor,
+            longest_step=self.config.watchdog_timeout,
             settlement=settlement,
             steps=self._steps,
             clock=self._stopwatch,
@@ -245,6 +261,10 @@ class Scheduler:
             self._deadlines.watch(req)
         self._stream.flush()
 
+    def check(self, message: GenerateRequest) -> None:
+        """Raise `InvalidRequestError` for a request that no state of this engine can ever serve. Adds nothing."""
+        self._ingress.check(message)
+
     def abort(self, rid: RequestId) -> None:
         """Wish for the end of a request, wherever it is. Unknown ids are ignored (T10)."""
         self._ingress.abort(rid, ABORTED)
@@ -269,7 +289,10 @@ class Scheduler:
         self.sessions.sweep()
         polled = [self.memory.poll(), self._prefetching.poll(), *(stage.poll() for stage in self.queues.stages)]
         polled.append(self._gate.poll())
-        self._loop.turn()
+        if self._pausing.paused:
+            self._loop.stand_still()
+        else:
+            self._loop.turn()
         self._stream.flush()
         self._health.after_turn(idle=self.idle)
         return any(polled) or self.tally.moves != before
@@ -282,14 +305,71 @@ class Scheduler:
         """Have `answer_others` called now and then during a long step. It must not touch the scheduler."""
         self._loop.while_waiting = answer_others
 
+    def on_hang(self, report: Callable[[float], None]) -> None:
+        """Have `report` called, with the seconds waited, when a step is taken for hung."""
+        self._loop.on_hang = report
+
     def drain(self) -> None:
         """Refuse new requests from now on; those that are here finish."""
         self._ingress.draining = True
 
-    def abort_all(self) -> None:
-        """Wish for the end of every request."""
-        for req in list(self.queues.live()):
+    def abort_all(self) -> int:
+        """Wish for the end of every request; returns how many there were."""
+        live = list(self.queues.live())
+        for req in live:
             self.abort(req.rid)
+        return len(live)
+
+    # The operator's orders. All take effect between two steps.
+
+    @property
+    def paused(self) -> bool:
+        """Whether requests stand still."""
+        return self._pausing.paused
+
+    def pause(self, mode: PauseMode, *, refuse_new: bool = False) -> int:
+        """Compute nothing until `resume`; returns how many requests the mode touched. See `pausing`.
+
+        `refuse_new`: answer new requests with `PausedError` instead of letting them wait.
+        """
+        self._loop.stand_still()
+        self._pausing.paused = True
+        self._ingress.paused = refuse_new
+        touched = 0
+        if mode is PauseMode.ABORT:
+            touched = self.abort_all()
+            self._planner.sweep()
+        elif mode is PauseMode.RETRACT:
+            touched = self._pausing.put_back_all()
+        self._stream.flush()
+        return touched
+
+    def resume(self) -> None:
+        """Go on. No-op when not paused."""
+        self._pausing.paused = self._ingress.paused = False
+
+    def stand_still(self) -> None:
+        """Settle what is in flight and launch nothing: for changes that no step may see half done."""
+        self._loop.stand_still()
+        self._stream.flush()
+
+    def require_flushable(self) -> None:
+        """Raise `BusyError` while requests hold KV: `forget_kv` would leave it behind."""
+        self._pausing.require_flushable()
+
+    def forget_kv(self) -> None:
+        """Empty the prefix cache, of what conversations have pinned too."""
+        self._pausing.forget_kv()
+
+    def end_started(self, finish: Finish) -> int:
+        """End every request with KV or output as `finish` says, now; returns how many. The others wait on."""
+        self._loop.stand_still()
+        started = [req for req in self.queues.live() if req.kv is not None or req.output_ids]
+        for req in started:
+            self._ingress.abort(req.rid, finish)
+        self._planner.sweep()
+        self._stream.flush()
+        return len(started)
 
     def report_failure(self, error: EngineError) -> None:
         """Tell every client that `error` ended its request. For an engine that cannot go on: nothing is released."""
@@ -335,10 +415,17 @@ class Scheduler:
             host_cached_tokens_total=tally.host_cached_tokens,
             disk_cached_tokens_total=tally.disk_cached_tokens,
             engine_errors_total=tally.engine_errors,
+            convicted_total=tally.convicted,
+            unsound_total=tally.unsound,
             audit_failures_total=tally.audit_failures,
             overlap_hidden_s=tally.overlap_hidden_s,
             schedule_s=tally.schedule_s,
             speculation=self._speculation_stats(),
+            plan_s=tally.spent_s[Phase.PLAN],
+            launch_s=tally.spent_s[Phase.LAUNCH],
+            settle_s=tally.spent_s[Phase.SETTLE],
+            wait_s=tally.spent_s[Phase.WAIT],
+            paused=self.paused,
         )
 
     def _speculation_stats(self) -> SpeculationStats | None:

@@ -23,13 +23,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem_engine.clock import Clock
-from tandem_engine.errors import EngineError, InvalidRequestError
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.executor.faults import DeviceLostError, StepFault, fault_of
 from tandem_engine.forward.forward_batch import ForwardResult, SampledLogprobs
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.messages.outputs import TokenLogprob
+from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.grammar_progress import GrammarProgress
+from tandem_engine.scheduler.isolation import Isolation
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
@@ -49,6 +51,8 @@ class Sampled(NamedTuple):
 
     run: tuple[int, ...]
     logprobs: tuple[SampledLogprobs | None, ...] = ()
+    sound: bool = True
+    """False when the logits it was drawn from are no numbers."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,6 +64,7 @@ class Settlement:
     steps: Steps
     stop: StopRule
     endings: Endings
+    isolation: Isolation
     stream: OutputStream
     stopwatch: Clock
     """Durations only: it may read differently on other ranks."""
@@ -76,7 +81,7 @@ class Settlement:
         sampled = _sampled(result)
         for extend in batch.extends:
             self._extend(extend, next(sampled) if extend.samples else None)
-        if result.logprobs or batch.drafts.chains:
+        if result.logprobs or result.unsound or batch.drafts.chains:
             for (req, drafts), one in zip(batch.decode_runs, sampled, strict=True):
                 self._decode(req, one, drafted=len(drafts))
         else:
@@ -97,19 +102,38 @@ class Settlement:
                 assert req.pooled is not None, f"pooled hidden states of {req.rid}, which wants none"
                 req.pooled.take(pooled)
 
-    def fail(self, batch: ScheduleBatch, error: BaseException) -> None:
-        """The forward of `batch` raised: its requests fail, all others go on."""
-        logger.error("step %d failed with %d requests", batch.step, len(batch.requests), exc_info=error)
-        self._close(batch)
+    def fail(self, batch: ScheduleBatch, error: BaseException, *, above: ScheduleBatch | None) -> None:
+        """The forward of `batch` raised: its requests are tried apart, all others go on.
+
+        `above` was launched on top of it and has come back too, well or not: its results count for nothing.
+
+        Raises:
+            DeviceLostError: no later step can succeed.
+        """
+        fields = {"step": batch.step, "rids": [req.rid for req in batch.requests]}
+        logger.error(
+            "step %d failed with %d requests: %s: %s",
+            batch.step,
+            len(batch.requests),
+            type(error).__name__,
+            error,
+            extra={"fields": fields},
+        )
+        if fault_of(error) is StepFault.DEVICE_LOST:
+            raise DeviceLostError(f"step {batch.step} lost the device: {error}") from error
         self.tally.engine_errors += 1
-        finish = error_finish(EngineError(f"the model step raised {type(error).__name__}"))
+        self._void(batch)
+        if above is not None:
+            self._void(above)
+        self.isolation.accuse(batch.requests, () if above is None else above.requests, error)
+
+    def _void(self, batch: ScheduleBatch) -> None:
+        """`batch` is over and yielded nothing."""
+        self._close(batch)
         for extend in batch.extends:
             self._landed(extend.req, tokens=int(extend.samples))
         for req, drafts in batch.decode_runs:
             self._landed(req, tokens=1 + len(drafts))
-        for req in batch.requests:
-            if req.finished is None:
-                self.endings.finish(req, req.to_finish or finish, checkpoint=False)
 
     def _close(self, batch: ScheduleBatch) -> None:
         """The device is done with this step, so what waited for it is free, before anything is released."""
@@ -132,6 +156,9 @@ class Settlement:
         self.memory.commit(req.held_kv, extend.stop)
         if req.to_finish is not None:
             self.endings.finish(req, req.to_finish)
+            return
+        if sampled is not None and not sampled.sound:
+            self._end_unsound(req)
             return
         self._cache(req)
         if sampled is not None:
@@ -173,6 +200,9 @@ class Settlement:
         if req.to_finish is not None:
             self.endings.finish(req, req.to_finish)
             return
+        if not sampled.sound:
+            self._end_unsound(req)
+            return
         if drafted:
             self._take_back(req, drafted=drafted, accepted=len(sampled.run) - 1)
         self._tokens(req, sampled)
@@ -182,6 +212,14 @@ class Settlement:
         req.launched_len -= drafted - accepted
         if self.speculation is not None:
             self.speculation.learn(req, drafted=drafted, accepted=accepted)
+
+    def _end_unsound(self, req: Request) -> None:
+        """NaN in its logits is NaN in its KV: it ends, and nobody finds its pages in the cache."""
+        self.tally.unsound += 1
+        error = f"request {req.rid}: the model computed NaN or infinite logits after {req.seq_len} tokens"
+        logger.error("%s", error, extra={"fields": {"rid": req.rid, "step": self.steps.settled}})
+        finish = Finish(reason=FinishReason.ERROR, error=error, code="engine_error", retryable=False)
+        self.endings.finish(req, finish, checkpoint=False)
 
     def _cache(self, req: Request) -> None:
         """Let others share what is computed of the prompt while the rest, and its output, go on.
@@ -264,6 +302,14 @@ def _cut_by_grammar(grammar: GrammarProgress, run: Sequence[int], cut: Cut) -> C
 
 def _sampled(result: ForwardResult) -> Iterator[Sampled]:
     """What each sampling sequence got, in batch order."""
+    sampled = _pairs(result)
+    if not result.unsound:
+        return sampled
+    unsound = frozenset(result.unsound)
+    return (each._replace(sound=index not in unsound) for index, each in enumerate(sampled))
+
+
+def _pairs(result: ForwardResult) -> Iterator[Sampled]:
     if result.accept_lens:
         return _runs(result)
     if not result.logprobs:

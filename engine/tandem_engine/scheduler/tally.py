@@ -1,12 +1,23 @@
 """Counters of the scheduler, and the numbers it reports from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from tandem_engine.messages.control import SpeculationStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 
 WEIGHT = 0.1
 """Weight of the newest measurement in the moving means."""
+
+
+class Phase(Enum):
+    """What the scheduler thread spends a turn on."""
+
+    PLAN = "plan"
+    LAUNCH = "launch"
+    SETTLE = "settle"
+    WAIT = "wait"
+    """For the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +55,18 @@ class SchedulerStats:
     """And those that came from files."""
     engine_errors_total: int
     """Steps whose forward raised."""
+    convicted_total: int
+    """Requests ended because a step of theirs alone raised."""
+    unsound_total: int
+    """Requests ended because of NaN or infinite logits."""
     audit_failures_total: int
     overlap_hidden_s: float
     schedule_s: float
+    plan_s: float
+    launch_s: float
+    settle_s: float
+    wait_s: float
+    paused: bool
     speculation: SpeculationStats | None = None
 
 
@@ -96,6 +116,8 @@ class Tally:
     swapped_in: int = 0
     swap_misses: int = 0
     engine_errors: int = 0
+    convicted: int = 0
+    unsound: int = 0
     audit_failures: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -106,6 +128,7 @@ class Tally:
     overlap_hidden_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
+    spent_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
 
     @property
     def moves(self) -> int:
@@ -116,6 +139,10 @@ class Tally:
         self.finished += 1
         self.aborted += finish.reason is FinishReason.ABORT
         self.failed += finish.reason is FinishReason.ERROR
+
+    def spend(self, phase: Phase, seconds: float) -> None:
+        """The scheduler thread was busy with `phase`, or waited, for so long."""
+        self.spent_s[phase] += seconds
 
     def measure_prefill(self, tokens: int, compute_s: float) -> None:
         """A step that computed prompt tokens alone."""

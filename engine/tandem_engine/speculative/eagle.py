@@ -95,4 +95,5 @@ class EagleDrafter:
         attend = self.backend.plan(batch)
         hidden = self.head.forward(embedded, before, batch.positions, attend, sampled_tokens(batch))
         sampled = self.sampler.sample(self.target.logits(hidden), batch.sampling)
-        return Guess(token_ids=tuple(sampled.token_ids.tolist()), state=hidden)
+        # A guess that means nothing is a wrong guess, and the head goes on from it.
+        return Guess(token_ids=tuple(sampled.token_ids.clamp(min=0).tolist()), state=hidden)

@@ -17,9 +17,10 @@ position as the target (a Gumbel coupling). For distributions a total variation 
 with probability (1 − v) / (1 + v) or more (Daliri et al. 2024), where no method can exceed 1 − v.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Protocol
 
 import torch
@@ -77,6 +78,7 @@ class VerifiedForward:
             next_token_ids=token_ids,
             accept_lens=accept_lens,
             logprobs=tuple(result.logprobs[row] for row in keep) if result.logprobs else (),
+            unsound=_sequences_of(result.unsound, batch.draft_lens),
         )
 
 
@@ -92,6 +94,14 @@ def _kept_rows(draft_lens: Sequence[int], accept_lens: Sequence[int]) -> list[in
         starts.append(starts[-1] + count + 1)
     runs = zip(pairwise(starts), accept_lens, strict=True)
     return [row for (start, _), length in runs for row in range(start, start + length)]
+
+
+def _sequences_of(rows: Sequence[int], draft_lens: Sequence[int]) -> tuple[int, ...]:
+    """Sequences that any of `rows` of sampling belongs to."""
+    if not rows:
+        return ()
+    ends = [*accumulate(count + 1 for count in draft_lens)]
+    return tuple(sorted({bisect_right(ends, row) for row in rows}))
 
 
 def _padded(token_ids: Sequence[int], accept_lens: Sequence[int]) -> Tensor:

@@ -30,6 +30,7 @@ from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_engine.verify.prompts import make_prompts
 from tandem_engine.verify.ranks import ThreadRanks
 from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
+from tandem_engine.verify.threaded import Threaded
 
 STAGGER_STEPS = 3
 DEFAULT_RANKS = 2
@@ -73,8 +74,11 @@ class Verification:
         if path.tp_size > 1:
             with self._shared(path.tp_size).engine(config) as engine:
                 return self._compare(path, generate_on(engine), (engine,), began)
+        if path.threaded:
+            with Threaded.build(self.model, config) as threaded:
+                return self._compare(path, threaded.generate, (threaded.engine,), began)
         with Engine.build(self.model, config) as engine:
-            return self._compare(path, generate_on(engine), (engine,), began)
+            return self._compare(path, generate_on(engine, pause=path.pause), (engine,), began)
 
     def _shared(self, size: int) -> ThreadRanks:
         if self.ranks is None:
@@ -109,6 +113,7 @@ class Verification:
         stats = [engine.scheduler.stats() for engine in engines]
         retractions = sum(one.retracted_total for one in stats)
         accepted = sum(one.speculation.accepted_total for one in stats if one.speculation is not None)
+        faults = sum(one.engine_errors_total for one in stats)
         return PathResult(
             path=path.name,
             requests=len(requests),
@@ -119,7 +124,7 @@ class Verification:
             max_logprob_difference=found.max_logprob_difference,
             seconds=time.perf_counter() - began,
             difference=found.difference
-            or _unmet(path, cached, retractions, accepted)
+            or _unmet(path, cached, retractions, accepted, faults)
             or _stayed(path, stats)
             or (self._without_effect() if path.edited else None)
             or _audit(engines),
@@ -131,7 +136,7 @@ class Verification:
         return None if any(a.token_ids != b.token_ids for a, b in pairs) else "no edit changed a token"
 
 
-def _unmet(path: Path, cached: int, retractions: int, accepted: int) -> str | None:
+def _unmet(path: Path, cached: int, retractions: int, accepted: int, faults: int) -> str | None:
     """A path that did not do what it is named after proves nothing."""
     if path.expects_cached and cached == 0:
         return "no prompt token came from the prefix cache"
@@ -139,6 +144,8 @@ def _unmet(path: Path, cached: int, retractions: int, accepted: int) -> str | No
         return "no request was retracted"
     if path.expects_accepted and accepted == 0:
         return "no draft was accepted"
+    if path.expects_faults and faults == 0:
+        return "no step raised"
     return None
 
 

@@ -7,12 +7,15 @@ import msgspec
 
 from tandem_engine.engine import Engine
 from tandem_engine.generation import Generation
+from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.verify.path import Path
 from tandem_engine.verify.reference import ReferenceOutput
 
 LOGPROB_TOLERANCE = 1e-4
+PAUSE_EVERY = 7
+"""Turns: a retracted prompt has time to be computed again in between."""
 
 Generate = Callable[[Sequence[GenerateRequest], int], list[Generation]]
 """(requests, steps between arrivals) → one generation per request, in order."""
@@ -117,10 +120,16 @@ def _token_difference(
     return f"{request.rid} (prompt of {len(request.input_ids)}): output {at} is {mine}, reference {truth}"
 
 
-def generate_on(engine: Engine) -> Generate:
-    """Drive one engine alone."""
+def generate_on(engine: Engine, *, pause: PauseMode | None = None) -> Generate:
+    """Drive one engine alone; with `pause`, stop it that way and let it go on every `PAUSE_EVERY` turns."""
+
+    def operate() -> None:
+        if pause is not None and engine.scheduler.tally.loops % PAUSE_EVERY == 0:
+            engine.scheduler.pause(pause)
+            engine.step()
+            engine.scheduler.resume()
 
     def generate(requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
-        return engine.generate(requests, steps_between=stagger)
+        return engine.generate(requests, steps_between=stagger, before_turn=operate)
 
     return generate

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from tandem_engine.config import CacheConfig, SchedulerConfig, SpecConfig
+from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.kv_events import Tier
 
 
@@ -29,10 +30,15 @@ class Path:
     """Each request is more important than the one before."""
     restart: bool = False
     """With `repeat`: the measured run is another engine's, and only files survive from the first."""
+    pause: PauseMode | None = None
+    """Pause and resume every few turns."""
+    threaded: bool = False
+    """The engine turns on a thread of its own, as the asynchronous library has it."""
     tp_size: int = 1
     """Ranks that share the model."""
     expects_cached: bool = False
     expects_retraction: bool = False
+    expects_faults: bool = False
     speculative: SpecConfig = field(default_factory=SpecConfig)
     expects_accepted: bool = False
     """Some draft must have been right."""

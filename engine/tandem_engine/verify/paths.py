@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem_engine.config import CacheConfig, SchedulePolicy, SchedulerConfig, SpecAlgorithm, SpecConfig
+from tandem_engine.messages.control import PauseMode
 from tandem_engine.verify.path import Path
 from tandem_engine.verify.tier_paths import tier_paths
 
@@ -106,6 +107,33 @@ def make_paths(
             repeat=True,
             expects_cached=True,
         ),
+        *(
+            Path(
+                name=f"every fifth step raises{suffix}",
+                cache=warm,
+                scheduler=replace(config, force_fault_every=5),
+                stagger=True,
+                disaggregated=disaggregated,
+                edited=edited,
+                expects_faults=True,
+            )
+            for config, disaggregated, edited, suffix in (
+                (mixed, False, False, ""),
+                (no_overlap_mixed, False, False, ", no overlap"),
+                (mixed, False, True, ", edited logits"),
+                (mixed, True, False, ", disaggregated"),
+            )
+        ),
+        Path(name="paused in place", cache=warm, scheduler=mixed, stagger=True, pause=PauseMode.IN_PLACE),
+        Path(
+            name="paused and retracted",
+            cache=warm,
+            scheduler=mixed,
+            stagger=True,
+            pause=PauseMode.RETRACT,
+            expects_retraction=True,
+        ),
+        Path(name="on a thread of its own", cache=warm, scheduler=mixed, threaded=True),
         Path(name="resumed", cache=warm, scheduler=mixed, resume=True),
         Path(name="choices that share a prompt", cache=crowd, scheduler=mixed, choices=CHOICES, expects_cached=True),
         Path(

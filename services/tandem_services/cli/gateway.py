@@ -38,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from tandem_services.common.logs import LogFormat
+    from tandem_engine.logs import LogFormat
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.gateway.serve import GatewayConfig, serve
 

@@ -14,11 +14,11 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from tandem_engine.errors import ConfigError, EngineError
-from tandem_services.cli import bench, chat, gateway, up, verify, worker
+from tandem_services.cli import bench, chat, ctl, gateway, up, verify, worker
 from tandem_services.common.errors import ServiceError
 from tandem_services.common.settings import read_settings
 
-COMMANDS = (up, chat, bench, verify, gateway, worker)
+COMMANDS = (up, chat, bench, verify, gateway, worker, ctl)
 
 EPILOG = """\
 first steps:

@@ -83,6 +83,8 @@ class Plan:
     workers: tuple[tuple[str, str, int], ...]
     """(name, role, health port)"""
     threads: int
+    mem_fraction_static: float | None
+    """Of each worker."""
 
 
 def plan(args: argparse.Namespace) -> Plan:
@@ -110,6 +112,8 @@ def plan(args: argparse.Namespace) -> Plan:
         workers=workers,
         # Two engines with as many threads as cores each fight over them: OpenMP spins.
         threads=args.threads or max(1, (os.cpu_count() or 1) // len(workers)),
+        # They share one memory; each measures for itself and knows nothing of the others.
+        mem_fraction_static=args.mem_fraction_static and round(args.mem_fraction_static / len(workers), 4),
     )
 
 
@@ -155,7 +159,8 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     KeyPair.generate().save(keys)
     shared = [*_redis_flags(args, todo, supervisor), "--cluster", args.cluster, "--curve-keys", str(keys)]
     shared += ["--model", str(todo.model), "--served-model-name", todo.model_name]
-    args.threads = todo.threads
+    args.threads, args.mem_fraction_static = todo.threads, todo.mem_fraction_static
+    args.crash_dump_folder = args.crash_dump_folder or str(todo.run_dir)
     for name, role, health_port in todo.workers:
         argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
         supervisor.start(_child(todo, name, [*argv, *engine_argv(args)]))

@@ -59,7 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from tandem_services.common.logs import LogFormat, configure_logging
+    from tandem_engine.logs import LogFormat, configure_logging
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.worker.config import WorkerConfig
     from tandem_services.worker.main import run_worker
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             curve_keys=args.curve_keys,
             health_port=args.health_port,
+            log_format=LogFormat(args.log_format),
             engine_flags=tuple(engine_argv(args)),
         )
     )

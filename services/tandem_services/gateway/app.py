@@ -24,10 +24,10 @@ from starlette.routing import Route
 
 from tandem_engine.clock import Clock, MonotonicClock
 from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.logs import quoted
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import ApiError, not_found
 from tandem_services.common.health import Health
-from tandem_services.common.logs import quoted
 from tandem_services.common.metrics import CONTENT_TYPE, new_registry, render
 from tandem_services.gateway.answer import Answering, GenerationEndpoint
 from tandem_services.gateway.answer_format import encode_json

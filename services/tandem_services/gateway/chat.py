@@ -3,9 +3,9 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tandem_engine.logs import quoted
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import bad_request
-from tandem_services.common.logs import quoted
 from tandem_services.gateway import logprobs
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, encode_json, stop_reason
 from tandem_services.gateway.choice_text import ChoicePiece, ScoredToken

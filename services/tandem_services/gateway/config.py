@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_services.common.logs import LogFormat
+from tandem_engine.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
 
 

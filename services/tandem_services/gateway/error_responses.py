@@ -5,8 +5,8 @@ import math
 from starlette.types import Send
 
 from tandem_engine.errors import InvalidRequestError
+from tandem_engine.logs import escape
 from tandem_services.common.errors import ApiError, bad_request, internal_error
-from tandem_services.common.logs import escape
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.openai_schemas import ErrorBody, ErrorResponse
 from tandem_services.gateway.sse import send_json

@@ -6,8 +6,8 @@ them again.
 
 from collections.abc import Sequence
 
+from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError, bad_request
-from tandem_services.common.logs import quoted
 
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 30.0

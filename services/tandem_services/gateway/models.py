@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tandem_engine.logs import quoted
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import bad_request, not_found
-from tandem_services.common.logs import quoted
 from tandem_services.gateway.openai_schemas import ModelCard, ModelList
 from tandem_services.router.choice import WorkerView
 

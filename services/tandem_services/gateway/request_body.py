@@ -11,8 +11,8 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError, bad_request
-from tandem_services.common.logs import quoted
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.json_shape import check_json_shape
 from tandem_services.gateway.limits import BODY_TIMEOUT_S, MAX_BODY_BYTES

@@ -22,10 +22,10 @@ import uvloop
 from fastapi import FastAPI
 
 from tandem_engine.ipc.channels import IpcContext, KeyPair
+from tandem_engine.logs import configure_logging
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
-from tandem_services.common.logs import configure_logging
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.app import create_app
 from tandem_services.gateway.config import GatewayConfig

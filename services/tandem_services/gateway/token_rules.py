@@ -7,10 +7,10 @@ both.
 
 from collections.abc import Mapping, Sequence
 
+from tandem_engine.logs import quoted
 from tandem_engine.messages.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import bad_request
-from tandem_services.common.logs import quoted
 from tandem_services.gateway.limits import MAX_BAD_WORD_CHARACTERS
 
 MAX_WORDS = MAX_BAD_WORDS // 2

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from tandem_engine.logs import quoted
 from tandem_engine.messages.sampling import MAX_PROMPT_LOGPROBS, MAX_TOP_LOGPROBS, SamplingParams
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import bad_request
-from tandem_services.common.logs import quoted
 from tandem_services.gateway.limits import (
     MAX_BEST_OF,
     MAX_CHAT_TOP_LOGPROBS,

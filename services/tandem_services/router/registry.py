@@ -47,6 +47,8 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
     STALLED = "stalled"
     """Its scheduler loop does not turn."""
+    PAUSED = "paused"
+    """An operator has paused generation."""
 
 
 class LeaseStatus(StrEnum):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tandem_engine.config import Role
 from tandem_engine.errors import ConfigError
+from tandem_engine.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.keys import check_name
 
@@ -36,6 +37,8 @@ class WorkerConfig:
     """0 picks a free one."""
     engine_flags: tuple[str, ...] = ()
     """Passed to the engine verbatim."""
+    log_format: LogFormat = LogFormat.PLAIN
+    """Of the engine's log too."""
     engine_command: tuple[str, ...] = ENGINE_COMMAND
     start_timeout_s: float = 1800.0
     """Loading a large model from slow storage takes a while."""

@@ -1,6 +1,7 @@
 """The control channel to the engine: its reports come up, orders go down.
 
-Reports are handed to whoever they concern; an audit is a question with an answer, matched by a nonce.
+Reports are handed to whoever they concern. Audits and operators' orders are questions with an answer, matched
+by a nonce.
 """
 
 import asyncio
@@ -19,6 +20,9 @@ from tandem_engine.messages.control import (
     EngineReady,
     EngineStats,
     EngineToWorker,
+    OperatorOrder,
+    OrderDone,
+    OrderRefused,
     WorkerToEngine,
 )
 from tandem_engine.messages.kv_events import KvEventBatch
@@ -26,6 +30,17 @@ from tandem_engine.messages.kv_events import KvEventBatch
 logger = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 5.0
+
+Answer = AuditReport | OrderDone | OrderRefused
+Question = Audit | OperatorOrder
+
+
+class OrderRefusedError(Exception):
+    """The engine did not carry out an operator's order."""
+
+    def __init__(self, refused: OrderRefused) -> None:
+        super().__init__(refused.message)
+        self.code = refused.code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +62,7 @@ class EngineLink:
     """Private to this process; the socket lies in it."""
     _channel: AsyncPairServer[EngineToWorker, WorkerToEngine] = field(init=False)
     _nonces: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
-    _audits: dict[int, asyncio.Future[AuditReport]] = field(default_factory=dict)
+    _questions: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._channel = AsyncPairServer(self.context, self.endpoint, inbound=EngineToWorker, outbound=WorkerToEngine)
@@ -72,15 +87,31 @@ class EngineLink:
 
     async def audit(self) -> AuditReport:
         """Ask the engine to count its pages. Raises `TimeoutError` when it does not answer in time."""
+        answer = await self._ask(lambda nonce: Audit(nonce=nonce), AUDIT_TIMEOUT_S)
+        assert isinstance(answer, AuditReport), f"an audit was answered by {answer}"
+        return answer
+
+    async def operate(self, order: Callable[[int], OperatorOrder], *, timeout_s: float) -> OrderDone:
+        """Have an operator's order carried out; `order` makes it from a nonce.
+
+        Raises `OrderRefusedError` when the engine cannot, `TimeoutError` when it does not answer in time.
+        """
+        answer = await self._ask(order, timeout_s)
+        if isinstance(answer, OrderRefused):
+            raise OrderRefusedError(answer)
+        assert isinstance(answer, OrderDone), f"an order was answered by {answer}"
+        return answer
+
+    async def _ask(self, question: Callable[[int], Question], timeout_s: float) -> Answer:
         nonce = next(self._nonces)
-        answer: asyncio.Future[AuditReport] = asyncio.get_running_loop().create_future()
-        self._audits[nonce] = answer
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._questions[nonce] = answer
         try:
-            async with asyncio.timeout(AUDIT_TIMEOUT_S):
-                await self.order(Audit(nonce=nonce))
+            async with asyncio.timeout(timeout_s):
+                await self.order(question(nonce))
                 return await answer
         finally:
-            del self._audits[nonce]
+            del self._questions[nonce]
 
     def close(self) -> None:
         self._channel.close()
@@ -95,7 +126,7 @@ class EngineLink:
                 subscribers.stats(message)
             case KvEventBatch():
                 subscribers.kv_events(message)
-            case AuditReport():
-                answer = self._audits.get(message.nonce)
+            case AuditReport() | OrderDone() | OrderRefused():
+                answer = self._questions.get(message.nonce)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

@@ -70,6 +70,7 @@ def engine_argv(config: WorkerConfig, *, incarnation: str, control: str) -> list
         *("--request-port", str(config.request_port)),
         *("--peer-port", str(config.peer_port)),
         *("--control", control),
+        *("--log-format", config.log_format.value),
     ]
     if config.curve_keys is not None:
         argv += ["--curve-keys", str(config.curve_keys)]

@@ -5,8 +5,9 @@
     GET  /metrics   Prometheus exposition
     GET  /audit     the engine counts its pages; 200 with the report, 504 when it does not answer
     POST /drain     202; the worker takes no new requests, finishes and exits 0
+    POST …          an operator's orders; see `operator_routes`
 
-Bound to loopback unless told otherwise: /drain and /audit are for whoever runs the worker.
+Bound to loopback unless told otherwise: all but the first three are for whoever runs the worker.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-import msgspec
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
@@ -26,6 +26,7 @@ from tandem_engine.messages.control import AuditReport
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, render
+from tandem_services.worker.operator_routes import Operate, json_response, operator_routes
 
 LIVE_S = 30.0
 """An engine that shows no life for this long will not recover by itself: /live fails and Kubernetes restarts
@@ -41,6 +42,7 @@ class WorkerProbes:
     stalled_s: Callable[[], float]
     audit: Callable[[], Awaitable[AuditReport]]
     drain: Callable[[], None]
+    operate: Operate
 
 
 def build_app(probes: WorkerProbes) -> Starlette:
@@ -50,13 +52,13 @@ def build_app(probes: WorkerProbes) -> Starlette:
         del request
         stalled = probes.stalled_s()
         if stalled > LIVE_S:
-            return _json({"status": "stalled", "stalled_s": round(stalled, 1)}, 503)
-        return _json({"status": "ok"})
+            return json_response({"status": "stalled", "stalled_s": round(stalled, 1)}, 503)
+        return json_response({"status": "ok"})
 
     async def ready(request: Request) -> Response:
         del request
         report = probes.health.report()
-        return _json(report, report.http_status)
+        return json_response(report, report.http_status)
 
     async def metrics(request: Request) -> Response:
         del request
@@ -65,14 +67,14 @@ def build_app(probes: WorkerProbes) -> Starlette:
     async def audit(request: Request) -> Response:
         del request
         try:
-            return _json(await probes.audit())
+            return json_response(await probes.audit())
         except TimeoutError:
-            return _json({"status": "the engine did not answer the audit"}, 504)
+            return json_response({"status": "the engine did not answer the audit"}, 504)
 
     async def drain(request: Request) -> Response:
         del request
         probes.drain()
-        return _json({"status": "draining"}, 202)
+        return json_response({"status": "draining"}, 202)
 
     return Starlette(
         routes=[
@@ -81,6 +83,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/metrics", metrics),
             Route("/audit", audit),
             Route("/drain", drain, methods=["POST"]),
+            *operator_routes(probes.operate),
         ]
     )
 
@@ -132,7 +135,3 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
     listener.listen(64)
     return listener
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")

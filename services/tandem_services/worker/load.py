@@ -51,7 +51,9 @@ class LoadMonitor:
     def state(self) -> WorkerState:
         if self.draining:
             return WorkerState.DRAINING
-        return WorkerState.STALLED if self.stalled_s > STALL_S else WorkerState.READY
+        if self.stalled_s > STALL_S:
+            return WorkerState.STALLED
+        return WorkerState.PAUSED if self.stats is not None and self.stats.paused else WorkerState.READY
 
     def idle_since(self, moment: float) -> bool:
         """Whether statistics from after `moment` (monotonic seconds) show no request anywhere."""

@@ -21,6 +21,10 @@ def _usage(stats: EngineStats) -> float:
     return 1.0 - (stats.free_pages + stats.evictable_pages) / stats.total_pages
 
 
+def _hit_rate(stats: EngineStats) -> float:
+    return stats.cached_tokens_total / stats.prompt_tokens_total if stats.prompt_tokens_total else 0.0
+
+
 _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_running", "Requests in the running batch.", lambda s: s.running),
     ("num_requests_waiting", "Requests waiting to be scheduled.", lambda s: s.waiting),
@@ -37,6 +41,9 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("host_pages_used", "Of them, with cached blocks or swapped requests.", lambda s: s.host_pages_used),
     ("stored_blocks", "KV blocks in files.", lambda s: s.stored_blocks),
     ("prefill_tokens_per_second", "Measured prefill rate.", lambda s: s.prefill_tokens_per_s),
+    ("gen_throughput", "Output tokens per second, over the last report's span.", lambda s: s.output_tokens_per_s),
+    ("cache_hit_rate", "Share of prompt tokens found in the prefix cache since start, 0 to 1.", _hit_rate),
+    ("paused", "1 while an operator has paused generation.", lambda s: s.paused),
     ("decode_step_seconds", "Recent mean duration of a decode step.", lambda s: s.decode_step_s),
 )
 
@@ -49,6 +56,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("generation_tokens", "Output tokens.", lambda s: s.output_tokens_total),
     ("requests", "Requests accepted.", lambda s: s.requests_total),
     ("requests_aborted", "Requests aborted.", lambda s: s.aborted_total),
+    ("requests_failed", "Requests ended by an error.", lambda s: s.failed_total),
+    ("requests_refused", "Requests refused before they took anything.", lambda s: s.refused_total),
+    ("step_errors", "Steps that raised.", lambda s: s.engine_errors_total),
+    ("requests_convicted", "Requests ended because a step raises whenever they run.", lambda s: s.convicted_total),
+    ("requests_unsound", "Requests ended because of NaN or infinite logits.", lambda s: s.unsound_total),
+    ("audit_failures", "Audits while idle that found a page without an owner.", lambda s: s.audit_failures_total),
     ("num_preemptions", "Retractions of running requests.", lambda s: s.retracted_total),
     ("num_priority_preemptions", "Of them, for a more important request.", lambda s: s.preempted_total),
     ("swapped_out", "Retracted requests whose KV went to host memory.", lambda s: s.swapped_out_total),
@@ -59,7 +72,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("kv_transfer_bytes", "Bytes of committed KV transfers.", lambda s: s.transfer_bytes_total),
     ("kv_digest_mismatches", "Transferred pages whose digest did not match.", lambda s: s.digest_mismatches_total),
     ("schedule_seconds", "Time spent scheduling.", lambda s: s.schedule_s),
+    ("plan_seconds", "Of it, choosing what to compute.", lambda s: s.plan_s),
+    ("launch_seconds", "Of it, building batches.", lambda s: s.launch_s),
+    ("settle_seconds", "Of it, taking results in.", lambda s: s.settle_s),
     ("schedule_hidden_seconds", "Of it, while a forward was computing.", lambda s: s.overlap_hidden_s),
+    ("step_wait_seconds", "Time the scheduler waited for steps.", lambda s: s.wait_s),
 )
 
 _SPECULATION: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] = (

@@ -151,6 +151,9 @@ class WorkerService:
     def _probes(self) -> WorkerProbes:
         self._health.add_check("engine", lambda: "loading the model" if self._ready is None else None)
         self._health.add_check("scheduler", self._check_progress)
+        self._health.add_check(
+            "generation", lambda: "paused by an operator" if self._monitor.state is WorkerState.PAUSED else None
+        )
         self._health.add_check("registry", lambda: None if self._registration.registered else "not registered")
         metrics = new_registry()
         metrics.register(WorkerCollector(lambda: self._monitor.stats, self._numbers))
@@ -160,6 +163,7 @@ class WorkerService:
             stalled_s=lambda: 0.0 if self._ready is None else self._monitor.stalled_s,
             audit=self._link.audit,
             drain=self.drain,
+            operate=self._link.operate,
         )
 
     def _subscribers(self) -> Subscribers:
@@ -176,8 +180,13 @@ class WorkerService:
         if ready.incarnation != self.incarnation:
             self._end(Ending(EXIT_FAILED, f"the engine calls itself {ready.incarnation}"))
             return
-        logger.info("engine of %s is ready at %s", self.incarnation, ready.request_endpoint)
+        again = self._ready is not None
         self._ready = ready
+        if again:
+            logger.info("engine of %s has other weights: its KV is %s", self.incarnation, ready.compat_hash)
+            self._registration.state_changed()
+            return
+        logger.info("engine of %s is ready at %s", self.incarnation, ready.request_endpoint)
         self._monitor.begin()
         self._start(self._registration.run(), "registration")
         self._start(self._feed.run(), "index-feed")

@@ -42,8 +42,9 @@ STATS_PERIOD_S = 0.05
 
 def idle_stats(**changes: Any) -> EngineStats:
     """Statistics of an engine that has done nothing."""
-    fields: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0)
-    fields |= {"free_pages": 99, "total_pages": 100, "prefill_tokens_per_s": 1000.0, "speculation": None}
+    flat = [field for field in msgspec.structs.fields(EngineStats) if field.name != "speculation"]
+    fields: dict[str, Any] = {field.name: field.type() for field in flat} | {"speculation": None}
+    fields |= {"free_pages": 99, "total_pages": 100, "prefill_tokens_per_s": 1000.0}
     return EngineStats(**fields | changes)
 
 

@@ -193,11 +193,11 @@ class SystemClient:
             # Redis, the gateway, and two processes per worker.
             if len(present) < 2 + 2 * len(self.system.workers):
                 return False
-            return all([await self._is_ready(url) for url in ("", *self.system.workers.values())])
+            return all([await self.is_ready(url) for url in ("", *self.system.workers.values())])
 
         await until(ready, READY_TIMEOUT_S, "every worker ready")
 
-    async def _is_ready(self, url: str) -> bool:
+    async def is_ready(self, url: str) -> bool:
         try:
             return (await self.http.get(f"{url}/ready")).status_code == 200
         except httpx.HTTPError:

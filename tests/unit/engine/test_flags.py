@@ -74,12 +74,23 @@ def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
             ("max_prefill_tokens", "3"),
             ("chunked_prefill_size", "3"),
             ("force_retract_every", "3"),
+            ("force_fault_every", "3"),
+            ("watchdog_timeout", "3"),
         )
         if str(getattr(engine_config(parse(f"--{name.replace('_', '-')}", value)).scheduler, name))
         in (value, f"{value}.0")
     }
     switches = {"enable_mixed_chunk", "enable_overlap", "audit_every_step", "preemption_mode"}
     assert settable | switches | INTERNAL == {field.name for field in fields(SchedulerConfig)}
+
+
+@pytest.mark.parametrize("flag", ["--kv-cache-gib", "--mem-fraction-static", "--watchdog-timeout"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "much", ""])
+def test_a_size_that_is_no_positive_number_is_refused(flag, value, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(flag, value)
+    assert stopped.value.code == 2
+    assert flag in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["-1", "1_000", "10k", " 5", "1.5", "", "٣"])
@@ -95,7 +106,11 @@ def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
     [
         (lambda: CacheConfig(page_size=0), "--page-size"),
         (lambda: CacheConfig(num_pages=1), "--num-pages"),
-        (lambda: CacheConfig(kv_cache_bytes=0), "--kv-cache-gib"),
+        (lambda: CacheConfig(kv_cache_bytes=-1), "--kv-cache-gib"),
+        (lambda: CacheConfig(mem_fraction_static=1.1), "--mem-fraction-static"),
+        (lambda: CacheConfig(num_pages=7, kv_cache_bytes=1000), "--num-pages and --kv-cache-gib both"),
+        (lambda: CacheConfig(num_pages=7, mem_fraction_static=0.5), "--num-pages and --mem-fraction-static both"),
+        (lambda: SchedulerConfig(watchdog_timeout=0.0), "--watchdog-timeout"),
         (lambda: SchedulerConfig(max_running_requests=0), "--max-running-requests"),
         (
             lambda: SchedulerConfig(max_running_requests=8, max_tokens_per_step=8),
@@ -151,9 +166,16 @@ def test_a_setting_that_cannot_work_names_its_flag(build, flag) -> None:
         build()
 
 
+def test_an_accelerator_is_shared_out_unless_something_is_asked_for() -> None:
+    assert CacheConfig().for_device("cuda").mem_fraction_static == 0.88
+    assert CacheConfig().for_device("cpu") == CacheConfig()
+    assert CacheConfig(num_pages=7).for_device("cuda") == CacheConfig(num_pages=7)
+
+
 def test_the_pool_takes_the_memory_it_is_given() -> None:
     assert CacheConfig(kv_cache_bytes=1000).pages_for(100) == 10
-    assert CacheConfig(num_pages=7, kv_cache_bytes=1000).pages_for(100) == 7
+    assert CacheConfig(num_pages=7).pages_for(100) == 7
+    assert CacheConfig().pages_for(1 << 20) == 512
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp-size", "--tp"])

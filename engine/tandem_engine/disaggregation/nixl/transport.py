@@ -5,6 +5,8 @@ This half runs on the scheduler thread and only exchanges messages with `Transfe
 
 import queue
 
+import msgspec
+
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.agent import NixlAgent
@@ -60,6 +62,10 @@ class NixlTransport:
 
     def hello(self) -> Hello:
         return self._hello
+
+    def rename(self, me: Peer) -> None:
+        """This incarnation has KV of another model now; where it lies is the same."""
+        self._hello = msgspec.structs.replace(self._hello, sender=me)
 
     def connect(self, hello: Hello) -> None:
         self._inbox.put(Connect(hello))

@@ -191,54 +191,6 @@ class TickingClock(ManualClock):
         return self.time
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_raises_fails_its_requests_and_no_others(overlap):  # RELIABILITY B3 30
-    broken: set[int] = set()
-
-    def faults(batch: ForwardBatch) -> None:
-        if batch.step in broken:
-            raise RuntimeError("device fault")
-
-    engine = make_engine(
-        enable_overlap=overlap, max_running_requests=1, executor=lambda model: EagerExecutor(model, faults)
-    )
-    engine.add(make_message("struck", [1, 2, 3], max_tokens=9))
-    engine.add(make_message("spared", [4, 5, 6], max_tokens=9))
-    engine.step(2)
-    broken.add(engine.scheduler.tally.launched + 1)
-    engine.run()
-    assert engine.finish("struck").code == "engine_error"
-    assert engine.finish("struck").retryable
-    assert engine.scheduler.stats().engine_errors_total == 1
-    engine.assert_expected("spared")
-    engine.assert_nothing_held()
-
-
-def test_nothing_of_a_step_that_raised_enters_the_cache():
-    def faults(batch: ForwardBatch) -> None:
-        if batch.step == 2:
-            raise RuntimeError("device fault")
-
-    engine = make_engine(chunked_prefill_size=8, page_size=4, executor=lambda model: EagerExecutor(model, faults))
-    engine.add(make_message("struck", range(1, 14), max_tokens=9))
-    engine.run()
-    engine.add(make_message("again", range(1, 14), max_tokens=9))
-    engine.run()
-    assert engine.received["again"].outputs[0].cached_tokens == 8
-    engine.assert_expected("again")
-
-
-def test_tokens_of_steps_before_the_one_that_raised_were_streamed():
-    def faults(batch: ForwardBatch) -> None:
-        if batch.step == 4:
-            raise RuntimeError("device fault")
-
-    engine = make_engine(executor=lambda model: EagerExecutor(model, faults))
-    engine.add(make_message(max_tokens=9))
-    engine.run()
-    assert engine.output() == expected_output(engine.messages["r"])[:3]
-
-
 class StuckExecutor(EagerExecutor):
     """Leaves every forward undone until `finish` is called."""
 
@@ -276,11 +228,14 @@ def test_a_step_that_never_comes_back_is_not_covered_up(monkeypatch):
 
     def answer_others() -> None:
         answers.append(engine.clock.now())
-        engine.clock.time += loop.LONGEST_STEP / 2
+        engine.clock.time += engine.scheduler.config.watchdog_timeout / 2
 
+    hangs: list[float] = []
     engine.scheduler.on_wait(answer_others)
+    engine.scheduler.on_hang(hangs.append)
     engine.add(make_message(max_tokens=1))
     rescue.start()
     engine.step()
     rescue.join()
     assert len(answers) == 2, "after the longest step nobody is told any more that this engine lives"
+    assert hangs == [engine.scheduler.config.watchdog_timeout], "and it is reported once"

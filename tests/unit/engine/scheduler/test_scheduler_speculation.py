@@ -1,5 +1,7 @@
 """Runs of accepted drafts inside the scheduler: what they may take, and where they end."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem_engine.forward.forward_mode import ForwardMode
@@ -176,19 +178,37 @@ def test_a_proposer_forgets_a_request_before_its_row_is_given_back():  # T17
     assert all(tokens == whole[: len(tokens)] for _, tokens in released)
 
 
-def test_a_failed_step_with_drafts_ends_its_requests_and_no_others():
+def test_a_failed_step_with_drafts_is_computed_again_and_loses_no_token():
     def fail_third(batch):
         if batch.step == 3:
-            raise RuntimeError("device lost")
+            raise RuntimeError("by chance")
 
     engine = drafting(executor=lambda model: EagerExecutor(model, fail_third))
     engine.add(make_message("r", PROMPT, max_tokens=30))
     engine.run()
-    assert engine.finish().reason is FinishReason.ERROR
     engine.add(make_message("after", PROMPT, max_tokens=9))
     engine.run()
-    engine.assert_expected("after")
+    engine.assert_expected()
     engine.assert_nothing_held()
+    assert engine.scheduler.stats().engine_errors_total == 1
+
+
+def test_a_request_whose_drafts_meet_nan_ends_alone():
+    class Unsound:
+        """From the sixth step on the first sequence of every step is unsound."""
+
+        def __init__(self, model):
+            self.model = model
+
+        def forward(self, batch):
+            return replace(self.model.forward(batch), unsound=(0,) if batch.step >= 6 else ())
+
+    engine = drafting(executor=lambda model: EagerExecutor(Unsound(model)))
+    engine.add(make_message("bad", PROMPT, max_tokens=30))
+    engine.run()
+    engine.assert_nothing_held()
+    assert engine.finish("bad").code == "engine_error"
+    assert engine.output("bad") == expected_output(engine.messages["bad"])[: len(engine.output("bad"))]
 
 
 def test_what_became_of_drafts_is_counted():

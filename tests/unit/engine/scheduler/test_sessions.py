@@ -106,6 +106,19 @@ def test_pins_stay_within_their_bound_and_the_oldest_goes_first():
     assert len(engine.scheduler.sessions) == 3
 
 
+def test_a_conversation_goes_on_after_its_pages_were_flushed():
+    engine = kept()
+    turn(engine, 0, tuple(range(1, 15)))
+    engine.run()
+    engine.scheduler.require_flushable()
+    engine.scheduler.forget_kv()
+    assert engine.scheduler.audit().tree == 0
+    rid = turn(engine, 1, (3, 4))
+    engine.run()
+    assert engine.received[rid].outputs[0].cached_tokens == 0
+    engine.assert_nothing_held()
+
+
 def test_a_session_larger_than_the_bound_is_kept_without_its_pages():
     engine = kept(session_pages=3)
     first = turn(engine, 0, FIRST)

@@ -48,6 +48,17 @@ def drafted_batch(*sequences: Seq, draft_lens: tuple[int, ...]) -> ForwardBatch:
     return ForwardBatch(**{**fields, "draft_lens": draft_lens})
 
 
+def test_rows_that_mean_nothing_spoil_their_sequences():
+    batch = drafted_batch(
+        Seq(seq_len=9, extend_len=3, pages=[1], input_ids=[40, 41, 42]),
+        Seq(seq_len=4, extend_len=4, pages=[2], input_ids=[1, 2, 3, 4]),
+        Seq(seq_len=6, extend_len=2, pages=[3], input_ids=[50, 51]),
+        draft_lens=(2, 0, 1),
+    )
+    model = FixedModel(ForwardResult(step=0, next_token_ids=(41, 0, 61, 7, 0, 0), unsound=(1, 4, 5)))
+    assert VerifiedForward(model=model, verifier=ChainVerifier()).forward(batch).unsound == (0, 2)
+
+
 def test_ids_and_logprobs_are_cut_alike():  # T50
     batch = drafted_batch(
         Seq(seq_len=9, extend_len=3, pages=[1], input_ids=[40, 41, 42]),

@@ -17,7 +17,7 @@ from tandem_services.cli.up import plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.ports import free_port
 
-COMMANDS = ["up", "chat", "bench", "verify", "gateway", "worker"]
+COMMANDS = ["up", "chat", "bench", "verify", "gateway", "worker", "ctl"]
 
 
 @pytest.mark.parametrize("command", [[], *[[c] for c in COMMANDS], ["bench", "serve"], ["bench", "offline"]])
@@ -52,6 +52,7 @@ def test_a_flag_is_never_guessed_from_its_beginning(capsys) -> None:
 
 BAD_VALUES = [
     (["up", "--port", "70000"], "--port: must be between 0 and 65535, got 70000"),
+    (["up", "--kv-cache-gib", "0"], "--kv-cache-gib: must be a number above 0, got '0'"),
     (["up", "--ready-timeout", "-1"], "--ready-timeout: must be more than 0"),
     (["gateway", "--redis-url", "redis://h", "--port", "70000"], "--port: must be between 0 and 65535"),
     (["gateway", "--redis-url", "redis://h", "--drain-notice", "inf"], "--drain-notice: must be a number"),
@@ -64,6 +65,8 @@ BAD_VALUES = [
     (["bench", "serve", "--trace-speed", "0"], "--trace-speed: must be more than 0"),
     (["bench", "serve", "--slo-ttft-ms", "x"], "--slo-ttft-ms: must be a number, got 'x'"),
     (["bench", "serve", "--num-prompts", "1_000"], "--num-prompts: must be a whole number"),
+    (["ctl", "h:1", "abort"], "one of the arguments RID --all is required"),
+    (["ctl", "h:1", "pause", "--mode", "soft"], "invalid choice: 'soft'"),
     (["chat", "--max-tokens", "0"], "--max-tokens: must be at least 1"),
     (["chat", "--temperature", "-1"], "--temperature: must be at least 0"),
 ]
@@ -94,6 +97,10 @@ BAD_DEPLOYMENTS = [
     (["bench", "serve", "--trace", "/does/not/exist.jsonl"], "--trace /does/not/exist.jsonl"),
     (["bench", "serve", "--url", "not-a-url"], "not-a-url"),
     (["chat", "--url", "ftp://h"], "ftp://h"),
+    (["ctl", "127.0.0.1:1", "flush-cache"], "give the HOST:PORT of its --health-port"),
+    (["ctl", "no host", "audit"], "give the HOST:PORT of its --health-port"),
+    (["up", "--mem-fraction-static", "1.5"], "--mem-fraction-static must be above 0 and at most 1, got 1.5"),
+    (["up", "--num-pages", "9", "--mem-fraction-static", "0.5"], "--num-pages and --mem-fraction-static both"),
 ]
 
 
@@ -163,7 +170,14 @@ def test_a_plan_names_every_worker_and_shares_the_cores(tmp_path, monkeypatch) -
     todo = plan(args("--prefill", "2", "--decode", "1", "--both", "1", "--port", "0", "--run-dir", str(tmp_path)))
     assert [name for name, _, _ in todo.workers] == ["prefill-0", "prefill-1", "decode-0", "both-0"]
     assert todo.threads == 2
+    assert todo.mem_fraction_static is None
     assert todo.model_name == "tandem-mini"
+
+
+def test_a_share_of_the_memory_is_divided_among_the_workers(tmp_path) -> None:
+    asked = args("--prefill", "1", "--decode", "2", "--port", "0", "--run-dir", str(tmp_path))
+    asked.mem_fraction_static = 0.9
+    assert plan(asked).mem_fraction_static == 0.3
 
 
 @pytest.mark.parametrize(
@@ -174,7 +188,6 @@ def test_a_plan_names_every_worker_and_shares_the_cores(tmp_path, monkeypatch) -
         (["--model", "/does/not/exist"], "no such folder"),
         (["--model", "/"], "no config.json"),
         (["--num-pages", "1"], "--num-pages"),
-        (["--kv-cache-gib", "0"], "--kv-cache-gib"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused_before_anything_starts(argv, sentence, tmp_path) -> None:

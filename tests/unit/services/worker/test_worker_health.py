@@ -1,11 +1,29 @@
+from collections.abc import Callable
+
 import httpx
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tandem_engine.messages.control import AuditReport, EngineStats, SpeculationStats
+from tandem_engine.messages.control import (
+    AbortRequests,
+    AuditReport,
+    EngineStats,
+    FlushCache,
+    OperatorOrder,
+    OrderDone,
+    OrderRefused,
+    PauseGeneration,
+    PauseMode,
+    ReloadWeights,
+    ResumeGeneration,
+    SpeculationStats,
+    StartProfile,
+    StopProfile,
+)
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
+from tandem_services.worker.control import OrderRefusedError
 from tandem_services.worker.health import HealthServer, WorkerProbes, build_app
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_testing.mock_engine_process import idle_stats
@@ -20,11 +38,19 @@ class Probed:
         self.stats: EngineStats | None = idle_stats(running=3, evictable_pages=1, output_tokens_total=12)
         self.drained = 0
         self.report: AuditReport | None = None
+        self.orders: list[OperatorOrder] = []
+        self.outcome: OrderDone | Exception = OrderDone(nonce=7, message="done", figures={"pages": 3})
 
     async def audit(self) -> AuditReport:
         if self.report is None:
             raise TimeoutError
         return self.report
+
+    async def operate(self, order: Callable[[int], OperatorOrder], *, timeout_s: float) -> OrderDone:
+        self.orders.append(order(7))
+        if isinstance(self.outcome, OrderDone):
+            return self.outcome
+        raise self.outcome
 
     def drain(self) -> None:
         self.drained += 1
@@ -39,6 +65,7 @@ class Probed:
             stalled_s=lambda: self.stalled_s,
             audit=self.audit,
             drain=self.drain,
+            operate=self.operate,
         )
 
 
@@ -92,10 +119,10 @@ async def test_before_the_engine_reports_only_the_service_speaks(probed, client)
     assert "num_requests_running" not in text
 
 
-async def test_every_statistic_is_exported_and_the_usage_computed(client):
+async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(client):
     text = (await client.get("/metrics")).text
     flat = [name for name in EngineStats.__struct_fields__ if name != "speculation"]
-    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + len(flat) + 1
+    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + len(flat) + 2
     assert "spec_decode" not in text
 
 
@@ -123,6 +150,64 @@ async def test_drain_needs_a_post(probed, client):
     assert probed.drained == 0
     assert (await client.post("/drain")).status_code == 202
     assert probed.drained == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "order"),
+    [
+        ("/abort", b'{"rid": "a"}', AbortRequests(nonce=7, rid="a")),
+        ("/abort", b'{"all": true}', AbortRequests(nonce=7, rid=None)),
+        ("/flush_cache", b"", FlushCache(nonce=7)),
+        ("/pause", b"", PauseGeneration(nonce=7, mode=PauseMode.IN_PLACE)),
+        ("/pause", b'{"mode": "retract"}', PauseGeneration(nonce=7, mode=PauseMode.RETRACT)),
+        ("/resume", b"{}", ResumeGeneration(nonce=7)),
+        ("/reload", b'{"path": "/m"}', ReloadWeights(nonce=7, path="/m")),
+        ("/profile", b'{"steps": 3, "seconds": 1}', StartProfile(nonce=7, steps=3, seconds=1.0)),
+        ("/profile/stop", b"", StopProfile(nonce=7)),
+    ],
+)
+async def test_an_order_reaches_the_engine_and_its_answer_the_operator(probed, client, path, body, order):
+    assert (await client.get(path)).status_code == 405
+    response = await client.post(path, content=body)
+    assert (response.status_code, response.json()) == (200, {"message": "done", "pages": 3})
+    assert probed.orders == [order]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/abort", b"{}"),
+        ("/abort", b'{"rid": "a", "all": true}'),
+        ("/abort", b'{"id": "a"}'),
+        ("/abort", b'{"rid": 5}'),
+        ("/abort", b"[" * 5000),
+        ("/abort", b'{"rid": "\xff"}'),
+        ("/pause", b'{"mode": "sideways"}'),
+        ("/flush_cache", b'{"wait": 1}'),
+        ("/reload", b"x" * 100_000),
+        ("/profile", b'{"steps": "many"}'),
+    ],
+)
+async def test_an_order_that_makes_no_sense_never_reaches_the_engine(probed, client, path, body):
+    response = await client.post(path, content=body)
+    assert response.status_code == 400
+    assert response.json()["code"] == "bad_order"
+    assert probed.orders == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "code"),
+    [
+        (OrderRefusedError(OrderRefused(nonce=7, code="busy", message="2 requests hold KV")), 409, "busy"),
+        (OrderRefusedError(OrderRefused(nonce=7, code="checkpoint_error", message="gone")), 400, "checkpoint_error"),
+        (TimeoutError(), 504, "timeout"),
+    ],
+)
+async def test_an_order_that_was_not_carried_out_says_why(probed, client, outcome, status, code):
+    probed.outcome = outcome
+    response = await client.post("/flush_cache")
+    assert (response.status_code, response.json()["code"]) == (status, code)
+    assert response.json()["message"]
 
 
 def test_a_taken_port_is_named(probed):

@@ -61,6 +61,7 @@ def test_the_engine_gets_the_workers_flags_and_then_its_own_verbatim():
         "--request-port": "0",
         "--peer-port": "0",
         "--control": "ipc:///c",
+        "--log-format": "plain",
         "--curve-keys": "/k",
     }
     assert argv[-2:] == ["--page-size", "32"]

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tandem_services.common.logs import JsonFormatter, LogFormat, PlainFormatter, configure_logging, escape, quoted
+from tandem_engine.logs import JsonFormatter, LogFormat, PlainFormatter, configure_logging, escape, quoted
 
 HOSTILE = "a\r\nb\x1b[2J\x00\x9b\u2028c\ud800"
 

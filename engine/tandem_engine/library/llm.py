@@ -1,0 +1,219 @@
+"""`LLM`: many prompts in, all outputs out, in this process and on the caller's thread.
+
+    with LLM("models/tandem-mini") as llm:
+        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+
+Between construction and `close` the calling thread is the engine's scheduler thread: call everything from it,
+and expect torch in it to compute with one thread, because the engine's forwards have all the others.
+"""
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from tqdm import tqdm
+
+from tandem_engine.engine import load
+from tandem_engine.errors import ConfigError, InvalidRequestError
+from tandem_engine.executor.profiler import MAX_SECONDS, MAX_STEPS, StepProfiler
+from tandem_engine.launch import launched_engine
+from tandem_engine.library.answer import Answer, Serving, make_answer
+from tandem_engine.library.options import config_from_options
+from tandem_engine.library.outputs import RequestOutput
+from tandem_engine.library.prompts import (
+    Conversation,
+    Encoded,
+    Prompt,
+    encode_conversations,
+    encode_prompts,
+    params_for,
+)
+from tandem_engine.library.sampling_params import SamplingParams
+from tandem_engine.messages.control import EngineStats
+from tandem_engine.messages.outputs import TokenOutput
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+
+class LLM:
+    """A model that answers lists of prompts. Not thread-safe; close it, or use it as a context manager."""
+
+    def __init__(self, model: str | Path, *, progress: bool = True, **options: object) -> None:
+        """Load the checkpoint in the folder `model`.
+
+        `options` are the engine's flags as keywords: page_size, num_pages, mem_fraction_static, dtype, threads,
+        disable_radix_cache, …; `tandem worker --help` explains them. `progress` shows a bar while weights load.
+
+        Raises:
+            ConfigError: an option does not exist or cannot work.
+            CheckpointError: the folder holds no checkpoint that can be served.
+        """
+        self._config = config_from_options(model, dict(options))
+        self._caller_threads = torch.get_num_threads()
+        self._growing: dict[str, Answer] = {}
+        """By the rid of every choice that the engine has."""
+        self._completed = 0
+        """Answers completed since the progress bar was told."""
+        self._open = ExitStack()
+        self._engine = self._open.enter_context(launched_engine(self._config, progress=progress, sink=self._take))
+        self._serving = Serving(text=self._engine.text, max_request_tokens=self._engine.scheduler.max_request_tokens)
+        self._numbers = itertools.count()
+        self._profiler: StepProfiler | None = None
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One `RequestOutput` per prompt, in order, when all have ended.
+
+        A prompt is text or a list of token ids. A request that the engine gives up on has `finish_reason`
+        "error" and the reason in `error`; the others go on.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters can never be served. Nothing was generated.
+        """
+        encoded = encode_prompts(prompts, self._serving.text)
+        return self._run(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or a list of them, through the model's chat template."""
+        encoded = encode_conversations(
+            messages,
+            self._serving.text,
+            add_generation_prompt=add_generation_prompt,
+            template_variables=chat_template_kwargs,
+        )
+        return self._run(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> TextTokenizer | None:
+        """Of the checkpoint; None when it has none."""
+        return self._serving.text
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns the pages freed."""
+        return self._engine.flush_cache()
+
+    def reload_weights(self, path: str | Path | None = None) -> None:
+        """Replace the weights by those in `path`, or read the served folder again; prefixes are forgotten.
+
+        Raises `CheckpointError` or `ConfigError`, and keeps the old ones, when they cannot serve here.
+        """
+        self._engine.require_replaceable()
+        config = self._config if path is None else replace(self._config, model_path=str(path))
+        self._engine.replace_model(load(config, progress=False))
+        self._config = config
+
+    def start_profile(self, folder: str | Path) -> Path:
+        """Record the steps to come, until `stop_profile`, to a Chrome trace in `folder`; returns its file."""
+        self._profiler = self._engine.profiler(Path(folder))
+        launched = self._engine.scheduler.launched
+        return self._profiler.start(launched=launched, steps=MAX_STEPS, seconds=MAX_SECONDS)
+
+    def stop_profile(self) -> Path:
+        """Write the trace and return its file. Raises `BusyError` when none is recorded."""
+        profiler = self._profiler or self._engine.profiler(None)
+        return profiler.stop()
+
+    def stats(self) -> EngineStats:
+        """The engine's numbers."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Stop computing and give the calling thread back. Idempotent."""
+        self._open.close()
+        torch.set_num_threads(self._caller_threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self, prompts: Sequence[Encoded], params: Sequence[SamplingParams], *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        answers = [
+            make_answer(str(next(self._numbers)), prompt, each, self._serving)
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        self._refuse_impossible(answers)
+        try:
+            with tqdm(
+                total=len(answers), desc="prompts", file=sys.stderr, dynamic_ncols=True, disable=not use_tqdm
+            ) as bar:
+                self._drive(answers, bar)
+        finally:
+            self._drop_unfinished()
+        return [answer.output() for answer in answers]
+
+    def _refuse_impossible(self, answers: Sequence[Answer]) -> None:
+        """Before anything runs: one bad prompt in thousands must not be found out at the end."""
+        for position, answer in enumerate(answers):
+            try:
+                self._engine.check(answer.requests[0])
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {position}: {error}", param=error.param) from error
+
+    def _drive(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> None:
+        """Feed the queue, which is bounded, and step until every answer is complete."""
+        waiting = deque(answers)
+        while waiting or self._growing:
+            while waiting and len(waiting[0].requests) <= self._engine.queue_room:
+                self._ask(waiting.popleft())
+            if not self._engine.step() and not self._growing:
+                raise ConfigError(
+                    f"one prompt asks for {len(waiting[0].requests)} outputs, more than max_queued_requests="
+                    f"{self._engine.scheduler_config.max_queued_requests}: raise it, or lower n"
+                )
+            if self._profiler is not None:
+                self._profiler.poll(self._engine.scheduler.launched)
+            if self._completed:
+                bar.update(self._completed)
+                self._completed = 0
+
+    def _ask(self, answer: Answer) -> None:
+        for request in answer.requests:
+            self._growing[request.rid] = answer
+        for request in answer.requests:
+            self._engine.add(request)
+
+    def _take(self, client: bytes, outputs: tuple[TokenOutput, ...]) -> None:
+        del client  # there is one
+        for output in outputs:
+            answer = self._growing.get(output.rid)
+            if answer is None:
+                continue
+            answer.take(output)
+            if answer.finished:
+                self._completed += 1
+                for request in answer.requests:
+                    del self._growing[request.rid]
+
+    def _drop_unfinished(self) -> None:
+        """After an exception, Ctrl-C included, nothing of this call may go on."""
+        if not self._growing:
+            return
+        self._growing.clear()
+        self._engine.abort_all()
+        while not self._engine.idle:
+            self._engine.step()

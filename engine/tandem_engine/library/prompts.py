@@ -1,0 +1,100 @@
+"""What callers pass as prompts, made uniform: text, token ids, or a conversation; one, or a list of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.library.sampling_params import SamplingParams
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+Prompt: TypeAlias = str | Sequence[int]
+"""Text, or token ids."""
+Message: TypeAlias = Mapping[str, Any]
+"""`role`, `content`, and what else the model's chat template knows."""
+Conversation: TypeAlias = Sequence[Message]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """A prompt as the engine takes it."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: TextTokenizer | None) -> list[Encoded]:
+    """One prompt or several. Raises `InvalidRequestError` naming the first that is neither text nor token ids."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and _is_token_id(prompts[0])):
+        return [encode_prompt(prompts, tokenizer)]  # type: ignore[arg-type] # a str, or ids judging by the first
+    encoded = []
+    for position, prompt in enumerate(prompts):
+        try:
+            encoded.append(encode_prompt(prompt, tokenizer))  # type: ignore[arg-type] # checked inside
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"prompt {position}: {error}", param="prompts") from error
+    return encoded
+
+
+def encode_prompt(prompt: Prompt, tokenizer: TextTokenizer | None) -> Encoded:
+    """One prompt. Raises `InvalidRequestError` when it is none."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidRequestError("text needs a tokenizer and this model has none: pass token ids", param="prompts")
+        return Encoded(text=prompt, token_ids=tuple(tokenizer.encode(prompt)))
+    token_ids = _token_ids(prompt)
+    if token_ids is None:
+        raise InvalidRequestError("a prompt must be a string or a list of token ids", param="prompts")
+    return Encoded(text=None, token_ids=token_ids)
+
+
+def encode_conversations(
+    messages: Conversation | Sequence[Conversation],
+    tokenizer: TextTokenizer | None,
+    *,
+    add_generation_prompt: bool,
+    template_variables: Mapping[str, Any] | None,
+) -> list[Encoded]:
+    """One conversation or several, through the chat template.
+
+    Raises `InvalidRequestError` without a template, and for messages that it refuses.
+    """
+    if tokenizer is None:
+        raise InvalidRequestError("a conversation needs a tokenizer and this model has none", param="messages")
+    single = len(messages) > 0 and isinstance(messages[0], Mapping)
+    conversations: Sequence[Conversation] = [messages] if single else messages  # type: ignore[list-item,assignment]
+    return [
+        Encoded(
+            text=None,
+            token_ids=tuple(
+                tokenizer.encode_chat(
+                    conversation, add_generation_prompt=add_generation_prompt, variables=template_variables
+                )
+            ),
+        )
+        for conversation in conversations
+    ]
+
+
+def params_for(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> Sequence[SamplingParams]:
+    """One for each prompt. Raises `InvalidRequestError` when a list has another length than the prompts."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * prompts
+    if len(params) != prompts:
+        raise InvalidRequestError(
+            f"{len(params)} sampling_params for {prompts} prompts: give one, or one for each", param="sampling_params"
+        )
+    return params
+
+
+def _token_ids(prompt: object) -> tuple[int, ...] | None:
+    """None for what is no list of token ids; callers need not be typed."""
+    if not isinstance(prompt, list | tuple) or not all(map(_is_token_id, prompt)):
+        return None
+    return tuple(prompt)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

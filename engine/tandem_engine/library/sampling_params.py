@@ -1,0 +1,123 @@
+"""How a caller of the library wants its text: friendly types and defaults, and the way to the wire's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.messages import sampling as wire
+from tandem_engine.messages.grammar import GrammarSpec
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+MAX_CHOICES = 128
+_SEEDS = 1 << 64
+_LOWEST_SEED = -(1 << 63)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Sampling parameters with vLLM's names, meanings and defaults.
+
+    Checked when a request is made of them: `InvalidRequestError` names the field, the limit and the value.
+    """
+
+    n: int = 1
+    """Outputs per prompt. The prompt is computed once for all."""
+    best_of: int | None = None
+    """Generate so many and return the `n` with the highest mean logprob."""
+    max_tokens: int | None = 16
+    """Most output tokens; None for all that the context has room for."""
+    min_tokens: int = 0
+    """EOS, stop ids and stop strings count only after so many output tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    """Equal seeds give equal outputs, whatever else runs; None draws one. Choice i has seed + i."""
+    stop: str | Sequence[str] = ()
+    """Texts that end the output, and are not part of it."""
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """Logprobs of the sampled token and of the so many likeliest."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] = ()
+    """Nothing else is sampled; () allows all."""
+    bad_words: Sequence[str] = ()
+    """Words that do not occur in the output."""
+    grammar: GrammarSpec | None = None
+    """What the output has to look like."""
+
+    @property
+    def generated(self) -> int:
+        """Outputs that are computed per prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    def check_counts(self) -> None:
+        """Raise `InvalidRequestError` for an `n` or `best_of` that cannot be."""
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise InvalidRequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}", param="n")
+        if not self.n <= self.generated <= MAX_CHOICES:
+            raise InvalidRequestError(
+                f"best_of must be between n={self.n} and {MAX_CHOICES}, got {self.best_of}", param="best_of"
+            )
+
+    def of_choice(self, index: int, *, seed: int, room: int, text: TextTokenizer | None) -> wire.SamplingParams:
+        """What the engine is told for choice `index`.
+
+        Args:
+            seed: of choice 0.
+            room: tokens that the context has left after the prompt.
+            text: needed for `bad_words` alone.
+        """
+        logprobs = 0 if self.logprobs is None and self.generated > self.n else self.logprobs
+        return wire.SamplingParams(
+            max_tokens=max(1, room) if self.max_tokens is None else self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0) if self.top_k == -1 else self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=(seed + index - _LOWEST_SEED) % _SEEDS + _LOWEST_SEED,
+            stop_token_ids=tuple(self.stop_token_ids),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            # They are the same for every choice.
+            prompt_logprobs=self.prompt_logprobs if index == 0 else None,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            allowed_token_ids=tuple(self.allowed_token_ids),
+            bad_words=_bad_words(self.bad_words, text),
+            grammar=self.grammar,
+        )
+
+
+def _bad_words(words: Sequence[str], text: TextTokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """A word's tokens at the start of a text, and after a space where those differ."""
+    if not words:
+        return ()
+    if text is None:
+        raise InvalidRequestError("bad_words need a tokenizer and this model has none", param="bad_words")
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        if not bare:
+            raise InvalidRequestError("each of bad_words must have a character that is no space", param="bad_words")
+        first, spaced = (tuple(text.encode(each, add_special_tokens=False)) for each in (bare, f" {bare}"))
+        sequences[first] = None
+        if spaced[-len(first) :] != first:
+            sequences[spaced] = None
+    return tuple(sequences)

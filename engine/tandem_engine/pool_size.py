@@ -1,0 +1,75 @@
+"""How many KV pages the pool of this engine gets: measured, planned, and agreed on by its ranks.
+
+Every rank measures for itself and takes part in the others' largest step, which has collectives. Their pools must be
+equal, or their schedulers would plan different batches: the smallest plan counts for all.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tandem_engine.config import CacheConfig, EngineConfig
+from tandem_engine.executor.forward_thread import Forward, ForwardThread
+from tandem_engine.executor.memory_meter import MemoryMeter, meter_for
+from tandem_engine.executor.memory_profile import measure_activations, profile_pages
+from tandem_engine.memory.sizing import MemoryFacts, MemoryPlan, plan_memory
+from tandem_engine.parallel.agreement import Agreement
+from tandem_engine.parallel.group import Parallel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """What is known of a model once its weights are loaded."""
+
+    weight_bytes: int
+    page_bytes: int
+    """Of one page on this rank, a draft model's share included."""
+    threads: int
+    forward_over: Callable[[int], Forward]
+    """A forward of the model over a pool of its own with so many pages."""
+
+
+def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) -> MemoryPlan:
+    """Measure and divide the memory; the plan is logged.
+
+    Raises `ConfigError` when pages, or one request of the context length, do not fit.
+    """
+    meter, cache = meter_for(config.device), _share_of_rank(config, parallel)
+    activations = _measure(config, footprint, meter) if cache.mem_fraction_static else None
+    plan = plan_memory(
+        cache,
+        MemoryFacts(
+            total=meter.total(),
+            available=meter.available(),
+            used=meter.used(),
+            weights=footprint.weight_bytes,
+            activations=activations,
+        ),
+        page_bytes=footprint.page_bytes,
+        context_length=config.scheduler.context_length,
+    )
+    if parallel.size > 1:
+        [pages] = Agreement(parallel.schedule).least([plan.pages])
+        plan = replace(plan, pages=pages)
+    logger.info("%s", plan)
+    return plan
+
+
+def _share_of_rank(config: EngineConfig, parallel: Parallel) -> CacheConfig:
+    """Ranks on a CPU share one memory; on accelerators each has its own."""
+    cache = config.cache.for_device(config.device)
+    if config.device != "cpu" or not cache.mem_fraction_static:
+        return cache
+    return replace(cache, mem_fraction_static=cache.mem_fraction_static / parallel.size)
+
+
+def _measure(config: EngineConfig, footprint: Footprint, meter: MemoryMeter) -> int:
+    """Activations of the largest step, run as it would be in service."""
+    limits, page_size = config.scheduler, config.cache.page_size
+    executor = ForwardThread(footprint.forward_over(profile_pages(limits, page_size)), threads=footprint.threads)
+    try:
+        return measure_activations(lambda batch: executor.launch(batch).result(), meter, limits, page_size=page_size)
+    finally:
+        executor.shutdown()

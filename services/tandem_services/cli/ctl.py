@@ -1,0 +1,101 @@
+"""`tandem ctl`: an operator's orders to one running worker, over its health port."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from tandem_engine.flags import positive_int
+from tandem_services.cli.numbers import positive_float
+from tandem_services.common.errors import StartupError
+
+ORDER_TIMEOUT = 1830.0
+"""A little more than the worker gives the engine to reload."""
+
+EXAMPLES = """\
+examples:
+  tandem ctl 127.0.0.1:9101 pause --mode retract     stop computing; running requests give back their KV
+  tandem ctl 127.0.0.1:9101 flush-cache              empty the prefix cache
+  tandem ctl 127.0.0.1:9101 reload ~/llama-tuned     serve these weights (same architecture), without a restart
+  tandem ctl 127.0.0.1:9101 resume
+  tandem ctl 127.0.0.1:9101 abort --all              end every request
+  tandem ctl 127.0.0.1:9101 profile --steps 20       trace steps into --torch-profiler-dir
+
+The port is the worker's --health-port; its log names it, and the registry as health_endpoint.
+Exit status 1: the worker answered that it cannot, and why.
+"""
+
+PATHS = {
+    "abort": "/abort",
+    "flush-cache": "/flush_cache",
+    "pause": "/pause",
+    "resume": "/resume",
+    "reload": "/reload",
+    "profile": "/profile",
+    "stop-profile": "/profile/stop",
+    "drain": "/drain",
+}
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "ctl",
+        help="operate a running worker: abort, pause, flush, reload, profile",
+        description="Send one order to one running worker and print its answer as JSON.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("worker", metavar="HOST:PORT", help="health port of the worker")
+    orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
+    abort = orders.add_parser("abort", help="end one request, or all")
+    which = abort.add_mutually_exclusive_group(required=True)
+    which.add_argument("rid", nargs="?", metavar="RID", help="exact id of the request, as the worker's log has it")
+    which.add_argument("--all", action="store_true", help="every request")
+    orders.add_parser("flush-cache", help="empty the prefix cache; refused while requests hold KV")
+    pause = orders.add_parser("pause", help="compute nothing until resume; the router sends nothing meanwhile")
+    pause.add_argument(
+        "--mode",
+        choices=("in_place", "retract", "abort"),
+        default="in_place",
+        help="running requests keep their KV (default), give it back and are computed again, or end",
+    )
+    orders.add_parser("resume", help="go on after a pause")
+    reload = orders.add_parser("reload", help="replace the weights by others of the same architecture")
+    reload.add_argument("path", nargs="?", metavar="PATH", help="folder on the worker's disk (default: what it serves)")
+    profile = orders.add_parser("profile", help="trace steps; the worker needs --torch-profiler-dir")
+    profile.add_argument("--steps", type=positive_int, default=20, metavar="N", help="steps to trace (default 20)")
+    profile.add_argument("--seconds", type=positive_float, default=10.0, metavar="S", help="at most (default 10)")
+    orders.add_parser("stop-profile", help="end a trace early")
+    orders.add_parser("drain", help="take no new requests, finish, exit 0")
+    orders.add_parser("audit", help="count the pages and name what is wrong with them")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import httpx
+
+    url = args.worker if "://" in args.worker else f"http://{args.worker}"
+    try:
+        with httpx.Client(base_url=url, timeout=ORDER_TIMEOUT, trust_env=False) as client:
+            if args.order == "audit":
+                response = client.get("/audit")
+            else:
+                response = client.post(PATHS[args.order], json=_body(args))
+            answer = response.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise StartupError(f"no worker answers at {url} ({error}): give the HOST:PORT of its --health-port") from error
+    print(json.dumps(answer), file=sys.stdout if response.is_success else sys.stderr)
+    return 0 if response.is_success else 1
+
+
+def _body(args: argparse.Namespace) -> dict[str, Any]:
+    match args.order:
+        case "abort":
+            return {"all": True} if args.all else {"rid": args.rid}
+        case "pause":
+            return {"mode": args.mode}
+        case "reload":
+            return {"path": args.path}
+        case "profile":
+            return {"steps": args.steps, "seconds": args.seconds}
+    return {}

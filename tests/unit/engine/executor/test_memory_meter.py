@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem_engine.executor.memory_meter import HostMeter
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path) -> Path:
+    """A /proc and a /sys/fs/cgroup of 16 GiB, 12 of them free."""
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {12 * GIB // 1024} kB\n")
+    (proc / "self" / "status").write_text("VmRSS: 3000 kB\nRssFile: 1000 kB\nVmHWM: 5000 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/\n")
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path
+
+
+def meter(machine: Path) -> HostMeter:
+    return HostMeter(proc=machine / "proc", cgroups=machine / "cgroup")
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_dot_", ".")).write_text(text)
+
+
+def test_without_limits_a_process_may_have_the_machine(machine):
+    assert (meter(machine).total(), meter(machine).available()) == (16 * GIB, 12 * GIB)
+
+
+def test_libraries_are_not_the_process_s_own(machine):
+    assert meter(machine).used() == 2000 * 1024
+
+
+def test_the_tightest_control_group_above_counts(machine):
+    (machine / "proc/self/cgroup").write_text("0::/pods/one\n")
+    stat = f"anon 5\ninactive_file {GIB}\n"
+    write(machine / "cgroup/pods/one", memory_dot_max="max", memory_dot_current="1")
+    write(machine / "cgroup/pods", memory_dot_max=f"{4 * GIB}", memory_dot_current=f"{3 * GIB}", memory_dot_stat=stat)
+    assert (meter(machine).total(), meter(machine).available()) == (4 * GIB, 2 * GIB)
+
+
+def test_control_groups_of_version_1_count_too(machine):
+    (machine / "proc/self/cgroup").write_text("4:memory:/pod\n1:cpu:/\n0::/\n")
+    write(
+        machine / "cgroup/memory/pod",
+        memory_dot_limit_in_bytes=f"{2 * GIB}",
+        memory_dot_usage_in_bytes=f"{GIB}",
+        memory_dot_stat="total_inactive_file 0\n",
+    )
+    write(machine / "cgroup/memory", memory_dot_limit_in_bytes=f"{2**63}", memory_dot_usage_in_bytes="5")
+    assert (meter(machine).total(), meter(machine).available()) == (2 * GIB, GIB)
+
+
+def test_a_group_that_is_over_its_limit_has_nothing_left(machine):
+    write(machine / "cgroup", memory_dot_max="100", memory_dot_current="200")
+    assert meter(machine).available() == 0
+
+
+def test_a_peak_is_found_even_when_nothing_of_it_remains():
+    size = 64 << 20
+    grown = HostMeter().peak_growth(lambda: torch.ones(size // 4).sum())
+    assert grown > size // 2
+
+
+def test_without_a_way_to_reset_the_peak_that_of_the_whole_life_counts(machine):
+    (machine / "proc/self/clear_refs").mkdir()
+    assert meter(machine).peak_growth(lambda: None) > 0

@@ -1,0 +1,225 @@
+"""`AsyncLLM` on the bundled model."""
+
+import asyncio
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem_engine import AsyncLLM, SamplingParams
+from tandem_engine.errors import (
+    CheckpointError,
+    EngineStoppedError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
+from tandem_engine.messages.control import PauseMode
+
+MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"
+OPTIONS = {"progress": False, "dtype": "float32", "num_pages": 300, "threads": 1}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    llm = AsyncLLM(MODEL, **OPTIONS)
+    yield llm
+    asyncio.run(llm.close())
+
+
+@pytest.fixture
+async def llm(shared):
+    yield shared
+    await drained(shared)
+
+
+async def drained(llm: AsyncLLM) -> None:
+    """Nothing of a test goes on after it."""
+    while (stats := await llm.stats()).running or stats.waiting:
+        continue
+    assert llm._streams == {}
+
+
+async def last(generator):
+    async for output in generator:
+        final = output
+    return final
+
+
+async def test_outputs_grow_and_the_last_is_finished(llm):
+    outputs = [output async for output in llm.generate("Once upon a time", GREEDY)]
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 12
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    for earlier, later in itertools.pairwise(outputs):
+        assert later.outputs[0].text.startswith(earlier.outputs[0].text)
+
+
+async def test_requests_run_together_and_give_what_they_give_alone(llm):
+    prompts = [[5 + i, 6, 7, 8] for i in range(12)]
+    alone = [(await last(llm.generate(prompt, GREEDY))).outputs[0].token_ids for prompt in prompts]
+    together = await asyncio.gather(*(last(llm.generate(prompt, GREEDY)) for prompt in prompts))
+    assert [output.outputs[0].token_ids for output in together] == alone
+
+
+async def test_a_slow_reader_skips_states_and_loses_no_token(llm):
+    [quick] = [(await last(llm.generate("The fox", GREEDY))).outputs[0].token_ids]
+    states = []
+    async for output in llm.generate("The fox", GREEDY):
+        states.append(output)
+        while not states[-1].finished and (await llm.stats()).running:
+            continue
+    assert states[-1].outputs[0].token_ids == quick
+    assert len(states) <= 3
+
+
+async def test_leaving_the_loop_aborts_the_request(llm):
+    aborted = (await llm.stats()).aborted_total
+    generator = llm.generate("The fox", ENDLESS)
+    async for _ in generator:
+        break
+    await generator.aclose()
+    await drained(llm)
+    assert (await llm.stats()).aborted_total == aborted + 1
+
+
+async def test_cancelling_the_reader_aborts_the_request(llm):
+    aborted = (await llm.stats()).aborted_total
+    started = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in llm.generate("The fox", replace(ENDLESS, n=2)):
+            started.set()
+
+    task = asyncio.create_task(read())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await drained(llm)
+    assert (await llm.stats()).aborted_total == aborted + 2
+
+
+async def test_an_abort_by_id_ends_the_output_with_what_there_is(llm):
+    outputs = []
+    async for output in llm.generate("The fox", ENDLESS, request_id="mine"):
+        outputs.append(output)
+        await llm.abort("mine")
+        await llm.abort("somebody else's")
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert len(outputs[-1].outputs[0].token_ids) < 3000
+
+
+async def test_an_id_names_one_running_request(llm):
+    first = llm.generate("The fox", ENDLESS, request_id="mine")
+    await anext(first)
+    with pytest.raises(InvalidRequestError, match="'mine' is running already"):
+        await anext(llm.generate("A river", GREEDY, request_id="mine"))
+    await first.aclose()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "text"),
+    [
+        ("", GREEDY, "empty"),
+        ([1, 10**9], GREEDY, "token id 1000000000"),
+        ("x", SamplingParams(temperature=9.0), "temperature"),
+        ("x", SamplingParams(n=0), "n must be between"),
+        ([1.5], GREEDY, "a prompt must be"),
+    ],
+)
+async def test_what_can_never_be_served_raises_and_names_the_field(llm, prompt, params, text):
+    with pytest.raises(InvalidRequestError, match=text):
+        await anext(llm.generate(prompt, params))
+
+
+async def test_a_conversation_is_answered(llm):
+    output = await last(llm.chat([{"role": "user", "content": "Tell me a story about a fox."}], GREEDY))
+    assert output.finished
+    assert output.outputs[0].text
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+async def test_a_pause_changes_no_token(llm, mode):
+    expected = (await last(llm.generate("The fox", GREEDY))).outputs[0].token_ids
+    generator = llm.generate("The fox", GREEDY)
+    await anext(generator)
+    await llm.pause(mode)
+    assert (await llm.stats()).paused
+    if mode is PauseMode.RETRACT:
+        assert await llm.reset_prefix_cache() > 0
+    await llm.resume()
+    assert (await last(generator)).outputs[0].token_ids == expected
+
+
+async def test_other_weights_end_what_has_begun_with_an_error_that_can_be_retried(llm):
+    expected = (await last(llm.generate("The fox", GREEDY))).outputs[0].token_ids
+    generator = llm.generate("The fox", ENDLESS)
+    await anext(generator)
+    await llm.reload_weights()
+    with pytest.raises(RequestFailedError) as failed:
+        await last(generator)
+    assert (failed.value.reason, failed.value.retryable) == ("model_replaced", True)
+    assert (await last(llm.generate("The fox", GREEDY))).outputs[0].token_ids == expected
+    with pytest.raises(CheckpointError):
+        await llm.reload_weights("/nowhere")
+
+
+async def test_readers_on_other_event_loops_are_served_too(llm):
+    here = (await last(llm.generate("The fox", GREEDY))).outputs[0].token_ids
+
+    def elsewhere() -> tuple[int, ...]:
+        return asyncio.run(last(llm.generate("The fox", GREEDY))).outputs[0].token_ids
+
+    assert await asyncio.to_thread(elsewhere) == here
+
+
+async def test_more_requests_than_may_wait_are_refused_at_once():
+    async with AsyncLLM(MODEL, **OPTIONS, max_queued_requests=2, max_running_requests=1) as llm:
+        running = [llm.generate([5, 6, 7 + i], ENDLESS) for i in range(3)]
+        first = [asyncio.ensure_future(anext(generator)) for generator in running]
+        await first[0]
+        with pytest.raises(QueueFullError):
+            await anext(llm.generate("one more", GREEDY))
+        for task in first[1:]:
+            task.cancel()
+        await asyncio.gather(*first[1:], return_exceptions=True)
+
+
+async def test_closing_tells_every_reader_and_later_calls():
+    llm = AsyncLLM(MODEL, **OPTIONS)
+    generator = llm.generate("The fox", ENDLESS)
+    await anext(generator)
+    await llm.close()
+    with pytest.raises(EngineStoppedError):
+        await last(generator)
+    with pytest.raises(EngineStoppedError):
+        await anext(llm.generate("The fox", GREEDY))
+    with pytest.raises(EngineStoppedError):
+        await llm.stats()
+    await llm.close()
+
+
+async def test_an_engine_that_fails_tells_every_reader():
+    llm = AsyncLLM(MODEL, **OPTIONS)
+    generator = llm.generate("The fox", ENDLESS)
+    await anext(generator)
+
+    def fail(engine) -> None:
+        raise RuntimeError("broken for the test")
+
+    llm._thread.ask(fail)
+    with pytest.raises(EngineStoppedError, match="broken for the test"):
+        await last(generator)
+    with pytest.raises(EngineStoppedError):
+        await llm.stats()
+    await llm.close()
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        AsyncLLM(tmp_path, progress=False)

@@ -1,0 +1,121 @@
+"""An operator's pause changes nothing but the time at which tokens come."""
+
+import pytest
+
+from tandem_engine.errors import BusyError
+from tandem_engine.messages.control import PauseMode
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_testing.scheduler_builders import Engine, make_engine, make_message
+
+KEEPING = [PauseMode.IN_PLACE, PauseMode.RETRACT]
+
+
+def busy_engine(*, overlap: bool, **settings: object) -> Engine:
+    engine = make_engine(enable_overlap=overlap, chunked_prefill_size=4, enable_mixed_chunk=True, **settings)
+    for i in range(4):
+        engine.add(make_message(f"r{i}", range(1 + i, 10 + 3 * i), max_tokens=8, temperature=1.0, seed=i))
+    return engine
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mode", KEEPING)
+@pytest.mark.parametrize("every", [1, 3])
+def test_pausing_at_any_moment_changes_no_token(overlap, mode, every):
+    engine = busy_engine(overlap=overlap)
+    for turn in range(200):
+        if engine.scheduler.idle:
+            break
+        engine.step()
+        if turn % every == 0:
+            engine.scheduler.pause(mode)
+            engine.step(2)
+            engine.scheduler.resume()
+            # A retracted request computes its prompt again: let it get somewhere before the next pause.
+            engine.step(6)
+    engine.assert_expected()
+    engine.assert_nothing_held()
+
+
+@pytest.mark.parametrize("mode", KEEPING)
+def test_nothing_is_launched_while_paused_and_new_requests_wait(mode):
+    engine = busy_engine(overlap=True)
+    engine.step(3)
+    engine.scheduler.pause(mode)
+    launched = engine.scheduler.launched
+    engine.add(make_message("late", [5, 6], max_tokens=3))
+    engine.step(5)
+    assert engine.scheduler.launched == launched
+    assert engine.scheduler.step_in_flight is None
+    assert engine.scheduler.stats().paused
+    engine.scheduler.resume()
+    engine.run()
+    engine.assert_expected()
+
+
+def test_new_requests_are_refused_where_somebody_else_could_serve_them():
+    engine = busy_engine(overlap=True)
+    engine.step(3)
+    engine.scheduler.pause(PauseMode.IN_PLACE, refuse_new=True)
+    engine.add(make_message("late", [5, 6], max_tokens=3))
+    assert (engine.finish("late").code, engine.finish("late").retryable) == ("paused", True)
+    engine.scheduler.resume()
+    engine.add(make_message("later", [5, 6], max_tokens=3))
+    engine.run()
+    engine.assert_expected("later", *(f"r{i}" for i in range(4)))
+
+
+def test_in_place_keeps_kv_and_retract_gives_it_back():
+    engine = busy_engine(overlap=True)
+    engine.step(4)
+    engine.scheduler.pause(PauseMode.IN_PLACE)
+    held = engine.scheduler.audit().private
+    assert held > 0
+    assert engine.scheduler.pause(PauseMode.RETRACT) > 0
+    assert engine.scheduler.audit().private == 0
+    assert [req.rid for req in engine.scheduler.queues.waiting] == ["r0", "r1", "r2", "r3"]
+
+
+def test_abort_mode_ends_everybody():
+    engine = busy_engine(overlap=True)
+    engine.step(3)
+    assert engine.scheduler.pause(PauseMode.ABORT) == 4
+    assert {engine.finish(f"r{i}").reason for i in range(4)} == {FinishReason.ABORT}
+    engine.assert_nothing_held()
+
+
+def test_aborts_and_deadlines_are_obeyed_while_paused():
+    engine = busy_engine(overlap=True)
+    engine.add(make_message("hasty", [9, 9], deadline_s=5.0))
+    engine.step(3)
+    engine.scheduler.pause(PauseMode.IN_PLACE)
+    engine.scheduler.abort("r0")
+    engine.clock.time = 6.0
+    engine.step(2)
+    assert engine.finish("r0").reason is FinishReason.ABORT
+    assert engine.finish("hasty").code == "deadline_exceeded"
+
+
+def test_the_cache_is_flushed_only_when_nobody_holds_any_of_it():
+    engine = busy_engine(overlap=False, page_size=2)
+    engine.step(4)
+    with pytest.raises(BusyError, match="requests hold KV pages: wait"):
+        engine.scheduler.require_flushable()
+    engine.scheduler.pause(PauseMode.RETRACT)
+    assert engine.scheduler.audit().tree > 0
+    engine.scheduler.require_flushable()
+    engine.scheduler.forget_kv()
+    assert engine.scheduler.audit().tree == 0
+    engine.scheduler.resume()
+    engine.run()
+    engine.assert_expected()
+
+
+def test_those_who_have_begun_can_be_ended_while_the_others_wait():
+    engine = busy_engine(overlap=True, max_running_requests=2)
+    engine.step(4)
+    finish = Finish(reason=FinishReason.ERROR, error="replaced", code="model_replaced", retryable=True)
+    assert engine.scheduler.end_started(finish) == 2
+    assert [engine.finish(f"r{i}") for i in range(4)] == [finish, finish, None, None]
+    engine.run()
+    engine.assert_expected("r2", "r3")
+    engine.assert_nothing_held()

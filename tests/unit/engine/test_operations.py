@@ -1,0 +1,240 @@
+"""Orders of an operator, on the bundled model."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem_engine.config import CacheConfig, EngineConfig
+from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.messages.control import (
+    AbortRequests,
+    FlushCache,
+    OrderDone,
+    OrderRefused,
+    PauseGeneration,
+    PauseMode,
+    ReloadWeights,
+    ResumeGeneration,
+    StartProfile,
+    StopProfile,
+)
+from tandem_engine.messages.outputs import FinishReason, TokenOutput
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.operations import Operations
+from tandem_engine.reload import WeightsReload
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "tandem-mini"
+
+
+class Desk:
+    """An engine, its operations, what they answered and what clients got."""
+
+    def __init__(self, loaded: LoadedModel, folder: Path) -> None:
+        self.outputs: list[TokenOutput] = []
+        self.answers: list[OrderDone | OrderRefused] = []
+        self.announced: list[str] = []
+        self.engine = Engine.build(loaded, loaded.config, sink=lambda _, outputs: self.outputs.extend(outputs))
+        self.reload = WeightsReload(engine=self.engine, config=loaded.config)
+        self.operations = Operations(
+            engine=self.engine,
+            profiler=self.engine.profiler(folder),
+            reload=self.reload,
+            answer=self.answers.append,
+            model_replaced=lambda: self.announced.append(self.engine.compat_hash),
+        )
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.engine.step()
+            self.operations.poll()
+
+    def run(self) -> None:
+        while not self.engine.scheduler.idle:
+            self.turn()
+
+    def tokens(self, rid: str) -> list[int]:
+        return [token for output in self.outputs if output.rid == rid for token in output.token_ids]
+
+    def finish(self, rid: str):
+        return next((output.finish for output in self.outputs if output.rid == rid and output.finish), None)
+
+    def wait_for_reload(self) -> None:
+        self.reload._loading.exception()
+        self.turn()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    config = EngineConfig(model_path=str(MODEL), dtype="float32", cache=CacheConfig(num_pages=200), threads=1)
+    return load(config, progress=False)
+
+
+@pytest.fixture
+def desk(loaded, tmp_path) -> Iterator[Desk]:
+    desk = Desk(loaded, tmp_path / "traces")
+    yield desk
+    desk.operations.close()
+    assert desk.engine.audit().problems == ()
+    desk.engine.close()
+
+
+def request(rid: str, **sampling) -> GenerateRequest:
+    params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **sampling}
+    return GenerateRequest(rid=rid, input_ids=tuple(range(10, 50)), sampling=SamplingParams(**params))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """`other`: one weight differs; `broken`: all logits are equal; `taller`: another architecture."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name in ("other", "broken", "taller"):
+        shutil.copytree(MODEL, root / name)
+    _change(root / "other", lambda tensor: tensor.flip(0).contiguous())
+    _change(root / "broken", torch.zeros_like)
+    config = json.loads((root / "taller" / "config.json").read_text())
+    (root / "taller" / "config.json").write_text(json.dumps({**config, "rope_parameters": None, "rope_theta": 5e5}))
+    return root
+
+
+def _change(folder: Path, change) -> None:
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"] = change(tensors["model.norm.weight"])
+            save_file(tensors, shard)
+
+
+def test_one_request_is_aborted_by_its_exact_id(desk):  # T11
+    for rid in ("job", "job-1"):
+        desk.engine.add(request(rid))
+    desk.turn(2)
+    desk.operations.handle(AbortRequests(nonce=1, rid="job"))
+    desk.operations.handle(AbortRequests(nonce=2, rid="jo"))
+    desk.run()
+    assert [answer.figures for answer in desk.answers] == [{"requests": 1}, {"requests": 0}]
+    assert desk.finish("job").reason is FinishReason.ABORT
+    assert desk.finish("job-1").reason is FinishReason.LENGTH
+
+
+def test_all_requests_are_aborted_at_once(desk):
+    for rid in ("a", "b"):
+        desk.engine.add(request(rid))
+    desk.operations.handle(AbortRequests(nonce=1, rid=None))
+    desk.run()
+    assert desk.answers[0].figures == {"requests": 2}
+    assert {desk.finish(rid).reason for rid in "ab"} == {FinishReason.ABORT}
+
+
+def test_pause_flush_resume_gives_the_output_that_would_have_been(desk):
+    desk.engine.add(request("whole"))
+    desk.run()
+    desk.engine.add(request("paused"))
+    desk.turn(5)
+    desk.operations.handle(FlushCache(nonce=1))
+    desk.operations.handle(PauseGeneration(nonce=2, mode=PauseMode.RETRACT))
+    desk.operations.handle(FlushCache(nonce=3))
+    desk.turn(3)
+    desk.operations.handle(ResumeGeneration(nonce=4))
+    desk.run()
+    refused, *done = desk.answers
+    assert (refused.code, refused.nonce) == ("busy", 1)
+    assert [answer.nonce for answer in done] == [2, 3, 4]
+    assert done[1].figures["pages"] > 0
+    assert desk.tokens("paused") == desk.tokens("whole")
+
+
+def test_other_weights_serve_from_the_next_step_and_peers_hear_of_it(desk, checkpoints):
+    before = desk.engine.compat_hash
+    desk.engine.add(request("old"))
+    desk.run()
+    desk.engine.add(request("begun", max_tokens=200))
+    desk.turn(3)
+    desk.operations.handle(ReloadWeights(nonce=5, path=str(checkpoints / "other")))
+    desk.operations.handle(ReloadWeights(nonce=6, path=None))
+    desk.wait_for_reload()
+    assert isinstance(desk.answers[0], OrderRefused), "one reload at a time"
+    assert (desk.answers[1].nonce, desk.answers[1].figures["ended"]) == (5, 1)
+    assert (desk.finish("begun").code, desk.finish("begun").retryable) == ("model_replaced", True)
+    assert desk.announced == [desk.engine.compat_hash] != [before]
+    assert desk.engine.audit().tree == 0, "KV of the old weights is gone"
+    desk.engine.add(request("new"))
+    desk.run()
+    assert desk.tokens("new") != desk.tokens("old")
+
+
+def test_reloading_the_served_folder_changes_no_token(desk):
+    desk.engine.add(request("old"))
+    desk.run()
+    before = desk.engine.compat_hash
+    desk.operations.handle(ReloadWeights(nonce=5, path=None))
+    desk.wait_for_reload()
+    assert desk.announced == [before]
+    desk.engine.add(request("new"))
+    desk.run()
+    assert desk.tokens("new") == desk.tokens("old")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("absent", "checkpoint_error", "absent"),
+        ("broken", "checkpoint_error", "same logit"),
+        ("taller", "config_error", "rope"),
+    ],
+)
+def test_weights_that_cannot_serve_change_nothing(desk, checkpoints, name, code, text):
+    desk.engine.add(request("old"))
+    desk.run()
+    desk.engine.add(request("running"))
+    desk.turn(3)
+    desk.operations.handle(ReloadWeights(nonce=5, path=str(checkpoints / name)))
+    desk.wait_for_reload()
+    desk.run()
+    [answer] = desk.answers
+    assert (answer.nonce, answer.code) == (5, code)
+    assert text in answer.message
+    assert desk.announced == []
+    assert desk.tokens("running") == desk.tokens("old")
+    desk.operations.handle(ReloadWeights(nonce=6, path=None))
+    desk.wait_for_reload()
+    assert desk.answers[-1].message == f"serving the weights in {MODEL}", "the failed folder is forgotten"
+
+
+def test_a_trace_of_so_many_steps_is_written_and_can_be_read(desk, tmp_path):
+    desk.operations.handle(StartProfile(nonce=1, steps=3, seconds=60.0))
+    desk.operations.handle(StartProfile(nonce=2, steps=3, seconds=60.0))
+    desk.engine.add(request("traced"))
+    desk.run()
+    started, refused = desk.answers
+    assert refused.code == "busy"
+    path = Path(str(started.figures["path"]))
+    assert path.parent == tmp_path / "traces"
+    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert any("mkldnn" in name or "linear" in name for name in names if name)
+
+
+def test_a_trace_is_ended_early_and_a_second_end_is_refused(desk):
+    desk.operations.handle(StartProfile(nonce=1, steps=1000, seconds=60.0))
+    desk.operations.handle(StopProfile(nonce=2))
+    desk.operations.handle(StopProfile(nonce=3))
+    started, stopped, refused = desk.answers
+    assert stopped.figures == started.figures
+    assert Path(str(stopped.figures["path"])).is_file()
+    assert refused.code == "busy"
+
+
+@pytest.mark.parametrize(("steps", "seconds", "text"), [(0, 1.0, "steps"), (1, 1e9, "seconds"), (1, 0.0, "seconds")])
+def test_a_trace_has_bounds(desk, steps, seconds, text):
+    desk.operations.handle(StartProfile(nonce=1, steps=steps, seconds=seconds))
+    assert (desk.answers[0].code, text in desk.answers[0].message) == ("config_error", True)
+
+
+def test_without_a_folder_nothing_is_traced(loaded):
+    with Engine.build(loaded, loaded.config) as engine, pytest.raises(Exception, match="--torch-profiler-dir"):
+        engine.profiler(None).start(launched=0, steps=1, seconds=1.0)

@@ -1,0 +1,59 @@
+import faulthandler
+
+import pytest
+
+from tandem_engine.errors import ConfigError
+from tandem_engine.watchdog import Watchdog, describe_scheduler
+from tandem_testing.scheduler_builders import make_engine, make_message
+
+
+@pytest.fixture
+def watchdog(tmp_path):
+    dog = Watchdog(timeout=1000.0, folder=tmp_path / "dumps", name="w@1", describe=lambda: "queues and pages")
+    yield dog
+    dog.close()
+
+
+def test_a_hung_step_is_written_down_with_state_and_stacks(watchdog):
+    watchdog.step_hangs(120.0)
+    text = watchdog.path.read_text()
+    assert "120 s" in text
+    assert "queues and pages" in text
+    assert "test_a_hung_step_is_written_down_with_state_and_stacks" in text
+
+
+def test_the_timer_runs_until_it_is_closed(watchdog, tmp_path):
+    watchdog.progressed()
+    watchdog.progressed()
+    watchdog.close()
+    assert not watchdog.path.exists(), "a dump that nobody needed leaves no file"
+    # Cancelling twice would raise nothing; a timer left behind would write into a closed file.
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_scheduler_that_does_not_turn_is_written_down_by_the_timer(tmp_path):
+    dog = Watchdog(timeout=0.01, folder=tmp_path, name="w@2", describe=lambda: "")
+    dog.progressed()
+    while dog.path.stat().st_size == 0:
+        pass
+    assert "Timeout" in dog.path.read_text()
+    dog.close()
+    assert dog.path.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_at_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--crash-dump-folder .*file"):
+        Watchdog(timeout=1.0, folder=tmp_path / "file" / "sub", name="w", describe=lambda: "")
+
+
+def test_the_state_names_every_request_and_the_pages():
+    engine = make_engine(enable_overlap=True, max_running_requests=1)
+    for rid in ("first", "second"):
+        engine.add(make_message(rid, [1, 2, 3], max_tokens=9))
+    engine.step(2)
+    text = describe_scheduler(engine.scheduler)
+    assert "running: 1\n  first: 3 prompt" in text
+    assert "waiting: 1\n  second: 3 prompt" in text
+    assert "1 steps in flight" in text
+    assert "64 free" not in text
