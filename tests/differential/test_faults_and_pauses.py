@@ -1,4 +1,4 @@
-"""Steps that raise and operators that pause, at random: nobody's output depends on either."""
+"""Steps that raise and operators that pause, at random, with grammars and drafts: nobody's output depends on it."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,9 @@ from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor
-from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
+from tandem_testing.scheduler_builders import VOCAB, Engine, expected_output, make_engine, make_message
+from tandem_testing.scripted_proposer import ScriptedProposer, wrong_every
+from tandem_testing.toy_grammar import toy_grammar
 
 POISON = 96
 """Occurs in prompts alone: nobody may generate it."""
@@ -50,6 +52,7 @@ def messages(draw):
                 presence_penalty=draw(st.sampled_from([0.0, 1.0])),
                 bad_words=((POISON,),),
                 logprobs=draw(st.sampled_from([None, 1])),
+                grammar=draw(st.sampled_from([None, None, toy_grammar(every=3)])),
             )
         )
     return built
@@ -64,6 +67,7 @@ configs = st.fixed_dictionaries(
         "chunked_prefill_size": st.sampled_from([3, 64]),
         "max_prefill_tokens": st.sampled_from([16, 64]),
         "max_running_requests": st.sampled_from([2, 16]),
+        "proposer": st.sampled_from([None, None, ScriptedProposer(vocab_size=VOCAB, mistake=wrong_every(3))]),
     }
 )
 
