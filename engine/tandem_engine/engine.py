@@ -506,8 +506,8 @@ class Engine:
         empty afterwards, of what sessions have pinned too, and `compat_hash` is another one.
 
         Raises:
-            ConfigError: the architecture, the dtype or the tokens that end an output differ, or the model is
-                shared by several ranks.
+            ConfigError: the architecture, the dtype or the tokens that end an output differ, the model is
+                shared by several ranks, or there is a host cache or swap space.
             CheckpointError: the new weights compute nonsense. Nothing has changed.
         """
         self.require_replaceable()
@@ -532,6 +532,11 @@ class Engine:
         if self._ranks > 1:
             raise ConfigError(
                 f"weights that {self._ranks} ranks share are not reloaded: start a worker with the new ones"
+            )
+        if self.memory.host is not None:
+            raise ConfigError(
+                "weights are not reloaded while host memory or files hold KV of the old ones "
+                "(--enable-hierarchical-cache, --swap-space): start a worker with the new ones"
             )
 
     def _require_same_architecture(self, loaded: LoadedModel) -> None:

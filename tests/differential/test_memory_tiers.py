@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from tandem_engine.config import HostConfig, PreemptionMode, WritePolicy
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import GenerateRequest, SessionRef
 from tandem_testing.disagg_pair import make_pair
 from tandem_testing.fake_executors import ThreadedExecutor
 from tandem_testing.memory_storage import MemoryStorage
@@ -187,3 +187,37 @@ def test_handed_over_requests_meet_tiers_on_both_sides(mode, policy):  # T60, T7
         assert pair.decode.tokens(rid) == pair.expected(rid), rid
     assert pair.decode.engine.scheduler.tally.swapped_out > 0
     pair.assert_clean()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_choices_and_conversations_share_what_comes_back(overlap):
+    engine = engine_of(
+        (overlap, True, 4),
+        host_pages=80,
+        host=HostConfig(enable_cache=True, write_policy=WritePolicy.WRITE_BACK, swap_bytes=20 * 64),
+        preemption_mode=PreemptionMode.SWAP,
+        force_retract_every=3,
+        session_pages=8,
+    )
+    talk = make_message("turn-0", PROMPTS[1][:30], max_tokens=5, session=SessionRef(id="talk"))
+    engine.add(talk)
+    engine.run()
+    for turn in range(3):
+        choices = [
+            make_message(f"{turn}-choice-{i}", PROMPTS[0], max_tokens=6, temperature=1.0, seed=i, group=f"{turn}")
+            for i in range(3)
+        ]
+        other = make_message(f"{turn}-other", PROMPTS[3], max_tokens=8)
+        for message in (*choices, other):
+            engine.add(message)
+            engine.step(2)
+        engine.run()
+    follow_up = make_message("turn-1", [7, 7, 7], max_tokens=5, session=SessionRef(id="talk", turn=1))
+    engine.add(follow_up)
+    engine.run()
+    spoken = (*talk.input_ids, *engine.output("turn-0"), *follow_up.input_ids)
+    engine.messages["turn-1"] = make_message("turn-1", spoken, max_tokens=5)
+    engine.assert_expected()
+    engine.assert_nothing_held()
+    assert engine.scheduler.tally.swapped_out > 0
+    assert engine.scheduler.tally.host_cached_tokens > 0

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.config import SchedulePolicy
+from tandem_engine.config import HostConfig, PreemptionMode, SchedulePolicy, WritePolicy
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest
+from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.scheduler_builders import (
     Engine,
     expected_output,
@@ -80,15 +81,29 @@ engines = st.fixed_dictionaries(
         "long_prefill_token_threshold": st.sampled_from([0, 2]),
         "watermark": st.sampled_from([0.0, 0.1]),
         "grammars": st.builds(ToyGrammars, polls=st.integers(0, 2)),
+        "host_pages": st.sampled_from([0, 0, 3, 12, 100]),
+        "preemption_mode": st.sampled_from([PreemptionMode.RECOMPUTE, PreemptionMode.SWAP]),
+    }
+)
+tiers = st.fixed_dictionaries(
+    {
+        "write_policy": st.sampled_from(WritePolicy),
+        "swap_bytes": st.sampled_from([0, 256, 1 << 20]),
     }
 )
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plan=arrivals(), config=engines, spare=st.integers(0, 20))
-def test_no_output_depends_on_arrivals_aborts_or_configuration(plan, config, spare):
+@given(plan=arrivals(), config=engines, tiers=tiers, stored=st.booleans(), spare=st.integers(0, 20))
+def test_no_output_depends_on_arrivals_aborts_or_configuration(plan, config, tiers, stored, spare):
     longest = max(len(arrival.message.input_ids) + arrival.message.sampling.max_tokens for arrival in plan)
-    engine = make_engine(usable_pages=-(-longest // config["page_size"]) + spare, context_length=128, **config)
+    engine = make_engine(
+        usable_pages=-(-longest // config["page_size"]) + spare,
+        context_length=128,
+        host=HostConfig(enable_cache=config["radix"], **tiers),
+        storage=MemoryStorage() if stored and config["radix"] else None,
+        **config,
+    )
     run(engine, plan)
     engine.assert_nothing_held()
     for entry in plan:

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from tandem_engine.config import HostConfig, PreemptionMode, WritePolicy
 from tandem_engine.messages.outputs import FinishReason
 from tandem_testing.disagg_pair import make_pair
 from tandem_testing.draft_builders import make_fake_drafts
@@ -261,3 +262,27 @@ def test_a_draft_model_catches_up_with_kv_that_was_handed_over():
     stats = pair.decode.engine.scheduler.stats().speculation
     assert stats.accepted_total == stats.drafted_total > 10
     pair.assert_clean()
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_do_not_care_whether_pages_left_the_device_and_came_back(overlap, policy):
+    engine = engine_of(
+        "every third wrong",
+        enable_overlap=overlap,
+        enable_mixed_chunk=True,
+        usable_pages=30,
+        init_new_token_ratio=0.1,
+        max_retractions=1000,
+        host_pages=60,
+        host=HostConfig(enable_cache=True, write_policy=policy, swap_bytes=16 * 64),
+        preemption_mode=PreemptionMode.SWAP,
+        force_retract_every=5,
+    )
+    for message in workload():
+        engine.add(message)
+        engine.step(3)
+    engine.run()
+    engine.assert_expected()
+    engine.assert_nothing_held()
+    assert engine.scheduler.tally.swapped_in > 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tandem_engine.config import CacheConfig, SchedulePolicy, SchedulerConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.verify.path import Path
-from tandem_engine.verify.tier_paths import tier_paths
+from tandem_engine.verify.tier_paths import tier_paths, with_drafts
 
 CHOICES = 3
 
@@ -57,7 +57,8 @@ def make_paths(
         Path(name="disaggregated over NIXL", cache=warm, scheduler=mixed, disaggregated=True),
         Path(name="edited: mixed, staggered", cache=warm, scheduler=mixed, stagger=True, edited=True),
     ]
-    paths += tier_paths(cache=warm, short=tight, scheduler=mixed, quick=quick)
+    tiers = tier_paths(cache=warm, short=tight, scheduler=mixed, quick=quick)
+    paths += tiers
     speculative = [] if drafts is None else _speculative(drafts, warm, mixed, longest, num_prompts)
     if quick:
         return [*paths, *speculative[:2]]
@@ -164,6 +165,7 @@ def make_paths(
             for size in (1, 16, 64)
         ),
         *speculative,
+        *with_drafts(tiers, speculative),
     ]
 
 

@@ -1,5 +1,6 @@
 """Paths on which KV leaves the device and comes back: swapped requests, host memory, files."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem_engine.config import CacheConfig, HostConfig, PreemptionMode, SchedulerConfig, WritePolicy
@@ -75,6 +76,16 @@ def tier_paths(*, cache: CacheConfig, short: CacheConfig, scheduler: SchedulerCo
             restart=True,
             expects_tier=Tier.DISK,
         ),
+    ]
+
+
+def with_drafts(tiers: Sequence[Path], drafting: Sequence[Path]) -> list[Path]:
+    """The first two of `tiers`, swapping and host memory, with every way to draft that is in `drafting`."""
+    ways = {path.speculative: path.name for path in reversed(drafting) if not path.speculative.adaptive}
+    return [
+        replace(path, name=f"{name}: {path.name}", speculative=spec, expects_retraction=False)
+        for spec, name in ways.items()
+        for path in tiers[:2]
     ]
 
 

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tandem_engine.errors import InvalidRequestError
+from tandem_engine.logs import quoted
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec, check_choices, check_depth
 from tandem_services.common.errors import ApiError, bad_request
-from tandem_services.common.logs import quoted
 from tandem_services.gateway.unsupported import UnsupportedFields
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")

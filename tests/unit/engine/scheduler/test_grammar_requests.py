@@ -332,7 +332,7 @@ def test_a_failed_step_before_it_does_not_keep_a_step_waiting():
     engine.add(make_message("g", max_tokens=20, grammar=toy_grammar()))
     engine.add(make_message("h", [9, 9], max_tokens=20, grammar=toy_grammar()))
     engine.run()
-    assert {engine.finish(rid).reason for rid in "gh"} == {FinishReason.ERROR}
+    engine.assert_expected("g", "h")
     engine.assert_nothing_held()
 
 

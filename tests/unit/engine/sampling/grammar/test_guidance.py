@@ -154,7 +154,7 @@ REFUSED = {
     "deep Lark": (spec(GrammarKind.LARK, f'start: {"(" * 3000}"a"{")" * 3000}'), "too deeply nested"),
     "deep regex": (spec(GrammarKind.REGEX, f"{'(' * 2000}a{')' * 2000}"), "cannot be used"),
     "large enum": (spec(GrammarKind.JSON_SCHEMA, {"enum": [f"v{i}" for i in range(100_000)]}), "too big"),
-    "doubling rules": (spec(GrammarKind.LARK, DOUBLING), "too big|128 MiB"),
+    "doubling rules": (spec(GrammarKind.LARK, DOUBLING), "too big|128 MiB|took more than"),
     "no structures": (spec(GrammarKind.STRUCTURAL_TAG, {"structures": [], "triggers": ["<"]}), "at least one"),
     "no trigger": (
         spec(GrammarKind.STRUCTURAL_TAG, {"structures": [{"begin": "a", "schema": {}}], "triggers": ["b"]}),
