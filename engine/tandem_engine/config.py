@@ -572,12 +572,7 @@ class EngineConfig:
             self._require_lockstep()
 
     def _require_lockstep(self) -> None:
-        """Refuse what would go by the time that copies or drafts take on one rank, which is not that of others."""
-        if self.speculative.needs_draft_model:
-            raise ConfigError(
-                f"--speculative-algorithm {self.speculative.algorithm} needs --tensor-parallel-size 1, got "
-                f"{self.parallel.tp_size}; {SpecAlgorithm.NGRAM} works with any number of ranks"
-            )
+        """Refuse what would go by the time that copies take on one rank, which is not that of others."""
         if self.cache.host.enabled:
             raise ConfigError(
                 "--enable-hierarchical-cache and --swap-space need --tensor-parallel-size 1, got "

@@ -88,7 +88,7 @@ from tandem_engine.sampling.sampler import Sampler
 from tandem_engine.scheduler.lockstep import AgreedClock, AgreedInputs, DirectInputs, Inputs
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
-from tandem_engine.scheduler.speculation import Speculation
+from tandem_engine.scheduler.speculation import Speculation, StepDrafts
 from tandem_engine.scheduler.stop import DecodeText
 from tandem_engine.scheduler.stream import Sink
 from tandem_engine.speculative.assembly import Draft, Target, keep_states, make_proposer, read_draft
@@ -296,11 +296,11 @@ class Engine:
         )
         local_clock, agreed_clock = MonotonicClock(), AgreedClock()
         clock = local_clock if loaded.parallel.size == 1 else agreed_clock
+        agreement = None if loaded.parallel.size == 1 else Agreement(loaded.parallel.schedule)
         speculation = None
         if config.speculative.algorithm is not None:
             proposer = make_proposer(config.speculative, draft, target, states=states, run=executor.run)
-            speculation = _speculation(config.speculative, proposer, memory, clock)
-        agreement = None if loaded.parallel.size == 1 else Agreement(loaded.parallel.schedule)
+            speculation = _speculation(config.speculative, proposer, memory, local_clock, agreement)
         scheduler = Scheduler(
             memory=memory,
             executor=executor,
@@ -787,6 +787,7 @@ def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool) -> Target:
     """What a draft is made for."""
     return Target(
         model=loaded.model,
+        is_whole=loaded.parallel.size == 1,
         path=loaded.config.model_path,
         dtype=loaded.dtype,
         device=config.device,
@@ -798,13 +799,19 @@ def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool) -> Target:
     )
 
 
-def _speculation(config: SpecConfig, proposer: Proposer, memory: KvMemory, clock: Clock) -> Speculation:
+def _speculation(
+    config: SpecConfig, proposer: Proposer, memory: KvMemory, stopwatch: Clock, agreement: Agreement | None
+) -> Speculation:
+    def agree(drafts: StepDrafts) -> StepDrafts:
+        return drafts if agreement is None else agreement.share(drafts, StepDrafts)
+
     return Speculation(
         proposer=proposer,
         lengths=DraftLengths(longest=config.num_draft_tokens, adaptive=config.adaptive),
         max_batch=config.disable_by_batch_size,
         memory=memory,
-        clock=clock,
+        stopwatch=stopwatch,
+        agree=agree,
     )
 
 

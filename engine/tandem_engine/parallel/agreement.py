@@ -2,6 +2,7 @@
 
     agree    once per turn, before anything is planned: rank 0 sends what happened to it since the last turn, and the
              time by its clock
+    share    for what one rank must say for all, such as drafts: rank 0's value (T53)
     least    for facts that every rank comes to by itself in its own time, such as a compiled grammar: a rank says how
              far each has come, and the least counts for all (T47, T67)
 
@@ -11,12 +12,15 @@ alone: never from what this rank has by itself, or from an early return (T68).
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
 
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.inputs import Input
+
+T = TypeVar("T")
 
 INLINE_BYTES = 8192
 """Most turns carry nothing or one prompt: they fit the first message and need no second."""
@@ -48,6 +52,13 @@ class Agreement:
             data = self._encoder.encode(Turn(now=now, inputs=tuple(inputs)))
         turn: Turn = self._decoder.decode(self._broadcast(data))
         return turn
+
+    def share(self, value: T, kind: type[T]) -> T:
+        """Rank 0's `value`, of a `kind` that msgspec can encode, on every rank."""
+        if self._group.size == 1:
+            return value
+        data = self._encoder.encode(value) if self._group.rank == 0 else b""
+        return msgspec.msgpack.decode(self._broadcast(data), type=kind)
 
     def least(self, progress: Sequence[int]) -> list[int]:
         """The least over all ranks of how far each fact has come, element by element.

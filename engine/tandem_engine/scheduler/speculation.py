@@ -12,7 +12,7 @@ the request's next tokens would take anyway, so nothing is given back when draft
 evict cached pages but never make anybody retract; without a page a request takes fewer or none.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +21,7 @@ from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.tally import SpeculationTally
-from tandem_engine.speculative.interface import DraftRequest, DraftTokens, Proposer
+from tandem_engine.speculative.interface import DraftRequest, Proposer
 from tandem_engine.speculative.lengths import DraftLengths
 
 Chains: TypeAlias = tuple[tuple[int, ...], ...]
@@ -59,7 +59,10 @@ class Speculation:
     max_batch: int
     """Decodes of a step above which nobody drafts; 0 is no bound."""
     memory: KvMemory
-    clock: Clock
+    stopwatch: Clock
+    agree: Callable[[StepDrafts], StepDrafts] = lambda drafts: drafts
+    """The drafts that every rank uses, and what they cost: those of rank 0. A rank that went by its own could find
+    others, or another number of them, and its forward would wait for ever for collectives of another shape (T53)."""
     tally: SpeculationTally = field(default_factory=SpeculationTally)
 
     def wants(self, decodes: Sequence[Request]) -> bool:
@@ -73,14 +76,12 @@ class Speculation:
             candidates = [candidate for candidate in candidates if self._has_room(candidate.request)]
         if not candidates:
             return NO_DRAFTS
-        began = self.clock.now()
-        proposed = self._agreed(self.proposer.propose([candidate.request for candidate in candidates]))
-        propose_s = self.clock.now() - began
+        proposed = self.agree(self._proposed([candidate.request for candidate in candidates]))
         chains: list[tuple[int, ...]] = [()] * len(decodes)
         for (place, request), chain in zip(candidates, proposed.chains, strict=True):
             chains[place] = self._fitting(request, chain)
-        self.tally.propose_s += propose_s
-        return StepDrafts(chains=tuple(chains), propose_s=propose_s) if any(chains) else NO_DRAFTS
+        self.tally.propose_s += proposed.propose_s
+        return StepDrafts(chains=tuple(chains), propose_s=proposed.propose_s) if any(chains) else NO_DRAFTS
 
     def learn(self, req: Request, *, drafted: int, accepted: int) -> None:
         """A run of `req` was verified; its tokens are yet to be appended."""
@@ -114,13 +115,11 @@ class Speculation:
             return chain[: max(0, request.kv.allocated_len - request.seq_len)]
         return chain
 
-    def _agreed(self, drafts: DraftTokens) -> DraftTokens:
-        """The drafts that every rank uses: those of rank 0.
-
-        A rank that proposed for itself could find other drafts, or another number of them, and its forward
-        would wait for ever for collectives of another shape (T53). With one rank there is nothing to agree on.
-        """
-        return drafts
+    def _proposed(self, requests: Sequence[DraftRequest]) -> StepDrafts:
+        """A chain for each of `requests`."""
+        began = self.stopwatch.now()
+        drafts = self.proposer.propose(requests)
+        return StepDrafts(chains=drafts.chains, propose_s=self.stopwatch.now() - began)
 
 
 def _draft_request(req: Request, limit: int) -> DraftRequest:

@@ -45,6 +45,8 @@ class Target:
     """The model that is drafted for, and what its pool and its batches look like."""
 
     model: CausalLM
+    is_whole: bool
+    """No other rank holds a part of it."""
     path: str
     dtype: torch.dtype
     device: str
@@ -149,8 +151,8 @@ def _draft_model(draft: Draft, target: Target, positions: int) -> DraftModel:
 
 
 def _load(draft: Draft, target: Target, positions: int) -> CausalLM:
-    """A model that drafts for itself is loaded once."""
-    if Path(draft.path).resolve() == Path(target.path).resolve():
+    """A model that drafts for itself is loaded once, unless ranks share it: each of them has the whole draft."""
+    if target.is_whole and Path(draft.path).resolve() == Path(target.path).resolve():
         return target.model
     return load_model(draft.path, draft.config, target.dtype, target.device, context_length=positions, progress=False)
 

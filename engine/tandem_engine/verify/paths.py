@@ -231,6 +231,9 @@ SHARED = (
     "retracted (forced)",
     "choices that share a prompt",
     "edited: mixed, staggered",
+    "n-gram drafts",
+    "drafts by the model itself",
+    "EAGLE drafts",
 )
 """Paths that run on several ranks too: between them they use every kind of step."""
 SHARED_QUICKLY = ("mixed, staggered",)

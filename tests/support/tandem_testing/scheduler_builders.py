@@ -285,7 +285,7 @@ def make_engine(
         lengths=DraftLengths(longest=num_draft_tokens, adaptive=adaptive),
         max_batch=max_draft_batch,
         memory=memory,
-        clock=clock,
+        stopwatch=clock,
     )
     text: DecodeText | None = decode_text if with_text else None
     scheduler = Scheduler(

@@ -185,6 +185,13 @@ def test_the_number_of_ranks_has_the_names_that_others_use(flag) -> None:
     assert engine_config(parse(*engine_argv(args))) == engine_config(args)
 
 
+def test_several_ranks_may_draft() -> None:
+    args = parse(
+        "--tp", "2", "--transport", "none", "--speculative-algorithm", "DRAFT", "--speculative-draft-model-path", "d"
+    )
+    assert engine_config(args).speculative.needs_draft_model
+
+
 def test_kv_that_lies_with_several_ranks_is_not_transferred() -> None:
     with pytest.raises(ConfigError, match="needs --tensor-parallel-size 1, got 2: give --transport none"):
         engine_config(parse("--tp", "2"))

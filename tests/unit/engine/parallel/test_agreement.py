@@ -6,6 +6,7 @@ from tandem_engine.parallel.agreement import INLINE_BYTES, Agreement, Turn
 from tandem_engine.parallel.group import Parallel, SingleRank
 from tandem_engine.parallel.inputs import Abort, Add, Drain, Input
 from tandem_engine.parallel.step_agreement import agree_on_step
+from tandem_engine.scheduler.speculation import StepDrafts
 from tandem_testing.rank_threads import on_ranks
 from tandem_testing.scheduler_builders import make_message
 
@@ -42,6 +43,16 @@ def test_turns_of_different_sizes_leave_nothing_behind_for_one_another():
         return [len(item.rid) for turn in got for item in turn.inputs if isinstance(item, Abort)]
 
     assert on_ranks(2, work) == [list(sizes)] * 2
+
+
+def test_drafts_are_rank_0s():  # T53
+    proposals = (StepDrafts(chains=((4, 5), ()), propose_s=0.25), StepDrafts(chains=((9,), (8,)), propose_s=9.0))
+    assert on_ranks(2, lambda p: Agreement(p.schedule).share(proposals[p.rank], StepDrafts)) == [proposals[0]] * 2
+
+
+def test_a_rank_that_is_alone_shares_with_itself():
+    drafts = StepDrafts(chains=((1,),))
+    assert Agreement(SingleRank()).share(drafts, StepDrafts) is drafts
 
 
 def test_a_fact_counts_when_it_holds_on_every_rank():  # T47, T67
