@@ -26,7 +26,6 @@ from tandem_engine.clock import Clock
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.executor.faults import DeviceLostError, StepFault, fault_of
 from tandem_engine.forward.forward_batch import ForwardResult, SampledLogprobs
-from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.scheduler.endings import Endings, error_finish
@@ -83,7 +82,7 @@ class Settlement:
             self._extend(extend, next(sampled) if extend.samples else None)
         if result.logprobs or result.unsound or batch.drafts.chains:
             for (req, drafts), one in zip(batch.decode_runs, sampled, strict=True):
-                self._decode(req, one, drafted=len(drafts))
+                self._decode(req, one, drafted=len(drafts), batch=len(batch.decodes))
         else:
             first = sum(extend.samples for extend in batch.extends)
             self._decodes(batch.decodes, result.next_token_ids[first:])
@@ -181,7 +180,7 @@ class Settlement:
                 or req.finished is not None
                 or req.to_finish is not None
             ):
-                self._decode(req, Sampled(run=(token,)), drafted=0)
+                self._decode(req, Sampled(run=(token,)))
                 continue
             req.steps_in_flight -= 1
             req.tokens_in_flight -= 1
@@ -191,7 +190,8 @@ class Settlement:
             plain += 1
         self.tally.output_tokens += plain
 
-    def _decode(self, req: Request, sampled: Sampled, *, drafted: int) -> None:
+    def _decode(self, req: Request, sampled: Sampled, *, drafted: int = 0, batch: int = 0) -> None:
+        """`drafted` tokens of `req` were verified in a step of `batch` decodes."""
         self._landed(req, tokens=1 + drafted)
         if req.finished is not None:
             return
@@ -204,14 +204,14 @@ class Settlement:
             self._end_unsound(req)
             return
         if drafted:
-            self._take_back(req, drafted=drafted, accepted=len(sampled.run) - 1)
+            self._take_back(req, drafted=drafted, accepted=len(sampled.run) - 1, batch=batch)
         self._tokens(req, sampled)
 
-    def _take_back(self, req: Request, *, drafted: int, accepted: int) -> None:
+    def _take_back(self, req: Request, *, drafted: int, accepted: int, batch: int) -> None:
         """Rejected drafts were never launched: the next step writes over their KV."""
         req.launched_len -= drafted - accepted
         if self.speculation is not None:
-            self.speculation.learn(req, drafted=drafted, accepted=accepted)
+            self.speculation.learn(req, drafted=drafted, accepted=accepted, batch=batch)
 
     def _end_unsound(self, req: Request) -> None:
         """NaN in its logits is NaN in its KV: it ends, and nobody finds its pages in the cache."""
@@ -275,20 +275,15 @@ class Settlement:
             self.queues.running.append(req)
 
     def _measure(self, batch: ScheduleBatch, result: ForwardResult) -> None:
-        if batch.mode is ForwardMode.EXTEND:
+        """Steps of one kind alone tell something; a run of several tokens counts as that many decode steps."""
+        if not batch.decodes:
             self.tally.measure_prefill(batch.extend_tokens, result.compute_s)
-        elif batch.mode is ForwardMode.DECODE:
-            self.tally.measure_decode(result.compute_s)
-        elif batch.mode is ForwardMode.TARGET_VERIFY:
-            self._measure_verify(batch, result)
-
-    def _measure_verify(self, batch: ScheduleBatch, result: ForwardResult) -> None:
-        """A step that yields several tokens per request counts as that many decode steps."""
-        if self.speculation is not None:
-            self.speculation.measure(batch.drafts, result.compute_s)
-        if not batch.extends:
-            tokens_per_run = len(result.next_token_ids) / len(result.accept_lens)
+        elif not batch.extends:
+            runs = result.accept_lens
+            tokens_per_run = sum(runs) / len(runs) if runs else 1.0
             self.tally.measure_decode((batch.drafts.propose_s + result.compute_s) / tokens_per_run)
+            if self.speculation is not None:
+                self.speculation.measure(batch.drafts, batch=len(batch.decodes), compute_s=result.compute_s)
 
 
 def _cut_by_grammar(grammar: GrammarProgress, run: Sequence[int], cut: Cut) -> Cut:

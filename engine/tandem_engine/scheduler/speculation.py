@@ -42,10 +42,6 @@ class StepDrafts:
     """() for requests without drafts; () altogether when nobody has any."""
     propose_s: float = 0.0
 
-    @property
-    def longest(self) -> int:
-        return max(map(len, self.chains), default=0)
-
 
 NO_DRAFTS = StepDrafts()
 
@@ -71,6 +67,8 @@ class Speculation:
 
     def draft(self, decodes: Sequence[Request]) -> StepDrafts:
         """Drafts for a step of `decodes` that is about to be launched, with pages. Nothing is in flight."""
+        if self.lengths.adaptive and self.lengths.costs.due(len(decodes)):
+            return NO_DRAFTS
         candidates = [*self._candidates(decodes)]
         if self.proposer.writes_kv:
             candidates = [candidate for candidate in candidates if self._has_room(candidate.request)]
@@ -83,25 +81,35 @@ class Speculation:
         self.tally.propose_s += proposed.propose_s
         return StepDrafts(chains=tuple(chains), propose_s=proposed.propose_s) if any(chains) else NO_DRAFTS
 
-    def learn(self, req: Request, *, drafted: int, accepted: int) -> None:
-        """A run of `req` was verified; its tokens are yet to be appended."""
+    def learn(self, req: Request, *, drafted: int, accepted: int, batch: int) -> None:
+        """A run of `req` was verified in a step of `batch` decodes; its tokens are yet to be appended."""
         self.tally.count(drafted=drafted, accepted=accepted)
-        self.lengths.learn(req.acceptance, drafted=drafted, accepted=accepted, seq_len=req.seq_len)
+        self.lengths.learn(req.acceptance, drafted=drafted, accepted=accepted, seq_len=req.seq_len, batch=batch)
 
-    def measure(self, drafts: StepDrafts, compute_s: float) -> None:
-        """The forward that verified `drafts` took so long."""
-        self.lengths.measure(propose_s=drafts.propose_s, longest_chain=drafts.longest, compute_s=compute_s)
+    def measure(self, drafts: StepDrafts, *, batch: int, compute_s: float) -> None:
+        """The forward of a step of `batch` decodes and nothing else took so long."""
+        if not drafts.chains:
+            self.lengths.costs.plain(batch, compute_s=compute_s)
+            return
+        self.lengths.costs.drafted(
+            batch,
+            sum(map(len, drafts.chains)),
+            propose_s=drafts.propose_s,
+            longest=max(map(len, drafts.chains)),
+            compute_s=compute_s,
+        )
 
     def released(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
         """`kv`, with KV of `token_ids`, is about to be given back (T17)."""
         self.proposer.release(kv, token_ids)
 
     def _candidates(self, decodes: Sequence[Request]) -> Iterator[Candidate]:
-        if 0 < self.max_batch < len(decodes):
+        batch = len(decodes)
+        if 0 < self.max_batch < batch or not self.lengths.open(batch):
             return
         for place, req in enumerate(decodes):
             # The step yields one token without drafts: that one needs no guess.
-            limit = min(self.lengths.choose(req.acceptance, req.seq_len), req.remaining_tokens - 1)
+            limit = min(self.lengths.choose(req.acceptance, seq_len=req.seq_len, batch=batch), req.remaining_tokens - 1)
             if limit > 0:
                 yield Candidate(place, _draft_request(req, limit))
 

@@ -1,8 +1,8 @@
 """How many drafts a request takes: as many as pay, and none when none do.
 
 With acceptance rate a per draft, a run of d drafts yields (1 − a^(d+1)) / (1 − a) tokens on average and costs
-1 + c·d steps, c being the price of one draft in decode steps: proposing it, and verifying it. The length
-is the d with the best yield per cost; it is 0 when the request's rate is below about c.
+1 + c·d decode steps, c being the price of one draft (`step_costs`). The length is the d with the best yield per
+cost; it is 0 when the request's rate is below about c.
 
     drafting ──rate too low──▶ paused for `pause` tokens ──▶ one draft as a probe ──accepted──▶ drafting
                                      ▲ twice as long                     └──rejected──┐
@@ -11,18 +11,19 @@ is the d with the best yield per cost; it is 0 when the request's rate is below 
 Nothing here changes an output, so it may depend on measured time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from tandem_engine.speculative.step_costs import StepCosts
 
 PRIOR_RATE = 0.7
 """Acceptance that a request is credited with at first: high enough to try, gone after a few rejections."""
 RATE_WEIGHT = 0.2
 """Weight of the newest draft in a request's acceptance rate."""
-COST_WEIGHT = 0.1
-VERIFY_COST = 0.08
-"""Price of one more token in a forward, in decode steps of the same batch."""
 FIRST_PAUSE = 16
 LONGEST_PAUSE = 256
 """Tokens between two probes of a request whose drafts never please."""
+NEAR_CERTAIN = 0.95
+"""Where not even drafts that are this good would pay, nobody probes."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,18 +46,21 @@ class DraftLengths:
     """Drafts of one step at most."""
     adaptive: bool = True
     """False: always the longest."""
-    propose_cost: float = 0.0
-    """Moving mean of the price of proposing one draft, in steps."""
+    costs: StepCosts = field(default_factory=StepCosts)
 
-    def choose(self, acceptance: Acceptance, seq_len: int) -> int:
-        """Drafts for the next step of a request of `seq_len` tokens."""
+    def open(self, batch: int) -> bool:
+        """Whether anybody may draft in a step of `batch` requests."""
+        return not self.adaptive or self._best(NEAR_CERTAIN, batch) > 0
+
+    def choose(self, acceptance: Acceptance, *, seq_len: int, batch: int) -> int:
+        """Drafts for a request of `seq_len` tokens in a step of `batch` requests."""
         if not self.adaptive:
             return self.longest
         if seq_len < acceptance.paused_until:
             return 0
-        return max(1, self._best(acceptance.rate))
+        return max(1, self._best(acceptance.rate, batch))
 
-    def learn(self, acceptance: Acceptance, *, drafted: int, accepted: int, seq_len: int) -> None:
+    def learn(self, acceptance: Acceptance, *, drafted: int, accepted: int, seq_len: int, batch: int) -> None:
         """A request of `seq_len` tokens was offered `drafted` drafts and accepted `accepted`."""
         rate = acceptance.rate
         for _ in range(accepted):
@@ -64,21 +68,15 @@ class DraftLengths:
         if accepted < drafted:
             rate -= RATE_WEIGHT * rate
         acceptance.rate = rate
-        if self._best(rate) > 0:
+        if self._best(rate, batch) > 0:
             acceptance.pause = FIRST_PAUSE
             return
         acceptance.paused_until = seq_len + acceptance.pause
         acceptance.pause = min(2 * acceptance.pause, LONGEST_PAUSE)
 
-    def measure(self, *, propose_s: float, longest_chain: int, compute_s: float) -> None:
-        """A step whose chains had up to `longest_chain` drafts spent so much on proposing and on computing."""
-        if compute_s > 0.0:
-            cost = propose_s / longest_chain / compute_s
-            self.propose_cost += COST_WEIGHT * (cost - self.propose_cost)
-
-    def _best(self, rate: float) -> int:
+    def _best(self, rate: float, batch: int) -> int:
         """The length with the most tokens per cost; 0 when plain decoding is at least as good."""
-        price = self.propose_cost + VERIFY_COST
+        price = self.costs.price(batch)
         best, best_yield, tokens, alive = 0, 1.0, 1.0, 1.0
         for length in range(1, self.longest + 1):
             alive *= rate

@@ -3,17 +3,18 @@
 from itertools import pairwise
 
 from tandem_engine.speculative.lengths import FIRST_PAUSE, LONGEST_PAUSE, Acceptance, DraftLengths
+from tandem_engine.speculative.step_costs import StepCosts
 
 
 def teach(lengths: DraftLengths, acceptance: Acceptance, *, right: int, rounds: int) -> list[int]:
     """Lengths chosen when in every step the first `right` drafts are right; one token follows."""
     seq_len, chosen = 0, []
     for _ in range(rounds):
-        drafted = lengths.choose(acceptance, seq_len)
+        drafted = lengths.choose(acceptance, seq_len=seq_len, batch=1)
         accepted = min(right, drafted)
         chosen.append(drafted)
         if drafted:
-            lengths.learn(acceptance, drafted=drafted, accepted=accepted, seq_len=seq_len)
+            lengths.learn(acceptance, drafted=drafted, accepted=accepted, seq_len=seq_len, batch=1)
         seq_len += accepted + 1
     return chosen
 
@@ -42,31 +43,35 @@ def test_drafts_that_are_never_right_stop_and_are_seldom_tried_again():
 def test_a_probe_that_is_right_ends_the_pause():
     lengths, acceptance = DraftLengths(longest=4), Acceptance()
     teach(lengths, acceptance, right=0, rounds=100)
-    assert lengths.choose(acceptance, acceptance.paused_until - 1) == 0
+    assert lengths.choose(acceptance, seq_len=acceptance.paused_until - 1, batch=1) == 0
     for _ in range(3):
         seq_len = acceptance.paused_until
-        drafted = lengths.choose(acceptance, seq_len)
+        drafted = lengths.choose(acceptance, seq_len=seq_len, batch=1)
         assert drafted >= 1
-        lengths.learn(acceptance, drafted=drafted, accepted=drafted, seq_len=seq_len)
-    assert lengths.choose(acceptance, seq_len + 1) >= 1
+        lengths.learn(acceptance, drafted=drafted, accepted=drafted, seq_len=seq_len, batch=1)
+    assert lengths.choose(acceptance, seq_len=seq_len + 1, batch=1) >= 1
     assert acceptance.pause == FIRST_PAUSE
 
 
+def costing(price: float) -> StepCosts:
+    costs = StepCosts()
+    costs.plain(1, compute_s=1.0)
+    costs.drafted(1, 1, propose_s=price, longest=1, compute_s=1.0)
+    return costs
+
+
 def test_dear_drafts_need_a_better_rate():
-    cheap, dear = DraftLengths(longest=8), DraftLengths(longest=8, propose_cost=0.8)
+    cheap, dear = DraftLengths(longest=8, costs=costing(0.05)), DraftLengths(longest=8, costs=costing(0.8))
     acceptance = Acceptance(rate=0.6)
-    assert cheap.choose(acceptance, 0) > 1
-    dear.learn(acceptance, drafted=1, accepted=0, seq_len=0)
-    assert dear.choose(acceptance, 1) == 0
+    assert cheap.choose(acceptance, seq_len=0, batch=1) > 1
+    dear.learn(acceptance, drafted=1, accepted=0, seq_len=0, batch=1)
+    assert dear.choose(acceptance, seq_len=1, batch=1) == 0
 
 
-def test_the_price_of_proposing_is_measured():
-    lengths = DraftLengths(longest=4)
-    for _ in range(100):
-        lengths.measure(propose_s=0.6, longest_chain=3, compute_s=0.4)
-    assert abs(lengths.propose_cost - 0.5) < 0.01
-    lengths.measure(propose_s=1.0, longest_chain=1, compute_s=0.0)
-    assert abs(lengths.propose_cost - 0.5) < 0.01
+def test_drafts_that_cost_a_step_each_are_not_even_tried():
+    assert not DraftLengths(longest=4, costs=costing(1.0)).open(1)
+    assert DraftLengths(longest=4, costs=costing(1.0), adaptive=False).open(1)
+    assert DraftLengths(longest=4, costs=costing(0.5)).open(1)
 
 
 def test_lengths_that_do_not_adapt_stay():
