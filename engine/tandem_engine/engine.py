@@ -796,6 +796,7 @@ def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool) -> Target:
         rows=_rows(config.scheduler),
         context_length=config.scheduler.context_length,
         max_text=config.scheduler.chunked_prefill_size,
+        group=loaded.parallel.forward,
     )
 
 
@@ -812,6 +813,7 @@ def _speculation(
         memory=memory,
         stopwatch=stopwatch,
         agree=agree,
+        confined=agreement is None,
     )
 
 

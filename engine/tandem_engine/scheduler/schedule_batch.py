@@ -89,10 +89,13 @@ class ScheduleBatch:
             extend.req.launched_len = extend.stop
             extend.req.steps_in_flight += 1
             extend.req.tokens_in_flight += extend.samples
-        for req, drafts in self.decode_runs:
-            req.launched_len += 1 + len(drafts)
+        for req in self.decodes:
+            req.launched_len += 1
             req.steps_in_flight += 1
-            req.tokens_in_flight += 1 + len(drafts)
+            req.tokens_in_flight += 1
+        for req, chain in zip(self.decodes, self.drafts.chains, strict=False):
+            req.launched_len += len(chain)
+            req.tokens_in_flight += len(chain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,11 +7,15 @@
 
 Requests that take no drafts, because theirs never please or the batch is too large, keep overlapping.
 
+Every rank of an engine drafts the same (T53): n-grams follow from text that all ranks have, networks take rank
+0's guesses, and lengths go by the agreed clock and rank 0's step times.
+
 Pages are taken for the drafts of this step and no others, before it is launched (T30, T31): at most what
 the request's next tokens would take anyway, so nothing is given back when drafts are rejected. Drafts may
 evict cached pages but never make anybody retract; without a page a request takes fewer or none.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -23,6 +27,8 @@ from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.tally import SpeculationTally
 from tandem_engine.speculative.interface import DraftRequest, Proposer
 from tandem_engine.speculative.lengths import DraftLengths
+
+logger = logging.getLogger(__name__)
 
 Chains: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -59,6 +65,10 @@ class Speculation:
     agree: Callable[[StepDrafts], StepDrafts] = lambda drafts: drafts
     """The drafts that every rank uses, and what they cost: those of rank 0. A rank that went by its own could find
     others, or another number of them, and its forward would wait for ever for collectives of another shape (T53)."""
+    confined: bool = True
+    """A proposal that raises costs drafts alone. Not with several ranks: the others wait inside it."""
+    broken: bool = False
+    """A proposal has raised; nobody drafts any more."""
     tally: SpeculationTally = field(default_factory=SpeculationTally)
 
     def wants(self, decodes: Sequence[Request]) -> bool:
@@ -105,7 +115,7 @@ class Speculation:
 
     def _candidates(self, decodes: Sequence[Request]) -> Iterator[Candidate]:
         batch = len(decodes)
-        if 0 < self.max_batch < batch or not self.lengths.open(batch):
+        if self.broken or 0 < self.max_batch < batch or not self.lengths.open(batch):
             return
         for place, req in enumerate(decodes):
             # The step yields one token without drafts: that one needs no guess.
@@ -126,8 +136,16 @@ class Speculation:
     def _proposed(self, requests: Sequence[DraftRequest]) -> StepDrafts:
         """A chain for each of `requests`."""
         began = self.stopwatch.now()
-        drafts = self.proposer.propose(requests)
-        return StepDrafts(chains=drafts.chains, propose_s=self.stopwatch.now() - began)
+        try:
+            chains = self.proposer.propose(requests).chains
+        except Exception:
+            if not self.confined:
+                raise
+            # The boundary of the guesser: requests do not need it.
+            logger.exception("%s drafts failed; this engine goes on without drafts", self.proposer.name)
+            self.broken = True
+            chains = ((),) * len(requests)
+        return StepDrafts(chains=chains, propose_s=self.stopwatch.now() - began)
 
 
 def _draft_request(req: Request, limit: int) -> DraftRequest:

@@ -21,6 +21,7 @@ from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.decoder import Decoder, attention_specs
 from tandem_engine.model.json_file import read_json_object
 from tandem_engine.model.loader import load_model
+from tandem_engine.parallel.group import TpGroup
 from tandem_engine.sampling.sampler import Sampler
 from tandem_engine.speculative.draft_history import DraftHistory
 from tandem_engine.speculative.draft_model import DraftModel
@@ -57,6 +58,8 @@ class Target:
     context_length: int
     max_text: int
     """Tokens that a draft model may catch up with in one step."""
+    group: TpGroup
+    """The ranks that share the model. Each has the whole draft, and all take rank 0's guesses (T53)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +149,7 @@ def _draft_model(draft: Draft, target: Target, positions: int) -> DraftModel:
         backend=backend,
         sampler=Sampler(),
         future_map=FutureMap(target.rows),
+        group=target.group,
     )
     return DraftModel(runner.forward)
 
@@ -171,6 +175,7 @@ def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) ->
         states=states,
         backend=backend,
         sampler=Sampler(),
+        group=target.group,
     )
 
 

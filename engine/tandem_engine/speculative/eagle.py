@@ -27,6 +27,7 @@ from tandem_engine.model.decoder import Block
 from tandem_engine.model.layers.linear import Projection
 from tandem_engine.model.layers.norm import Norm
 from tandem_engine.model.layers.rotary import RotaryTable
+from tandem_engine.parallel.group import TpGroup
 from tandem_engine.sampling.sampler import Sampler
 from tandem_engine.speculative.hidden_states import HiddenStates
 from tandem_engine.speculative.model_proposer import Guess
@@ -80,6 +81,7 @@ class EagleDrafter:
     states: HiddenStates
     backend: AttentionBackend
     sampler: Sampler
+    group: TpGroup
 
     def extend(self, batch: ForwardBatch) -> Guess:
         """See `DraftNetwork.extend`."""

@@ -12,6 +12,8 @@ from tandem_engine.config import (
     PreemptionMode,
     SchedulePolicy,
     SchedulerConfig,
+    SpecAlgorithm,
+    SpecConfig,
     WritePolicy,
 )
 from tandem_engine.errors import ConfigError
@@ -222,3 +224,46 @@ def test_flags_of_the_tiers_reach_the_config() -> None:
         prefetch_timeout=0.0,
         swap_bytes=1 << 30,
     )
+
+
+def test_speculation_is_off_by_default_and_its_flags_reach_the_config() -> None:
+    assert engine_config(parse()).speculative.algorithm is None
+    args = parse(
+        *(
+            "--speculative-algorithm",
+            "DRAFT",
+            "--speculative-draft-model",
+            "small",
+            "--speculative-num-draft-tokens",
+            "7",
+        ),
+        *("--ngram-prompt-lookup-min", "3", "--ngram-prompt-lookup-max", "5"),
+        *("--speculative-disable-by-batch-size", "9", "--speculative-disable-adaptive"),
+    )
+    expected = SpecConfig(
+        algorithm=SpecAlgorithm.DRAFT,
+        draft_model_path="small",
+        num_draft_tokens=7,
+        prompt_lookup_min=3,
+        prompt_lookup_max=5,
+        disable_by_batch_size=9,
+        adaptive=False,
+    )
+    assert engine_config(args).speculative == expected
+    assert engine_config(parse(*engine_argv(args))).speculative == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--speculative-num-draft-tokens", "16"], "--speculative-num-draft-tokens must be between 1 and 15, got 16"),
+        (["--ngram-prompt-lookup-min", "5"], "--ngram-prompt-lookup-min and -max .* got 5 and 4"),
+        (["--ngram-prompt-lookup-max", "33"], "max <= 32"),
+        (["--speculative-algorithm", "EAGLE"], "EAGLE needs --speculative-draft-model-path"),
+        (["--speculative-draft-model-path", "x"], "DRAFT or EAGLE alone, which is not given"),
+        (["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "x"], "which is NGRAM"),
+    ],
+)
+def test_a_speculative_setting_that_cannot_work_names_its_flag(argv, named) -> None:
+    with pytest.raises(ConfigError, match=named):
+        engine_config(parse(*argv))

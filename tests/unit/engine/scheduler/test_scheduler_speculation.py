@@ -218,3 +218,16 @@ def test_what_became_of_drafts_is_counted():
     assert (stats.proposer, stats.runs_total, stats.drafted_total, stats.accepted_total) == ("SCRIPTED", 1, 2, 1)
     assert stats.accept_length == 2.0
     assert make_engine().scheduler.stats().speculation is None
+
+
+def test_a_proposer_that_fails_costs_drafts_and_no_request(caplog):
+    engine = drafting()
+
+    def fail(requests):
+        raise RuntimeError("draft model lost")
+
+    engine.scheduler._speculation.proposer.propose = fail
+    runs = run_one(engine, max_tokens=5)
+    assert [len(run) for run in runs] == [1] * 5
+    assert "without drafts" in caplog.text
+    assert engine.scheduler.stats().speculation.drafted_total == 0
