@@ -56,13 +56,13 @@ def test_the_script_writes_a_head_that_can_be_loaded(train_eagle, tmp_path):
     target.eval().requires_grad_(False)
     head = train_eagle.Head(target).requires_grad_(True)
     ids = torch.randint(3072, (1, 24), generator=torch.Generator().manual_seed(0))
-    before = float(train_eagle.loss_of(head, target, ids))
+    before = train_eagle.loss_of(head, target, ids).item()
     for part in train_eagle.optimizers(head, 3e-3):
         for _ in range(3):
             train_eagle.loss_of(head, target, ids).backward()
             part.step()
             part.zero_grad()
-    assert float(train_eagle.loss_of(head, target, ids)) < before
+    assert train_eagle.loss_of(head, target, ids).item() < before
     train_eagle.export(head, target, tmp_path / "head")
     config = read_head_config(str(tmp_path / "head"), read_model_config(MODEL))
     assert config.num_layers == 1
