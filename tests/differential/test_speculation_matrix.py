@@ -252,6 +252,47 @@ def test_a_draft_model_keeps_its_kv_through_everything(settings, page_size, over
     assert stats.accepted_total == stats.drafted_total > 50
 
 
+TIERS = {
+    "host cache": {"host": HostConfig(enable_cache=True, write_policy=WritePolicy.WRITE_BACK)},
+    "swapped": {
+        "host": HostConfig(swap_bytes=1 << 30),
+        "preemption_mode": PreemptionMode.SWAP,
+        "force_retract_every": 3,
+        "max_retractions": 1000,
+    },
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_draft_model_notices_pages_that_left_and_came_back_elsewhere(tier, page_size, overlap):
+    """Draft KV stays behind when KV is copied to host memory and to other pages of the device."""
+    pages = 160 // page_size
+    drafts = make_fake_drafts(num_pages=pages + 1, page_size=page_size, vocab_size=VOCAB)
+    engine = make_engine(
+        proposer=drafts.proposer,
+        page_size=page_size,
+        usable_pages=pages,
+        host_pages=400 // page_size,
+        enable_overlap=overlap,
+        enable_mixed_chunk=True,
+        init_new_token_ratio=0.1,
+        **TIERS[tier],
+    )
+    for turn in range(3):
+        for number, start in enumerate((10, 40, 5)):
+            prompt = [*range(start, start + 50), *range(turn)]
+            engine.add(make_message(f"{turn}-{number}", prompt, max_tokens=8 + number))
+            engine.step(3)
+        engine.run()
+    engine.assert_expected()
+    engine.assert_nothing_held()
+    stats, tally = engine.scheduler.stats().speculation, engine.scheduler.tally
+    assert stats.accepted_total == stats.drafted_total > 30
+    assert tally.host_cached_tokens if tier == "host cache" else tally.swapped_out
+
+
 def test_a_draft_model_catches_up_with_kv_that_was_handed_over():
     drafts = make_fake_drafts(num_pages=65, page_size=4, vocab_size=VOCAB)
     pair = make_pair(decode={"proposer": drafts.proposer}, enable_overlap=True)
