@@ -51,7 +51,7 @@ class Prober:
             GrammarCompilerError: the process could not be started, or was stopped.
         """
         with self._in_use:
-            process = self._process or self._start()
+            process = self._running() or self._start()
             reply = self._ask(process, spec)
             if reply is None:
                 self._process = None
@@ -71,6 +71,13 @@ class Prober:
         with self._in_use:
             _reap(process)
             self._process = None
+
+    def _running(self) -> "subprocess.Popen[bytes] | None":
+        """The process, unless something has ended it while it waited: that is no grammar's fault."""
+        if self._process is not None and self._process.poll() is not None:
+            _reap(self._process)
+            self._process = None
+        return self._process
 
     def _start(self) -> "subprocess.Popen[bytes]":
         """A process that is ready."""
