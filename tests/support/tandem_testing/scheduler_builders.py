@@ -286,6 +286,7 @@ def make_engine(
         max_batch=max_draft_batch,
         memory=memory,
         stopwatch=clock,
+        confined=False,
     )
     text: DecodeText | None = decode_text if with_text else None
     scheduler = Scheduler(

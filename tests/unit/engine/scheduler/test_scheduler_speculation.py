@@ -227,6 +227,7 @@ def test_a_proposer_that_fails_costs_drafts_and_no_request(caplog):
         raise RuntimeError("draft model lost")
 
     engine.scheduler._speculation.proposer.propose = fail
+    engine.scheduler._speculation.confined = True
     runs = run_one(engine, max_tokens=5)
     assert [len(run) for run in runs] == [1] * 5
     assert "without drafts" in caplog.text
