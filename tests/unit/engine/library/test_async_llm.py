@@ -180,14 +180,16 @@ async def test_readers_on_other_event_loops_are_served_too(llm):
 
 async def test_more_requests_than_may_wait_are_refused_at_once():
     async with AsyncLLM(MODEL, **OPTIONS, max_queued_requests=2, max_running_requests=1) as llm:
-        running = [llm.generate([5, 6, 7 + i], ENDLESS) for i in range(3)]
-        first = [asyncio.ensure_future(anext(generator)) for generator in running]
-        await first[0]
+        generators = [llm.generate([5, 6, 7 + i], ENDLESS) for i in range(3)]
+        await anext(generators[0])
+        waiting = [asyncio.ensure_future(anext(generator)) for generator in generators[1:]]
+        while (await llm.stats()).waiting < 2:
+            await asyncio.sleep(0)
         with pytest.raises(QueueFullError):
             await anext(llm.generate("one more", GREEDY))
-        for task in first[1:]:
+        for task in waiting:
             task.cancel()
-        await asyncio.gather(*first[1:], return_exceptions=True)
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_closing_tells_every_reader_and_later_calls():
