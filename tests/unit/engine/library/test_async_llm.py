@@ -184,7 +184,7 @@ async def test_more_requests_than_may_wait_are_refused_at_once():
         await anext(generators[0])
         waiting = [asyncio.ensure_future(anext(generator)) for generator in generators[1:]]
         while (await llm.stats()).waiting < 2:
-            await asyncio.sleep(0)
+            pass
         with pytest.raises(QueueFullError):
             await anext(llm.generate("one more", GREEDY))
         for task in waiting:
