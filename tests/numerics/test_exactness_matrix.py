@@ -33,6 +33,7 @@ def checkpoint(request, tmp_path_factory):
     return model
 
 
+@pytest.mark.timeout(900)  # some sixty engines, one after the other
 def test_every_path_gives_the_tokens_and_logprobs_of_transformers(checkpoint, capsys) -> None:
     status = main(["verify", "--model", str(checkpoint), "--json"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
