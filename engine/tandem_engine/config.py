@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from tandem_engine.errors import ConfigError
+from tandem_engine.names import DigestKind
 
 DEFAULT_CONTEXT = 4096
 """Context length when no flag asks for one: a model's own maximum can be far larger than the pool."""
@@ -449,6 +450,9 @@ class DisaggConfig:
     stall_timeout: float = 60.0
     """A decode engine in which nothing has moved for this long lets go of the finished prompts that wait for its
     memory: the way out when engines wait for each other in a circle."""
+
+    kv_digest: DigestKind = DigestKind.SAMPLED
+    """The proof that a decode worker asks of the pages it is sent."""
 
     @property
     def renewal_period(self) -> float:

@@ -25,6 +25,7 @@ from tandem_engine.config import (
     WritePolicy,
 )
 from tandem_engine.errors import ConfigError
+from tandem_engine.names import DigestKind
 
 GIB = 1 << 30
 
@@ -275,6 +276,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=disagg.hold_timeout,
         metavar="S",
         help=f"seconds prefill keeps finished pages for a silent decode worker (default {disagg.hold_timeout:g})",
+    )
+
+    group.add_argument(
+        "--kv-digest",
+        choices=tuple(DigestKind),
+        default=disagg.kv_digest,
+        help="proof that decode asks of pages it is sent: sampled sees missed, torn, stale and foreign pages at about "
+        "1%% of the transfer's time; full covers every byte, so flipped bits too, at about half of it "
+        f"(default {disagg.kv_digest})",
     )
 
     group = parser.add_argument_group("structured output")
@@ -543,6 +553,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             transport=args.transport,
             grant_timeout=args.grant_timeout,
             hold_timeout=args.hold_timeout,
+            kv_digest=DigestKind(args.kv_digest),
         ),
         speculative=_spec_config(args),
         parallel=ParallelConfig(tp_size=args.tensor_parallel_size, timeout=args.dist_timeout),

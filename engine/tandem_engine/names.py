@@ -3,6 +3,7 @@
 Mixing up a page and a row, or a request and a room, is a type error instead of silent corruption.
 """
 
+from enum import StrEnum
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
@@ -19,6 +20,16 @@ HostPageId = NewType("HostPageId", int)
 
 Room = NewType("Room", str)
 """Meeting point of one prefill and one decode worker for one attempt at one request."""
+
+
+class DigestKind(StrEnum):
+    """What a digest of a page covers (`--kv-digest`)."""
+
+    SAMPLED = "sampled"
+    """Words of every layer and group of slots."""
+    FULL = "full"
+    """Every byte."""
+
 
 DUMMY_PAGE = PageId(0)
 PADDING_ROW = ReqPoolIdx(0)

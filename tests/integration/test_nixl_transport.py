@@ -8,7 +8,7 @@ import torch
 
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.transport import Arrived, Digests, PushDone, PushFailed
-from tandem_engine.names import PageId
+from tandem_engine.names import DigestKind, PageId
 from tandem_testing.disagg_nixl import Node, make_push, nixl_node, remote_receiver
 
 
@@ -68,7 +68,7 @@ def test_both_sides_compute_the_same_digests(sender, receiver):
     paint(sender, 1, 2)
     sender.transport.push(make_push(receiver.name, (1, 2), (8, 4)))
     receiver.wait_for(Arrived)
-    receiver.transport.digest("room", 1, (PageId(8), PageId(4)))
+    receiver.transport.digest("room", 1, (PageId(8), PageId(4)), DigestKind.SAMPLED)
     (there,) = receiver.wait_for(Digests)
     (done,) = sender.wait_for(PushDone)
     assert there.digests == done.digests

@@ -19,7 +19,6 @@ sizes are such constants: LLVM then unrolls and vectorises the loops over head_d
 capped: kernels for models that do not cap hold no trace of it.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,7 @@ import numpy.typing as npt
 from numba.core import types
 from numba.extending import overload
 
-logger = logging.getLogger(__name__)
+from tandem_engine.compiled import compiled
 
 CHUNK = 512
 """Tokens of one task: long enough to hide the merge, short enough that one long context feeds all threads."""
@@ -55,7 +54,6 @@ AttendKernel = Callable[[Array, int, Array, np.float32, np.float32, Array, Array
 
 # Sums may be reordered and contracted, else a dot product stays scalar. NaN and inf keep their meaning.
 _OPTIONS: dict[str, Any] = {
-    "nogil": True,
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
     "error_model": "numpy",
 }
@@ -67,22 +65,16 @@ _MANTISSA_BITS = np.int32(23)
 _BFLOAT16_SHIFT = np.uint32(16)
 
 
-def compiled(function: Callable[..., Any], **extra: bool) -> Any:
-    """`numba.njit` with the code kept on disk, or in memory alone where no cache folder can be written."""
-    try:
-        return numba.njit(cache=True, **_OPTIONS, **extra)(function)
-    except RuntimeError as error:
-        # Read-only root file system and no writable home: numba finds "no locator available".
-        logger.info("CPU kernels are compiled anew at every start: %s", error)
-        return numba.njit(cache=False, **_OPTIONS, **extra)(function)
+def _compiled(function: Callable[..., Any], **extra: bool) -> Any:
+    return compiled(function, **_OPTIONS, **extra)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """A piece of a kernel, expanded where it is called so that the caller's constants reach its loops."""
-    return numba.njit(forceinline=True, **_OPTIONS)(function)
+    return numba.njit(forceinline=True, nogil=True, **_OPTIONS)(function)
 
 
-@compiled
+@_compiled
 def store(pages: Array, layer: int, k: Array, v: Array, slots: Array) -> None:
     """Write k and v [T, KV, D], of the pages' dtype, to int64 slots [T] of [page, layer, 2, KV, slot, D]."""
     page_size = pages.shape[4]
@@ -147,7 +139,7 @@ def build_attend_serial(head_dim: int, group: int, *, capped: bool) -> AttendKer
             query = queries[index]
             _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
 
-    return compiled(attend_serial)  # type: ignore[no-any-return]
+    return _compiled(attend_serial)  # type: ignore[no-any-return]
 
 
 def build_attend_parallel(head_dim: int, group: int, *, capped: bool) -> AttendKernel:
@@ -191,7 +183,7 @@ def build_attend_parallel(head_dim: int, group: int, *, capped: bool) -> AttendK
             query = queries[index]
             _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
 
-    return compiled(attend_parallel, parallel=True)  # type: ignore[no-any-return]
+    return _compiled(attend_parallel, parallel=True)  # type: ignore[no-any-return]
 
 
 @inlined
@@ -392,6 +384,6 @@ def _widen(rows: Any, wide: Any) -> Any:
     return wide.view(np.float32)
 
 
-@overload(as_float32, jit_options={**_OPTIONS, "forceinline": True})  # type: ignore[untyped-decorator]
+@overload(as_float32, jit_options={**_OPTIONS, "nogil": True, "forceinline": True})  # type: ignore[untyped-decorator]
 def _as_float32_of_dtype(rows: Any, wide: Any) -> Any:  # noqa: ARG001
     return _keep if rows.dtype == types.float32 else _widen

@@ -253,6 +253,7 @@ class DecodeStage:
             pages=hold.pages,
             # It counts from receipt, so it would outlive the hold by its journey; a renewal is due before it ends.
             valid_s=self.config.grant_timeout - self.config.renewal_period,
+            digest=self.config.kv_digest,
         )
         return self.peers.send(hold.writer, grant)
 
@@ -267,7 +268,7 @@ class DecodeStage:
             return
         receiving.verifying = True
         hold = receiving.hold
-        self.transport.digest(hold.key.room, hold.key.generation, hold.pages)
+        self.transport.digest(hold.key.room, hold.key.generation, hold.pages, self.config.kv_digest)
 
     def _problem_with_record(self, record: HandoffRecord, receiving: Receiving) -> str | None:
         granted = len(receiving.hold.pages)

@@ -24,7 +24,7 @@ from tandem_engine.disaggregation.transport import (
 )
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import PageId
+from tandem_engine.names import DigestKind, PageId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class FakeFabric:
         fate = self.fates(push)
         key = push.key
         digests = PageDigester(sender.pool).digest(
-            push.source, room=key.room, generation=key.generation, first=key.first
+            push.source, room=key.room, generation=key.generation, first=key.first, kind=push.digest
         )
         flight = _Flight(sender=sender, push=push, fate=fate, digests=digests, due=self.now + fate.delay)
         self._flights.append(flight)
@@ -123,7 +123,7 @@ class FakeFabric:
         here, there = sender.pool.bytes_view(), receiver.pool.bytes_view()
         there[list(push.target)] = here[list(push.source)]
         if flight.fate.corrupt:
-            there[push.target[0], 0] ^= 1
+            there[push.target[0]] ^= 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,8 +169,8 @@ class FakeTransport:
         else:
             self.fabric.start(self, push)
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
-        digests = PageDigester(self.pool).digest(pages, room=room, generation=generation, first=0)
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind) -> None:
+        digests = PageDigester(self.pool).digest(pages, room=room, generation=generation, first=0, kind=kind)
         self.events.append(Digests(room=room, generation=generation, digests=digests))
 
     def expect(self, transfers: int) -> None:

@@ -15,7 +15,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import WriteGrant
-from tandem_engine.names import PageId
+from tandem_engine.names import DigestKind, PageId
 
 EARLY_GRANTS = 1024
 """Grants kept for rooms that are not known yet; beyond, the oldest goes and its room waits in vain."""
@@ -31,6 +31,7 @@ class Grant:
     pages: tuple[PageId, ...]
     expires: float
     """Monotonic time here: durations cross processes, stamps do not (T75)."""
+    digest: DigestKind
 
     @staticmethod
     def received(message: WriteGrant, clock: Clock) -> "Grant":
@@ -40,6 +41,7 @@ class Grant:
             first_token=message.first_token,
             pages=tuple(PageId(page) for page in message.pages),
             expires=clock.now() + message.valid_s,
+            digest=message.digest,
         )
 
     def renewed(self, expires: float) -> "Grant":

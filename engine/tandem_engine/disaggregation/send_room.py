@@ -54,6 +54,7 @@ class SendRoom:
             peer=self.peer.incarnation,
             source=tuple(kv.pages[skipped + self.pushed : skipped + end]),
             target=grant.pages[self.pushed : end],
+            digest=grant.digest,
             start_before=grant.expires,
         )
 

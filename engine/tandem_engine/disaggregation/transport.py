@@ -12,9 +12,10 @@ from typing import Protocol
 
 import torch
 
+from tandem_engine.memory.pool import PageLayout
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import PageId
+from tandem_engine.names import DigestKind, PageId
 
 
 class PagePool(Protocol):
@@ -25,6 +26,11 @@ class PagePool(Protocol):
 
     @property
     def page_bytes(self) -> int: ...
+
+    @property
+    def layout(self) -> PageLayout:
+        """What the bytes of a page are."""
+        ...
 
     @property
     def address(self) -> int:
@@ -56,6 +62,8 @@ class Push:
     """Incarnation of the receiver."""
     source: tuple[PageId, ...]
     target: tuple[PageId, ...]
+    digest: DigestKind = DigestKind.SAMPLED
+    """Of the source pages, for `PushDone`."""
     start_before: float = math.inf
     """Monotonic time. A push that has not been started by then fails instead of writing (T62)."""
 
@@ -123,7 +131,7 @@ class KvTransport(Protocol):
         """Start one push. Exactly one `PushDone` or `PushFailed` follows."""
         ...
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind) -> None:
         """Compute the digests of local pages; one `Digests` follows."""
         ...
 

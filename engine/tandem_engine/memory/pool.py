@@ -11,6 +11,7 @@ The pool knows nothing about who owns which page.
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,20 @@ from tandem_engine.names import PageId
 
 ALIGNMENT = 4096
 """Of the pool in main memory: that of the machine's pages, which is what registering it for transfers rounds to."""
+
+
+class PageLayout(NamedTuple):
+    """What the bytes of a page are: [layers, 2, heads, slots, row_bytes]."""
+
+    layers: int
+    heads: int
+    slots: int
+    row_bytes: int
+    """Of one head of one token."""
+
+    @property
+    def rows(self) -> int:
+        return self.layers * 2 * self.heads * self.slots
 
 
 class KvPool:
@@ -48,6 +63,11 @@ class KvPool:
     def page_bytes(self) -> int:
         """Bytes of one page, all layers."""
         return self._bytes.shape[1]
+
+    @property
+    def layout(self) -> PageLayout:
+        _, layers, _, heads, slots, head_dim = self.data.shape
+        return PageLayout(layers, heads, slots, head_dim * self.data.dtype.itemsize)
 
     @property
     def address(self) -> int:

@@ -19,6 +19,7 @@ import msgspec
 
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.messages.requests import HandoffSide, Peer
+from tandem_engine.names import DigestKind
 
 MAX_OPEN_ROOMS = 1024
 """Rooms that one message may name; a side with more open ones sends several."""
@@ -51,6 +52,8 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     pages: tuple[int, ...]
     valid_s: float
     """Seconds from receipt for which the grant is good; the writer starts no push after that."""
+    digest: DigestKind
+    """The proof that the receiver will ask for."""
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):

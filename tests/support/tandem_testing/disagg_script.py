@@ -19,7 +19,7 @@ from tandem_engine.messages.transfer import (
     TransferAborted,
     WriteGrant,
 )
-from tandem_engine.names import PageId
+from tandem_engine.names import DigestKind, PageId
 from tandem_testing.disagg_network import M, MemoryLink, PeerNetwork
 from tandem_testing.scheduler_builders import ManualClock
 
@@ -139,6 +139,7 @@ class ScriptedPeer:
                 first_token=first_token,
                 pages=pages,
                 valid_s=valid_s,
+                digest=DigestKind.SAMPLED,
             )
         )
 

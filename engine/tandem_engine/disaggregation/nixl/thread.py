@@ -35,7 +35,7 @@ from tandem_engine.disaggregation.transport import (
 )
 from tandem_engine.errors import TransferError, WireError
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import PageId
+from tandem_engine.names import DigestKind, PageId
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class Digest:
     room: str
     generation: int
     pages: tuple[PageId, ...]
+    kind: DigestKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +178,8 @@ class TransferThread:
         match command:
             case StartPush(push):
                 self._start(push)
-            case Digest(room, generation, pages):
-                digests = self.digester.digest(pages, room=room, generation=generation, first=0)
+            case Digest(room, generation, pages, kind):
+                digests = self.digester.digest(pages, room=room, generation=generation, first=0, kind=kind)
                 self.outbox.put(Digests(room=room, generation=generation, digests=digests))
             case Expect(transfers):
                 self._expected = transfers
@@ -236,7 +237,9 @@ class TransferThread:
         started = self.clock.now()
         key = push.key
         # Digested first: the write then finds the pages in the processor's cache.
-        digests = self.digester.digest(push.source, room=key.room, generation=key.generation, first=key.first)
+        digests = self.digester.digest(
+            push.source, room=key.room, generation=key.generation, first=key.first, kind=push.digest
+        )
         descriptors = describe(self.region, push.source, there, push.target)
         try:
             write = self.agent.write(push.peer, descriptors, there.device, encode_notification(key))

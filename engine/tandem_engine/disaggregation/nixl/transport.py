@@ -25,7 +25,7 @@ from tandem_engine.disaggregation.nixl.thread import (
 from tandem_engine.disaggregation.transport import PagePool, Push, TransportEvent
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import PageId
+from tandem_engine.names import DigestKind, PageId
 
 CLOSE_TIMEOUT = 5.0
 """Seconds for the thread to finish the write it is in."""
@@ -76,8 +76,8 @@ class NixlTransport:
     def push(self, push: Push) -> None:
         self._inbox.put(StartPush(push))
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
-        self._inbox.put(Digest(room, generation, pages))
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind) -> None:
+        self._inbox.put(Digest(room, generation, pages, kind))
 
     def expect(self, transfers: int) -> None:
         if transfers != self._expected:

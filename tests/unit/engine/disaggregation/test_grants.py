@@ -7,7 +7,7 @@ import pytest
 from tandem_engine.disaggregation.grants import EarlyGrants, Grant
 from tandem_engine.disaggregation.room_key import room_key
 from tandem_engine.messages.transfer import WriteGrant
-from tandem_engine.names import PageId
+from tandem_engine.names import DigestKind, PageId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.scheduler_builders import ManualClock
 
@@ -23,6 +23,7 @@ def make_grant(
         first_token=first_token,
         pages=tuple(PageId(page) for page in pages),
         expires=expires,
+        digest=DigestKind.SAMPLED,
     )
 
 
@@ -33,7 +34,16 @@ def problem(grant: Grant, *, tokens: int = 10) -> str | None:
 def test_validity_counts_from_receipt():  # T75
     clock = ManualClock()
     clock.time = 100.0
-    message = WriteGrant(room="room", generation=2, sender=DECODE, writer="p@1", first_token=0, pages=(1,), valid_s=8.0)
+    message = WriteGrant(
+        room="room",
+        generation=2,
+        sender=DECODE,
+        writer="p@1",
+        first_token=0,
+        pages=(1,),
+        valid_s=8.0,
+        digest=DigestKind.FULL,
+    )
     grant = Grant.received(message, clock)
     assert (grant.key, grant.expires) == (room_key("room", 2), 108.0)
 

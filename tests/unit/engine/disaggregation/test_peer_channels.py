@@ -11,6 +11,7 @@ from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, Supersed
 from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import DrainAck, PeerMessage, WriteGrant
+from tandem_engine.names import DigestKind
 from tandem_testing.disagg_network import COMPAT
 
 PATIENCE = 10.0
@@ -44,7 +45,14 @@ def ack(sender: PeerChannels, room: str = "room") -> DrainAck:
 
 def grant(sender: PeerChannels, writer: str) -> WriteGrant:
     return WriteGrant(
-        room="room", generation=1, sender=sender.me, writer=writer, first_token=0, pages=(1,), valid_s=8.0
+        room="room",
+        generation=1,
+        sender=sender.me,
+        writer=writer,
+        first_token=0,
+        pages=(1,),
+        valid_s=8.0,
+        digest=DigestKind.SAMPLED,
     )
 
 

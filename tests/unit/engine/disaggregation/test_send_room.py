@@ -8,7 +8,7 @@ from tandem_engine.disaggregation.send_room import SendRoom
 from tandem_engine.disaggregation.transport import Push
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.names import PageId, ReqPoolIdx, RequestId
+from tandem_engine.names import DigestKind, PageId, ReqPoolIdx, RequestId
 from tandem_engine.scheduler.request import Request
 from tandem_testing.disagg_network import make_peer
 
@@ -29,7 +29,9 @@ def make_room(*, settled: int, first_token: int = 0, granted: tuple[int, ...] = 
         sampling=SamplingParams(max_tokens=4),
         kv=kv,
     )
-    grant = Grant(key=KEY, receiver=RECEIVER, first_token=first_token, pages=ids(*granted), expires=8.0)
+    grant = Grant(
+        key=KEY, receiver=RECEIVER, first_token=first_token, pages=ids(*granted), expires=8.0, digest=DigestKind.FULL
+    )
     return SendRoom(key=KEY, req=req, peer=RECEIVER, total=10, grant=grant)
 
 
