@@ -42,13 +42,13 @@ class RawTarget(msgspec.Struct, frozen=True):
 
 
 def make_pool(pages: int, page_bytes: int) -> KvPool:
-    """`pages` usable pages. Filled, so that every page is backed by memory before the clock starts."""
+    """`pages` usable pages of the bundled model's shape, 16 KiB a layer. Filled: memory backs them from the start."""
     pool = KvPool(
         num_pages=pages + 1,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=page_bytes // 64,
-        page_size=8,
+        num_layers=page_bytes >> 14,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=16,
         dtype=torch.float32,
         device="cpu",
     )

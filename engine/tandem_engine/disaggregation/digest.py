@@ -2,7 +2,7 @@
 
 The key of a page's digest is its place (room, generation, index within the grant), so a page that was meant for
 another request, another attempt or another position does not verify even where its bytes are intact. The sender
-digests before it writes, the receiver once everything has arrived; which kind it is says the receiver's grant.
+digests what it has written, the receiver what has arrived; which kind it is says the receiver's grant.
 
     sampled   words of every layer and group of slots (`sampled_words`): sees whatever a transfer can do to a page
               as a whole, missed, torn, stale, foreign, for a hundredth of the time the transfer takes

@@ -39,9 +39,9 @@ from tandem_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
-PUSH_BYTES = 4 << 20
-"""Largest push. Long enough to run at full speed; short enough that pages are still in the processor's cache
-when they are written after their digest, and that an abort soon finds nothing outstanding."""
+PUSH_BYTES = 16 << 20
+"""Largest push: long enough that what a push costs beside its bytes is lost in it, and short enough that an abort soon
+finds nothing outstanding, after 2 ms at the speed of memory and 13 ms at that of 10 Gbit/s."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,13 +1,12 @@
 """Which words of a page a sampled digest reads, and the sum it makes of them.
 
-A page is [layer, 2, kv_head, slot, row]. For each layer, K and V apart, and each group of `SLOT_GROUP` slots, one
-word is read, of a head, a slot and a place in the row that follow from the page's key: other words for another
-room, generation or index. Of K and V of a layer, one reads the very first slot, which is in use whenever the page
-is. So
+A page is [layer, 2, kv_head, slot, row]. For each layer and each group of `SLOT_GROUP` slots one word is read, of
+K or V, a head, a slot and a place in the row that follow from the page's key: other words for another room,
+generation or index. The first group is read at its first slot, which is in use whenever the page is. So
 
     missed, stale, foreign   every word of every layer is another token's: all samples differ
-    torn                     a page is written as one run of bytes; whatever part is missing that is as long as a
-                             layer's group of slots holds samples
+    torn                     a page is written as one run of bytes; whatever part of it is missing that is as long
+                             as a layer holds samples
 
 What it cannot see is a few flipped bits: that takes a digest of every byte.
 
@@ -40,8 +39,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _HEAD, _SLOT, _WORD = np.uint64(8), np.uint64(24), np.uint64(40)
 _FIELD = np.uint64(0xFFFF)
-"""Sixteen bits of a place choose the head, sixteen the slot, sixteen the word; its lowest whether K or V reads
-the first slot."""
+"""Sixteen bits of a place choose the head, sixteen the slot, sixteen the word; its lowest bit K or V."""
 
 
 def word_bytes(layout: PageLayout) -> int:
@@ -71,14 +69,13 @@ def _sampled_digests(
         page = words[pages[i]]
         base = _mix(keys[i])
         total = base
-        for sample in range(layers * 2 * groups):
+        for sample in range(layers * groups):
             place = _mix(base + np.uint64(sample) * _GOLDEN)
-            side, group = divmod(sample, groups)
+            layer, group = divmod(sample, groups)
+            side = 2 * layer + int(place & np.uint64(1))
             first = group * SLOT_GROUP
-            width = min(SLOT_GROUP, slots - first)
+            width = 1 if group == 0 else min(SLOT_GROUP, slots - first)
             slot = first + int((place >> _SLOT) & _FIELD) % width
-            if group == 0 and np.uint64(side & 1) == (base & np.uint64(1)):
-                slot = 0
             head = int((place >> _HEAD) & _FIELD) % heads
             word = int((place >> _WORD) & _FIELD) % row_words
             index = ((side * heads + head) * slots + slot) * row_words + word
@@ -100,12 +97,13 @@ def sampled_digests_torch(words: Tensor, pages: Tensor, keys: Tensor, layout: Pa
     """
     row_words = words.shape[1] // layout.rows
     groups = -(-layout.slots // SLOT_GROUP)
-    sample = torch.arange(layout.layers * 2 * groups, device=words.device)
-    side, first = sample // groups, sample % groups * SLOT_GROUP
+    sample = torch.arange(layout.layers * groups, device=words.device)
+    layer, first = sample // groups, sample % groups * SLOT_GROUP
+    width = (layout.slots - first).clamp_(max=SLOT_GROUP).masked_fill_(first == 0, 1)
     base = _mix_torch(keys)[:, None]
     place = _mix_torch(base + sample * _signed(_GOLDEN))
-    slot = first + _field(place, _SLOT) % (layout.slots - first).clamp_(max=SLOT_GROUP)
-    slot.masked_fill_((first == 0) & (side & 1 == base & 1), 0)
+    side = 2 * layer + (place & 1)
+    slot = first + _field(place, _SLOT) % width
     head = _field(place, _HEAD) % layout.heads
     word = _field(place, _WORD) % row_words
     index = ((side * layout.heads + head) * layout.slots + slot) * row_words + word

@@ -116,7 +116,6 @@ class Outbox:
 class _Outstanding:
     push: Push
     write: Write
-    digests: tuple[int, ...]
     started: float
 
 
@@ -235,19 +234,14 @@ class TransferThread:
             return
         there = self._peers[push.peer]
         started = self.clock.now()
-        key = push.key
-        # Digested first: the write then finds the pages in the processor's cache.
-        digests = self.digester.digest(
-            push.source, room=key.room, generation=key.generation, first=key.first, kind=push.digest
-        )
         descriptors = describe(self.region, push.source, there, push.target)
         try:
-            write = self.agent.write(push.peer, descriptors, there.device, encode_notification(key))
+            write = self.agent.write(push.peer, descriptors, there.device, encode_notification(push.key))
         except TransferError as error:
-            self.outbox.put(PushFailed(key=key, reason=str(error), peer_lost=True))
+            self.outbox.put(PushFailed(key=push.key, reason=str(error), peer_lost=True))
             self._lose(push.peer, str(error))
             return
-        self._outstanding[key] = _Outstanding(push=push, write=write, digests=digests, started=started)
+        self._outstanding[push.key] = _Outstanding(push=push, write=write, started=started)
 
     def _refusal(self, push: Push) -> PushFailed | None:
         there = self._peers.get(push.peer)
@@ -274,7 +268,14 @@ class TransferThread:
             del self._outstanding[key]
             self.agent.release(outstanding.write)
             seconds = self.clock.now() - outstanding.started
-            self.outbox.put(PushDone(key=key, digests=outstanding.digests, seconds=seconds))
+            self.outbox.put(PushDone(key=key, digests=self._digests(outstanding.push), seconds=seconds))
+
+    def _digests(self, push: Push) -> tuple[int, ...]:
+        """Of the source pages, once they are written: on a CPU the write has brought them into its cache."""
+        key = push.key
+        return self.digester.digest(
+            push.source, room=key.room, generation=key.generation, first=key.first, kind=push.digest
+        )
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:
         del self._outstanding[outstanding.push.key]

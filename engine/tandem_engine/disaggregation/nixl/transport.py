@@ -10,7 +10,7 @@ import msgspec
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.agent import NixlAgent
-from tandem_engine.disaggregation.nixl.layout import Region
+from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.thread import (
     Command,
     Connect,
@@ -36,6 +36,7 @@ class NixlTransport:
 
     def __init__(self, *, me: Peer, pool: PagePool, clock: Clock) -> None:
         """Raises `TransportUnavailableError` when NIXL is not installed or cannot start here."""
+        warm_up()
         self._region = region_of(pool)
         agent = NixlAgent(me.incarnation, self._region)
         self._hello = Hello(
