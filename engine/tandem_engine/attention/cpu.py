@@ -40,7 +40,6 @@ class View:
 class CpuPlan:
     """Implements `AttentionPlan`."""
 
-    pool: KvPool
     kernels: PagedKernels
     slots: Array
     views: tuple[View, ...]
@@ -57,7 +56,7 @@ class CpuPlan:
             out[tokens] = self.kernels.attend(layer, q, view.paged, view.spec)[tokens].to(q.dtype)
         for prompt in view.prompts:
             part = slice(prompt.start, prompt.stop)
-            out[part] = attend_prompt(self.pool, layer, q[part], k[part], v[part], prompt)
+            out[part] = attend_prompt(self.kernels, layer, q[part], k[part], v[part], prompt)
         return out.flatten(1)
 
 
@@ -78,7 +77,6 @@ class CpuAttention:
     def plan(self, batch: ForwardBatch) -> CpuPlan:
         """For each distinct spec three small arrays for the paged kernel, and masks for prompts that need them."""
         return CpuPlan(
-            pool=self._pool,
             kernels=self._kernels,
             slots=batch.out_cache_loc.numpy(),
             views=tuple(self._view(batch, spec) for spec in self._kinds),

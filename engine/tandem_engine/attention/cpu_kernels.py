@@ -86,6 +86,23 @@ def store(pages: Array, layer: int, k: Array, v: Array, slots: Array) -> None:
                 pages[page, layer, 1, head, slot, d] = v[token, head, d]
 
 
+@compiled
+def gather(pages: Array, layer: int, table: Array, begin: int, k: Array, v: Array) -> None:
+    """Read the tokens of `table` [n] int64 pages from slot `begin` on into k and v [KV, tokens, D], as many as fit.
+
+    By head: the order in which matrix products want them, from one pass over the pages.
+    """
+    page_size, count = pages.shape[4], k.shape[1]
+    done, first = 0, begin
+    for index in range(table.shape[0]):
+        stop = min(page_size, first + count - done)
+        for head in range(k.shape[0]):
+            k[head, done : done + stop - first] = pages[table[index], layer, 0, head, first:stop]
+            v[head, done : done + stop - first] = pages[table[index], layer, 1, head, first:stop]
+        done += stop - first
+        first = 0
+
+
 def build_attend_serial(head_dim: int, group: int, *, capped: bool) -> AttendKernel:
     """`attend` on the calling thread, for heads of `head_dim` and `group` query heads per K/V head.
 

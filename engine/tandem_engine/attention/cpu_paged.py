@@ -142,6 +142,7 @@ class PagedKernels:
         """Compile, by calls with nothing to do."""
         row = torch.empty((0, self._kv_heads, self._head_dim), dtype=self._dtype)
         self.store(0, row, row, np.empty(0, np.int64))
+        self.gather(0, np.empty(0, np.int64), 0, 0)
         nothing = PagedQueries(
             queries=np.empty((0, QUERY_COLUMNS), np.int64),
             tasks=np.empty((0, 2), np.int64),
@@ -159,6 +160,16 @@ class PagedKernels:
         """Write k and v [T, kv_heads, head_dim], any float dtype, to int64 slots [T] of one layer."""
         keys, values = (_as_array(rows.to(self._dtype).contiguous()) for rows in (k, v))
         cpu_kernels.store(self._pages, layer, keys, values, slots)
+
+    def gather(self, layer: int, pages: Array, begin: int, count: int) -> tuple[Tensor, Tensor]:
+        """K and V [kv_heads, count, head_dim] of `count` tokens, in the pool's dtype: a copy.
+
+        The tokens lie in int64 `pages` [n] of one layer, from slot `begin` of the first one on.
+        """
+        shape = (self._kv_heads, count, self._head_dim)
+        keys, values = torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype)
+        cpu_kernels.gather(self._pages, layer, pages, begin, _as_array(keys), _as_array(values))
+        return keys, values
 
     def attend(self, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec) -> Tensor:
         """q [T, heads, head_dim] to float32 of that shape, in which the queries' tokens are set and no others.

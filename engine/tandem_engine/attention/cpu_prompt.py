@@ -12,10 +12,13 @@ Which it is depends on the sequence and its spec alone.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tandem_engine.attention.cpu_kernels import Array
+from tandem_engine.attention.cpu_paged import PagedKernels
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.memory.pool import KvPool
 
@@ -27,7 +30,7 @@ QUERY_BLOCK = 256
 class CachedKeys:
     """Where K and V of a sequence lie whose oldest needed tokens are not among the step's own."""
 
-    pages: Tensor
+    pages: Array
     """[n] int64 pages, the first one that any query needs to the last one of the sequence."""
     begin: int
     """Slot of those pages that holds the first key."""
@@ -84,16 +87,18 @@ def plan_prompt(
     )
 
 
-def attend_prompt(pool: KvPool, layer: int, q: Tensor, k: Tensor, v: Tensor, prompt: Prompt) -> Tensor:
+def attend_prompt(kernels: PagedKernels, layer: int, q: Tensor, k: Tensor, v: Tensor, prompt: Prompt) -> Tensor:
     """q [tokens, heads, D] and k, v [tokens, kv_heads, D] of this sequence, stored already, to q's shape."""
     cached = prompt.cached
-    if cached is not None:
-        k, v = (_gather(side, cached).to(q.dtype) for side in pool.key_value(layer))
-    # The query heads of one K/V head form a batch that shares it by a stride of 0, without a copy.
+    if cached is None:
+        sides = k.transpose(0, 1), v.transpose(0, 1)
+    else:
+        sides = kernels.gather(layer, cached.pages, cached.begin, cached.count)
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     queries = q.view(tokens, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
-    keys, values = (rows.transpose(0, 1)[:, None].expand(-1, queries.shape[1], -1, -1) for rows in (k, v))
+    # The query heads of one K/V head form a batch that shares it by a stride of 0, without a copy.
+    keys, values = (rows.to(q.dtype)[:, None].expand(-1, queries.shape[1], -1, -1) for rows in sides)
     if prompt.blocks:
         parts = [_attend_block(queries, keys, values, block, prompt.spec) for block in prompt.blocks]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -105,7 +110,7 @@ def attend_prompt(pool: KvPool, layer: int, q: Tensor, k: Tensor, v: Tensor, pro
 def _cached(page_row: Tensor, first_key: int, seq_len: int, page_size: int) -> CachedKeys:
     first_page = first_key // page_size
     return CachedKeys(
-        pages=page_row[first_page : -(-seq_len // page_size)].long(),
+        pages=page_row[first_page : -(-seq_len // page_size)].numpy().astype(np.int64),
         begin=first_key - first_page * page_size,
         count=seq_len - first_key,
     )
@@ -141,9 +146,3 @@ def _attend_block(queries: Tensor, keys: Tensor, values: Tensor, block: Block, s
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(spec.scale / spec.soft_cap)
     weights = scores.tanh_().mul_(spec.soft_cap).add_(mask).softmax(dim=-1)
     return torch.matmul(weights, v.float()).to(q.dtype)
-
-
-def _gather(side: Tensor, cached: CachedKeys) -> Tensor:
-    """K or V [page, kv_head, slot, D] of one layer to [count, kv_heads, D] of one sequence."""
-    rows = side[cached.pages].transpose(1, 2).flatten(0, 1)
-    return rows[cached.begin : cached.begin + cached.count]

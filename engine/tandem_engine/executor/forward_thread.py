@@ -4,9 +4,12 @@ On a CPU the forward thread is what a stream is on a GPU: the scheduler plans th
 computes, because torch and the compiled kernels let go of the interpreter lock.
 """
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -17,8 +20,31 @@ Forward = Callable[[ForwardBatch], ForwardResult]
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Task(Generic[T]):
+    """Something to run, and whoever waits for it."""
+
+    function: Callable[[], T]
+    future: Future[T] = field(default_factory=Future)
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.function()
+        except BaseException as error:  # noqa: BLE001 - the boundary of the thread: whoever waits raises it
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
 class ForwardThread:
-    """Implements `ModelExecutor`: overlap mode. `launch` returns at once; batches run in order."""
+    """Implements `ModelExecutor`: overlap mode. `launch` returns at once; batches run in order.
+
+    The loop is its own because its gap between two steps is time that no forward uses: a pool of one thread
+    from `concurrent.futures` does twice the work there, with the scheduler awake and waiting for the
+    interpreter lock.
+    """
 
     def __init__(self, forward: Forward, *, copier: Copier = refuse_copies, threads: int | None = None) -> None:
         """`copier` copies pages between the batches.
@@ -31,38 +57,66 @@ class ForwardThread:
         """
         self._forward = forward
         self._copier = copier
-        self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="forward", initializer=_use_threads, initargs=(threads,)
-        )
+        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        self._closing = False
+        # Nobody should wait at exit for a forward whose owner did not.
+        self._thread = threading.Thread(target=self._serve, args=(threads,), name="forward", daemon=True)
+        self._thread.start()
 
     def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
         """Raises `RuntimeError` after `shutdown`."""
-        return self._thread.submit(self._run, batch)
+        return self._submit(lambda: self._compute(batch))
 
     def copy(self, copy: PageCopy) -> Future[CopyReport]:
         """Raises `RuntimeError` after `shutdown`."""
-        return self._thread.submit(self._copier, copy)
+        return self._submit(lambda: self._copier(copy))
 
     def run(self, function: Callable[[], T]) -> T:
         """Run `function` where forwards run, with their threads, and wait for it."""
-        return self._thread.submit(function).result()
+        return self._submit(function).result()
 
     def shutdown(self) -> None:
-        self._thread.shutdown(wait=True)
+        """Run what is queued, then end."""
+        self._close()
+        self._thread.join()
 
     def abandon(self) -> None:
         """Start nothing more, and do not wait for a step that may never end."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        while (task := self._take()) is not None:
+            task.future.cancel()
+        self._close()
 
-    def _run(self, batch: ForwardBatch) -> ForwardResult:
+    def _submit(self, function: Callable[[], T]) -> Future[T]:
+        if self._closing:
+            raise RuntimeError("the forward thread is shut down")
+        task = Task(function)
+        self._tasks.put(task)
+        return task.future
+
+    def _close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._tasks.put(None)
+
+    def _take(self) -> Task[Any] | None:
+        """The next task that has not begun, if there is one."""
+        try:
+            return self._tasks.get_nowait()
+        except Empty:
+            return None
+
+    def _serve(self, threads: int | None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        while (task := self._tasks.get()) is not None:
+            task.run()
+            # Waiting for the next one must not keep tensors of this one.
+            del task
+
+    def _compute(self, batch: ForwardBatch) -> ForwardResult:
         # Grad mode belongs to a thread, so it is set where the forward runs.
         with torch.inference_mode():
             return self._forward(batch)
-
-
-def _use_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 class InlineExecutor:

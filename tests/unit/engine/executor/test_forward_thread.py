@@ -95,6 +95,33 @@ def test_nothing_is_launched_after_shutdown():
         executor.launch(batch(0))
 
 
+def test_who_abandons_a_hung_forward_does_not_wait_and_what_was_queued_never_starts():
+    gate = Gate()
+    executor = ForwardThread(gate)
+    hung, queued = executor.launch(batch(0)), executor.launch(batch(1))
+    assert gate.entered.wait(TIMEOUT)
+    executor.abandon()
+    assert queued.cancelled()
+    with pytest.raises(RuntimeError):
+        executor.launch(batch(2))
+    gate.open.set()
+    assert hung.result(TIMEOUT).step == 0
+    executor.shutdown()
+
+
+def test_a_forward_that_leaves_by_system_exit_is_reported_and_the_thread_goes_on():
+    def leave(batch: ForwardBatch) -> ForwardResult:
+        if batch.step == 0:
+            raise SystemExit(3)
+        return echo(batch)
+
+    executor = ForwardThread(leave)
+    left, fine = executor.launch(batch(0)), executor.launch(batch(1))
+    assert isinstance(left.exception(TIMEOUT), SystemExit)
+    assert fine.result(TIMEOUT).step == 1
+    executor.shutdown()
+
+
 @pytest.mark.parametrize("make", [ForwardThread, InlineExecutor])
 def test_copies_run_in_launch_order_with_batches(make):
     order = []
