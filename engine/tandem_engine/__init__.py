@@ -10,24 +10,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tandem_engine.library.async_llm import AsyncLLM
     from tandem_engine.library.llm import LLM
-    from tandem_engine.library.outputs import CompletionOutput, RequestOutput
+    from tandem_engine.library.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from tandem_engine.library.sampling_params import SamplingParams
+    from tandem_engine.library.session import Session
+    from tandem_engine.messages.pooling import PoolingParams
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "Session",
+]
 
 _HOMES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "CompletionOutput": "outputs",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
+    "LLM": "library.llm",
+    "AsyncLLM": "library.async_llm",
+    "CompletionOutput": "library.outputs",
+    "EmbeddingRequestOutput": "library.outputs",
+    "PoolingParams": "messages.pooling",
+    "RequestOutput": "library.outputs",
+    "SamplingParams": "library.sampling_params",
+    "Session": "library.session",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.library.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

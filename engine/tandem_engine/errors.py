@@ -31,6 +31,21 @@ class InvalidRequestError(EngineError):
         self.param = param
 
 
+class SessionError(InvalidRequestError):
+    """A turn that its conversation cannot take now: another one is computed, or turns are missing or doubled."""
+
+    code = "session_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="session")
+
+
+class SessionLostError(SessionError):
+    """A conversation that is not kept (any more). The whole of it has to be sent again, as a new one."""
+
+    code = "session_lost"
+
+
 class QueueFullError(EngineError):
     """The waiting queue is at its bound; the client should try again later."""
 

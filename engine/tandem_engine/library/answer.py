@@ -9,12 +9,13 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tandem_engine.errors import InvalidRequestError
 from tandem_engine.library.completion import Completion, mean_ranked, token_scores
 from tandem_engine.library.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenScores
 from tandem_engine.library.prompts import Encoded
 from tandem_engine.library.sampling_params import SamplingParams
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob, TokenOutput
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import GenerateRequest, SessionRef
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 
@@ -60,6 +61,7 @@ class Answer:
         # The engine may yet report the end of an output whose text ended before.
         if completion.finish is None:
             completion.take(output)
+            self._note_turn(completion)
 
     def output(self) -> RequestOutput:
         """The state now."""
@@ -78,6 +80,11 @@ class Answer:
             ),
         )
 
+    def _note_turn(self, completion: Completion) -> None:
+        session, finish = self.prompt.session, completion.finish
+        if session is not None and finish is not None and finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            session.turn_ended(prompt=len(self.prompt.token_ids), output=completion.tokens)
+
     def _prompt_scores(self, logprobs: Sequence[TokenLogprob | None]) -> Iterator[TokenScores | None]:
         for token_id, scored in zip(self.prompt.token_ids, logprobs, strict=True):
             yield None if scored is None else token_scores(token_id, scored, self.vocabulary)
@@ -95,15 +102,19 @@ class Answer:
 def make_answer(request_id: str, prompt: Encoded, params: SamplingParams, serving: Serving) -> Answer:
     """Ready to be asked. Raises `InvalidRequestError` for counts and words that cannot be."""
     params.check_counts()
+    session = _session_ref(prompt, params)
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    room = serving.max_request_tokens - len(prompt.token_ids)
+    history = 0 if prompt.session is None else prompt.session.tokens
+    room = serving.max_request_tokens - history - len(prompt.token_ids)
     vocabulary = None if serving.text is None else serving.text.vocabulary
     requests, completions = [], {}
     for index in range(params.generated):
         rid = request_id if params.generated == 1 else f"{request_id}/{index}"
         sampling = params.of_choice(index, seed=seed, room=room, text=serving.text)
         group = request_id if params.generated > 1 else ""
-        requests.append(GenerateRequest(rid=rid, input_ids=prompt.token_ids, sampling=sampling, group=group))
+        requests.append(
+            GenerateRequest(rid=rid, input_ids=prompt.token_ids, sampling=sampling, group=group, session=session)
+        )
         completions[rid] = Completion(index, params, sampling, vocabulary)
     return Answer(
         request_id=request_id,
@@ -113,3 +124,13 @@ def make_answer(request_id: str, prompt: Encoded, params: SamplingParams, servin
         completions=completions,
         vocabulary=vocabulary,
     )
+
+
+def _session_ref(prompt: Encoded, params: SamplingParams) -> SessionRef | None:
+    if prompt.session is None:
+        return None
+    if params.generated != 1:
+        raise InvalidRequestError(
+            f"a session goes on after one output: n and best_of must be 1, got {params.generated}", param="n"
+        )
+    return SessionRef(id=prompt.session.id, turn=prompt.session.turns)

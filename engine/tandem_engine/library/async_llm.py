@@ -16,9 +16,11 @@ The model computes on a thread of its own (`EngineThread`); nothing here blocks 
 
 import asyncio
 import itertools
+import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,22 +28,21 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tandem_engine.engine import Engine, load
-from tandem_engine.errors import (
-    EngineError,
-    EngineStoppedError,
-    InvalidRequestError,
-    QueueFullError,
-    RequestFailedError,
-)
+from tandem_engine.errors import EngineError, EngineStoppedError, InvalidRequestError, QueueFullError
 from tandem_engine.launch import launched_engine
-from tandem_engine.library.answer import Answer, Serving, make_answer
+from tandem_engine.library.answer import Serving, make_answer
+from tandem_engine.library.embedding import make_embedding_answer
 from tandem_engine.library.engine_thread import EngineThread
+from tandem_engine.library.failure import error_of
 from tandem_engine.library.options import config_from_options
-from tandem_engine.library.outputs import RequestOutput
+from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
+from tandem_engine.library.pending import Pending
 from tandem_engine.library.prompts import Conversation, Encoded, Prompt, encode_conversations, encode_prompt
 from tandem_engine.library.sampling_params import SamplingParams
+from tandem_engine.library.session import Session
 from tandem_engine.messages.control import EngineStats, PauseMode
-from tandem_engine.messages.outputs import Finish, FinishReason, TokenOutput
+from tandem_engine.messages.outputs import TokenOutput
+from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.names import RequestId
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
@@ -52,7 +53,7 @@ T = TypeVar("T")
 class Stream:
     """One request and its reader. Belongs to the reader's event loop."""
 
-    answer: Answer
+    answer: Pending
     loop: asyncio.AbstractEventLoop
     news: asyncio.Event = field(default_factory=asyncio.Event)
     error: EngineError | None = None
@@ -87,18 +88,23 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        session: Session | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The output so far, each time it has grown; the last one is `finished`.
 
-        `request_id` names the request for `abort`; None makes one up. Leaving the loop aborts the request.
+        `request_id` names the request for `abort`; None makes one up. Leaving the loop aborts the request. With a
+        `session` the prompt is only the new turn of its conversation, as in `LLM.generate`.
 
         Raises:
             InvalidRequestError: it can never be served; or `request_id` is that of a running request.
+            SessionLostError: the engine forgot the session.
+            SessionError: another turn of it is being computed.
             QueueFullError: too many are waiting.
             RequestFailedError: the engine gave it up.
             EngineStoppedError: the engine was closed or has failed.
         """
-        encoded = await asyncio.to_thread(encode_prompt, prompt, self._serving.text)
+        encoded = await asyncio.to_thread(encode_prompt, prompt, self._serving.text, session)
         async for output in self._stream(encoded, sampling_params, request_id):
             yield output
 
@@ -121,6 +127,25 @@ class AsyncLLM:
         )
         async for output in self._stream(encoded, sampling_params, request_id):
             yield output
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """The vector of a prompt, as `LLM.embed`. Cancelling it aborts the request; errors as `generate` has them."""
+        encoded = await asyncio.to_thread(encode_prompt, prompt, self._serving.text)
+        answer = make_embedding_answer(self._name(request_id), encoded, pooling_params or PoolingParams())
+        async with aclosing(self._states(answer)) as states:
+            async for _ in states:
+                if answer.finished:
+                    break
+        return answer.output()
+
+    def open_session(self, session_id: str | None = None) -> Session:
+        """A conversation of which each `generate` brings only the new turn. None makes an id up."""
+        return Session(id=session_id or secrets.token_hex(16), forget=self._close_session)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its reader gets what there is, with finish_reason "abort". Unknown ids are ignored."""
@@ -178,8 +203,20 @@ class AsyncLLM:
     async def _stream(
         self, prompt: Encoded, params: SamplingParams | None, request_id: str | None
     ) -> AsyncIterator[RequestOutput]:
-        name = f"request-{next(self._numbers)}" if request_id is None else request_id
-        answer = make_answer(name, prompt, params or SamplingParams(), self._serving)
+        answer = make_answer(self._name(request_id), prompt, params or SamplingParams(), self._serving)
+        async with aclosing(self._states(answer)) as states:
+            async for _ in states:
+                # The answer may grow while the reader has this state: what it was shown decides, not what there is.
+                output = answer.output()
+                yield output
+                if output.finished:
+                    return
+
+    def _name(self, request_id: str | None) -> str:
+        return f"request-{next(self._numbers)}" if request_id is None else request_id
+
+    async def _states(self, answer: Pending) -> AsyncGenerator[None, None]:
+        """An item each time that `answer` has grown. Close it when done: that aborts what has not finished."""
         stream = Stream(answer=answer, loop=asyncio.get_running_loop())
         self._admit(stream)
         try:
@@ -187,11 +224,7 @@ class AsyncLLM:
                 await stream.news.wait()
                 stream.news.clear()
                 _raise_failure(stream)
-                # The answer may grow while the reader has this state: what it was shown decides, not what there is.
-                output = answer.output()
-                yield output
-                if output.finished:
-                    return
+                yield
         finally:
             for request in answer.requests:
                 self._streams.pop(request.rid, None)
@@ -220,7 +253,13 @@ class AsyncLLM:
                 del self._streams[request.rid]
             raise
 
-    def _abort(self, answer: Answer) -> None:
+    def _close_session(self, session_id: str) -> None:
+        try:
+            self._thread.ask(lambda engine: engine.close_session(session_id))
+        except EngineStoppedError:
+            return  # it has ended with its engine
+
+    def _abort(self, answer: Pending) -> None:
         def abort(engine: Engine) -> None:
             for request in answer.requests:
                 engine.abort(RequestId(request.rid))
@@ -274,15 +313,4 @@ def _raise_failure(stream: Stream) -> None:
         raise stream.error
     failure = stream.answer.failure
     if failure is not None:
-        raise _error_of(failure)
-
-
-def _error_of(finish: Finish) -> EngineError:
-    assert finish.reason is FinishReason.ERROR, f"{finish} is no failure"
-    message = finish.error or "the request failed"
-    match finish.code:
-        case InvalidRequestError.code:
-            return InvalidRequestError(message, param=finish.param)
-        case QueueFullError.code:
-            return QueueFullError(message)
-    return RequestFailedError(message, reason=finish.code or "", retryable=finish.retryable)
+        raise error_of(failure)

@@ -34,6 +34,11 @@ class Completion:
         """What `best_of` ranks by."""
         return self._sum() / len(self._logprobs) if self._logprobs else float("-inf")
 
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self._token_ids)
+
     def take(self, output: TokenOutput) -> None:
         """What one step brought. Nothing follows a finish."""
         known = len(self._token_ids) - output.index

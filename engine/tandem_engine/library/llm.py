@@ -9,6 +9,7 @@ and expect torch in it to compute with one thread, because the engine's forwards
 """
 
 import itertools
+import secrets
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,14 @@ import torch
 from tqdm import tqdm
 
 from tandem_engine.engine import load
-from tandem_engine.errors import ConfigError, InvalidRequestError
+from tandem_engine.errors import ConfigError, InvalidRequestError, SessionError
 from tandem_engine.executor.profiler import MAX_SECONDS, MAX_STEPS, StepProfiler
 from tandem_engine.launch import launched_engine
-from tandem_engine.library.answer import Answer, Serving, make_answer
+from tandem_engine.library.answer import Serving, make_answer
+from tandem_engine.library.embedding import make_embedding_answer
 from tandem_engine.library.options import config_from_options
-from tandem_engine.library.outputs import RequestOutput
+from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
+from tandem_engine.library.pending import Pending
 from tandem_engine.library.prompts import (
     Conversation,
     Encoded,
@@ -37,8 +40,10 @@ from tandem_engine.library.prompts import (
     params_for,
 )
 from tandem_engine.library.sampling_params import SamplingParams
+from tandem_engine.library.session import Session
 from tandem_engine.messages.control import EngineStats
 from tandem_engine.messages.outputs import TokenOutput
+from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
 
@@ -57,7 +62,7 @@ class LLM:
         """
         self._config = config_from_options(model, dict(options))
         self._caller_threads = torch.get_num_threads()
-        self._growing: dict[str, Answer] = {}
+        self._growing: dict[str, Pending] = {}
         """By the rid of every choice that the engine has."""
         self._completed = 0
         """Answers completed since the progress bar was told."""
@@ -72,6 +77,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        session: Session | Sequence[Session] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One `RequestOutput` per prompt, in order, when all have ended.
@@ -79,11 +85,15 @@ class LLM:
         A prompt is text or a list of token ids. A request that the engine gives up on has `finish_reason`
         "error" and the reason in `error`; the others go on.
 
+        With a `session`, or one for each prompt, a prompt is only the new turn of its conversation: it is appended
+        to what was said before. Text gets no special tokens then, such as BOS.
+
         Raises:
             InvalidRequestError: a prompt or its parameters can never be served. Nothing was generated.
+            SessionLostError: the engine forgot the session. Nothing was generated.
         """
-        encoded = encode_prompts(prompts, self._serving.text)
-        return self._run(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
+        encoded = encode_prompts(prompts, self._serving.text, session)
+        return self._generate(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -101,7 +111,32 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             template_variables=chat_template_kwargs,
         )
-        return self._run(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
+        return self._generate(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector per prompt, in order: its hidden states after the final norm, pooled.
+
+        Raises:
+            InvalidRequestError: a prompt or the parameters can never be served. Nothing was computed.
+            RequestFailedError: the engine gave a prompt up.
+        """
+        params = pooling_params or PoolingParams()
+        answers = [
+            make_embedding_answer(str(next(self._numbers)), prompt, params)
+            for prompt in encode_prompts(prompts, self._serving.text)
+        ]
+        self._run(answers, use_tqdm=use_tqdm)
+        return [answer.output() for answer in answers]
+
+    def open_session(self, session_id: str | None = None) -> Session:
+        """A conversation of which each `generate` brings only the new turn. None makes an id up."""
+        return Session(id=session_id or secrets.token_hex(16), forget=self._engine.close_session)
 
     def get_tokenizer(self) -> TextTokenizer | None:
         """Of the checkpoint; None when it has none."""
@@ -149,13 +184,18 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(
+    def _generate(
         self, prompts: Sequence[Encoded], params: Sequence[SamplingParams], *, use_tqdm: bool
     ) -> list[RequestOutput]:
         answers = [
             make_answer(str(next(self._numbers)), prompt, each, self._serving)
             for prompt, each in zip(prompts, params, strict=True)
         ]
+        self._run(answers, use_tqdm=use_tqdm)
+        return [answer.output() for answer in answers]
+
+    def _run(self, answers: Sequence[Pending], *, use_tqdm: bool) -> None:
+        """Until all have finished."""
         self._refuse_impossible(answers)
         try:
             with tqdm(
@@ -164,17 +204,18 @@ class LLM:
                 self._drive(answers, bar)
         finally:
             self._drop_unfinished()
-        return [answer.output() for answer in answers]
 
-    def _refuse_impossible(self, answers: Sequence[Answer]) -> None:
+    def _refuse_impossible(self, answers: Sequence[Pending]) -> None:
         """Before anything runs: one bad prompt in thousands must not be found out at the end."""
         for position, answer in enumerate(answers):
             try:
                 self._engine.check(answer.requests[0])
+            except SessionError:
+                raise
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {position}: {error}", param=error.param) from error
 
-    def _drive(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> None:
+    def _drive(self, answers: Sequence[Pending], bar: "tqdm[Any]") -> None:
         """Feed the queue, which is bounded, and step until every answer is complete."""
         waiting = deque(answers)
         while waiting or self._growing:
@@ -191,7 +232,7 @@ class LLM:
                 bar.update(self._completed)
                 self._completed = 0
 
-    def _ask(self, answer: Answer) -> None:
+    def _ask(self, answer: Pending) -> None:
         for request in answer.requests:
             self._growing[request.rid] = answer
         for request in answer.requests:

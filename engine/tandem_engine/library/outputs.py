@@ -68,3 +68,22 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingRequestOutput:
+    """What `embed` gives for one prompt."""
+
+    request_id: str
+    prompt: str | None
+    """None when token ids were given."""
+    prompt_token_ids: tuple[int, ...]
+    outputs: EmbeddingOutput
+    finished: bool

@@ -1,4 +1,7 @@
-"""What callers pass as prompts, made uniform: text, token ids, or a conversation; one, or a list of them."""
+"""What callers pass as prompts, made uniform: text, token ids, or a conversation; one, or a list of them.
+
+A prompt may continue a `Session`. Then it is the new turn alone, and text gets no special tokens around it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,6 +9,7 @@ from typing import Any, TypeAlias
 
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.library.sampling_params import SamplingParams
+from tandem_engine.library.session import Session
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -21,31 +25,44 @@ class Encoded:
 
     text: str | None
     token_ids: tuple[int, ...]
+    session: Session | None = None
+    """The conversation that it continues."""
 
 
-def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: TextTokenizer | None) -> list[Encoded]:
-    """One prompt or several. Raises `InvalidRequestError` naming the first that is neither text nor token ids."""
+def encode_prompts(
+    prompts: Prompt | Sequence[Prompt],
+    tokenizer: TextTokenizer | None,
+    session: Session | Sequence[Session] | None = None,
+) -> list[Encoded]:
+    """One prompt or several, each with the session that it continues, if there are any.
+
+    Raises `InvalidRequestError` naming the first that is neither text nor token ids, or when sessions and prompts
+    do not go together.
+    """
     if isinstance(prompts, str) or (len(prompts) > 0 and _is_token_id(prompts[0])):
-        return [encode_prompt(prompts, tokenizer)]  # type: ignore[arg-type] # a str, or ids judging by the first
+        [only] = _sessions_for(session, 1)
+        return [encode_prompt(prompts, tokenizer, only)]  # type: ignore[arg-type] # a str, or ids judging by the first
     encoded = []
-    for position, prompt in enumerate(prompts):
+    for position, (prompt, each) in enumerate(zip(prompts, _sessions_for(session, len(prompts)), strict=True)):
         try:
-            encoded.append(encode_prompt(prompt, tokenizer))  # type: ignore[arg-type] # checked inside
+            encoded.append(encode_prompt(prompt, tokenizer, each))  # type: ignore[arg-type] # checked inside
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {position}: {error}", param="prompts") from error
     return encoded
 
 
-def encode_prompt(prompt: Prompt, tokenizer: TextTokenizer | None) -> Encoded:
+def encode_prompt(prompt: Prompt, tokenizer: TextTokenizer | None, session: Session | None = None) -> Encoded:
     """One prompt. Raises `InvalidRequestError` when it is none."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequestError("text needs a tokenizer and this model has none: pass token ids", param="prompts")
-        return Encoded(text=prompt, token_ids=tuple(tokenizer.encode(prompt)))
-    token_ids = _token_ids(prompt)
-    if token_ids is None:
+        begins = session is None or session.turns == 0
+        token_ids = tokenizer.encode(prompt, add_special_tokens=begins)
+        return Encoded(text=prompt, token_ids=tuple(token_ids), session=session)
+    ids = _token_ids(prompt)
+    if ids is None:
         raise InvalidRequestError("a prompt must be a string or a list of token ids", param="prompts")
-    return Encoded(text=None, token_ids=token_ids)
+    return Encoded(text=None, token_ids=ids, session=session)
 
 
 def encode_conversations(
@@ -87,6 +104,18 @@ def params_for(params: SamplingParams | Sequence[SamplingParams] | None, prompts
             f"{len(params)} sampling_params for {prompts} prompts: give one, or one for each", param="sampling_params"
         )
     return params
+
+
+def _sessions_for(session: Session | Sequence[Session] | None, prompts: int) -> Sequence[Session | None]:
+    """One for each prompt, None where it continues none."""
+    if session is None:
+        return [None] * prompts
+    sessions = [session] if isinstance(session, Session) else session
+    if len(sessions) != prompts:
+        raise InvalidRequestError(f"{len(sessions)} sessions for {prompts} prompts: give one for each", param="session")
+    if len({each.id for each in sessions}) < prompts:
+        raise InvalidRequestError("two prompts continue one session: give them one after the other", param="session")
+    return sessions
 
 
 def _token_ids(prompt: object) -> tuple[int, ...] | None:

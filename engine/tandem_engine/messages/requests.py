@@ -62,19 +62,19 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
 class SessionRef(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation that the engine keeps, so that a turn brings only its new tokens.
 
-    It lives on one engine: a request that names one comes without a handoff.
+    It lives on one engine. Its first turn may come with the receiving end of a handoff; that engine then keeps it.
     """
 
     id: str
-    turn: int = 0
+    turn: int | None = 0
     """Turns before this one. 0 begins the session, or begins it anew. Any other number must be the engine's own
-    count, so that a turn that is sent twice, or to an engine that restarted, is refused instead of misread."""
+    count, so that a turn that is sent twice is refused instead of misread. None continues after whatever there is."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError` for a name or a count that no session can have."""
         if not 1 <= len(self.id.encode("utf-8", "surrogatepass")) <= MAX_SESSION_BYTES:
             raise InvalidRequestError(f"a session id must have 1 to {MAX_SESSION_BYTES} bytes", param="session")
-        if self.turn < 0:
+        if self.turn is not None and self.turn < 0:
             raise InvalidRequestError(f"a session's turn must be at least 0, got {self.turn}", param="session")
 
 

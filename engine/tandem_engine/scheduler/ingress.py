@@ -129,8 +129,9 @@ class Ingress:
         )
 
     def check(self, message: GenerateRequest) -> None:
-        """Raise `InvalidRequestError` for a request that no state of this engine can ever serve."""
-        self._check(self._request(message, b""))
+        """Raise `InvalidRequestError` for a request that this engine can never serve, or not as its session is now."""
+        check_pooling(message, hidden_size=self.model.hidden_size)
+        self._check(self._request(self.sessions.whole_turn(message), b""))
 
     def _check_room(self) -> None:
         if self.draining:

@@ -22,10 +22,10 @@ import msgspec
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
-from tandem_engine.errors import InvalidRequestError
+from tandem_engine.errors import InvalidRequestError, SessionError, SessionLostError
 from tandem_engine.memory.kv_memory import KvMemory, Pin
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import GenerateRequest, HandoffSide
 from tandem_engine.scheduler.request import Request
 
 
@@ -46,6 +46,11 @@ class Session:
     pin: Pin | None = None
     used_at: float = 0.0
     """Monotonic time."""
+
+    @property
+    def computes_turn(self) -> bool:
+        """A turn that somebody wished to end adds nothing any more, so the next one need not wait for its end."""
+        return self.busy is not None and self.busy.to_finish is None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,35 +73,31 @@ class Sessions:
         return sum(session.pin.pages for session in self._sessions.values() if session.pin is not None)
 
     def whole_turn(self, message: GenerateRequest) -> GenerateRequest:
-        """`message` with all tokens of its conversation. Changes nothing here.
+        """`message` with all tokens of its conversation, wanting logprobs of none but its own. Changes nothing here.
 
         Raises:
-            InvalidRequestError: the session cannot be named so, is not kept here, is busy, or has another number
-                of turns.
+            InvalidRequestError: the session cannot be named so, or comes with a handoff that does not suit it.
+            SessionLostError: it is not kept here.
+            SessionError: it is busy, or has another number of turns.
         """
-        if message.session is None:
+        ref = message.session
+        if ref is None:
             return message
-        message.session.check()
-        if message.handoff is not None:
-            raise InvalidRequestError("a session is continued where it is kept, without a handoff", param="session")
-        session = self._sessions.get(_key(message))
-        if session is not None and session.busy is not None:
-            raise InvalidRequestError(f"session {message.session.id!r} is computing another turn", param="session")
-        if message.session.turn == 0:
+        ref.check()
+        _check_handoff(message)
+        session = self._kept(_key(message))
+        if session is not None and session.computes_turn:
+            raise SessionError(f"session {ref.id!r} is computing another turn")
+        if ref.turn == 0:
             return message
         if session is None or not session.turns:
-            raise InvalidRequestError(
-                f"session {message.session.id!r} is not kept here: it was never begun, was closed, or expired; "
-                "send the whole conversation with turn 0",
-                param="session",
+            raise SessionLostError(
+                f"session {ref.id!r} is not kept here: it was never begun, was closed, or expired; "
+                "send the whole conversation as the first turn of a session"
             )
-        if message.session.turn != session.turns:
-            raise InvalidRequestError(
-                f"session {message.session.id!r} has {session.turns} turns, the request continues after "
-                f"{message.session.turn}",
-                param="session",
-            )
-        return msgspec.structs.replace(message, input_ids=(*session.token_ids, *message.input_ids))
+        if ref.turn not in (None, session.turns):
+            raise SessionError(f"session {ref.id!r} has {session.turns} turns, the request continues after {ref.turn}")
+        return _after(session.token_ids, message)
 
     def begin_turn(self, message: GenerateRequest, req: Request) -> None:
         """`req`, made of `whole_turn`, computes the next turn."""
@@ -104,6 +105,7 @@ class Sessions:
             return
         key = _key(message)
         if message.session.turn == 0:
+            # Begun anew, or expired and not swept yet.
             self._forget(key)
             self._sessions[key] = Session()
         session = self._sessions[key]
@@ -136,10 +138,9 @@ class Sessions:
 
     def sweep(self) -> None:
         """Forget what was not used for `session_ttl`."""
-        limit = self.clock.now() - self.config.session_ttl
         while self._sessions:
             key, session = next(iter(self._sessions.items()))
-            if session.used_at > limit or session.busy is not None:
+            if not self._expired(session):
                 return
             self._forget(key)
 
@@ -150,6 +151,14 @@ class Sessions:
             return False
         self._unpin(pinned)
         return True
+
+    def _kept(self, key: SessionKey) -> Session | None:
+        session = self._sessions.get(key)
+        # An idle engine does not sweep.
+        return None if session is None or self._expired(session) else session
+
+    def _expired(self, session: Session) -> bool:
+        return session.busy is None and session.used_at <= self.clock.now() - self.config.session_ttl
 
     def _touch(self, key: SessionKey, session: Session) -> None:
         session.used_at = self.clock.now()
@@ -175,6 +184,22 @@ class Sessions:
         session = self._sessions.pop(key, None)
         if session is not None:
             self._unpin(session)
+
+
+def _check_handoff(message: GenerateRequest) -> None:
+    """Who receives the first turn's KV keeps the session; later turns are computed where it is kept."""
+    assert message.session is not None, f"request {message.rid} has no session"
+    handoff = message.handoff
+    if handoff is None or (handoff.side is HandoffSide.RECEIVE and message.session.turn == 0):
+        return
+    raise InvalidRequestError("a session is continued where it is kept, without a handoff", param="session")
+
+
+def _after(history: tuple[int, ...], message: GenerateRequest) -> GenerateRequest:
+    sampling = message.sampling
+    if sampling.prompt_logprobs is not None:
+        sampling = msgspec.structs.replace(sampling, logprob_start=sampling.logprob_start + len(history))
+    return msgspec.structs.replace(message, input_ids=(*history, *message.input_ids), sampling=sampling)
 
 
 def _key(message: GenerateRequest) -> SessionKey:

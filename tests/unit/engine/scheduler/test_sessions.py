@@ -1,12 +1,20 @@
 """Conversations that the engine keeps: a turn brings only what is new."""
 
+import msgspec
 import pytest
 
 from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.requests import GenerateRequest, SessionRef
 from tandem_engine.names import RequestId
 from tandem_testing.disagg_pair import make_pair
-from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
+from tandem_testing.scheduler_builders import (
+    Engine,
+    expected_output,
+    expected_prompt_logprobs,
+    make_engine,
+    make_message,
+)
 
 FIRST = (*range(1, 15),)
 SECOND = (40, 41, 42)
@@ -16,7 +24,7 @@ def kept(**settings: object) -> Engine:
     return make_engine(**{"session_pages": 32, **settings})
 
 
-def turn(engine: Engine, number: int, new: tuple[int, ...], *, session: str = "s", **fields: object) -> str:
+def turn(engine: Engine, number: int | None, new: tuple[int, ...], *, session: str = "s", **fields: object) -> str:
     """Run one turn to its end; returns its rid."""
     rid = f"{session}-{number}-{len(engine.messages)}"
     engine.add(make_message(rid, new, session=SessionRef(id=session, turn=number), **{"max_tokens": 6, **fields}))
@@ -137,6 +145,14 @@ def test_a_session_that_is_not_used_is_forgotten():
     assert "expired" in refusal(engine, turn(engine, 1, SECOND)).error
 
 
+def test_a_session_that_expired_while_the_engine_slept_is_not_continued():
+    engine = kept(session_ttl=10.0)
+    turn(engine, 0, FIRST)
+    engine.clock.time += 10.0
+    engine.add(make_message("late", SECOND, session=SessionRef(id="s", turn=1)))
+    assert (refusal(engine, "late").code, refusal(engine, "late").retryable) == ("session_lost", False)
+
+
 def test_use_keeps_a_session_alive():
     engine = kept(session_ttl=10.0)
     turn(engine, 0, FIRST)
@@ -152,6 +168,50 @@ def test_no_more_sessions_are_kept_than_allowed():
         turn(engine, 0, FIRST, session=name)
     refusal(engine, turn(engine, 1, SECOND, session="a"))
     assert engine.finish(turn(engine, 1, SECOND, session="b")).reason is FinishReason.LENGTH
+
+
+def test_whoever_does_not_count_turns_continues_after_what_there_is():
+    engine = kept()
+    first = turn(engine, 0, FIRST)
+    second = turn(engine, None, SECOND)
+    assert engine.output(second) == expected_output(whole(engine, first, second))
+    assert refusal(engine, turn(engine, None, SECOND, session="unknown")).code == "session_lost"
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_prompt_logprobs_are_those_of_the_new_turn(page_size: int):  # T21, T23
+    engine = kept(page_size=page_size)
+    first = turn(engine, 0, FIRST)
+    second = turn(engine, 1, SECOND, prompt_logprobs=1)
+    conversation = whole(engine, first, second)
+    scored = make_message("x", conversation.input_ids, prompt_logprobs=1, logprob_start=len(FIRST) + 6)
+    assert engine.received[second].prompt_logprobs == expected_prompt_logprobs(scored)
+    assert engine.output(second) == expected_output(conversation)
+
+
+def test_an_embedding_continues_no_session():
+    engine = kept()
+    turn(engine, 0, FIRST)
+    turn_of_s = make_message("e", SECOND, session=SessionRef(id="s", turn=1), max_tokens=1)
+    engine.add(msgspec.structs.replace(turn_of_s, pooling=PoolingParams()))
+    refusal(engine, "e")
+    assert engine.finish(turn(engine, 1, SECOND)).reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_worker_that_receives_the_first_turn_keeps_the_session(overlap: bool):
+    pair = make_pair(enable_overlap=overlap, decode={"session_pages": 12})
+    decode = pair.decode.engine
+    pair.submit_prefill("first", FIRST, max_tokens=6)
+    pair.submit_decode("first", FIRST, max_tokens=6, session=SessionRef(id="s"))
+    pair.run()
+    assert pair.decode.tokens("first") == pair.expected("first")
+    assert decode.scheduler.sessions.pinned_pages > 0
+    second = turn(decode, 1, SECOND)
+    assert decode.received[second].outputs[0].cached_tokens > 0
+    assert decode.output(second) == expected_output(whole(decode, "first", second))
+    pair.submit_decode("handed", SECOND, session=SessionRef(id="s", turn=2))
+    assert "without a handoff" in refusal(decode, "handed").error
 
 
 @pytest.mark.parametrize(
@@ -197,6 +257,19 @@ def test_an_aborted_turn_leaves_the_session_as_it_was(steps: int):
     engine.run()
     second = turn(engine, 1, (33, 34))
     assert engine.output(second) == expected_output(whole(engine, first, second))
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_turn_need_not_wait_for_the_end_of_one_that_was_aborted(steps: int):
+    engine = kept(enable_overlap=True)
+    first = turn(engine, 0, FIRST)
+    engine.add(make_message("gone", SECOND, session=SessionRef(id="s", turn=1), max_tokens=9))
+    engine.step(steps)
+    engine.scheduler.abort(RequestId("gone"))
+    second = turn(engine, 1, (33, 34))
+    assert engine.output(second) == expected_output(whole(engine, first, second))
+    third = turn(engine, 2, (35,))
+    assert engine.finish(third).reason is FinishReason.LENGTH
 
 
 def test_a_first_turn_that_is_aborted_leaves_no_session():

@@ -1,0 +1,150 @@
+"""Conversations of the library on the bundled model: only new turns are given, the output is that of the whole."""
+
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem_engine import LLM, AsyncLLM, SamplingParams
+from tandem_engine.errors import InvalidRequestError, SessionError, SessionLostError
+
+MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"
+OPTIONS = {"progress": False, "dtype": "float32", "num_pages": 300, "threads": 1, "max_sessions": 4}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+TURNS = ("Once upon a time there was a fox", " who met", " and said")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(MODEL, **OPTIONS) as llm:
+        yield llm
+
+
+def tokens(llm: LLM, prompt, params: SamplingParams = GREEDY, session=None) -> tuple[int, ...]:
+    [output] = llm.generate(prompt, params, session=session, use_tqdm=False)
+    return output.outputs[0].token_ids
+
+
+def conversation(llm: LLM, turns=TURNS) -> list[tuple[int, ...]]:
+    """What each turn gives when the whole history is sent along."""
+    history: list[int] = []
+    outputs = []
+    for number, text in enumerate(turns):
+        history += llm.get_tokenizer().encode(text, add_special_tokens=number == 0)
+        outputs.append(tokens(llm, history))
+        history += outputs[-1]
+    return outputs
+
+
+def test_turns_give_what_the_whole_history_gives(llm):
+    with llm.open_session() as session:
+        given = [tokens(llm, text, session=session) for text in TURNS]
+    assert given == conversation(llm)
+    assert session.turns == 3
+
+
+def test_only_the_new_turn_is_computed_and_shown(llm):
+    llm.reset_prefix_cache()
+    session = llm.open_session()
+    first = tokens(llm, list(range(60, 100)), session=session)
+    [output] = llm.generate([[5, 6, 7]], replace(GREEDY, prompt_logprobs=0), session=session, use_tqdm=False)
+    assert output.prompt_token_ids == (5, 6, 7)
+    assert output.metrics.cached_tokens == 48
+    assert session.tokens == 40 + 10 + 3 + 10
+    history = [*range(60, 100), *first, 5, 6, 7]
+    [whole] = llm.generate([history], replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
+    for ours, theirs in zip(output.prompt_logprobs, whole.prompt_logprobs[-3:], strict=True):
+        [mine], [other] = ours.values(), theirs.values()
+        assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+    session.close()
+
+
+def test_many_conversations_go_on_together(llm):
+    openings = [["A fox", " ran"], ["A river", " froze"], ["The moon", " rose"]]
+    sessions = [llm.open_session() for _ in openings]
+    by_turn = [
+        [output.outputs[0].token_ids for output in llm.generate(turn, GREEDY, session=sessions, use_tqdm=False)]
+        for turn in zip(*openings, strict=True)
+    ]
+    assert [[*each] for each in zip(*by_turn, strict=True)] == [conversation(llm, turns) for turns in openings]
+    for session in sessions:
+        session.close()
+
+
+def test_a_closed_session_is_lost_and_the_error_says_what_to_do(llm):
+    session = llm.open_session("mine")
+    tokens(llm, "The fox", session=session)
+    session.close()
+    session.close()
+    with pytest.raises(SessionLostError, match="session 'mine' is not kept here.*send the whole conversation"):
+        tokens(llm, " ran", session=session)
+
+
+def test_the_session_used_longest_ago_gives_way(llm):
+    sessions = [llm.open_session() for _ in range(5)]
+    for session in sessions:
+        tokens(llm, "The fox", session=session)
+    with pytest.raises(SessionLostError):
+        tokens(llm, " ran", session=sessions[0])
+    assert tokens(llm, " ran", session=sessions[4])
+    for session in sessions:
+        session.close()
+
+
+@pytest.mark.parametrize(
+    ("params", "prompts", "count", "text"),
+    [
+        (replace(GREEDY, n=2), ["a"], 1, "n and best_of must be 1, got 2"),
+        (GREEDY, ["a", "b"], 1, "1 sessions for 2 prompts"),
+        (replace(GREEDY, max_tokens=5000), ["a"], 1, "prompt 0: max_tokens is 5000"),
+    ],
+)
+def test_what_no_session_can_do_is_refused_before_anything_runs(llm, params, prompts, count, text):
+    sessions = [llm.open_session() for _ in range(count)]
+    with pytest.raises(InvalidRequestError, match=text):
+        llm.generate(prompts, params, session=sessions, use_tqdm=False)
+
+
+def test_two_prompts_of_one_call_cannot_continue_one_session(llm):
+    session = llm.open_session()
+    with pytest.raises(InvalidRequestError, match="two prompts continue one session"):
+        llm.generate(["a", "b"], GREEDY, session=[session, session], use_tqdm=False)
+
+
+def test_no_max_tokens_means_what_the_conversation_leaves_of_the_context(llm):
+    session = llm.open_session()
+    tokens(llm, [7] * 4070, session=session)
+    assert len(tokens(llm, [8] * 4, replace(GREEDY, max_tokens=None), session=session)) == 4096 - 4070 - 10 - 4
+    session.close()
+
+
+async def last(generator):
+    async for output in generator:
+        final = output
+    return final.outputs[0].token_ids
+
+
+async def test_the_async_twin_continues_conversations_too(llm):
+    async with AsyncLLM(MODEL, **OPTIONS) as twin:
+        with twin.open_session() as session:
+            given = [await last(twin.generate(text, GREEDY, session=session)) for text in TURNS]
+            assert given == conversation(llm)
+        with pytest.raises(SessionLostError):
+            await last(twin.generate("more", GREEDY, session=session))
+
+        session = twin.open_session()
+        first = await last(twin.generate("The fox", GREEDY, session=session))
+        async with aclosing(twin.generate(" ran", replace(GREEDY, max_tokens=2000), session=session)) as left:
+            async for _ in left:
+                break
+        tokenizer = twin.get_tokenizer()
+        whole = [*tokenizer.encode("The fox"), *first, *tokenizer.encode(" hid", add_special_tokens=False)]
+        assert await last(twin.generate(" hid", GREEDY, session=session)) == tokens(llm, whole)
+
+        long = replace(GREEDY, max_tokens=2000)
+        running = twin.generate(" and", long, request_id="running", session=session)
+        await anext(running)
+        with pytest.raises(SessionError, match="computing another turn"):
+            await last(twin.generate(" then", GREEDY, session=session))
+        await running.aclose()
