@@ -2,9 +2,11 @@
 
 import pytest
 
+from tandem_engine.config import HostConfig, PreemptionMode, WritePolicy
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.pooling import Pooling
 from tandem_testing.embedding_builders import expected_embedding, make_embedding_request, received_embedding
+from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
 SHARED = tuple(range(10, 43))
@@ -83,6 +85,63 @@ def test_a_prompt_that_is_put_back_half_computed_sums_each_token_once(page_size,
     assert engine.scheduler.tally.retracted > 0
     assert received_embedding(engine, "long") == expected_embedding(long)
     engine.assert_nothing_held()
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_forced_retraction_at_any_moment_does_not_show(page_size, overlap, every):
+    engine = make_engine(
+        enable_overlap=overlap,
+        enable_mixed_chunk=True,
+        chunked_prefill_size=5,
+        page_size=page_size,
+        usable_pages=1 + 800 // page_size,
+        force_retract_every=every,
+        max_retractions=1000,
+    )
+    run(engine)
+    assert engine.scheduler.tally.retracted > 0
+    assert_embedded(engine)
+
+
+@pytest.mark.parametrize(
+    ("policy", "stored"), [*((policy, False) for policy in WritePolicy), (WritePolicy.WRITE_THROUGH, True)]
+)
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_prefixes_of_lower_tiers_and_swapped_requests_do_not_show(page_size, overlap, stored, policy):
+    engine = make_engine(
+        enable_overlap=overlap,
+        enable_mixed_chunk=True,
+        chunked_prefill_size=7,
+        page_size=page_size,
+        usable_pages=112 // page_size,
+        host_pages=(160 if stored else 640) // page_size,
+        host=HostConfig(enable_cache=True, write_policy=policy, swap_bytes=16 * 64),
+        storage=MemoryStorage() if stored else None,
+        preemption_mode=PreemptionMode.SWAP,
+        force_retract_every=4,
+        init_new_token_ratio=0.1,
+        max_retractions=1000,
+    )
+    for turn in range(3):
+        run(engine)
+        assert_embedded(engine)
+        if turn < 2:
+            engine.received.clear()
+            push_out(engine, turn)
+    tally = engine.scheduler.tally
+    assert tally.swapped_out > 0
+    assert (tally.disk_cached_tokens if stored else tally.host_cached_tokens) > 0
+
+
+def push_out(engine: Engine, turn: int) -> None:
+    """What others need the device for sends cached prefixes to lower tiers."""
+    message = make_message(f"other-{turn}", [60 + turn] * 90, max_tokens=3)
+    engine.add(message)
+    engine.run()
+    engine.assert_expected(message.rid)
 
 
 def test_last_may_use_a_cached_prefix_and_mean_may_not():

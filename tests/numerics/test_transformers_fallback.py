@@ -12,7 +12,17 @@ from tandem_engine.errors import CheckpointError
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.fallback.examine import examine
 from tandem_engine.model.loader import load_model
-from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, run_paths
+from tandem_testing.exactness import (
+    CACHED,
+    CHUNKED,
+    DISAGGREGATED,
+    FILES,
+    HOST,
+    MIXED,
+    RETRACTED,
+    SWAPPED,
+    run_paths,
+)
 from tandem_testing.tiny_checkpoints import FALLBACK_MODELS, write_tiny_checkpoint
 
 
@@ -46,6 +56,12 @@ def test_greedy_output_and_logprobs_are_those_of_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", ["cohere2", "granite"])
 def test_on_every_way_that_pages_travel(name, tmp_path):
     results = run_paths(write_tiny_checkpoint(name, tmp_path), [CHUNKED, RETRACTED, DISAGGREGATED])
+    assert [result.difference for result in results] == [None] * 3
+
+
+@pytest.mark.parametrize("name", ["cohere2", "granite"])
+def test_on_every_way_through_lower_tiers(name, tmp_path):
+    results = run_paths(write_tiny_checkpoint(name, tmp_path), [SWAPPED, HOST, FILES])
     assert [result.difference for result in results] == [None] * 3
 
 

@@ -1,5 +1,6 @@
 """What the transfer stages ask of the scheduler they are attached to."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from tandem_engine.clock import Clock
@@ -34,5 +35,7 @@ class StageHost(Protocol):
     def spare_pages(self) -> int: ...
 
     def give_way(self) -> bool: ...
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None: ...
 
     def spare_requests(self) -> int: ...

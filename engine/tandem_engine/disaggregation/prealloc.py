@@ -1,8 +1,9 @@
 """Requests that wait for the pages their KV will be written to.
 
-First come, first served: a long prompt at the head waits for its pages and nothing overtakes it, or it
-would wait for ever. Pages are given only while running requests can spare them, so that transfers neither
-starve them nor push them into retraction, and no more are let in than the running batch can take.
+The scheduling policy says who is first; by most of them that is who came first. A long prompt waits for its
+pages and nobody overtakes it, or it would wait for ever. Pages are given only while running requests can spare
+them, so that transfers neither starve them nor push them into retraction, and no more are let in than the
+running batch can take.
 
 Choices of one answer (`scheduler.groups`) share the pages of their prompt. Those that wait while the first of
 them receives it are passed over: once it is here, they find it in the prefix cache and receive the rest.
@@ -92,7 +93,8 @@ class PreallocQueue:
         more.
         """
         prompts = [req for req in under_way if req.group]
-        waiting = next((waiting for waiting in self._waiting if not _comes(waiting.req, prompts)), None)
+        first = self.host.next_outside(each.req for each in self._waiting if not _comes(each.req, prompts))
+        waiting = None if first is None else self.of_request(first.rid)
         if waiting is None:
             return None
         kv = self._reserve(waiting, len(under_way))

@@ -19,7 +19,7 @@ What a stage calls back, from inside its own methods:
     release, finish           for one that `prefill_settled` kept: its KV was sent, or it failed
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
@@ -486,6 +486,10 @@ class Scheduler:
     def give_way(self) -> bool:
         """Make pages evictable that only wait for a next turn. False when there are none."""
         return self.sessions.give_way()
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        """See `Policy.next_outside`."""
+        return self._policy.next_outside(requests)
 
     def spare_requests(self) -> int:
         """Requests that the running batch can still take. May be negative. A stage counts its own on top."""

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from tandem_engine.errors import CheckpointError, InvalidRequestError
 from tandem_engine.tokenizer.chat_template import ChatTemplate
-from tandem_engine.tokenizer.control_literals import ControlLiterals, draw_marks, split_marked
+from tandem_engine.tokenizer.control_literals import ControlLiterals, Marks, draw_marks, split_marked
 from tandem_engine.tokenizer.files import (
     chat_template_text,
     eos_token_ids,
@@ -83,14 +83,55 @@ class TextTokenizer:
 
         Raises `InvalidRequestError` without a chat template and when the template refuses the messages.
         """
+        marks = draw_marks()
+        text = self._render(messages, marks, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self._encode_marked(text, marks, add_special_tokens=add_special_tokens)
+
+    def encode_chat_turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        last_token: int | None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids that a conversation goes on with after an answer whose newest token is `last_token`, if it is known.
+
+        They begin with what the template writes behind an answer, unless the answer ended with it: a template's end
+        of a message mostly is the end-of-sequence token.
+
+        Raises `InvalidRequestError` as `encode_chat`, and for a template that does not write answers as they are.
+        """
+        marks, answer = draw_marks(), draw_marks().begin
+        before = ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer})
+        text = self._render(
+            [*before, *messages], marks, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        _, found, rest = text.partition(answer)
+        if not found:
+            raise InvalidRequestError(
+                "this model's chat template rewrites earlier answers, so a conversation cannot be continued by its "
+                "new messages alone: send all of them",
+                param="messages",
+            )
+        ids = self._encode_marked(rest, marks, add_special_tokens=False)
+        return ids[1:] if ids[:1] == [last_token] else ids
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        marks: Marks,
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
         if self.chat_template is None:
             raise InvalidRequestError("this model has no chat template", param="messages")
-        marks = draw_marks()
-        text = self.chat_template.render(
-            self._literals.mark(messages, marks),
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
+        return self.chat_template.render(
+            self._literals.mark(messages, marks), add_generation_prompt=add_generation_prompt, variables=variables
         )
+
+    def _encode_marked(self, text: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
         for segment in split_marked(text, marks):
             tokenizer = self._without_controls if segment.plain else self._with_controls

@@ -3,7 +3,7 @@
 import argparse
 
 from tandem_services.cli.bundled import model_folder
-from tandem_services.cli.numbers import non_negative_float, port_number
+from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_model
 from tandem_services.common.settings import read_settings
 
@@ -34,6 +34,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_deployment(parser)
     add_local_prefill(parser)
+    parser.add_argument(
+        "--session-ttl",
+        type=positive_float,
+        default=600.0,
+        metavar="S",
+        help="seconds that an unused conversation is known; as the workers' flag of this name (default 600)",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -53,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
             cluster=args.cluster,
             curve_keys=args.curve_keys,
             local_prefill_tokens=args.local_prefill_tokens,
+            session_ttl_s=args.session_ttl,
             drain_notice_s=args.drain_notice,
             log_format=LogFormat(args.log_format),
             log_level=read_settings().log_level,

@@ -165,7 +165,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
         argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
         supervisor.start(_child(todo, name, [*argv, *engine_argv(args)]))
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
-    gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens)]
+    gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     supervisor.start(_child(todo, "gateway", gateway))
 
 

@@ -63,6 +63,11 @@ def not_found(message: str, param: str | None = None, *, reason: str | None = No
     return ApiError(404, message, kind="NotFoundError", param=param, reason=reason)
 
 
+def conflict(message: str, param: str | None = None, *, reason: str | None = None) -> ApiError:
+    """409: something that the request builds on is not as it says."""
+    return ApiError(409, message, kind="ConflictError", param=param, reason=reason)
+
+
 def unavailable(message: str, *, retry_after: float) -> ApiError:
     """503: the same request may succeed after `retry_after` seconds."""
     return ApiError(503, message, kind="ServiceUnavailableError", retry_after=retry_after)

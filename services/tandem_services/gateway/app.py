@@ -2,6 +2,7 @@
 
 /v1/chat/completions /v1/completions       generation, plain ASGI: nothing between a token and its client
 /v1/embeddings                             vectors of prompts
+/v1/sessions /v1/sessions/{id}             conversations that a worker keeps (also /open_session, /close_session)
 /v1/models /v1/models/{id}                 what is served
 /tokenize /detokenize (also under /v1)     the tokenizer
 /v1/requests/{id}/explain                  where a request ran and why
@@ -44,12 +45,14 @@ from tandem_services.gateway.generation import Generator
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.models import ServedModel
 from tandem_services.gateway.prompts import PromptEncoder
+from tandem_services.gateway.session_routes import SessionRoutes
+from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
 from tandem_services.gateway.tokenization import Tokenization
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
 READ = ["GET", "HEAD"]
-LABELLED_PATHS = frozenset({*GENERATION_PATHS, EmbeddingEndpoint.path, *TOKENIZER_PATHS, "/v1/models"})
+LABELLED_PATHS = frozenset({*GENERATION_PATHS, EmbeddingEndpoint.path, *TOKENIZER_PATHS, "/v1/models", "/v1/sessions"})
 """Paths that are metric labels; every other one counts as "other"."""
 
 
@@ -64,6 +67,7 @@ class Gateway:
     prompts: PromptEncoder
     engines: EnginePool
     dispatcher: Dispatcher
+    sessions: SessionRoutes
     answering: Answering
     health: Health
     clock: Clock
@@ -78,13 +82,14 @@ class Gateway:
 def build_gateway(
     config: GatewayConfig,
     chooser: PairChooser,
+    sessions: SessionDirectory,
     context: IpcContext,
     tokenizer: TextTokenizer,
     *,
     clock: Clock,
     health: Health,
 ) -> Gateway:
-    """Compose the parts. The caller owns `chooser` and `context`, and closes them after the gateway."""
+    """Compose the parts. The caller owns `chooser`, `sessions` and `context`, and closes them after the gateway."""
     registry = new_registry()
     metrics = GatewayMetrics(registry, model=config.model_name)
     model = ServedModel(name=config.model_name, tokenizer=tokenizer, workers=chooser.workers)
@@ -94,6 +99,7 @@ def build_gateway(
     retry = RetryPolicy(max_attempts=config.max_attempts, recovery_s=config.recovery_s, silence_s=config.silence_s)
     dispatcher = Dispatcher(chooser=chooser, engines=engines, clock=clock, policy=retry, metrics=metrics)
     generator = Generator(dispatcher=dispatcher, vocabulary=tokenizer.vocabulary, clock=clock, metrics=metrics)
+    desk = SessionDesk(directory=sessions, ttl_s=config.session_ttl_s, turn_s=config.request_timeout_s)
     answering = Answering(
         generator=generator,
         journal=RequestJournal(config.explain_records),
@@ -110,6 +116,7 @@ def build_gateway(
         prompts=PromptEncoder(model=model, executor=executor),
         engines=engines,
         dispatcher=dispatcher,
+        sessions=SessionRoutes(desk=desk, chooser=chooser, engines=engines),
         answering=answering,
         health=health,
         clock=clock,
@@ -119,18 +126,19 @@ def build_gateway(
 def create_app(
     config: GatewayConfig,
     chooser: PairChooser,
+    sessions: SessionDirectory,
     context: IpcContext,
     tokenizer: TextTokenizer,
     *,
     health: Health | None = None,
     clock: Clock | None = None,
 ) -> FastAPI:
-    """The ASGI application. `chooser` must be started; it and `context` outlive the application.
+    """The ASGI application. `chooser` must be started; it, `sessions` and `context` outlive the application.
 
     Whoever ends the application calls `health.drain()` some time before.
     """
     gateway = build_gateway(
-        config, chooser, context, tokenizer, clock=clock or MonotonicClock(), health=health or Health()
+        config, chooser, sessions, context, tokenizer, clock=clock or MonotonicClock(), health=health or Health()
     )
 
     @asynccontextmanager
@@ -157,13 +165,15 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.router.routes.extend(_generation_routes(gateway))
     app.router.routes.extend(_tokenizer_routes(gateway))
+    app.router.routes.extend(gateway.sessions.routes())
     _add_model_routes(app, gateway)
     _add_operations_routes(app, gateway)
     return app
 
 
 def _generation_routes(gateway: Gateway) -> list[Route]:
-    planners = (ChatPlanner(gateway.prompts), CompletionPlanner(gateway.prompts))
+    desk = gateway.sessions.desk
+    planners = (ChatPlanner(gateway.prompts, desk), CompletionPlanner(gateway.prompts, desk))
     embeddings = EmbeddingEndpoint(gateway.prompts, gateway.answering)
     return [Route(EmbeddingEndpoint.path, embeddings, methods=["POST"])] + [
         Route(planner.endpoint, GenerationEndpoint(planner, gateway.answering), methods=["POST"])

@@ -15,11 +15,13 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tandem_engine.errors import SessionError, SessionLostError
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenOutput
 from tandem_engine.messages.requests import GenerateRequest
-from tandem_services.common.errors import bad_request, timed_out
+from tandem_services.common.errors import bad_request, conflict, timed_out
 from tandem_services.gateway.engine_client import EngineConnection
 from tandem_services.gateway.explain import ChoiceRecord
+from tandem_services.gateway.session_turns import PARAM, session_lost
 from tandem_services.gateway.token_sequence import Accepted, SequenceGapError, TokenSequence
 
 GAP_TIMEOUT_S = 2.0
@@ -190,5 +192,9 @@ def _finish_failure(finish: Finish, incarnation: str) -> Exception:
         return AttemptFailedError(FailureCause.WORKER_ERROR, incarnation, code=finish.code)
     if finish.code == "invalid_request":
         return bad_request(finish.error or "The model worker refused the request.", finish.param)
+    if finish.code == SessionLostError.code:
+        return session_lost()
+    if finish.code == SessionError.code:
+        return conflict(finish.error or "The session cannot take this turn.", PARAM, reason=finish.code)
     cause = FailureCause.OVERLOADED if finish.code == "queue_full" else FailureCause.WORKER_ERROR
     return AttemptFailedError(cause, incarnation, code=finish.code, retryable=finish.retryable)

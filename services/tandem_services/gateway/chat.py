@@ -25,6 +25,7 @@ from tandem_services.gateway.openai_schemas import (
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.prompts import PromptEncoder, template_messages
 from tandem_services.gateway.request_body import decode_body
+from tandem_services.gateway.session_turns import SessionDesk, SessionTurn
 from tandem_services.gateway.translate import (
     chat_logprobs,
     check_common_fields,
@@ -40,8 +41,9 @@ class ChatPlanner:
 
     endpoint = "/v1/chat/completions"
 
-    def __init__(self, prompts: PromptEncoder) -> None:
+    def __init__(self, prompts: PromptEncoder, sessions: SessionDesk) -> None:
         self._prompts = prompts
+        self._sessions = sessions
         self._decoder = msgspec.json.Decoder(ChatRequest)
 
     async def plan(self, body: bytes) -> GenerationPlan:
@@ -63,20 +65,32 @@ class ChatPlanner:
             prompt_logprobs=request.prompt_logprobs,
             tokenizer=self._prompts.tokenizer,
         )
-        input_ids = await self._encode(request)
-        context_length = self._prompts.context_length()
+        turn = await self._sessions.take(
+            request.session_params, cache_salt=request.cache_salt or "", choices=counts.generated
+        )
+        input_ids = await self._encode(request, turn)
+        context_length = self._prompts.context_length() - (0 if turn is None else turn.history)
         check_context(len(input_ids), wanted or 0, context_length, "messages")
         sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=self._prompts.tokenizer.vocab_size)
         choice = PlannedChoice(index=0, input_ids=input_ids, sampling=sampling)
-        return generation_plan(request, model.name, [choice], counts)
+        return generation_plan(request, model.name, [choice], counts, turn=turn)
 
     def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
         return ChatFormat(f"chatcmpl-{request_id}", created, plan, self._prompts.tokenizer.vocabulary)
 
-    async def _encode(self, request: ChatRequest) -> tuple[int, ...]:
+    async def _encode(self, request: ChatRequest, turn: SessionTurn | None) -> tuple[int, ...]:
+        messages = template_messages(request.messages)
+        add_generation_prompt = request.add_generation_prompt is not False
+        if turn is not None and not turn.begins:
+            return await self._prompts.encode_chat_turn(
+                messages,
+                last_token=turn.last_token,
+                add_generation_prompt=add_generation_prompt,
+                variables=request.chat_template_kwargs,
+            )
         return await self._prompts.encode_chat(
-            template_messages(request.messages),
-            add_generation_prompt=request.add_generation_prompt is not False,
+            messages,
+            add_generation_prompt=add_generation_prompt,
             add_special_tokens=bool(request.add_special_tokens),
             variables=request.chat_template_kwargs,
         )

@@ -31,6 +31,7 @@ from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.prompt_shapes import Prompt, split_prompts
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import decode_body
+from tandem_services.gateway.session_turns import SessionDesk, SessionTurn
 from tandem_services.gateway.translate import (
     check_common_fields,
     choice_counts,
@@ -49,8 +50,9 @@ class CompletionPlanner:
 
     endpoint = "/v1/completions"
 
-    def __init__(self, prompts: PromptEncoder) -> None:
+    def __init__(self, prompts: PromptEncoder, sessions: SessionDesk) -> None:
         self._prompts = prompts
+        self._sessions = sessions
         self._decoder = msgspec.json.Decoder(CompletionRequest)
 
     async def plan(self, body: bytes) -> GenerationPlan:
@@ -70,17 +72,27 @@ class CompletionPlanner:
             prompt_logprobs=completion_prompt_logprobs(request),
             tokenizer=self._prompts.tokenizer,
         )
-        choices = [await self._choice(request, prompt, wanted, sampling) for prompt in prompts]
-        return generation_plan(request, self._prompts.model.name, choices, counts, generate=wanted != 0)
+        turn = await self._sessions.take(
+            request.session_params, cache_salt=request.cache_salt or "", choices=counts.generated * len(prompts)
+        )
+        choices = [await self._choice(request, prompt, wanted, sampling, turn) for prompt in prompts]
+        return generation_plan(request, self._prompts.model.name, choices, counts, generate=wanted != 0, turn=turn)
 
     def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
         return CompletionFormat(f"cmpl-{request_id}", created, plan, self._prompts.tokenizer.vocabulary)
 
     async def _choice(
-        self, request: CompletionRequest, prompt: Prompt, wanted: int | None, sampling: SamplingParams
+        self,
+        request: CompletionRequest,
+        prompt: Prompt,
+        wanted: int | None,
+        sampling: SamplingParams,
+        turn: SessionTurn | None,
     ) -> PlannedChoice:
-        input_ids = await self._encode(request, prompt)
-        context_length = self._prompts.context_length()
+        # Around a turn that continues a text there is nothing to add, such as BOS.
+        begins = turn is None or turn.begins
+        input_ids = await self._encode(request, prompt, begins=begins)
+        context_length = self._prompts.context_length() - (0 if turn is None else turn.history)
         check_context(len(input_ids), wanted or 0, context_length, "prompt")
         vocab_size = self._prompts.tokenizer.vocab_size
         return PlannedChoice(
@@ -90,11 +102,11 @@ class CompletionPlanner:
             echo=self._echo(prompt) if request.echo else "",
         )
 
-    async def _encode(self, request: CompletionRequest, prompt: Prompt) -> tuple[int, ...]:
+    async def _encode(self, request: CompletionRequest, prompt: Prompt, *, begins: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             check_token_ids(prompt, self._prompts.tokenizer.vocab_size, "prompt")
             return tuple(prompt)
-        add_special_tokens = request.add_special_tokens is not False
+        add_special_tokens = begins if request.add_special_tokens is None else request.add_special_tokens
         return await self._prompts.encode(prompt, add_special_tokens=add_special_tokens)
 
     def _echo(self, prompt: Prompt) -> str:

@@ -26,6 +26,8 @@ class GatewayConfig:
     local_prefill_tokens: int = 64
     """A decode worker with the beginning of a prompt in its cache computes up to this many more tokens itself."""
     request_timeout_s: float = 600.0
+    session_ttl_s: float = 600.0
+    """An unused session is forgotten after this long; the workers' --session-ttl."""
     max_attempts: int = 3
     """Attempts at one choice, on different workers where possible."""
     recovery_s: float = 8.0

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem_engine.clock import Clock
-from tandem_engine.errors import TransferError, WireError
+from tandem_engine.errors import DrainingError, PausedError, TransferError, WireError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer
@@ -31,6 +31,7 @@ from tandem_services.gateway.attempt import Attempt, AttemptFailedError, Failure
 from tandem_services.gateway.engine_client import EngineConnection, EnginePool
 from tandem_services.gateway.explain import ChoiceRecord
 from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.session_turns import SessionTurn, session_lost
 from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.gateway.token_sequence import Accepted
 from tandem_services.router.choice import Choice, NoWorkersError, RouteQuery, WorkerView
@@ -43,6 +44,10 @@ class PairChooser(Protocol):
 
     async def choose(self, query: RouteQuery) -> Choice:
         """Reserve and return the best workers. Raises `NoWorkersError` when nobody can take it now."""
+        ...
+
+    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+        """Reserve and return this worker alone. Raises `NoWorkersError` when it is gone."""
         ...
 
     async def release(self, choice: Choice) -> None:
@@ -87,6 +92,8 @@ class ChoiceRequest:
     """Name that all choices of the prompt share, "" when there is one."""
     route: SharedRoute | None = None
     """Where their first attempts go."""
+    turn: SessionTurn | None = None
+    """The session that it continues."""
     deadline: float
     """Monotonic time of the gateway's clock."""
 
@@ -120,6 +127,8 @@ class Dispatcher:
                 awaits_prompt=request.sampling.prompt_logprobs is not None and not progress.scored,
             )
             try:
+                if request.turn is not None:
+                    await request.turn.bind(workers.decode.incarnation)
                 self._send(attempt, request, workers, progress)
                 while True:
                     accepted = await self._next(attempt, progress)
@@ -179,6 +188,7 @@ class Dispatcher:
             priority=request.priority,
             group=request.group,
             pooling=request.pooling,
+            session=None if request.turn is None else request.turn.ref,
             deadline_s=max(request.deadline - self.clock.now(), 0.0),
         )
         if prefill is None:
@@ -211,6 +221,13 @@ class Dispatcher:
                     ) from error
             await asyncio.sleep(self.policy.poll_s)
 
+    async def _keeper(self, query: RouteQuery, incarnation: str) -> Choice:
+        """Of a session that is continued: nobody else can."""
+        try:
+            return await self.chooser.stay(query, incarnation)
+        except NoWorkersError as error:
+            raise session_lost() from error
+
     async def _choose_once(self, request: ChoiceRequest, progress: "_Progress") -> Choice:
         query = RouteQuery(
             request_id=_attempt_id(request, progress),
@@ -220,6 +237,8 @@ class Dispatcher:
             max_tokens=request.sampling.max_tokens - len(progress.received),
             exclude=frozenset(progress.failed),
         )
+        if request.turn is not None and request.turn.keeper is not None:
+            return await self._keeper(query, request.turn.keeper)
         try:
             if request.route is not None and progress.attempts == 0:
                 return await request.route.choose(query)
@@ -245,6 +264,8 @@ class Dispatcher:
             "code": failure.code,
         }
         logger.warning("attempt failed", extra={"fields": fields})
+        if request.turn is not None and not request.turn.begins:
+            raise _turn_failed(failure) from failure
         if not failure.retryable or progress.attempts >= self.policy.max_attempts:
             raise _gave_up(failure) from failure
 
@@ -290,7 +311,9 @@ def _with_handoff(request: GenerateRequest, side: HandoffSide, generation: int, 
         compat_hash=peer.compat_hash,
     )
     handoff = Handoff(side=side, room=request.rid, generation=generation, peer=address)
-    return msgspec.structs.replace(request, handoff=handoff)
+    # Who receives the KV of a session's first turn keeps the session.
+    session = request.session if side is HandoffSide.RECEIVE else None
+    return msgspec.structs.replace(request, handoff=handoff, session=session)
 
 
 def _at_fault(choice: Choice, failure: AttemptFailedError) -> str:
@@ -298,6 +321,16 @@ def _at_fault(choice: Choice, failure: AttemptFailedError) -> str:
     if failure.code == TransferError.code and choice.prefill is not None:
         return choice.prefill.incarnation
     return failure.incarnation
+
+
+def _turn_failed(failure: AttemptFailedError) -> ApiError:
+    """Of a turn that only this worker could compute."""
+    gone = failure.cause in (FailureCause.WORKER_LOST, FailureCause.SILENCE) or failure.code == DrainingError.code
+    if gone:
+        return session_lost()
+    if failure.code == PausedError.code:
+        return unavailable("The worker that keeps the session is paused. Try again later.", retry_after=1.0)
+    return _gave_up(failure)
 
 
 def _gave_up(failure: AttemptFailedError) -> ApiError:

@@ -22,7 +22,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.errors import WireError
 from tandem_engine.ipc.channels import AsyncDealerChannel, IpcContext
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, TokenOutput
-from tandem_engine.messages.requests import AbortRequest, EngineRequest, GenerateRequest, Ping
+from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_services.router.choice import WorkerView
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,11 @@ class EngineConnection:
         self._listeners.pop(rid, None)
         if abort and not self._closed:
             self._channel.send(AbortRequest(rid=rid))
+
+    def close_session(self, message: CloseSession) -> None:
+        """Tell the engine. A message that gets lost costs it the session's time to live."""
+        if not self._closed:
+            self._channel.send(message)
 
     def close(self) -> None:
         """Close the socket without telling anybody. Idempotent."""

@@ -17,6 +17,7 @@ from tandem_services.gateway.dispatch import ChoiceRequest, Dispatcher
 from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.session_turns import remembered
 from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.gateway.structured_output import name_grammar_field
 from tandem_services.gateway.token_sequence import Accepted
@@ -121,7 +122,10 @@ class Generator:
         """What the workers send for one choice. A refused grammar is called by the name the client used."""
         record = job.record.choices[choice.index]
         try:
-            async with aclosing(self.dispatcher.run(_choice_request(job, choice, route), record)) as outputs:
+            outputs = self.dispatcher.run(_choice_request(job, choice, route), record)
+            if job.plan.turn is not None:
+                outputs = remembered(outputs, job.plan.turn, prompt_tokens=len(choice.input_ids))
+            async with aclosing(outputs):
                 async for accepted in outputs:
                     yield accepted
         except ApiError as error:
@@ -159,6 +163,7 @@ def _choice_request(job: Job, choice: PlannedChoice, route: SharedRoute | None) 
         priority=job.plan.priority,
         group="" if route is None else f"{job.record.request_id}-{choice.index // job.plan.n}",
         route=route,
+        turn=job.plan.turn,
         deadline=job.deadline,
     )
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem_services.gateway.prompt_shapes import PromptItem
+from tandem_services.gateway.session_turns import SessionParams
 from tandem_services.gateway.structured_output import StructuredOutputFields
 
 
@@ -50,6 +51,8 @@ class GenerationFields(StructuredOutputFields, kw_only=True):
     stream_options: StreamOptions | None = None
     echo: bool | None = None
     cache_salt: str | None = None
+    session_params: SessionParams | None = None
+    """The prompt is the next turn of a session; see docs/features.md."""
     priority: int | None = None
     """Greater is more important; see docs/scheduling.md."""
     user: str | None = None

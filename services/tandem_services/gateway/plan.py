@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_services.gateway.session_turns import SessionTurn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class GenerationPlan:
     """Alternatives that the client wants listed with each prompt token; None when it wants no such list."""
     grammar_field: str | None = None
     """The request field that asked for a grammar: what errors about it name."""
+    turn: SessionTurn | None = None
+    """The session that its one choice continues."""
 
     @property
     def needs_workers(self) -> bool:
@@ -50,5 +53,6 @@ class GenerationPlan:
 
     @property
     def prompt_tokens(self) -> int:
-        """Each prompt counts once, however many choices it has."""
-        return sum(len(choice.input_ids) for choice in self.choices[:: self.n])
+        """Each prompt counts once, however many choices it has; a session's with all that came before."""
+        history = 0 if self.turn is None else self.turn.history
+        return history + sum(len(choice.input_ids) for choice in self.choices[:: self.n])

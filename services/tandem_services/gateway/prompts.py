@@ -53,8 +53,6 @@ class PromptEncoder:
         add_special_tokens: bool,
         variables: ChatTemplateVariables | None,
     ) -> tuple[int, ...]:
-        characters = sum(len(message["content"]) for message in messages)
-        check_text_length(characters, self.model.longest_token, self.context_length(), "messages")
         work = partial(
             self.tokenizer.encode_chat,
             messages,
@@ -62,7 +60,31 @@ class PromptEncoder:
             add_special_tokens=add_special_tokens,
             variables=_given(variables),
         )
-        return await self._run(work, characters)
+        return await self._run(work, self._characters(messages))
+
+    async def encode_chat_turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        last_token: int | None,
+        add_generation_prompt: bool,
+        variables: ChatTemplateVariables | None,
+    ) -> tuple[int, ...]:
+        """New messages of a conversation whose beginning, up to `last_token`, a worker keeps."""
+        work = partial(
+            self.tokenizer.encode_chat_turn,
+            messages,
+            last_token=last_token,
+            add_generation_prompt=add_generation_prompt,
+            variables=_given(variables),
+        )
+        return await self._run(work, self._characters(messages))
+
+    def _characters(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Raises `ApiError` 400 for more than can be answered."""
+        characters = sum(len(message["content"]) for message in messages)
+        check_text_length(characters, self.model.longest_token, self.context_length(), "messages")
+        return characters
 
     async def _run(self, work: Callable[[], list[int]], characters: int) -> tuple[int, ...]:
         if characters <= INLINE_ENCODE_CHARACTERS:

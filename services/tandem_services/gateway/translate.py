@@ -24,6 +24,7 @@ from tandem_services.gateway.limits import (
 )
 from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.structured_output import asked_grammar, grammar_field
 from tandem_services.gateway.token_rules import allowed_ids, bad_word_ids, logit_biases
 from tandem_services.gateway.unsupported import refuse_unsupported
@@ -42,6 +43,8 @@ def check_common_fields(request: GenerationFields) -> None:
     check_cache_salt(request.cache_salt)
     check_priority(request.priority or 0)
     check_stop(stop_strings(request))
+    if request.session_params is not None and request.echo:
+        raise bad_request("echo is not available with session_params", "echo")
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs is not available with stream=true", "prompt_logprobs")
 
@@ -125,6 +128,7 @@ def generation_plan(
     counts: ChoiceCounts,
     *,
     generate: bool = True,
+    turn: SessionTurn | None = None,
 ) -> GenerationPlan:
     """`prompts` hold one choice each; every prompt gets as many as are generated, whose seeds follow one another."""
     generated = counts.generated
@@ -153,6 +157,7 @@ def generation_plan(
         keep_stop=bool(request.include_stop_str_in_output),
         prompt_logprobs=request.prompt_logprobs,
         grammar_field=grammar_field(request),
+        turn=turn,
     )
 
 

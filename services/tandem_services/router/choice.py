@@ -13,6 +13,8 @@ class Source(StrEnum):
     """With the shared index and everybody's reservations."""
     LOCAL = "local"
     """From this gateway's last view, because Redis was away or slow."""
+    SESSION = "session"
+    """The conversation, whose worker it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,14 +11,16 @@ deployment share a slot and one Function may touch them.
     meta                 HASH  epoch, generation, deployment, last_call, swept_at, amnesty_until
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     cursor:<incarnation> STR   revision of the last index update that was applied to the set above
+    session:<digest>     STR   which worker keeps a conversation, how long it is and what it ends with; lives as long
+                               as the session is kept, by the gateway's --session-ttl
 
 Why one set per incarnation and not one key per block: the entries of a dead incarnation vanish with one
 UNLINK or one expiry instead of a sweep over millions of keys; publishing n blocks is one SADD; and a
 routing decision costs a binary search per worker, which starts where the previous worker's match ended.
 
 Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HMGET HSET HDEL HGETALL HKEYS HINCRBY
-ZADD ZSCORE ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING, and
-FUNCTION LOAD unless an administrator loads the library (`router.library`). For instance:
+ZADD ZSCORE ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING, for sessions
+GET, SET and UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
         +exists +hlen +hget +hmget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore
@@ -98,6 +100,9 @@ class Keys:
 
     def cursor(self, incarnation: str) -> str:
         return f"{self.prefix}cursor:{incarnation}"
+
+    def session(self, digest: str) -> str:
+        return f"{self.prefix}session:{digest}"
 
 
 def check_name(what: str, name: str) -> None:

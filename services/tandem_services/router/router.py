@@ -22,14 +22,15 @@ from tandem_services.common.redis_client import (
     RedisClient,
     RedisUnavailableError,
 )
-from tandem_services.router.choice import Choice, NoWorkersError, Reservation, RouteQuery, Source, WorkerView
+from tandem_services.router.choice import Choice, Claim, NoWorkersError, Reservation, RouteQuery, Source, WorkerView
 from tandem_services.router.index import BlockIndex, Routed
 from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATION_MS, Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
 from tandem_services.router.membership import Membership
 from tandem_services.router.registry import Registry
-from tandem_services.router.scoring import ASSUMED_PREFILL_RATE, Demand
+from tandem_services.router.scoring import ASSUMED_PREFILL_RATE, Demand, room_needed
+from tandem_services.router.session_bindings import SessionBindings
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class Router:
         keys = Keys(config.cluster)
         self._routing = RedisClient(config.redis, timeout_s=config.routing_timeout_s)
         self._background = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
+        self.sessions = SessionBindings(client=self._background, keys=keys)
+        """Which worker keeps which conversation."""
         self._index = BlockIndex(library=FunctionLibrary(self._routing), keys=keys)
         self._registry = Registry(library=FunctionLibrary(self._background), keys=keys)
         self._membership = Membership(clock=self._clock)
@@ -127,6 +130,27 @@ class Router:
                 f"no worker for model {query.model[:100]!r} can take a prompt of {len(query.token_ids)} tokens now",
                 retry_after=RETRY_AFTER_S,
             )
+        self._note(choice)
+        return choice
+
+    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+        """This worker and no other, whatever else would be cheaper. Raises `NoWorkersError` when it is gone."""
+        if self._unknown({incarnation}):
+            await self._refresh_if_possible()
+        record = self._membership.find(incarnation)
+        if record is None or incarnation in self._membership.dead:
+            raise NoWorkersError(f"worker {incarnation} is gone", retry_after=RETRY_AFTER_S)
+        demand = self._demand(query)
+        claim = Claim(incarnation, demand.prompt_tokens, 1, room_needed(demand))
+        choice = Choice(
+            request_id=query.request_id,
+            decode=record.view,
+            prefill=None,
+            source=Source.SESSION,
+            terms=(),
+            matched_tokens=0,
+            reservation=Reservation(None, (claim,), self._next_serial()),
+        )
         self._note(choice)
         return choice
 
@@ -190,6 +214,12 @@ class Router:
             reservation=replace(routed.reservation, serial=self._next_serial()),
         )
 
+    async def _refresh_if_possible(self) -> None:
+        try:
+            await self.refresh()
+        except RedisUnavailableError:
+            self.counters.refresh_failures += 1
+
     def _unknown(self, incarnations: set[str]) -> set[str]:
         return {incarnation for incarnation in incarnations if self._membership.find(incarnation) is None}
 
@@ -238,9 +268,7 @@ class Router:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
-                await self.refresh()
-            except RedisUnavailableError:
-                self.counters.refresh_failures += 1
+                await self._refresh_if_possible()
             except Exception:
                 # A task boundary: a view that stops refreshing would go unnoticed until workers are gone.
                 logger.exception("refreshing the view of the fleet failed")

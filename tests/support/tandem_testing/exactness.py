@@ -13,6 +13,7 @@ from tandem_engine.verify.reference import TransformersReference
 
 CHUNKED, CACHED, MIXED, RETRACTED = "chunked by 7, overlap", "prefix-cached", "mixed, staggered", "retracted (forced)"
 DISAGGREGATED = "disaggregated over NIXL"
+SWAPPED, HOST, FILES = "swapped (forced)", "host cache, write_back", "files, after a restart"
 SHARED = "mixed, staggered, 2 ranks"
 
 
@@ -27,7 +28,7 @@ def run_paths(checkpoint: Path, names: Sequence[str], *, impl: ModelImpl = Model
         for prompt in prompts.prompts
     ]
     longest = max(len(prompt) for prompt in prompts.prompts) + prompts.max_tokens
-    paths = make_paths(context_length=longest + 1, longest=longest, num_prompts=len(references), quick=True)
+    paths = make_paths(context_length=longest + 1, longest=longest, num_prompts=len(references), quick=False)
     by_name = {path.name: path for path in [*paths, *on_ranks(paths, 2, quick=True)]}
     verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens)
     return [verification.run(by_name[name]) for name in names]

@@ -13,6 +13,7 @@ import msgspec
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
+from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.app import create_app
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.serve import http_server, listen
@@ -26,6 +27,7 @@ from tandem_services.router.choice import (
     Source,
     WorkerView,
 )
+from tandem_services.router.session_bindings import SessionBinding, SessionName
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
 
 
@@ -57,6 +59,22 @@ class FakeChooser:
             reservation=Reservation(None, ()),
         )
 
+    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+        self.queries.append(query)
+        worker = next((worker for worker in self.workers() if worker.incarnation == incarnation), None)
+        if worker is None:
+            raise NoWorkersError("gone", retry_after=2.0)
+        self.open += 1
+        return Choice(
+            request_id=query.request_id,
+            decode=worker,
+            prefill=None,
+            source=Source.SESSION,
+            terms=(),
+            matched_tokens=0,
+            reservation=Reservation(None, ()),
+        )
+
     async def release(self, choice: Choice) -> None:
         self.open -= 1
 
@@ -70,6 +88,39 @@ class FakeChooser:
     def _first(self, query: RouteQuery, *roles: Role) -> WorkerView | None:
         fit = (w for w in self.workers() if w.role in roles and w.incarnation not in query.exclude)
         return next(fit, None)
+
+
+@dataclass
+class SessionShelf:
+    """Bindings of sessions in memory, which nothing forgets by itself."""
+
+    bindings: dict[SessionName, SessionBinding] = field(default_factory=dict)
+    reachable: bool = True
+
+    async def find(self, name: SessionName) -> SessionBinding | None:
+        self._require()
+        return self.bindings.get(name)
+
+    async def open(self, name: SessionName, *, ttl_s: float) -> bool:
+        self._require()
+        return self.bindings.setdefault(name, binding := SessionBinding()) is binding
+
+    async def put(self, name: SessionName, binding: SessionBinding, *, ttl_s: float) -> None:
+        self._require()
+        self.bindings[name] = binding
+
+    async def update(self, name: SessionName, binding: SessionBinding, *, ttl_s: float) -> None:
+        self._require()
+        if name in self.bindings:
+            self.bindings[name] = binding
+
+    async def forget(self, name: SessionName) -> SessionBinding | None:
+        self._require()
+        return self.bindings.pop(name, None)
+
+    def _require(self) -> None:
+        if not self.reachable:
+            raise RedisUnavailableError("no answer")
 
 
 @dataclass
@@ -107,6 +158,7 @@ class LiveGateway:
     url: str
     http: httpx.AsyncClient
     chooser: FakeChooser
+    sessions: SessionShelf
     tokenizer: TextTokenizer
 
     async def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
@@ -125,8 +177,9 @@ async def live_gateway(
     defaults = {"model_path": Path(), "model_name": "mock", "ping_interval_s": 0.05, "recovery_s": 0.5}
     settings = GatewayConfig(**{**defaults, **config})
     chooser = FakeChooser([engine.view for engine in engines])
+    sessions = SessionShelf()
     health = Health()
-    server = http_server(create_app(settings, chooser, context, tokenizer, health=health), settings, health)
+    server = http_server(create_app(settings, chooser, sessions, context, tokenizer, health=health), settings, health)
     with listen("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -135,7 +188,7 @@ async def live_gateway(
             async with httpx.AsyncClient(base_url=url, timeout=20.0) as http:
                 # The socket listens already: the first answer comes once the application has started.
                 await http.get("/live")
-                yield LiveGateway(url=url, http=http, chooser=chooser, tokenizer=tokenizer)
+                yield LiveGateway(url=url, http=http, chooser=chooser, sessions=sessions, tokenizer=tokenizer)
         finally:
             server.should_exit = True
             await serving

@@ -25,6 +25,7 @@ from tandem_engine.messages.outputs import (
 )
 from tandem_engine.messages.requests import (
     AbortRequest,
+    CloseSession,
     EngineRequest,
     GenerateRequest,
     HandoffSide,
@@ -119,6 +120,7 @@ class MockEngine:
     """Rooms whose first token was sent; to be shared by the engines of one fleet."""
     received: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    closed_sessions: list[str] = field(default_factory=list)
     emitted: int = 0
     """Output tokens sent to anybody."""
     pings: int = 0
@@ -196,6 +198,8 @@ class MockEngine:
             elif isinstance(message, AbortRequest):
                 self.aborted.append(message.rid)
                 self._running.pop(message.rid, None)
+            elif isinstance(message, CloseSession):
+                self.closed_sessions.append(message.session)
             else:
                 self.received.append(message)
                 self._accept(client, message)

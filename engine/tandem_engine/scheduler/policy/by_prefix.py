@@ -7,14 +7,14 @@ Matching every waiting request costs more than it saves once there are many: lon
 are served in their own order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.policy.ageing import Ageing
 from tandem_engine.scheduler.policy.fcfs import Fcfs
-from tandem_engine.scheduler.policy.interface import least_important
+from tandem_engine.scheduler.policy.interface import first_come, least_important
 from tandem_engine.scheduler.policy.shared_prefix import SharedPrefixes
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
@@ -56,6 +56,9 @@ class ByPrefix:
             if not shared.worth_waiting(req, cached):
                 yield req
                 shared.add(req, cached)
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        return first_come(requests)
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         return least_important(candidates)

@@ -3,9 +3,9 @@
 Requests that were put back, and those that followed another choice of their answer, stand at the head.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from tandem_engine.scheduler.policy.interface import least_important
+from tandem_engine.scheduler.policy.interface import first_come, least_important
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 
@@ -16,6 +16,9 @@ class Fcfs:
     def order(self, queues: Queues) -> Iterator[Request]:
         while (head := queues.waiting.head) is not None:
             yield head
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        return first_come(requests)
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         return least_important(candidates)

@@ -6,7 +6,7 @@ nothing between plans (T18), so replaying the same requests at the same times gi
 A greater `Request.priority` is more important, here and at the API: SGLang's default, the opposite of vLLM.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from tandem_engine.scheduler.queues import Queues
@@ -24,9 +24,21 @@ class Policy(Protocol):
         """
         ...
 
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        """Who goes first of `requests`, which wait outside the queues for KV that is computed elsewhere.
+
+        They come in order of arrival; None when there are none.
+        """
+        ...
+
     def victim(self, candidates: Sequence[Request]) -> Request:
         """The request that gives its memory back when there is too little. Never called with none."""
         ...
+
+
+def first_come(requests: Iterable[Request]) -> Request | None:
+    """Who goes first outside the queues where arrival is all that counts there."""
+    return next(iter(requests), None)
 
 
 def least_important(candidates: Sequence[Request]) -> Request:

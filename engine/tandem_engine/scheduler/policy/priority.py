@@ -8,7 +8,7 @@ A running request is *outranked* by a waiting one whose priority is greater by `
 here as well: what has run and waited for long enough is put back for nobody.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tandem_engine.scheduler.policy.ageing import Ageing
@@ -25,6 +25,9 @@ class ByPriority:
 
     def order(self, queues: Queues) -> Iterator[Request]:
         yield from sorted(queues.waiting, key=self._standing, reverse=True)
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        return max(requests, key=self._standing, default=None)
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         return self._most_expendable_first(candidates)[0]

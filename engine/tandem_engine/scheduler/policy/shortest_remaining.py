@@ -4,10 +4,11 @@ Steps left are those of its prompt, chunk by chunk, and one for each token it ma
 advance, not a guess. Overdue requests go before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tandem_engine.scheduler.policy.ageing import Ageing
+from tandem_engine.scheduler.policy.interface import first_come
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 
@@ -24,6 +25,9 @@ class ShortestRemaining:
         overdue, others = self.ageing.split(queues.waiting)
         yield from overdue
         yield from sorted(others, key=self.steps_left)
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        return first_come(requests)
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         return max(reversed(candidates), key=lambda req: (self.steps_left(req), req.arrived_at))

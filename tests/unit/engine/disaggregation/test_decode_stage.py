@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tandem_engine.config import SchedulePolicy
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.fake import FakeFabric, Fate
 from tandem_engine.executor.fake import next_token
@@ -180,6 +181,18 @@ def test_a_short_prompt_does_not_overtake_a_long_one_that_waits():
     receiver.submit("long", range(20, 40), max_tokens=2)
     receiver.submit("short", range(40, 43), max_tokens=2)
     assert [grant.room for grant in receiver.writer.got(WriteGrant)] == [ROOM]
+
+
+@pytest.mark.parametrize(("policy", "first"), [(SchedulePolicy.FCFS, "plain"), (SchedulePolicy.PRIORITY, "urgent")])
+def test_the_policy_says_who_gets_pages_first(policy: SchedulePolicy, first: str):
+    receiver = Receiver(usable_pages=8, schedule_policy=policy)
+    receiver.submit("holder", range(24), max_tokens=1)
+    receiver.submit("plain", range(30, 50), max_tokens=1)
+    receiver.submit("urgent", range(50, 70), max_tokens=1, priority=5)
+    receiver.side.engine.scheduler.abort(RequestId("holder"))
+    receiver.turn()
+    receiver.drain("holder")
+    assert [grant.room for grant in receiver.writer.got(WriteGrant)] == ["room-holder", f"room-{first}"]
 
 
 def test_pages_that_running_requests_are_expected_to_need_are_not_granted():

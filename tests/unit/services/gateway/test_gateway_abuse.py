@@ -17,7 +17,7 @@ from tandem_services.common.errors import ApiError
 from tandem_services.gateway.app import create_app
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.json_shape import MAX_JSON_DEPTH, MAX_JSON_PARTS, check_json_shape
-from tandem_testing.gateway_builders import FakeChooser
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -60,7 +60,8 @@ def check_error(answer: httpx.Response) -> None:
 
 
 def test_every_route_is_listed_with_its_class(tokenizer):
-    app = create_app(GatewayConfig(model_path=Path(), model_name="m"), FakeChooser([]), IpcContext(), tokenizer)
+    config = GatewayConfig(model_path=Path(), model_name="m")
+    app = create_app(config, FakeChooser([]), SessionShelf(), IpcContext(), tokenizer)
     found = set()
     for route in app.routes:
         assert isinstance(route, Route), route

@@ -1,0 +1,111 @@
+"""Opening and closing sessions: `/v1/sessions`, and SGLang's two routes for its clients.
+
+POST /v1/sessions          {session_id?, cache_salt?} ─▶ {id, object, expires_in}
+DELETE /v1/sessions/{id}   ?cache_salt=               ─▶ {id, object, deleted}
+POST /open_session         {session_id?, …}           ─▶ "id"
+POST /close_session        {session_id}               ─▶ nothing
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem_engine.errors import WireError
+from tandem_engine.messages.requests import CloseSession
+from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.dispatch import PairChooser
+from tandem_services.gateway.engine_client import EnginePool
+from tandem_services.gateway.limits import check_cache_salt
+from tandem_services.gateway.request_body import decode_body, read_body
+from tandem_services.gateway.session_turns import SessionDesk, session_name
+from tandem_services.router.session_bindings import SessionName
+
+PATH = "/v1/sessions"
+
+
+class OpenRequest(msgspec.Struct, kw_only=True):
+    """SGLang also sends `capacity_of_str_len`, which says nothing here: pages are not set aside."""
+
+    session_id: str | None = None
+    cache_salt: str | None = None
+
+
+class CloseRequest(msgspec.Struct, kw_only=True):
+    session_id: str
+    cache_salt: str | None = None
+
+
+class OpenedSession(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["session"] = "session"
+    expires_in: float
+    """Seconds without use."""
+
+
+class ClosedSession(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["session.deleted"] = "session.deleted"
+    deleted: Literal[True] = True
+
+
+@dataclass(kw_only=True, slots=True)
+class SessionRoutes:
+    """The four routes. Errors are `ApiError`s, as those of every other route."""
+
+    desk: SessionDesk
+    chooser: PairChooser
+    engines: EnginePool
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(PATH, self.open, methods=["POST"]),
+            Route(PATH + "/{session_id:path}", self.delete, methods=["DELETE"]),
+            Route("/open_session", self.open_as_sglang, methods=["POST"]),
+            Route("/close_session", self.close_as_sglang, methods=["POST"]),
+        ]
+
+    async def open(self, request: Request) -> Response:
+        name = await self._open(request)
+        return _json(OpenedSession(id=name.id, expires_in=self.desk.ttl_s))
+
+    async def open_as_sglang(self, request: Request) -> Response:
+        return _json((await self._open(request)).id)
+
+    async def delete(self, request: Request) -> Response:
+        session_id: str = request.path_params["session_id"]
+        await self._close(session_id, request.query_params.get("cache_salt"))
+        return _json(ClosedSession(id=session_id))
+
+    async def close_as_sglang(self, request: Request) -> Response:
+        asked = decode_body(msgspec.json.Decoder(CloseRequest), await read_body(request))
+        await self._close(asked.session_id, asked.cache_salt)
+        return Response()
+
+    async def _open(self, request: Request) -> SessionName:
+        asked = decode_body(msgspec.json.Decoder(OpenRequest), await read_body(request))
+        check_cache_salt(asked.cache_salt)
+        session_id = secrets.token_hex(16) if asked.session_id is None else asked.session_id
+        name = session_name(session_id, asked.cache_salt or "", param="session_id")
+        await self.desk.open(name)
+        return name
+
+    async def _close(self, session_id: str, cache_salt: str | None) -> None:
+        check_cache_salt(cache_salt)
+        name = session_name(session_id, cache_salt or "", param="session_id")
+        incarnation = await self.desk.close(name)
+        keeper = next((w for w in self.chooser.workers() if w.incarnation == incarnation), None)
+        if keeper is None:
+            return
+        try:
+            self.engines.connect(keeper).close_session(CloseSession(session=name.id, cache_salt=name.cache_salt))
+        except WireError:
+            self.chooser.mark_dead(keeper.incarnation)
+
+
+def _json(document: object) -> Response:
+    return Response(encode_json(document), media_type="application/json")

@@ -1,0 +1,260 @@
+"""Conversations over HTTP: a turn goes to the worker that keeps its session, or the client learns to start over."""
+
+import asyncio
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.requests import HandoffSide, SessionRef
+from tandem_services.router.session_bindings import SessionBinding, SessionName
+from tandem_testing.gateway_builders import events, live_gateway
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
+from tandem_testing.tokenizer_builders import CHATML, EOS, write_tokenizer
+
+TOKEN = hash_tokens(3, 250)
+LOST = Finish(reason=FinishReason.ERROR, code="session_lost", param="session", error="session 's' is not kept here")
+BUSY = Finish(reason=FinishReason.ERROR, code="session_error", param="session", error="session 's' is busy")
+NAME = SessionName(id="s")
+
+
+def healthy(**knobs) -> MockBehaviour:
+    return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
+
+
+async def turn(gateway, prompt="hi", *, number: int | None = None, **fields):
+    params = {"id": "s"} if number is None else {"id": "s", "turn": number}
+    return await gateway.complete(prompt, session_params=params, **{"max_tokens": 4, "ignore_eos": True, **fields})
+
+
+def assert_lost(response) -> None:
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (409, "session_lost", "session_params.id")
+    assert "Send the whole conversation" in error["message"]
+
+
+@pytest.fixture
+async def two(rack, tokenizer):
+    """A gateway with two workers that do both, and the engines."""
+    engines = [rack.add(name, healthy()) for name in ("a", "b")]
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        yield gateway, engines
+
+
+async def test_later_turns_go_to_the_worker_that_has_the_first(two):
+    gateway, (a, b) = two
+    assert (await turn(gateway, [5, 6], number=0)).status_code == 200
+    gateway.chooser.fleet.reverse()  # from here on everybody else goes to b
+    assert (await turn(gateway, [7])).status_code == 200
+    last = (await turn(gateway, [8, 9], number=2)).json()
+    await gateway.complete([1])
+    assert [request.session for request in a.received] == [
+        SessionRef(id="s", turn=0),
+        SessionRef(id="s", turn=None),
+        SessionRef(id="s", turn=2),
+    ]
+    assert [request.input_ids for request in a.received] == [(5, 6), (7,), (8, 9)]
+    assert [request.session for request in b.received] == [None]
+    assert last["usage"]["prompt_tokens"] == 2 + 4 + 1 + 4 + 2
+    assert gateway.chooser.open == 0
+
+
+async def test_a_session_that_was_opened_begins_with_its_first_turn(two):
+    gateway, (a, _) = two
+    opened = (await gateway.http.post("/v1/sessions", json={"session_id": "s"})).json()
+    assert opened == {"id": "s", "object": "session", "expires_in": 600.0}
+    await turn(gateway)
+    await turn(gateway)
+    assert [request.session.turn for request in a.received] == [0, None]
+    again = await gateway.http.post("/v1/sessions", json={"session_id": "s"})
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "session_exists")
+
+
+async def test_clients_of_sglang_open_and_close_in_their_way(two):
+    gateway, (a, _) = two
+    session_id = (await gateway.http.post("/open_session", json={"capacity_of_str_len": 1000})).json()
+    await gateway.complete("hi", session_params={"id": session_id}, max_tokens=2)
+    assert (await gateway.http.post("/close_session", json={"session_id": session_id})).status_code == 200
+    assert await asyncio.to_thread(a.wait_until, lambda: a.closed_sessions == [session_id])
+    assert (await gateway.http.post("/close_session", json={"session_id": session_id})).status_code == 404
+
+
+async def test_a_closed_session_is_lost(two):
+    gateway, (a, _) = two
+    await turn(gateway, number=0)
+    closed = (await gateway.http.delete("/v1/sessions/s")).json()
+    assert closed == {"id": "s", "object": "session.deleted", "deleted": True}
+    assert await asyncio.to_thread(a.wait_until, lambda: a.closed_sessions == ["s"])
+    assert_lost(await turn(gateway))
+
+
+async def test_a_session_nobody_opened_is_lost(two):
+    gateway, engines = two
+    assert_lost(await turn(gateway))
+    assert_lost(await turn(gateway, number=3))
+    assert not any(engine.received for engine in engines)
+
+
+async def test_sessions_belong_to_a_cache_salt(two):
+    gateway, (a, _) = two
+    await turn(gateway, number=0, cache_salt="mine")
+    assert_lost(await turn(gateway, cache_salt="yours"))
+    assert (await gateway.http.delete("/v1/sessions/s")).status_code == 404
+    assert (await gateway.http.delete("/v1/sessions/s?cache_salt=mine")).status_code == 200
+    assert len(a.received) == 1
+
+
+async def test_a_session_is_lost_with_its_worker_and_no_other_is_asked(two):
+    gateway, (a, b) = two
+    await turn(gateway, number=0)
+    a.behaviour.die_after = a.emitted + 2
+    assert_lost(await turn(gateway))
+    assert_lost(await turn(gateway))
+    assert not b.received
+    assert (await turn(gateway, "all of it", number=0)).status_code == 200
+    assert [request.session for request in b.received] == [SessionRef(id="s", turn=0)]
+    assert gateway.chooser.open == 0
+
+
+async def test_a_stream_learns_that_its_session_is_lost(two):
+    gateway, (a, _) = two
+    await turn(gateway, number=0)
+    a.behaviour.step_s, a.behaviour.die_after = 0.01, a.emitted + 20
+    *_, last = events(await turn(gateway, stream=True, max_tokens=100))
+    assert last["error"]["code"] == "session_lost"
+
+
+async def test_a_first_turn_survives_its_worker_and_the_session_lives_on_the_next(two):
+    gateway, (a, b) = two
+    a.behaviour.die_after = 2
+    assert (await turn(gateway, number=0)).status_code == 200
+    [resumed] = b.received
+    assert (resumed.session.turn, len(resumed.resume_ids)) == (0, 2)
+    assert (await turn(gateway)).status_code == 200
+    assert gateway.sessions.bindings[NAME].incarnation == "b@1"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        (LOST, 409, "session_lost"),
+        (BUSY, 409, "session_error"),
+        (Finish(reason=FinishReason.ERROR, code="draining", retryable=True), 409, "session_lost"),
+        (Finish(reason=FinishReason.ERROR, code="paused", retryable=True), 503, None),
+        (Finish(reason=FinishReason.ERROR, code="queue_full", retryable=True), 503, None),
+    ],
+)
+async def test_what_the_worker_says_of_its_session_reaches_the_client(two, refusal, status, code):
+    gateway, (a, b) = two
+    await turn(gateway, number=0)
+    before = gateway.sessions.bindings[NAME]
+    a.behaviour.refuse = refusal
+    response = await turn(gateway)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert not b.received
+    assert gateway.sessions.bindings[NAME] == before
+
+
+async def test_a_first_turn_that_failed_may_be_sent_again(rack, tokenizer):
+    engine = rack.add("a", healthy(refuse=Finish(reason=FinishReason.ERROR, code="invalid_request", error="no")))
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        await gateway.http.post("/v1/sessions", json={"session_id": "s"})
+        assert (await turn(gateway)).status_code == 400
+        engine.behaviour.refuse = None
+        assert (await turn(gateway)).status_code == 200
+        assert [request.session.turn for request in engine.received] == [0, 0]
+
+
+async def test_the_decode_worker_keeps_a_session_and_computes_its_later_turns(rack, tokenizer):
+    prefill = rack.add("p", healthy(), Role.PREFILL)
+    decode = rack.add("d", healthy(), Role.DECODE)
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        assert (await turn(gateway, number=0)).status_code == 200
+        assert (await turn(gateway)).status_code == 200
+    [sent], [received, alone] = prefill.received, decode.received
+    assert (sent.session, received.session) == (None, SessionRef(id="s", turn=0))
+    assert received.handoff.side is HandoffSide.RECEIVE
+    assert (alone.session, alone.handoff) == (SessionRef(id="s", turn=None), None)
+
+
+async def test_nothing_is_sent_while_bindings_cannot_be_read(two):
+    gateway, (a, _) = two
+    await turn(gateway, number=0)
+    gateway.sessions.reachable = False
+    response = await turn(gateway)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert (await gateway.http.post("/v1/sessions", json={})).status_code == 503
+    assert (await gateway.http.delete("/v1/sessions/s")).status_code == 503
+    assert len(a.received) == 1
+    assert (await gateway.complete("without a session")).status_code == 200
+
+
+async def test_a_chat_goes_on_with_its_new_messages_alone(rack, tokenizer):
+    answer = [*tokenizer.encode("fox", add_special_tokens=False), EOS]
+    engine = rack.add("a", MockBehaviour(token=scripted_tokens(answer), eos=EOS))
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        await gateway.chat("the dog", session_params={"id": "s", "turn": 0})
+        await gateway.chat("hello", session_params={"id": "s"}, max_tokens=1)
+        await gateway.chat("world", session_params={"id": "s"})
+    first, second, third = (list(request.input_ids) for request in engine.received)
+    talk = [
+        {"role": "user", "content": "the dog"},
+        {"role": "assistant", "content": "fox"},
+        {"role": "user", "content": "hello"},
+    ]
+    assert first + answer + second == tokenizer.encode_chat(talk)
+    more = [{"role": "assistant", "content": tokenizer.decode(answer[:1])}, {"role": "user", "content": "world"}]
+    assert first + answer + second + answer[:1] + third == tokenizer.encode_chat([*talk, *more])
+
+
+async def test_a_session_that_fills_the_context_is_refused(two):
+    gateway, (a, _) = two
+    await turn(gateway, [5] * 500, number=0)
+    response = await turn(gateway, [6] * 10)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert len(a.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"session_params": {"id": ""}}, "session_params.id"),
+        ({"session_params": {"id": "x" * 300}}, "session_params.id"),
+        ({"session_params": {}}, "session_params.id"),
+        ({"session_params": {"id": "s", "turn": -1}}, "session_params.turn"),
+        ({"session_params": {"id": "s", "rid": "r"}}, "session_params"),
+        ({"session_params": "s"}, "session_params"),
+        ({"session_params": {"id": "s", "turn": 0}, "n": 2}, "n"),
+        ({"session_params": {"id": "s", "turn": 0}, "best_of": 2}, "n"),
+        ({"session_params": {"id": "s", "turn": 0}, "prompt": ["a", "b"]}, "n"),
+        ({"session_params": {"id": "s", "turn": 0}, "echo": True}, "echo"),
+    ],
+)
+async def test_what_no_session_can_do_is_refused_by_name(two, fields, param):
+    gateway, engines = two
+    response = await gateway.complete(**{"prompt": "hi", **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not any(engine.received for engine in engines)
+
+
+async def test_a_client_that_leaves_leaves_the_session_as_it_was(two):
+    gateway, (a, _) = two
+    await turn(gateway, number=0)
+    before = gateway.sessions.bindings[NAME]
+    a.behaviour.step_s = 0.02
+    leaving = asyncio.ensure_future(turn(gateway, max_tokens=200))
+    assert await asyncio.to_thread(a.wait_until, lambda: a.emitted > 5)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert await asyncio.to_thread(a.wait_until, lambda: len(a.aborted) == 1)
+    assert gateway.sessions.bindings[NAME] == before == SessionBinding("a@1", 2 + 4, before.last_token)
+
+
+def test_a_template_that_rewrites_answers_cannot_be_continued(tmp_path):
+    from tandem_engine.errors import InvalidRequestError
+    from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+    rewriting = CHATML.replace("{{ message.content }}", "{{ message.content | length }}")
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=rewriting))
+    with pytest.raises(InvalidRequestError, match="rewrites earlier answers"):
+        tokenizer.encode_chat_turn([{"role": "user", "content": "hi"}], last_token=None)
