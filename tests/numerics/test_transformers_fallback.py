@@ -15,6 +15,7 @@ from tandem_engine.model.loader import load_model
 from tandem_testing.exactness import (
     CACHED,
     CHUNKED,
+    CONTINUED,
     DISAGGREGATED,
     FILES,
     HOST,
@@ -61,8 +62,8 @@ def test_on_every_way_that_pages_travel(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["cohere2", "granite"])
 def test_on_every_way_through_lower_tiers(name, tmp_path):
-    results = run_paths(write_tiny_checkpoint(name, tmp_path), [SWAPPED, HOST, FILES])
-    assert [result.difference for result in results] == [None] * 3
+    results = run_paths(write_tiny_checkpoint(name, tmp_path), [SWAPPED, HOST, FILES, CONTINUED])
+    assert [result.difference for result in results] == [None] * 4
 
 
 @pytest.mark.parametrize("name", ["llama-bias", "gemma2", "qwen3-moe"])

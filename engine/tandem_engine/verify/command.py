@@ -22,6 +22,7 @@ from tandem_engine.messages.kv_events import Tier
 from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.scheduler.tally import SchedulerStats
 from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
+from tandem_engine.verify.conversation import in_turns
 from tandem_engine.verify.edited import edits_against
 from tandem_engine.verify.grammars import compile_grammars
 from tandem_engine.verify.pair import Pair
@@ -78,7 +79,8 @@ class Verification:
             with Threaded.build(self.model, config) as threaded:
                 return self._compare(path, threaded.generate, (threaded.engine,), began)
         with Engine.build(self.model, config) as engine:
-            return self._compare(path, generate_on(engine, pause=path.pause), (engine,), began)
+            generate = generate_on(engine, pause=path.pause)
+            return self._compare(path, in_turns(generate) if path.sessions else generate, (engine,), began)
 
     def _shared(self, size: int) -> ThreadRanks:
         if self.ranks is None:

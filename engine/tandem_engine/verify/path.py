@@ -22,6 +22,8 @@ class Path:
     """Ask for each prompt this many times at once, as choices of one answer."""
     resume: bool = False
     """Give the first half of the expected output as resume_ids."""
+    sessions: bool = False
+    """With `resume`: that half is generated in a first turn, and the rest in another of the same session."""
     edited: bool = False
     """Ask for penalties, biases and bad words, and for the logprobs of the prompt."""
     disaggregated: bool = False

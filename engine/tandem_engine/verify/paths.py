@@ -136,6 +136,15 @@ def make_paths(
         ),
         Path(name="on a thread of its own", cache=warm, scheduler=mixed, threaded=True),
         Path(name="resumed", cache=warm, scheduler=mixed, resume=True),
+        Path(
+            name="continued in sessions",
+            cache=warm,
+            scheduler=mixed,
+            resume=True,
+            sessions=True,
+            stagger=True,
+            expects_cached=True,
+        ),
         Path(name="choices that share a prompt", cache=crowd, scheduler=mixed, choices=CHOICES, expects_cached=True),
         Path(
             name="choices, disaggregated",

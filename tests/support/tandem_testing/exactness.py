@@ -12,6 +12,7 @@ from tandem_engine.verify.prompts import make_prompts
 from tandem_engine.verify.reference import TransformersReference
 
 CHUNKED, CACHED, MIXED, RETRACTED = "chunked by 7, overlap", "prefix-cached", "mixed, staggered", "retracted (forced)"
+CONTINUED = "continued in sessions"
 DISAGGREGATED = "disaggregated over NIXL"
 SWAPPED, HOST, FILES = "swapped (forced)", "host cache, write_back", "files, after a restart"
 SHARED = "mixed, staggered, 2 ranks"
