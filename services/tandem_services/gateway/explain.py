@@ -23,7 +23,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     prefill: str | None
     """None: the decode worker computed the prompt itself."""
     source: str
-    """redis or local: who decided."""
+    """redis, local or session: who decided."""
     terms: tuple[ScoreTerm, ...]
     """Predicted seconds that made the choice."""
     matched_tokens: int

@@ -10,14 +10,14 @@ from tandem_engine import LLM, AsyncLLM, SamplingParams
 from tandem_engine.errors import InvalidRequestError, SessionError, SessionLostError
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"
-OPTIONS = {"progress": False, "dtype": "float32", "num_pages": 300, "threads": 1, "max_sessions": 4}
+OPTIONS = {"progress": False, "dtype": "float32", "num_pages": 300, "threads": 1, "context_length": 512}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 TURNS = ("Once upon a time there was a fox", " who met", " and said")
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(MODEL, **OPTIONS) as llm:
+    with LLM(MODEL, max_sessions=4, **OPTIONS) as llm:
         yield llm
 
 
@@ -114,8 +114,8 @@ def test_two_prompts_of_one_call_cannot_continue_one_session(llm):
 
 def test_no_max_tokens_means_what_the_conversation_leaves_of_the_context(llm):
     session = llm.open_session()
-    tokens(llm, [7] * 4070, session=session)
-    assert len(tokens(llm, [8] * 4, replace(GREEDY, max_tokens=None), session=session)) == 4096 - 4070 - 10 - 4
+    tokens(llm, [7] * 480, session=session)
+    assert len(tokens(llm, [8] * 4, replace(GREEDY, max_tokens=None), session=session)) == 512 - 480 - 10 - 4
     session.close()
 
 
@@ -135,14 +135,14 @@ async def test_the_async_twin_continues_conversations_too(llm):
 
         session = twin.open_session()
         first = await last(twin.generate("The fox", GREEDY, session=session))
-        async with aclosing(twin.generate(" ran", replace(GREEDY, max_tokens=2000), session=session)) as left:
+        async with aclosing(twin.generate(" ran", replace(GREEDY, max_tokens=300), session=session)) as left:
             async for _ in left:
                 break
         tokenizer = twin.get_tokenizer()
         whole = [*tokenizer.encode("The fox"), *first, *tokenizer.encode(" hid", add_special_tokens=False)]
         assert await last(twin.generate(" hid", GREEDY, session=session)) == tokens(llm, whole)
 
-        long = replace(GREEDY, max_tokens=2000)
+        long = replace(GREEDY, max_tokens=300)
         running = twin.generate(" and", long, request_id="running", session=session)
         await anext(running)
         with pytest.raises(SessionError, match="computing another turn"):
