@@ -80,6 +80,7 @@ from tandem_engine.parallel.inputs import (
     Pause,
     Resume,
 )
+from tandem_engine.parallel.joint import JointWork
 from tandem_engine.pool_size import Footprint, plan_pool
 from tandem_engine.sampling.grammar.compiler import GrammarCompiler, NoGrammars
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
@@ -229,6 +230,7 @@ class Engine:
         memory: KvMemory,
         runner: ModelRunner,
         executor: Executor,
+        joint: JointWork,
         scheduler: Scheduler,
         inputs: Inputs,
         generations: Generations,
@@ -245,6 +247,7 @@ class Engine:
         self._pool = pool
         self._runner = runner
         self._executor = executor
+        self._joint = joint
         self._inputs = inputs
         self._ranks = loaded.parallel.size
         self._failure = loaded.parallel.failure
@@ -283,7 +286,8 @@ class Engine:
         states = keep_states(draft, target)
         runner = _runner(loaded, pool, config, states)
         copier = PageCopier(pool, host_pool)
-        executor = _executor(_forward(runner, config, loaded.parallel), config.scheduler, loaded.threads, copier)
+        joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
+        executor = _executor(_forward(runner, config, joint), config.scheduler, loaded.threads, copier)
         copies = CopyQueue(submit=executor.copy)
         memory = _memory(pool, config, copies, _host_memory(host_pool, copies, config.cache, geometry))
         generations = Generations()
@@ -299,7 +303,9 @@ class Engine:
         agreement = None if loaded.parallel.size == 1 else Agreement(loaded.parallel.schedule)
         speculation = None
         if config.speculative.algorithm is not None:
-            proposer = make_proposer(config.speculative, draft, target, states=states, run=executor.run)
+            proposer = make_proposer(
+                config.speculative, draft, target, states=states, run=lambda work: executor.run(lambda: joint.run(work))
+            )
             speculation = _speculation(config.speculative, proposer, memory, local_clock, agreement)
         scheduler = Scheduler(
             memory=memory,
@@ -322,6 +328,7 @@ class Engine:
             memory=memory,
             runner=runner,
             executor=executor,
+            joint=joint,
             scheduler=scheduler,
             inputs=_inputs(scheduler, agreement, loaded.parallel, agreed_clock, local_clock),
             generations=generations,
@@ -438,12 +445,14 @@ class Engine:
             raise BusyError("no KV page is free for a self-test: try again, or pause with mode retract before")
         try:
             return self._executor.run(
-                lambda: self_test(
-                    self._runner,
-                    pages=pages,
-                    page_size=self.geometry.page_size,
-                    vocab_size=self.model_config.vocab_size,
-                    prompt_tokens=tokens,
+                lambda: self._joint.run(
+                    lambda: self_test(
+                        self._runner,
+                        pages=pages,
+                        page_size=self.geometry.page_size,
+                        vocab_size=self.model_config.vocab_size,
+                        prompt_tokens=tokens,
+                    )
                 )
             )
         finally:
@@ -741,24 +750,16 @@ def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: H
     )
 
 
-def _forward(runner: ModelRunner, config: EngineConfig, parallel: Parallel) -> Forward:
-    """With several ranks a forward that failed is the end of the engine: others may wait for its collectives."""
+def _forward(runner: ModelRunner, config: EngineConfig, joint: JointWork) -> Forward:
+    """A step fails on all ranks or on none."""
     compute: Forward = runner.forward
     if config.speculative.algorithm is not None:
         compute = VerifiedForward(model=runner, verifier=ChainVerifier()).forward
     if config.scheduler.force_fault_every:
         compute = FaultyForward(compute, every=config.scheduler.force_fault_every)
-    if parallel.size == 1:
+    if joint.group.size == 1:
         return compute
-
-    def forward(batch: ForwardBatch) -> ForwardResult:
-        try:
-            return compute(batch)
-        except Exception as error:
-            parallel.failure.record(error)
-            raise
-
-    return forward
+    return lambda batch: joint.run(lambda: compute(batch))
 
 
 def _inputs(
@@ -813,7 +814,6 @@ def _speculation(
         memory=memory,
         stopwatch=stopwatch,
         agree=agree,
-        confined=agreement is None,
     )
 
 

@@ -117,6 +117,12 @@ class RankLostError(EngineError):
     code = "rank_lost"
 
 
+class OtherRankFailedError(EngineError):
+    """A step raised on another rank, so it counts for nothing here either. The ranks go on."""
+
+    code = "engine_error"
+
+
 class WireError(EngineError):
     """Bytes from another process that are not a message of ours: wrong version, shape or size."""
 

@@ -28,6 +28,11 @@ class TpGroup(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def can_meet_again(self) -> bool:
+        """Whether a rank that leaves frees those that wait for it, so that all can meet again."""
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place; the same bits on all of them. Returns `tensor`, which may be empty."""
         ...
@@ -44,8 +49,12 @@ class TpGroup(Protocol):
         """Overwrite `tensor` with rank 0's. Returns it."""
         ...
 
-    def close(self) -> None:
-        """Leave the group. Idempotent; waits for nobody."""
+    def leave(self) -> None:
+        """Break off: collectives that others wait in for this rank raise. Idempotent; waits for nobody."""
+        ...
+
+    def meet_again(self) -> None:
+        """After `leave`: form the group anew, with all ranks, each of which left it. Otherwise nothing happens."""
         ...
 
 
@@ -68,8 +77,15 @@ class SingleRank:
     def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def close(self) -> None:
+    @property
+    def can_meet_again(self) -> bool:
+        return True
+
+    def leave(self) -> None:
         """Nobody to leave."""
+
+    def meet_again(self) -> None:
+        """Nobody to meet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,5 +109,5 @@ class Parallel:
 
     def close(self) -> None:
         """Leave both groups. Idempotent."""
-        self.forward.close()
-        self.schedule.close()
+        self.forward.leave()
+        self.schedule.leave()

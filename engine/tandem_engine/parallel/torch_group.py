@@ -7,8 +7,11 @@ All ranks run on one machine. Gloo is bound to the loopback device and the store
 can read, so nothing of a group can be reached from outside (RELIABILITY: unauthenticated side channels).
 """
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -24,6 +27,9 @@ LOOPBACK = "127.0.0.1"
 NO_TIMEOUT_S = 365 * 24 * 3600.0
 """An engine may have nothing to do for days; the scheduler's ranks notice each other's end by their connections."""
 
+POLL_S = 0.002
+"""Between looks at who has come. Ranks come to a meeting within a step of each other."""
+
 
 class Collectives(Protocol):
     """What torch's process groups have in common. Each call starts a collective, and `Work.wait` completes it."""
@@ -36,16 +42,20 @@ class Collectives(Protocol):
 
 
 class TorchGroup:
-    """Implements `TpGroup` over one torch process group.
+    """Implements `TpGroup` over one torch process group at a time."""
 
-    Args:
-        collectives: a `ProcessGroupGloo` or `ProcessGroupNCCL` that nobody else uses.
-    """
+    def __init__(self, form: Callable[[int], Collectives], *, rank: int, size: int, can_meet_again: bool) -> None:
+        """Meet the other ranks.
 
-    def __init__(self, collectives: Collectives, *, rank: int, size: int) -> None:
+        Args:
+            form: makes the `ProcessGroupGloo` or `ProcessGroupNCCL` of the n-th meeting, which nobody else uses.
+        """
         self.rank = rank
         self.size = size
-        self._collectives: Collectives | None = collectives
+        self.can_meet_again = can_meet_again
+        self._form = form
+        self._meetings = 1
+        self._collectives: Collectives | None = form(self._meetings)
         self._minimum = dist.AllreduceOptions()
         self._minimum.reduceOp = cast("dist.ReduceOp", dist.ReduceOp.MIN)
 
@@ -69,8 +79,14 @@ class TorchGroup:
         self._complete(lambda group: group.broadcast([tensor], dist.BroadcastOptions()))
         return tensor
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        # The last reference: torch closes the connections.
         self._collectives = None
+
+    def meet_again(self) -> None:
+        if self._collectives is None:
+            self._meetings += 1
+            self._collectives = self._form(self._meetings)
 
     def _complete(self, start: Callable[[Collectives], dist.Work]) -> None:
         assert self._collectives is not None, "a collective on a group that was left"
@@ -78,8 +94,11 @@ class TorchGroup:
             start(self._collectives).wait()
         except RuntimeError as error:
             # Torch has no narrower type for a peer that closed its connection, or never came.
-            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise RankLostError(f"rank {self.rank} of {self.size} failed to exchange data: {first_line}") from error
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        else:
+            return
+        # Not chained: the traceback of torch's error would keep the connections open after `leave`.
+        raise RankLostError(f"rank {self.rank} of {self.size} failed to exchange data: {reason}")
 
 
 def join_ranks(
@@ -96,44 +115,86 @@ def join_ranks(
     Args:
         store: shared by all ranks, and by no other engine.
         timeout_s: how long a rank waits for the others, here and in each collective of a forward.
-        failure: where this rank's first failure is recorded; None makes a new one.
+        failure: this rank's, which ends a wait for others early; None makes a new one.
 
     Raises:
         ConfigError: there is no backend for `device`.
         RankLostError: another rank did not come in time.
     """
-    try:
-        return Parallel(
-            forward=_group(store, "forward", rank=rank, size=size, device=device, timeout_s=timeout_s),
-            # The scheduler agrees on things that the host knows, whatever computes the forward.
-            schedule=_group(
-                store, "schedule", rank=rank, size=size, device=torch.device("cpu"), timeout_s=NO_TIMEOUT_S
-            ),
-            failure=failure or FirstFailure(),
-        )
-    except RuntimeError as error:
-        raise RankLostError(f"rank {rank} of {size} did not meet the others: {error}") from error
+    failure = failure or FirstFailure()
+    host = torch.device("cpu")
+    place = Place(store=store, rank=rank, size=size, failure=failure)
+    return Parallel(
+        forward=_group(place, "forward", device=device, timeout_s=timeout_s),
+        # The scheduler agrees on things that the host knows, whatever computes the forward.
+        schedule=_group(place, "schedule", device=host, timeout_s=NO_TIMEOUT_S, arrival_s=timeout_s),
+        failure=failure,
+    )
 
 
-def _group(store: Store, name: str, *, rank: int, size: int, device: torch.device, timeout_s: float) -> TorchGroup:
-    store = PrefixStore(name, store)
-    timeout = timedelta(seconds=timeout_s)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank meets the others."""
+
+    store: Store
+    rank: int
+    size: int
+    failure: FirstFailure
+
+    def await_others(self, meeting: str, timeout_s: float) -> None:
+        """Return when every rank has come to `meeting`. Raises `RankLostError` when one does not."""
+        deadline = time.monotonic() + timeout_s
+        self.store.set(f"{meeting}/{self.rank}", "1")
+        everybody = [f"{meeting}/{rank}" for rank in range(self.size)]
+        while not self.store.check(everybody):
+            self.failure.raise_if_any()
+            if time.monotonic() > deadline:
+                raise RankLostError(
+                    f"rank {self.rank} of {self.size} did not meet the others within {timeout_s:g} s; "
+                    "raise --dist-timeout"
+                )
+            time.sleep(POLL_S)
+
+
+def _group(
+    place: Place, name: str, *, device: torch.device, timeout_s: float, arrival_s: float | None = None
+) -> TorchGroup:
+    """`timeout_s` bounds a collective, `arrival_s` the others' coming, as long if None."""
+    make = _maker(device)
+
+    def form(meeting: int) -> Collectives:
+        label = f"{name}-{meeting}"
+        place.await_others(label, arrival_s or timeout_s)
+        try:
+            made = make(PrefixStore(label, place.store), place.rank, place.size, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise RankLostError(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
+        # Torch's stubs do not know the methods of its process groups, and a build without NCCL not even the class.
+        return cast("Collectives", made)
+
+    return TorchGroup(form, rank=place.rank, size=place.size, can_meet_again=device.type == "cpu")
+
+
+def _maker(device: torch.device) -> Callable[[Store, int, int, timedelta], object]:
     match device.type:
         case "cpu":
-            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-            gloo._timeout = timeout
-            return TorchGroup(_collectives(dist.ProcessGroupGloo(store, rank, size, gloo)), rank=rank, size=size)
+            return _make_gloo
         case "cuda":
             if not dist.is_nccl_available():
                 raise ConfigError("--tensor-parallel-size above 1 on --device cuda needs a build of torch with NCCL")
-            torch.cuda.set_device(device)
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            return TorchGroup(_collectives(dist.ProcessGroupNCCL(store, rank, size, nccl)), rank=rank, size=size)
+            return partial(_make_nccl, device)
     raise ConfigError(f"--tensor-parallel-size above 1 works on --device cpu and cuda, got {device.type}")
 
 
-def _collectives(process_group: object) -> Collectives:
-    """Torch's stubs do not know the methods of its process groups, and a build without NCCL not even the class."""
-    return cast("Collectives", process_group)
+def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> object:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _make_nccl(device: torch.device, store: Store, rank: int, size: int, timeout: timedelta) -> object:
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -47,6 +47,8 @@ class StepDrafts:
     chains: Chains = ()
     """() for requests without drafts; () altogether when nobody has any."""
     propose_s: float = 0.0
+    broken: bool = False
+    """The proposer has raised: these are its last."""
 
 
 NO_DRAFTS = StepDrafts()
@@ -66,7 +68,7 @@ class Speculation:
     """The drafts that every rank uses, and what they cost: those of rank 0. A rank that went by its own could find
     others, or another number of them, and its forward would wait for ever for collectives of another shape (T53)."""
     confined: bool = True
-    """A proposal that raises costs drafts alone. Not with several ranks: the others wait inside it."""
+    """A proposal that raises costs drafts alone. False lets it be heard, which tests want."""
     broken: bool = False
     """A proposal has raised; nobody drafts any more."""
     tally: SpeculationTally = field(default_factory=SpeculationTally)
@@ -86,6 +88,7 @@ class Speculation:
             return NO_DRAFTS
         proposed = self.agree(self._proposed([candidate.request for candidate in candidates]))
         chains: list[tuple[int, ...]] = [()] * len(decodes)
+        self.broken = proposed.broken
         for (place, request), chain in zip(candidates, proposed.chains, strict=True):
             chains[place] = self._fitting(request, chain)
         self.tally.propose_s += proposed.propose_s
@@ -143,8 +146,7 @@ class Speculation:
                 raise
             # The boundary of the guesser: requests do not need it.
             logger.exception("%s drafts failed; this engine goes on without drafts", self.proposer.name)
-            self.broken = True
-            chains = ((),) * len(requests)
+            return StepDrafts(chains=((),) * len(requests), broken=True)
         return StepDrafts(chains=chains, propose_s=self.stopwatch.now() - began)
 
 

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tandem_engine.config import EngineConfig, ParallelConfig
 from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.torch_group import join_ranks
 from tandem_engine.scheduler.stream import discard
 
@@ -29,7 +30,7 @@ class ThreadRanks:
     def load(cls, config: EngineConfig, size: int) -> Self:
         """Read `config`'s checkpoint `size` times, each rank its part."""
         config = replace(config, parallel=ParallelConfig(tp_size=size))
-        store = HashStore()
+        store, failure = HashStore(), FirstFailure()
 
         def load_part(rank: int) -> LoadedModel:
             parallel = join_ranks(
@@ -38,6 +39,7 @@ class ThreadRanks:
                 size=size,
                 device=torch.device(config.device),
                 timeout_s=config.parallel.timeout,
+                failure=failure,
             )
             return load(config, progress=False, parallel=parallel)
 
@@ -61,7 +63,8 @@ def _follow(part: LoadedModel, config: EngineConfig) -> None:
     try:
         with Engine.build(part, config, sink=discard) as engine:
             engine.follow()
-    except BaseException:
-        # The others wait for this rank; closed connections tell them that it will not come.
+    except Exception as error:
+        # The others wait for this rank; its failure, which is theirs too, and closed connections tell them.
+        part.parallel.failure.record(error)
         part.parallel.close()
         raise
