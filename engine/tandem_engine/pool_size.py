@@ -1,7 +1,8 @@
 """How many KV pages the pool of this engine gets: measured, planned, and agreed on by its ranks.
 
 Every rank measures for itself and takes part in the others' largest step, which has collectives. Their pools must be
-equal, or their schedulers would plan different batches: the smallest plan counts for all.
+equal, or their schedulers would plan different batches: the smallest plan counts for all, and rank 0 says in one line
+what it is.
 """
 
 import logging
@@ -38,11 +39,14 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
     """
     meter, cache = meter_for(config.device), _share_of_rank(config, parallel)
     activations = _measure(config, footprint, meter) if cache.mem_fraction_static else None
+    agreement = Agreement(parallel.schedule)
+    # Whoever has loaded first sees memory that others are about to take: what the last one sees is there.
+    [available] = agreement.least([meter.available()])
     plan = plan_memory(
         cache,
         MemoryFacts(
             total=meter.total(),
-            available=meter.available(),
+            available=available // _ranks_on_one_memory(config, parallel),
             used=meter.used(),
             weights=footprint.weight_bytes,
             activations=activations,
@@ -50,19 +54,23 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
         page_bytes=footprint.page_bytes,
         context_length=config.scheduler.context_length,
     )
-    if parallel.size > 1:
-        [pages] = Agreement(parallel.schedule).least([plan.pages])
-        plan = replace(plan, pages=pages)
-    logger.info("%s", plan)
+    [pages] = agreement.least([plan.pages])
+    plan = replace(plan, pages=pages)
+    if parallel.rank == 0:
+        logger.info("%s%s", f"each of {parallel.size} ranks, " if parallel.size > 1 else "", plan)
     return plan
 
 
 def _share_of_rank(config: EngineConfig, parallel: Parallel) -> CacheConfig:
-    """Ranks on a CPU share one memory; on accelerators each has its own."""
     cache = config.cache.for_device(config.device)
-    if config.device != "cpu" or not cache.mem_fraction_static:
+    if not cache.mem_fraction_static:
         return cache
-    return replace(cache, mem_fraction_static=cache.mem_fraction_static / parallel.size)
+    return replace(cache, mem_fraction_static=cache.mem_fraction_static / _ranks_on_one_memory(config, parallel))
+
+
+def _ranks_on_one_memory(config: EngineConfig, parallel: Parallel) -> int:
+    """Those on a CPU divide it; on accelerators each has its own."""
+    return parallel.size if config.device == "cpu" else 1
 
 
 def _measure(config: EngineConfig, footprint: Footprint, meter: MemoryMeter) -> int:

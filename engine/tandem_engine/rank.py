@@ -42,11 +42,11 @@ def run_rank(standard_input: BinaryIO) -> int:
     try:
         _follow(order)
     except EngineError as error:
-        order.last_words.write_text(str(error), "utf-8")
+        order.say_last(str(error))
         return REFUSED
     except Exception as error:
         log.exception("rank %d ends on an unexpected error", order.rank)
-        order.last_words.write_text(f"{type(error).__name__}: {error}", "utf-8")
+        order.say_last(f"{type(error).__name__}: {error}")
         return UNEXPECTED_ERROR
     return 0
 

@@ -3,23 +3,26 @@
 Life of the ranks of an engine
     1. started     `tandem-engine rank` with its `RankOrder` on standard input, which then stays open: when it
                    closes, rank 0 is gone and the rank leaves, however rank 0 came to its end
-    2. met         all have come to the store (a file in a folder of their own) and formed their groups
+    2. met         all have come to the store and formed their groups
     3. following   each does what rank 0 does, turn by turn
     4. ended       `Stop` was agreed on: they leave by themselves, and are killed if they do not
        or lost     one ended before that, or this rank failed: the rest is killed at once, so that nobody waits
                    in a collective for somebody who will not come, and the engine ends with `RankLostError`
+
+The store and the last words of each rank are files without a name, in memory: nobody else can open them, and nothing
+is left of them when the processes are gone, however they went.
 """
 
 import logging
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import torch
@@ -46,17 +49,27 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig
     rank: int
-    folder: str
+    store: int
+    """Descriptor that this process and the rank have in common; so has `last_words`."""
+    last_words: int
     self_test: bool
     """Rank 0 will run the self-test before its first turn."""
 
     def open_store(self) -> Store:
-        return FileStore(str(Path(self.folder) / "store"), self.engine.parallel.tp_size)
+        return FileStore(str(_path_of(self.store)), self.engine.parallel.tp_size)
 
-    @property
-    def last_words(self) -> Path:
-        """Where a rank that cannot go on writes why."""
-        return Path(self.folder) / f"rank-{self.rank}.error"
+    def say_last(self, words: str) -> None:
+        """For a rank that cannot go on: why."""
+        _path_of(self.last_words).write_text(words, "utf-8")
+
+    def said_last(self) -> str:
+        """What the rank said; empty if nothing."""
+        return _path_of(self.last_words).read_text("utf-8")
+
+
+def _path_of(descriptor: int) -> Path:
+    """Opening it opens the file anew, at its beginning."""
+    return Path(f"/proc/self/fd/{descriptor}")
 
 
 def announce(store: Store, rank: int) -> None:
@@ -73,7 +86,12 @@ class RankProcess:
 
     @classmethod
     def start(cls, order: RankOrder) -> "RankProcess":
-        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(order.store, order.last_words),
+        )
         assert process.stdin is not None, "standard input is a pipe"
         # One that ended already is noticed by its status.
         with suppress(BrokenPipeError):
@@ -87,8 +105,8 @@ class RankProcess:
         if not status:
             return None
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        said = self.order.last_words
-        return f"rank {self.order.rank} {ending}" + (f": {said.read_text('utf-8')}" if said.is_file() else "")
+        said = self.order.said_last()
+        return f"rank {self.order.rank} {ending}" + (f": {said}" if said else "")
 
     def end(self, *, deadline: float) -> None:
         """Wait until `deadline` (monotonic seconds) for it to end; then end it."""
@@ -158,9 +176,16 @@ def other_ranks(config: EngineConfig, *, self_test: bool) -> Iterator[Parallel]:
     if config.parallel.tp_size == 1:
         yield Parallel()
         return
-    with TemporaryDirectory(prefix="tandem-ranks-") as folder:
+    with ExitStack() as files:
+        store = files.enter_context(_file_without_name("store"))
         orders = [
-            RankOrder(engine=config, rank=rank, folder=folder, self_test=self_test)
+            RankOrder(
+                engine=config,
+                rank=rank,
+                store=store,
+                last_words=files.enter_context(_file_without_name(f"rank {rank}")),
+                self_test=self_test,
+            )
             for rank in range(config.parallel.tp_size)
         ]
         failure = FirstFailure()
@@ -179,6 +204,16 @@ def other_ranks(config: EngineConfig, *, self_test: bool) -> Iterator[Parallel]:
             others.done.set()
             watcher.join()
             others.end(grace_s=grace_s)
+
+
+@contextmanager
+def _file_without_name(label: str) -> Iterator[int]:
+    """The descriptor of an empty file in memory; `label` stands in /proc alone."""
+    descriptor = os.memfd_create(f"tandem {label}")
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _meet(others: RankProcesses, order: RankOrder) -> Parallel:
