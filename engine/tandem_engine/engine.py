@@ -12,6 +12,7 @@ All methods belong to one thread, the scheduler thread.
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ from tandem_engine.config import (
 )
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.stage import HandoffStage
-from tandem_engine.errors import BusyError, ConfigError, EngineError
+from tandem_engine.errors import BusyError, CheckpointError, ConfigError, EngineError
 from tandem_engine.executor.faults import FaultyForward
 from tandem_engine.executor.forward_thread import Forward, ForwardThread, InlineExecutor
 from tandem_engine.executor.interface import HiddenObserver
@@ -77,11 +78,13 @@ from tandem_engine.parallel.inputs import (
     CloseSession,
     Drain,
     FlushCache,
+    LoadWeights,
     Pause,
     Resume,
 )
 from tandem_engine.parallel.joint import JointWork
 from tandem_engine.pool_size import Footprint, plan_pool
+from tandem_engine.reload import Reloaded, WeightsReload
 from tandem_engine.sampling.grammar.compiler import GrammarCompiler, NoGrammars
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
 from tandem_engine.sampling.grammar.guidance.vocabulary import GuidanceVocabulary
@@ -231,6 +234,7 @@ class Engine:
         runner: ModelRunner,
         executor: Executor,
         joint: JointWork,
+        agreement: Agreement,
         scheduler: Scheduler,
         inputs: Inputs,
         generations: Generations,
@@ -249,7 +253,16 @@ class Engine:
         self._executor = executor
         self._joint = joint
         self._inputs = inputs
-        self._ranks = loaded.parallel.size
+        self._loaded_with = loaded.config
+        self._reload = WeightsReload(
+            load=self._load_replacement,
+            replace=self.replace_model,
+            agreement=agreement,
+            rank=loaded.parallel.rank,
+            size=loaded.parallel.size,
+        )
+        inputs.load_weights = self._reload.start
+        self._parallel = loaded.parallel
         self._failure = loaded.parallel.failure
         self._stopped = False
         self._generations = generations
@@ -300,7 +313,7 @@ class Engine:
         )
         local_clock, agreed_clock = MonotonicClock(), AgreedClock()
         clock = local_clock if loaded.parallel.size == 1 else agreed_clock
-        agreement = None if loaded.parallel.size == 1 else Agreement(loaded.parallel.schedule)
+        agreement = Agreement(loaded.parallel.schedule)
         speculation = None
         if config.speculative.algorithm is not None:
             proposer = make_proposer(
@@ -319,7 +332,7 @@ class Engine:
             session_pages=config.cache.session_pages(geometry.page_bytes, num_pages=pool.num_pages),
             stopwatch=local_clock,
             grammars=grammars,
-            least=None if agreement is None else agreement.least,
+            least=agreement.least,
         )
         engine = cls(
             loaded=loaded,
@@ -329,6 +342,7 @@ class Engine:
             runner=runner,
             executor=executor,
             joint=joint,
+            agreement=agreement,
             scheduler=scheduler,
             inputs=_inputs(scheduler, agreement, loaded.parallel, agreed_clock, local_clock),
             generations=generations,
@@ -405,7 +419,10 @@ class Engine:
     def step(self) -> bool:
         """See `Scheduler.step`. Raises `RankLostError` when the engine's ranks cannot go on."""
         self._stopped = not self._inputs.begin_turn()
-        return False if self._stopped else self.scheduler.step()
+        if self._stopped:
+            return False
+        reloaded = self._reload.poll()
+        return self.scheduler.step() or reloaded
 
     def follow(self) -> None:
         """Be a rank that is not the first: take every turn that rank 0 takes, until it closes the engine."""
@@ -427,6 +444,11 @@ class Engine:
     def idle(self) -> bool:
         """Nothing is left to do but wait for messages."""
         return self.scheduler.idle and not self._inputs.pending
+
+    @property
+    def dormant(self) -> bool:
+        """`step` has nothing to do until somebody asks for something."""
+        return self.idle and not self._reload.active
 
     def peer_gone(self, incarnation: str) -> None:
         """A peer is fenced: fail what waits for it and free what it might have written to."""
@@ -508,16 +530,37 @@ class Engine:
         self._inputs.submit(FlushCache())
         return pages
 
+    def reload(self, path: str | None = None) -> Future[Reloaded]:
+        """Load the weights in `path`, or the served folder again, beside those that serve; then `replace_model`.
+
+        It goes on with `step`. The future raises `CheckpointError` or `ConfigError` when the new weights cannot
+        serve on every rank; the old ones do then.
+
+        Raises:
+            BusyError: a reload is going on.
+            ConfigError: there is a host cache or swap space.
+        """
+        self.require_replaceable()
+        answer = self._reload.expect()
+        self._inputs.submit(LoadWeights(path=path or self._loaded_with.model_path))
+        return answer
+
+    def _load_replacement(self, path: str) -> LoadedModel:
+        config = replace(self._loaded_with, model_path=path)
+        loaded = load(config, progress=False, parallel=self._parallel)
+        self._require_same_architecture(loaded)
+        return loaded
+
     def replace_model(self, loaded: LoadedModel) -> int:
-        """Serve other weights of the same architecture from the next step on.
+        """Serve other weights of the same architecture from the next step on; on all ranks, in the same turn.
 
         Requests that have begun end with a retryable error; their number is returned. The prefix cache is
         empty afterwards, of what sessions have pinned too, and `compat_hash` is another one.
 
         Raises:
-            ConfigError: the architecture, the dtype or the tokens that end an output differ, the model is
-                shared by several ranks, or there is a host cache or swap space.
-            CheckpointError: the new weights compute nonsense. Nothing has changed.
+            ConfigError: the architecture, the dtype or the tokens that end an output differ, or there is a host
+                cache or swap space.
+            EngineError: the new weights compute nonsense, here or on another rank. Nothing has changed.
         """
         self.require_replaceable()
         self._require_same_architecture(loaded)
@@ -525,11 +568,15 @@ class Engine:
         old, self._runner.model = self._runner.model, loaded.model
         try:
             self.self_test()
-        except EngineError:
+        except Exception as error:
             self._runner.model = old
-            raise
+            if isinstance(error, EngineError):
+                raise
+            where = loaded.config.model_path
+            raise CheckpointError(f"the weights in {where} do not compute: {type(error).__name__}: {error}") from error
         ended = self.scheduler.end_started(MODEL_REPLACED)
         self.scheduler.forget_kv()
+        self._loaded_with = loaded.config
         self.model_config = loaded.model_config
         self.geometry = msgspec.structs.replace(self.geometry, fingerprint=loaded.model_config.fingerprint)
         self.compat_hash = compat_hash(self.geometry)
@@ -538,10 +585,6 @@ class Engine:
 
     def require_replaceable(self) -> None:
         """Raise `ConfigError` when the weights cannot be replaced, whatever by."""
-        if self._ranks > 1:
-            raise ConfigError(
-                f"weights that {self._ranks} ranks share are not reloaded: start a worker with the new ones"
-            )
         if self.memory.host is not None:
             raise ConfigError(
                 "weights are not reloaded while host memory or files hold KV of the old ones "
@@ -607,6 +650,7 @@ class Engine:
     def close(self) -> None:
         """Stop computing, on all ranks, then compiling, storing and transferring. Idempotent."""
         self._inputs.stop()
+        self._reload.close()
         if self._failure.error is None:
             self._executor.shutdown()
         else:
@@ -763,9 +807,9 @@ def _forward(runner: ModelRunner, config: EngineConfig, joint: JointWork) -> For
 
 
 def _inputs(
-    scheduler: Scheduler, agreement: Agreement | None, parallel: Parallel, agreed: AgreedClock, local: Clock
+    scheduler: Scheduler, agreement: Agreement, parallel: Parallel, agreed: AgreedClock, local: Clock
 ) -> Inputs:
-    if agreement is None:
+    if parallel.size == 1:
         return DirectInputs(scheduler=scheduler)
     return AgreedInputs(
         scheduler=scheduler,
@@ -802,18 +846,15 @@ def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool) -> Target:
 
 
 def _speculation(
-    config: SpecConfig, proposer: Proposer, memory: KvMemory, stopwatch: Clock, agreement: Agreement | None
+    config: SpecConfig, proposer: Proposer, memory: KvMemory, stopwatch: Clock, agreement: Agreement
 ) -> Speculation:
-    def agree(drafts: StepDrafts) -> StepDrafts:
-        return drafts if agreement is None else agreement.share(drafts, StepDrafts)
-
     return Speculation(
         proposer=proposer,
         lengths=DraftLengths(longest=config.num_draft_tokens, adaptive=config.adaptive),
         max_batch=config.disable_by_batch_size,
         memory=memory,
         stopwatch=stopwatch,
-        agree=agree,
+        agree=lambda drafts: agreement.share(drafts, StepDrafts),
     )
 
 

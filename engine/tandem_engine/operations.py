@@ -9,6 +9,7 @@ Everything here runs on the scheduler thread.
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from tandem_engine.engine import Engine
@@ -28,7 +29,7 @@ from tandem_engine.messages.control import (
     StopProfile,
 )
 from tandem_engine.names import RequestId
-from tandem_engine.reload import WeightsReload
+from tandem_engine.reload import Reloaded
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +50,19 @@ class Operations:
 
     engine: Engine
     profiler: StepProfiler
-    reload: WeightsReload
     answer: Answer
     model_replaced: Callable[[], None]
     """The engine has another `compat_hash`: tell whoever pairs it with others."""
+    reloading: Future[Reloaded] | None = None
     reload_nonce: int = 0
-    """Of the order that the reload in progress will answer."""
+    """Of the order that `reloading` will answer."""
 
     def handle(self, order: OperatorOrder) -> None:
         """Carry out `order` and answer it, now or later."""
         logger.info("operator: %s", order)
         try:
             if isinstance(order, ReloadWeights):
-                self.reload.start(order.path)
+                self.reloading = self.engine.reload(order.path)
                 self.reload_nonce = order.nonce
                 return
             outcome = self._carry_out(order)
@@ -74,22 +75,14 @@ class Operations:
         """Once a turn: end what ends by itself."""
         if self.profiler.running:
             self._poll_profile()
-        try:
-            reloaded = self.reload.poll()
-        except EngineError as error:
-            self._refuse(self.reload_nonce, error)
-            return
-        if reloaded is not None:
-            self.model_replaced()
-            message = f"serving the weights in {reloaded.path}"
-            figures: dict[str, int | str] = {"fingerprint": reloaded.fingerprint, "ended": reloaded.ended}
-            self.answer(OrderDone(nonce=self.reload_nonce, message=message, figures=figures))
+        if self.reloading is not None and self.reloading.done():
+            reloading, self.reloading = self.reloading, None
+            self._answer_reload(reloading)
 
     def close(self) -> None:
-        """End what is under way: a trace is written, a load forgotten."""
+        """End what is under way: a trace is written. The engine ends a reload when it closes."""
         if self.profiler.running:
             self.profiler.stop()
-        self.reload.close()
 
     def _carry_out(self, order: OrderAtOnce) -> Outcome:
         match order:
@@ -121,6 +114,17 @@ class Operations:
         known = any(req.rid == rid for req in scheduler.queues.live())
         self.engine.abort(RequestId(rid))
         return Outcome("aborting" if known else "no request of this id is here", {"requests": int(known)})
+
+    def _answer_reload(self, reloading: Future[Reloaded]) -> None:
+        try:
+            reloaded = reloading.result()
+        except EngineError as error:
+            self._refuse(self.reload_nonce, error)
+            return
+        self.model_replaced()
+        message = f"serving the weights in {reloaded.path}"
+        figures: dict[str, int | str] = {"fingerprint": reloaded.fingerprint, "ended": reloaded.ended}
+        self.answer(OrderDone(nonce=self.reload_nonce, message=message, figures=figures))
 
     def _poll_profile(self) -> None:
         try:

@@ -44,7 +44,6 @@ from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Token
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_engine.names import RequestId
 from tandem_engine.operations import Operations
-from tandem_engine.reload import WeightsReload
 from tandem_engine.watchdog import Watchdog, describe_scheduler
 
 log = logging.getLogger(__name__)
@@ -111,7 +110,6 @@ class EngineProcess:
         self._operations = Operations(
             engine=engine,
             profiler=engine.profiler(Path(operation.torch_profiler_dir) if operation.torch_profiler_dir else None),
-            reload=WeightsReload(engine=engine, config=config.engine),
             answer=self._tell,
             model_replaced=self._announce,
         )

@@ -1,20 +1,29 @@
-"""New weights for a running engine, of the same architecture.
+"""New weights for a running engine, of the same architecture, on all of its ranks or on none.
 
-    1. load    on a thread of its own, beside the old weights, while requests go on
-    2. swap    between two steps, by the scheduler thread: `Engine.replace_model`
+    1. load     every rank its part, on a thread of its own, beside the old weights, while requests go on
+    2. agree    once a turn the ranks compare how far each has come; all have ended before anything follows
+    3. swap     between two steps, in the same turn on every rank: `Engine.replace_model`
+       keep     a rank could not load its part: the old weights serve on
 
 Memory must hold both sets of weights for a while; in return a checkpoint that is absent, damaged or of another
 shape changes nothing. Requests that have begun end with a retryable error at the swap: an answer of two
 models is no answer, and a gateway carries on what its client has on a worker of its choice (ADR 4).
 """
 
+import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
 
-from tandem_engine.config import EngineConfig
-from tandem_engine.engine import Engine, LoadedModel, load
-from tandem_engine.errors import BusyError
+from tandem_engine.errors import BusyError, CheckpointError, EngineError, EngineStoppedError
+from tandem_engine.parallel.agreement import Agreement
+
+if TYPE_CHECKING:
+    from tandem_engine.engine import LoadedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,43 +36,96 @@ class Reloaded:
     """Requests that had begun, and were told to begin again."""
 
 
+class LoadState(IntEnum):
+    """How far a rank has come. The least of all ranks' is what they act on."""
+
+    LOADING = 0
+    FAILED = 1
+    LOADED = 2
+
+
+@dataclass(kw_only=True, slots=True)
 class WeightsReload:
     """At most one reload at a time. Scheduler thread only."""
 
-    def __init__(self, *, engine: Engine, config: EngineConfig) -> None:
-        self._engine = engine
-        self._config = config
-        """Of the weights that serve now."""
-        self._thread: ThreadPoolExecutor | None = None
-        self._loading: Future[LoadedModel] | None = None
+    load: "Callable[[str], LoadedModel]"
+    """This rank's part of the checkpoint in a folder, if it can take the place of what serves."""
+    replace: "Callable[[LoadedModel], int]"
+    """See `Engine.replace_model`."""
+    agreement: Agreement
+    rank: int
+    size: int
+    _path: str = ""
+    _loading: "Future[LoadedModel] | None" = None
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(max_workers=1, thread_name_prefix="reload")
+    )
+    """Starts with the first reload."""
+    _answer: "Future[Reloaded] | None" = None
+    """Of rank 0, from the order to its end."""
 
-    def start(self, path: str | None) -> None:
-        """Begin to load `path`, or the folder that is being served.
+    @property
+    def active(self) -> bool:
+        """Weights are asked for or being loaded."""
+        return self._loading is not None or self._answer is not None
 
-        Raises `BusyError` during another reload, `ConfigError` for a model that several ranks share.
-        """
-        self._engine.require_replaceable()
-        if self._loading is not None:
+    def expect(self) -> "Future[Reloaded]":
+        """What the reload that is about to `start` will come to. Rank 0 only. Raises `BusyError` during another."""
+        if self.active:
             raise BusyError("a reload is going on: wait until it has ended")
-        config = self._config if path is None else replace(self._config, model_path=str(Path(path)))
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reload")
-        self._loading = self._thread.submit(lambda: load(config, progress=False))
+        self._answer = Future()
+        return self._answer
 
-    def poll(self) -> Reloaded | None:
-        """Swap when the weights are there. None while they load, or when nothing was asked for.
+    def start(self, path: str) -> None:
+        """Begin to load `path`, in the same turn on every rank."""
+        assert self._loading is None, f"a reload of {self._path} is going on"
+        self._path = path
+        self._loading = self._thread.submit(self._load)
 
-        Raises `CheckpointError` or `ConfigError` when the new weights cannot serve; the old ones go on.
-        """
-        if self._loading is None or not self._loading.done():
-            return None
+    def poll(self) -> bool:
+        """Once a turn: swap when all ranks have their weights. True if a reload ended."""
+        if self._loading is None:
+            return False
+        mine = _state(self._loading)
+        # `size` is no rank: it stands for those that have not failed.
+        state, failed = self.agreement.least([mine, self.rank if mine is LoadState.FAILED else self.size])
+        if state == LoadState.LOADING:
+            return False
         loading, self._loading = self._loading, None
-        loaded = loading.result()
-        ended = self._engine.replace_model(loaded)
-        self._config = replace(self._config, model_path=loaded.config.model_path)
-        return Reloaded(path=loaded.config.model_path, fingerprint=loaded.model_config.fingerprint, ended=ended)
+        answer, self._answer = self._answer or Future(), None
+        try:
+            answer.set_result(self._swap(loading, failed))
+        except EngineError as error:
+            logger.warning("rank %d keeps its weights: %s", self.rank, error)
+            answer.set_exception(error)
+        return True
 
     def close(self) -> None:
-        """Wait for a load that is going on, and forget it."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        """Wait for a load that is going on, and forget it. Idempotent."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._loading = None
+        if self._answer is not None:
+            self._answer.set_exception(EngineStoppedError("the engine was closed before its new weights were loaded"))
+            self._answer = None
+
+    def _load(self) -> "LoadedModel":
+        try:
+            return self.load(self._path)
+        except EngineError:
+            raise
+        except Exception as error:
+            # Whatever it is, most likely too little memory for both: what serves goes on.
+            raise CheckpointError(f"{self._path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+    def _swap(self, loading: "Future[LoadedModel]", failed: int) -> Reloaded:
+        loaded = loading.result()
+        if failed < self.size:
+            raise CheckpointError(f"rank {failed} cannot load its part of {self._path}: its line in the log says why")
+        ended = self.replace(loaded)
+        return Reloaded(path=self._path, fingerprint=loaded.model_config.fingerprint, ended=ended)
+
+
+def _state(loading: "Future[LoadedModel]") -> LoadState:
+    if not loading.done():
+        return LoadState.LOADING
+    return LoadState.LOADED if loading.exception() is None else LoadState.FAILED

@@ -21,13 +21,13 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tandem_engine.engine import Engine, load
+from tandem_engine.engine import Engine
 from tandem_engine.errors import EngineError, EngineStoppedError, InvalidRequestError, QueueFullError
 from tandem_engine.launch import launched_engine
 from tandem_engine.library.answer import Serving, make_answer
@@ -171,11 +171,8 @@ class AsyncLLM:
         They load beside the running requests. Those that have begun fail with a retryable `RequestFailedError`.
         Raises `CheckpointError` or `ConfigError`, and keeps the old ones, when they cannot serve here.
         """
-        await self._call(lambda engine: engine.require_replaceable())
-        config = self._config if path is None else replace(self._config, model_path=str(path))
-        loaded = await asyncio.to_thread(load, config, progress=False)
-        await self._call(lambda engine: engine.replace_model(loaded))
-        self._config = config
+        reload = await self._call(lambda engine: engine.reload(None if path is None else str(path)))
+        await asyncio.wrap_future(reload)
 
     async def stats(self) -> EngineStats:
         """The engine's numbers."""

@@ -119,9 +119,9 @@ class EngineThread:
                 self._sleep(engine)
 
     def _sleep(self, engine: Engine) -> None:
-        """Until somebody asks; not for long while requests wait, for they have deadlines."""
+        """Until somebody asks; not for long while requests wait, for they have deadlines, or weights load."""
         try:
-            asked = self._asked.get(timeout=None if engine.scheduler.idle else LONGEST_SLEEP)
+            asked = self._asked.get(timeout=None if engine.dormant else LONGEST_SLEEP)
         except queue.Empty:
             return
         asked.function(engine)

@@ -13,8 +13,8 @@ import secrets
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +22,6 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
-from tandem_engine.engine import load
 from tandem_engine.errors import ConfigError, InvalidRequestError, SessionError
 from tandem_engine.executor.profiler import MAX_SECONDS, MAX_STEPS, StepProfiler
 from tandem_engine.launch import launched_engine
@@ -45,6 +44,8 @@ from tandem_engine.messages.control import EngineStats
 from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+RELOAD_POLL_S = 0.01
 
 
 class LLM:
@@ -151,10 +152,11 @@ class LLM:
 
         Raises `CheckpointError` or `ConfigError`, and keeps the old ones, when they cannot serve here.
         """
-        self._engine.require_replaceable()
-        config = self._config if path is None else replace(self._config, model_path=str(path))
-        self._engine.replace_model(load(config, progress=False))
-        self._config = config
+        reload = self._engine.reload(None if path is None else str(path))
+        while not reload.done():
+            if not self._engine.step():
+                wait([reload], timeout=RELOAD_POLL_S)
+        reload.result()
 
     def start_profile(self, folder: str | Path) -> Path:
         """Record the steps to come, until `stop_profile`, to a Chrome trace in `folder`; returns its file."""

@@ -47,6 +47,12 @@ class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush_cache"):
     """Only when nobody holds KV."""
 
 
+class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="load_weights"):
+    """Each rank its part of the checkpoint in this folder, to serve it once all have theirs."""
+
+    path: str
+
+
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     pass
 
@@ -55,4 +61,4 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """The engine closes: no turn follows."""
 
 
-Input = Add | Abort | AbortClient | AbortAll | CloseSession | Pause | Resume | FlushCache | Drain | Stop
+Input = Add | Abort | AbortClient | AbortAll | CloseSession | Pause | Resume | FlushCache | LoadWeights | Drain | Stop

@@ -10,8 +10,9 @@ the others may be waiting for it inside a collective, and only its end sets them
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tandem_engine.clock import Clock
 from tandem_engine.errors import RankLostError
@@ -27,6 +28,7 @@ from tandem_engine.parallel.inputs import (
     Drain,
     FlushCache,
     Input,
+    LoadWeights,
     Pause,
     Resume,
     Stop,
@@ -36,8 +38,20 @@ from tandem_engine.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 
+LoadsWeights: TypeAlias = Callable[[str], None]
+"""Begins to load the checkpoint in a folder."""
+
+
+def refuse_weights(path: str) -> None:
+    """Nobody has asked for weights where this stands."""
+    raise AssertionError(f"weights in {path} for a scheduler without a model")
+
+
 class Inputs(Protocol):
     """The way in. The owner of the loop submits, and calls `begin_turn` before each step of the scheduler."""
+
+    load_weights: LoadsWeights
+    """Set by who owns the model."""
 
     @property
     def pending(self) -> bool:
@@ -66,13 +80,14 @@ class DirectInputs:
     """Implements `Inputs` for a scheduler that is alone."""
 
     scheduler: Scheduler
+    load_weights: LoadsWeights = refuse_weights
 
     @property
     def pending(self) -> bool:
         return False
 
     def submit(self, item: Input) -> None:
-        apply(self.scheduler, item)
+        apply(self.scheduler, item, self.load_weights)
 
     def begin_turn(self) -> bool:
         return True
@@ -105,6 +120,7 @@ class AgreedInputs:
     local_clock: Clock
     rank: int
     failure: FirstFailure
+    load_weights: LoadsWeights = refuse_weights
     stopped: bool = False
     queue: list[Input] = field(default_factory=list)
 
@@ -133,7 +149,7 @@ class AgreedInputs:
             if isinstance(item, Stop):
                 self.stopped = True
                 return False
-            apply(self.scheduler, item)
+            apply(self.scheduler, item, self.load_weights)
         return True
 
     def stop(self) -> None:
@@ -150,8 +166,8 @@ class AgreedInputs:
         self.failure.raise_if_any()
 
 
-def apply(scheduler: Scheduler, item: Input) -> None:
-    """Let `item` happen to `scheduler`."""
+def apply(scheduler: Scheduler, item: Input, load_weights: LoadsWeights) -> None:
+    """Let `item` happen to `scheduler`, or to the model beside it."""
     match item:
         case Add():
             scheduler.add(item.message, item.client)
@@ -169,6 +185,8 @@ def apply(scheduler: Scheduler, item: Input) -> None:
             scheduler.resume()
         case FlushCache():
             scheduler.forget_kv()
+        case LoadWeights():
+            load_weights(item.path)
         case Drain():
             scheduler.drain()
         case Stop():

@@ -27,7 +27,6 @@ from tandem_engine.messages.outputs import FinishReason, TokenOutput
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.operations import Operations
-from tandem_engine.reload import WeightsReload
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tandem-mini"
 
@@ -40,11 +39,9 @@ class Desk:
         self.answers: list[OrderDone | OrderRefused] = []
         self.announced: list[str] = []
         self.engine = Engine.build(loaded, loaded.config, sink=lambda _, outputs: self.outputs.extend(outputs))
-        self.reload = WeightsReload(engine=self.engine, config=loaded.config)
         self.operations = Operations(
             engine=self.engine,
             profiler=self.engine.profiler(folder),
-            reload=self.reload,
             answer=self.answers.append,
             model_replaced=lambda: self.announced.append(self.engine.compat_hash),
         )
@@ -65,8 +62,8 @@ class Desk:
         return next((output.finish for output in self.outputs if output.rid == rid and output.finish), None)
 
     def wait_for_reload(self) -> None:
-        self.reload._loading.exception()
-        self.turn()
+        while self.operations.reloading is not None:
+            self.turn()
 
 
 @pytest.fixture(scope="module")
