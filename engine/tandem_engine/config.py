@@ -572,15 +572,10 @@ class EngineConfig:
             )
         if self.scheduler.preemption_mode is PreemptionMode.SWAP and not self.cache.host.swap_bytes:
             raise ConfigError("--preemption-mode swap needs host memory to swap to: set --swap-space")
-        if self.parallel.tp_size > 1:
-            self._require_lockstep()
-
-    def _require_lockstep(self) -> None:
-        """Refuse what would go by the time that copies take on one rank, which is not that of others."""
-        if self.cache.host.enabled:
+        if self.parallel.tp_size > 1 and self.cache.host.storage_dir:
             raise ConfigError(
-                "--enable-hierarchical-cache and --swap-space need --tensor-parallel-size 1, got "
-                f"{self.parallel.tp_size}"
+                f"--hicache-storage-dir needs --tensor-parallel-size 1, got {self.parallel.tp_size}: a file may be there "
+                "for one rank and not for another. Drop it; host memory works with several ranks"
             )
 
     def require_transfer_fits(self) -> None:

@@ -301,7 +301,8 @@ class Engine:
         copier = PageCopier(pool, host_pool)
         joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
         executor = _executor(_forward(runner, config, joint), config.scheduler, loaded.threads, copier)
-        copies = CopyQueue(submit=executor.copy)
+        agreement = Agreement(loaded.parallel.schedule)
+        copies = CopyQueue(submit=executor.copy, least=None if loaded.parallel.size == 1 else agreement.least)
         memory = _memory(pool, config, copies, _host_memory(host_pool, copies, config.cache, geometry))
         generations = Generations()
         grammars = _grammars(loaded, config.grammar)
@@ -313,7 +314,6 @@ class Engine:
         )
         local_clock, agreed_clock = MonotonicClock(), AgreedClock()
         clock = local_clock if loaded.parallel.size == 1 else agreed_clock
-        agreement = Agreement(loaded.parallel.schedule)
         speculation = None
         if config.speculative.algorithm is not None:
             proposer = make_proposer(

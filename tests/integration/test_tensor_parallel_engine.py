@@ -1,17 +1,29 @@
 """An engine of two ranks does what an engine of one does. The ranks are threads, with gloo between them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from tandem_engine.config import (
+    CacheConfig,
+    EngineConfig,
+    HostConfig,
+    PreemptionMode,
+    SchedulePolicy,
+    SchedulerConfig,
+    WritePolicy,
+)
 from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.errors import CheckpointError
 from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.pooling import Pooling, PoolingParams
+from tandem_engine.messages.requests import GenerateRequest, SessionRef
 from tandem_engine.model.base import CausalLM
+from tandem_engine.reload import Reloaded
 from tandem_engine.verify.ranks import ThreadRanks
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
@@ -103,3 +115,131 @@ def test_a_request_that_breaks_a_step_ends_alone_and_the_ranks_go_on(config, alo
         assert engine.scheduler.stats().convicted_total == 1
         assert generate(engine) == expected
         assert engine.audit().problems == ()
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_every_policy_orders_alike_on_all_ranks(config, alone, ranks, policy):
+    # Two run at a time, so that there is something to order.
+    scheduler = replace(config.scheduler, schedule_policy=policy, max_running_requests=2, policy_ageing_seconds=0.01)
+    shared = [*PROMPTS, *([*prompt, 7] for prompt in PROMPTS)]
+    messages = [make_message(f"r{i}", prompt, priority=20 * (i % 3)) for i, prompt in enumerate(shared)]
+    with Engine.build(alone, replace(alone.config, scheduler=scheduler)) as engine:
+        expected = [generation.token_ids for generation in engine.generate(messages)]
+    with ranks.engine(replace(config, scheduler=scheduler)) as engine:
+        assert [generation.token_ids for generation in engine.generate(messages, steps_between=1)] == expected
+        assert engine.audit().problems == ()
+
+
+def test_a_session_goes_on_where_it_ended(config, alone, ranks):
+    def turns(engine: Engine) -> list[tuple[int, ...]]:
+        outputs = []
+        for turn, new in enumerate(PROMPTS):
+            message = make_message(f"t{turn}", new, session=SessionRef(id="s", turn=turn))
+            [generation] = engine.generate([message])
+            outputs.append((generation.finish.reason, *generation.token_ids))
+        assert engine.generate([make_message("late", PROMPTS[0], session=SessionRef(id="s", turn=9))])[0].finish.param
+        engine.close_session("s")
+        return outputs
+
+    with Engine.build(alone, alone.config) as engine:
+        expected = turns(engine)
+    with ranks.engine(config) as engine:
+        assert turns(engine) == expected
+        assert generate(engine)
+        assert engine.audit().problems == ()
+
+
+def test_embeddings_are_those_of_the_whole_model(config, alone, ranks):
+    messages = [
+        replace_pooling(make_message(f"{kind}{i}", prompt), kind) for kind in Pooling for i, prompt in enumerate(PROMPTS)
+    ]
+    with Engine.build(alone, alone.config) as engine:
+        expected = [generation.embedding for generation in engine.generate(messages)]
+    with ranks.engine(config) as engine:
+        got = [generation.embedding for generation in engine.generate(messages, steps_between=1)]
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(vector(one), vector(other), atol=1e-5, rtol=1e-4)
+
+
+def replace_pooling(message: GenerateRequest, kind: Pooling) -> GenerateRequest:
+    sampling = msgspec.structs.replace(message.sampling, max_tokens=1)
+    return msgspec.structs.replace(message, sampling=sampling, pooling=PoolingParams(pooling=kind))
+
+
+def vector(embedding: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(embedding), dtype=torch.float32)
+
+
+HOST = HostConfig(enable_cache=True, size_bytes=1 << 24, swap_bytes=1 << 24)
+
+
+@pytest.mark.parametrize(
+    ("write_policy", "mode", "overlap"),
+    [
+        (WritePolicy.WRITE_THROUGH, PreemptionMode.SWAP, True),
+        (WritePolicy.WRITE_THROUGH_SELECTIVE, PreemptionMode.AUTO, True),
+        (WritePolicy.WRITE_BACK, PreemptionMode.SWAP, False),
+        (WritePolicy.WRITE_BACK, PreemptionMode.AUTO, True),
+    ],
+)
+def test_kv_leaves_the_device_and_comes_back_on_all_ranks(config, alone, ranks, mode, write_policy, overlap):
+    with Engine.build(alone, alone.config) as engine:
+        expected = generate(engine, max_tokens=24)
+    scheduler = replace(
+        config.scheduler,
+        force_retract_every=3,
+        max_retractions=10_000,
+        preemption_mode=mode,
+        enable_overlap=overlap,
+    )
+    cache = replace(config.cache, num_pages=8, host=replace(HOST, write_policy=write_policy))
+    with ranks.engine(replace(config, scheduler=scheduler, cache=cache)) as engine:
+        for _ in range(3):
+            assert generate(engine, max_tokens=24) == expected
+        stats = engine.scheduler.stats()
+        assert stats.retracted_total > 0
+        assert stats.host_cached_tokens_total > 0
+        assert (stats.swapped_out_total > 0) or mode is PreemptionMode.AUTO
+        assert engine.audit().problems == ()
+
+
+def test_all_ranks_serve_new_weights_from_the_same_step_on(config, alone, ranks, tmp_path):
+    other = write_tiny_checkpoint("qwen3", tmp_path / "other", seed=1)
+    with Engine.build(alone, alone.config) as engine:
+        before = generate(engine)
+        await_reload(engine, engine.reload(str(other)))
+        after = generate(engine)
+    assert before != after
+    with ranks.engine(config) as engine:
+        engine.add(make_message("cut short", PROMPTS[0], max_tokens=400))
+        engine.step()
+        identity = engine.compat_hash
+        reloaded = await_reload(engine, engine.reload(str(other)))
+        assert (reloaded.path, reloaded.ended) == (str(other), 1)
+        assert engine.compat_hash != identity
+        assert generate(engine) == after
+        with pytest.raises(CheckpointError):
+            await_reload(engine, engine.reload(str(tmp_path)))
+        assert generate(engine) == after
+        assert engine.audit().problems == ()
+
+
+def test_new_weights_that_compute_nonsense_change_nothing(config, alone, ranks, tmp_path):
+    with Engine.build(alone, alone.config) as engine:
+        expected = generate(engine)
+    silent = write_tiny_checkpoint("qwen3", tmp_path / "silent")
+    for shard in silent.glob("*.safetensors"):
+        tensors = load_file(shard)
+        tensors["model.norm.weight"] = torch.zeros_like(tensors["model.norm.weight"])
+        save_file(tensors, shard)
+    with ranks.engine(config) as engine:
+        with pytest.raises(CheckpointError, match="same logit"):
+            await_reload(engine, engine.reload(str(silent)))
+        assert generate(engine) == expected
+
+
+def await_reload(engine: Engine, reloading: "Future[Reloaded]") -> Reloaded:
+    while not reloading.done():
+        if not engine.step():
+            wait([reloading], timeout=0.01)
+    return reloading.result()

@@ -3,7 +3,7 @@
 Life of a copy
     1. queued   it has a number; on the executor it runs after all that was launched before
     2. done     somewhen, unnoticed
-    3. acked    `poll` found it done: numbers are acked in order
+    3. acked    `poll` found it done, on every rank if there are several: numbers are acked in order
 
 Two kinds of users wait for different things. What runs on the executor (forwards, later copies) never
 waits: launch order is enough. What does not (a peer writing over NIXL, a peer's read, the disk) may touch a
@@ -14,9 +14,10 @@ raises what it raised, which ends the process.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Generic, TypeAlias, TypeVar
 
 from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
@@ -26,6 +27,10 @@ Item = TypeVar("Item")
 Submit: TypeAlias = Callable[[PageCopy], "Future[CopyReport]"]
 """`ModelExecutor.copy`."""
 
+Least: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
+"""`Agreement.least` of ranks that make the same copies, each of its own part of a page."""
+
+NANOSECONDS = 1_000_000_000
 WEIGHT = 0.2
 """Weight of the newest measurement in the moving mean of a rate."""
 
@@ -43,6 +48,9 @@ class CopyQueue:
     """Queues copies on the executor, in order, and hears of their end. Scheduler thread only."""
 
     submit: Submit
+    least: Least | None = None
+    """What is done on one rank may be on its way on another, and none may act on it before (T56); neither may they
+    take a copy for faster than another does. None: there are no other ranks."""
     launched: int = 0
     """Number of the newest copy that was queued; 0 before the first."""
     acked: int = 0
@@ -72,13 +80,25 @@ class CopyQueue:
     def poll(self) -> bool:
         """Ack what is done. True if anything was. Raises what a copy raised."""
         before = self.acked
-        while self._in_flight and self._in_flight[0].future.done():
+        for report in self._done():
             copy = self._in_flight.popleft()
-            self._measure(copy.kind, copy.future.result())
+            self._measure(copy.kind, report)
             self.acked = copy.number
             if copy.acked is not None:
                 copy.acked()
         return self.acked != before
+
+    def _done(self) -> list[CopyReport]:
+        """Reports of the copies that are done, in order, up to the first that is not."""
+        done = [copy.future.result() for copy in takewhile(lambda copy: copy.future.done(), self._in_flight)]
+        if self.least is None or not self._in_flight:
+            return done
+        # As many numbers on every rank, whatever is done on each; and times below zero, so that the longest counts.
+        times = [-round(report.seconds * NANOSECONDS) for report in done]
+        count, *agreed = self.least([len(done), *times, *[0] * (len(self._in_flight) - len(done))])
+        return [
+            replace(report, seconds=-time / NANOSECONDS) for report, time in zip(done[:count], agreed, strict=False)
+        ]
 
     def pages_per_s(self, kind: CopyKind) -> float | None:
         """Measured rate; None before the first copy of this kind was acked."""

@@ -243,6 +243,8 @@ SHARED = (
     "n-gram drafts",
     "drafts by the model itself",
     "EAGLE drafts",
+    "swapped (forced)",
+    "host cache, write_back",
 )
 """Paths that run on several ranks too: between them they use every kind of step."""
 SHARED_QUICKLY = ("mixed, staggered",)

@@ -9,6 +9,7 @@ from tandem_engine.config import (
     CacheConfig,
     EngineConfig,
     HostConfig,
+    ParallelConfig,
     PreemptionMode,
     SchedulePolicy,
     SchedulerConfig,
@@ -158,8 +159,12 @@ def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
         ),
         (lambda: engine_config(parse("--swap-space", "inf")), "--swap-space must be a finite number"),
         (
-            lambda: engine_config(parse("--tp", "2", "--transport", "none", "--swap-space", "1")),
-            "--swap-space need --tensor-parallel-size 1, got 2",
+            lambda: EngineConfig(
+                model_path="model",
+                parallel=ParallelConfig(tp_size=2),
+                cache=CacheConfig(host=HostConfig(enable_cache=True, storage_dir="/blocks")),
+            ),
+            "--hicache-storage-dir needs --tensor-parallel-size 1, got 2",
         ),
     ],
 )

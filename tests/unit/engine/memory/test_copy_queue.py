@@ -4,6 +4,9 @@ import pytest
 
 from tandem_engine.memory.copies import CopyFence, CopyQueue
 from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
+from tandem_engine.parallel.agreement import Agreement
+from tandem_engine.parallel.group import Parallel
+from tandem_testing.rank_threads import on_ranks
 
 
 class Executor:
@@ -97,3 +100,26 @@ def test_the_stream_may_have_what_is_fenced_at_once(copies):  # T77
     assert fence.take(2) == ["a", "b"]
     assert fence.take(2) == ["c"]
     assert len(fence) == 0
+
+
+def test_a_copy_is_acked_when_it_is_done_on_every_rank_and_counts_as_the_slowest():  # T56
+    def work(parallel: Parallel) -> list[tuple[int, float | None]]:
+        executor = Executor()
+        copies = CopyQueue(submit=executor, least=Agreement(parallel.schedule).least)
+        copies.poll()  # nothing is on its way on any rank, so nobody is asked
+        for _ in range(3):
+            launch(copies)
+        seen = []
+        # What ends between two polls: on rank 0, and on rank 1.
+        for mine, theirs in (((0, 1), ()), ((), (0,)), ((2,), ()), ((), (1, 2))):
+            for index in theirs if parallel.rank else mine:
+                executor.end(index, seconds=0.5 if parallel.rank else 0.1)
+            copies.poll()
+            seen.append((copies.acked, copies.pages_per_s(CopyKind.DEVICE_TO_HOST)))
+        assert copies.idle
+        return seen
+
+    first, second = on_ranks(2, work)
+    assert first == second
+    assert [acked for acked, _ in first] == [0, 1, 1, 3]
+    assert [rate for _, rate in first] == [None, *[pytest.approx(2.0)] * 3]
