@@ -574,8 +574,8 @@ class EngineConfig:
             raise ConfigError("--preemption-mode swap needs host memory to swap to: set --swap-space")
         if self.parallel.tp_size > 1 and self.cache.host.storage_dir:
             raise ConfigError(
-                f"--hicache-storage-dir needs --tensor-parallel-size 1, got {self.parallel.tp_size}: a file may be there "
-                "for one rank and not for another. Drop it; host memory works with several ranks"
+                f"--hicache-storage-dir needs --tensor-parallel-size 1, got {self.parallel.tp_size}: a file may be "
+                "there for one rank and not for another. Drop it; host memory works with several ranks"
             )
 
     def require_transfer_fits(self) -> None:

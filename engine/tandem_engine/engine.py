@@ -42,7 +42,6 @@ from tandem_engine.executor.memory_meter import meter_for
 from tandem_engine.executor.profiler import StepProfiler
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.executor.self_test import SelfTestReport, self_test
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.generation import Generation, Generations
 from tandem_engine.ipc.channels import IpcContext
@@ -261,7 +260,7 @@ class Engine:
             rank=loaded.parallel.rank,
             size=loaded.parallel.size,
         )
-        inputs.load_weights = self._reload.start
+        inputs.weights = self._reload
         self._parallel = loaded.parallel
         self._failure = loaded.parallel.failure
         self._stopped = False

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -20,6 +21,7 @@ import torch
 
 from tandem_engine.engine import Engine, load
 from tandem_engine.errors import EngineError
+from tandem_engine.parallel.meeting_place import remove
 from tandem_engine.parallel.rank_processes import RankOrder, announce
 from tandem_engine.parallel.torch_group import join_ranks
 from tandem_engine.scheduler.stream import discard
@@ -38,15 +40,18 @@ def run_rank(standard_input: BinaryIO) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     order = msgspec.json.decode(standard_input.readline(), type=RankOrder)
-    threading.Thread(target=_leave_with_rank_0, args=(standard_input,), name="lifeline", daemon=True).start()
+    lifeline = threading.Thread(
+        target=_leave_with_rank_0, args=(standard_input, Path(order.folder)), name="lifeline", daemon=True
+    )
+    lifeline.start()
     try:
         _follow(order)
     except EngineError as error:
-        order.say_last(str(error))
+        order.last_words.write_text(str(error), "utf-8")
         return REFUSED
     except Exception as error:
         log.exception("rank %d ends on an unexpected error", order.rank)
-        order.say_last(f"{type(error).__name__}: {error}")
+        order.last_words.write_text(f"{type(error).__name__}: {error}", "utf-8")
         return UNEXPECTED_ERROR
     return 0
 
@@ -69,11 +74,12 @@ def _follow(order: RankOrder) -> None:
         engine.follow()
 
 
-def _leave_with_rank_0(standard_input: BinaryIO) -> None:
+def _leave_with_rank_0(standard_input: BinaryIO, folder: Path) -> None:
     """Rank 0 writes nothing after the order, so reading ends when its end of the pipe does.
 
     The process may be waiting in a collective for a rank that will never come, so it leaves from here.
     """
     standard_input.read()
+    remove(folder)
     sys.stderr.flush()
     os._exit(ORPHANED)

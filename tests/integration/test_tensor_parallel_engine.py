@@ -1,5 +1,6 @@
 """An engine of two ranks does what an engine of one does. The ranks are threads, with gloo between them."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
@@ -150,9 +151,7 @@ def test_a_session_goes_on_where_it_ended(config, alone, ranks):
 
 
 def test_embeddings_are_those_of_the_whole_model(config, alone, ranks):
-    messages = [
-        replace_pooling(make_message(f"{kind}{i}", prompt), kind) for kind in Pooling for i, prompt in enumerate(PROMPTS)
-    ]
+    messages = [embed(f"{kind}{i}", prompt, kind) for kind in Pooling for i, prompt in enumerate(PROMPTS)]
     with Engine.build(alone, alone.config) as engine:
         expected = [generation.embedding for generation in engine.generate(messages)]
     with ranks.engine(config) as engine:
@@ -161,9 +160,8 @@ def test_embeddings_are_those_of_the_whole_model(config, alone, ranks):
         torch.testing.assert_close(vector(one), vector(other), atol=1e-5, rtol=1e-4)
 
 
-def replace_pooling(message: GenerateRequest, kind: Pooling) -> GenerateRequest:
-    sampling = msgspec.structs.replace(message.sampling, max_tokens=1)
-    return msgspec.structs.replace(message, sampling=sampling, pooling=PoolingParams(pooling=kind))
+def embed(rid: str, prompt: Sequence[int], kind: Pooling) -> GenerateRequest:
+    return msgspec.structs.replace(make_message(rid, prompt, max_tokens=1), pooling=PoolingParams(pooling=kind))
 
 
 def vector(embedding: bytes) -> torch.Tensor:
@@ -184,7 +182,7 @@ HOST = HostConfig(enable_cache=True, size_bytes=1 << 24, swap_bytes=1 << 24)
 )
 def test_kv_leaves_the_device_and_comes_back_on_all_ranks(config, alone, ranks, mode, write_policy, overlap):
     with Engine.build(alone, alone.config) as engine:
-        expected = generate(engine, max_tokens=24)
+        expected = generate(engine, max_tokens=16)
     scheduler = replace(
         config.scheduler,
         force_retract_every=3,
@@ -194,8 +192,8 @@ def test_kv_leaves_the_device_and_comes_back_on_all_ranks(config, alone, ranks, 
     )
     cache = replace(config.cache, num_pages=8, host=replace(HOST, write_policy=write_policy))
     with ranks.engine(replace(config, scheduler=scheduler, cache=cache)) as engine:
-        for _ in range(3):
-            assert generate(engine, max_tokens=24) == expected
+        for _ in range(2):
+            assert generate(engine, max_tokens=16) == expected
         stats = engine.scheduler.stats()
         assert stats.retracted_total > 0
         assert stats.host_cached_tokens_total > 0

@@ -90,11 +90,14 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @asynccontextmanager
-async def engine_process(checkpoint: Path, control: str, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def engine_process(
+    checkpoint: Path, control: str, *flags: str, temporary: Path | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tandem_engine.cli", "serve", "--model", str(checkpoint), "--dtype", "float32"),
         *("--worker-id", "w", "--incarnation", "w@1", "--control", control, "--transport", "none", "--threads", "2"),
         *flags,
+        env={**os.environ, **({} if temporary is None else {"TMPDIR": str(temporary)})},
     )
     try:
         yield process
@@ -112,7 +115,9 @@ async def serving(checkpoint: Path, folder: Path) -> AsyncIterator[Served]:
         context, endpoint, inbound=EngineToWorker, outbound=WorkerToEngine
     )
     try:
-        async with engine_process(checkpoint, endpoint, "--tensor-parallel-size", "2") as process:
+        (folder / "tmp").mkdir()
+        flags = ("--tensor-parallel-size", "2")
+        async with engine_process(checkpoint, endpoint, *flags, temporary=folder / "tmp") as process:
             ready = await first_report(control)
             assert isinstance(ready, EngineReady), ready
             assert (ready.geometry.tp_size, ready.geometry.num_kv_heads) == (2, 1)
@@ -162,10 +167,11 @@ async def test_sigterm_ends_both_in_order_while_a_request_runs(checkpoint, tmp_p
         assert await served.ended() == 0
 
 
-async def test_when_rank_0_is_killed_the_other_rank_leaves(checkpoint, tmp_path):
+async def test_when_rank_0_is_killed_the_other_rank_leaves_and_nothing_is_left(checkpoint, tmp_path):
     async with serving(checkpoint, tmp_path) as served:
         served.process.kill()
         assert await served.ended() == -signal.SIGKILL
+    assert not [*(tmp_path / "tmp").iterdir()]
 
 
 async def test_a_size_that_does_not_fit_the_model_is_told_to_the_worker(checkpoint, tmp_path):

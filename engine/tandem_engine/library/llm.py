@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
-from tandem_engine.errors import ConfigError, InvalidRequestError, SessionError
+from tandem_engine.errors import ConfigError, InvalidRequestError, RankLostError, SessionError
 from tandem_engine.executor.profiler import MAX_SECONDS, MAX_STEPS, StepProfiler
 from tandem_engine.launch import launched_engine
 from tandem_engine.library.answer import Serving, make_answer
@@ -92,6 +92,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or its parameters can never be served. Nothing was generated.
             SessionLostError: the engine forgot the session. Nothing was generated.
+            RankLostError: another process of a `tensor_parallel_size` above 1 has ended; this `LLM` is closed.
         """
         encoded = encode_prompts(prompts, self._serving.text, session)
         return self._generate(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
@@ -204,6 +205,11 @@ class LLM:
                 total=len(answers), desc="prompts", file=sys.stderr, dynamic_ncols=True, disable=not use_tqdm
             ) as bar:
                 self._drive(answers, bar)
+        except RankLostError as error:
+            # Nothing can follow, not even an abort; and closing finds out which rank was lost, and how.
+            self._growing.clear()
+            self._open.__exit__(type(error), error, error.__traceback__)
+            raise
         finally:
             self._drop_unfinished()
 

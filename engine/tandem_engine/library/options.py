@@ -36,7 +36,8 @@ def config_from_options(model: str | Path, options: dict[str, object]) -> Engine
             raise ConfigError(f"there is no engine option {name!r}{_nearest(name, [*actions])}")
         argv += _arguments(actions[name], value)
     args = parser.parse_args(argv)
-    args.model, args.role = str(model), Role.BOTH.value
+    # It has no peers: nothing that a transfer could not do stands in its way.
+    args.model, args.role, args.transport = str(model), Role.BOTH.value, "none"
     return engine_config(args)
 
 

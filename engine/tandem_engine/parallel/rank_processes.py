@@ -3,24 +3,20 @@
 Life of the ranks of an engine
     1. started     `tandem-engine rank` with its `RankOrder` on standard input, which then stays open: when it
                    closes, rank 0 is gone and the rank leaves, however rank 0 came to its end
-    2. met         all have come to the store and formed their groups
+    2. met         all have come to the store (a file in their `meeting_place`) and formed their groups
     3. following   each does what rank 0 does, turn by turn
     4. ended       `Stop` was agreed on: they leave by themselves, and are killed if they do not
        or lost     one ended before that, or this rank failed: the rest is killed at once, so that nobody waits
                    in a collective for somebody who will not come, and the engine ends with `RankLostError`
-
-The store and the last words of each rank are files without a name, in memory: nobody else can open them, and nothing
-is left of them when the processes are gone, however they went.
 """
 
 import logging
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +28,7 @@ from tandem_engine.config import EngineConfig
 from tandem_engine.errors import RankLostError
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.group import Parallel
+from tandem_engine.parallel.meeting_place import meeting_place
 from tandem_engine.parallel.torch_group import join_ranks
 
 logger = logging.getLogger(__name__)
@@ -49,27 +46,17 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig
     rank: int
-    store: int
-    """Descriptor that this process and the rank have in common; so has `last_words`."""
-    last_words: int
+    folder: str
     self_test: bool
     """Rank 0 will run the self-test before its first turn."""
 
     def open_store(self) -> Store:
-        return FileStore(str(_path_of(self.store)), self.engine.parallel.tp_size)
+        return FileStore(str(Path(self.folder) / "store"), self.engine.parallel.tp_size)
 
-    def say_last(self, words: str) -> None:
-        """For a rank that cannot go on: why."""
-        _path_of(self.last_words).write_text(words, "utf-8")
-
-    def said_last(self) -> str:
-        """What the rank said; empty if nothing."""
-        return _path_of(self.last_words).read_text("utf-8")
-
-
-def _path_of(descriptor: int) -> Path:
-    """Opening it opens the file anew, at its beginning."""
-    return Path(f"/proc/self/fd/{descriptor}")
+    @property
+    def last_words(self) -> Path:
+        """Where a rank that cannot go on writes why."""
+        return Path(self.folder) / f"rank-{self.rank}.error"
 
 
 def announce(store: Store, rank: int) -> None:
@@ -86,12 +73,7 @@ class RankProcess:
 
     @classmethod
     def start(cls, order: RankOrder) -> "RankProcess":
-        process = subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(order.store, order.last_words),
-        )
+        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert process.stdin is not None, "standard input is a pipe"
         # One that ended already is noticed by its status.
         with suppress(BrokenPipeError):
@@ -105,8 +87,8 @@ class RankProcess:
         if not status:
             return None
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        said = self.order.said_last()
-        return f"rank {self.order.rank} {ending}" + (f": {said}" if said else "")
+        said = self.order.last_words
+        return f"rank {self.order.rank} {ending}" + (f": {said.read_text('utf-8')}" if said.is_file() else "")
 
     def end(self, *, deadline: float) -> None:
         """Wait until `deadline` (monotonic seconds) for it to end; then end it."""
@@ -176,16 +158,9 @@ def other_ranks(config: EngineConfig, *, self_test: bool) -> Iterator[Parallel]:
     if config.parallel.tp_size == 1:
         yield Parallel()
         return
-    with ExitStack() as files:
-        store = files.enter_context(_file_without_name("store"))
+    with meeting_place() as folder:
         orders = [
-            RankOrder(
-                engine=config,
-                rank=rank,
-                store=store,
-                last_words=files.enter_context(_file_without_name(f"rank {rank}")),
-                self_test=self_test,
-            )
+            RankOrder(engine=config, rank=rank, folder=str(folder), self_test=self_test)
             for rank in range(config.parallel.tp_size)
         ]
         failure = FirstFailure()
@@ -204,16 +179,6 @@ def other_ranks(config: EngineConfig, *, self_test: bool) -> Iterator[Parallel]:
             others.done.set()
             watcher.join()
             others.end(grace_s=grace_s)
-
-
-@contextmanager
-def _file_without_name(label: str) -> Iterator[int]:
-    """The descriptor of an empty file in memory; `label` stands in /proc alone."""
-    descriptor = os.memfd_create(f"tandem {label}")
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _meet(others: RankProcesses, order: RankOrder) -> Parallel:

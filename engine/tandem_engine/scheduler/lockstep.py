@@ -10,9 +10,8 @@ the others may be waiting for it inside a collective, and only its end sets them
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from tandem_engine.clock import Clock
 from tandem_engine.errors import RankLostError
@@ -38,19 +37,18 @@ from tandem_engine.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 
-LoadsWeights: TypeAlias = Callable[[str], None]
-"""Begins to load the checkpoint in a folder."""
+class LoadsWeights(Protocol):
+    """The model beside the scheduler, as far as inputs concern it."""
 
-
-def refuse_weights(path: str) -> None:
-    """Nobody has asked for weights where this stands."""
-    raise AssertionError(f"weights in {path} for a scheduler without a model")
+    def start(self, path: str) -> None:
+        """Begin to load the checkpoint in the folder `path`."""
+        ...
 
 
 class Inputs(Protocol):
     """The way in. The owner of the loop submits, and calls `begin_turn` before each step of the scheduler."""
 
-    load_weights: LoadsWeights
+    weights: LoadsWeights | None
     """Set by who owns the model."""
 
     @property
@@ -80,14 +78,14 @@ class DirectInputs:
     """Implements `Inputs` for a scheduler that is alone."""
 
     scheduler: Scheduler
-    load_weights: LoadsWeights = refuse_weights
+    weights: LoadsWeights | None = None
 
     @property
     def pending(self) -> bool:
         return False
 
     def submit(self, item: Input) -> None:
-        apply(self.scheduler, item, self.load_weights)
+        apply(self.scheduler, item, self.weights)
 
     def begin_turn(self) -> bool:
         return True
@@ -120,7 +118,7 @@ class AgreedInputs:
     local_clock: Clock
     rank: int
     failure: FirstFailure
-    load_weights: LoadsWeights = refuse_weights
+    weights: LoadsWeights | None = None
     stopped: bool = False
     queue: list[Input] = field(default_factory=list)
 
@@ -149,7 +147,7 @@ class AgreedInputs:
             if isinstance(item, Stop):
                 self.stopped = True
                 return False
-            apply(self.scheduler, item, self.load_weights)
+            apply(self.scheduler, item, self.weights)
         return True
 
     def stop(self) -> None:
@@ -166,7 +164,7 @@ class AgreedInputs:
         self.failure.raise_if_any()
 
 
-def apply(scheduler: Scheduler, item: Input, load_weights: LoadsWeights) -> None:
+def apply(scheduler: Scheduler, item: Input, weights: LoadsWeights | None) -> None:
     """Let `item` happen to `scheduler`, or to the model beside it."""
     match item:
         case Add():
@@ -186,7 +184,8 @@ def apply(scheduler: Scheduler, item: Input, load_weights: LoadsWeights) -> None
         case FlushCache():
             scheduler.forget_kv()
         case LoadWeights():
-            load_weights(item.path)
+            assert weights is not None, f"weights in {item.path} for a scheduler without a model"
+            weights.start(item.path)
         case Drain():
             scheduler.drain()
         case Stop():

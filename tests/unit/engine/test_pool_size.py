@@ -40,7 +40,7 @@ class Meter:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    monkeypatch.setattr(pool_size, "meter_for", lambda device: Meter())
+    monkeypatch.setattr(pool_size, "meter_for", lambda _: Meter())
 
 
 def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, int] = (MIB, MIB)) -> int:
@@ -48,7 +48,7 @@ def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, int]
         weight_bytes=50 * MIB,
         page_bytes=page_bytes[parallel.rank],
         threads=1,
-        forward_over=lambda pages: lambda batch: ForwardResult(step=batch.step, next_token_ids=()),
+        forward_over=lambda _: lambda batch: ForwardResult(step=batch.step, next_token_ids=()),
     )
     return plan_pool(replace(CONFIG, cache=cache), footprint, parallel).pages
 

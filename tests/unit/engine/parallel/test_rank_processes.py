@@ -1,7 +1,6 @@
 """Rank 0 and the processes of the other ranks: none outlives the other, and the reason is told."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -17,7 +16,9 @@ from tandem_engine.parallel.rank_processes import RankProcesses, other_ranks
 
 CONFIG = EngineConfig(model_path="/nowhere", parallel=ParallelConfig(tp_size=2, timeout=20.0))
 
-READ_ORDER = "import json, os, sys; order = json.loads(sys.stdin.readline());"
+READ_ORDER = (
+    "import json, sys, pathlib; order = json.loads(sys.stdin.readline()); folder = pathlib.Path(order['folder']);"
+)
 
 
 def become(monkeypatch, program: str) -> None:
@@ -34,7 +35,7 @@ def test_an_engine_that_is_alone_starts_nobody(monkeypatch):
 def test_a_rank_that_cannot_start_is_reported_with_its_own_words(monkeypatch):
     become(
         monkeypatch,
-        READ_ORDER + "os.write(order['last_words'], b'no memory for 3 GiB'); sys.exit(3)",
+        READ_ORDER + "(folder / f\"rank-{order['rank']}.error\").write_text('no memory for 3 GiB'); sys.exit(3)",
     )
     with (
         pytest.raises(RankLostError, match=r"rank 1 ended with status 3: no memory for 3 GiB"),
@@ -61,8 +62,7 @@ def test_a_rank_that_does_not_come_in_time_is_ended(monkeypatch):
 
 def start(program: str, failure: FirstFailure) -> RankProcesses:
     process = subprocess.Popen((sys.executable, "-c", program), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    silence = os.open(os.devnull, os.O_RDWR)
-    order = rank_processes.RankOrder(engine=CONFIG, rank=1, store=silence, last_words=silence, self_test=False)
+    order = rank_processes.RankOrder(engine=CONFIG, rank=1, folder="/nowhere", self_test=False)
     return RankProcesses(ranks=[rank_processes.RankProcess(order=order, process=process)], failure=failure)
 
 
