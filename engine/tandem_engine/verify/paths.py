@@ -245,6 +245,7 @@ SHARED = (
     "EAGLE drafts",
     "swapped (forced)",
     "host cache, write_back",
+    "every fifth step raises",
 )
 """Paths that run on several ranks too: between them they use every kind of step."""
 SHARED_QUICKLY = ("mixed, staggered",)

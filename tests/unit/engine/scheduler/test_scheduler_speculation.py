@@ -6,6 +6,7 @@ import pytest
 
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.scheduler.speculation import StepDrafts
 from tandem_testing.fake_executors import EagerExecutor
 from tandem_testing.scheduler_builders import VOCAB, Engine, decode_text, expected_output, make_engine, make_message
 from tandem_testing.scripted_proposer import ScriptedProposer, always_right, always_wrong, wrong_every
@@ -232,3 +233,18 @@ def test_a_proposer_that_fails_costs_drafts_and_no_request(caplog):
     assert [len(run) for run in runs] == [1] * 5
     assert "without drafts" in caplog.text
     assert engine.scheduler.stats().speculation.drafted_total == 0
+
+
+def test_whether_the_proposer_fails_is_for_rank_0_to_say():  # T53
+    engine = drafting()
+    speculation = engine.scheduler._speculation
+    speculation.confined = True
+    speculation.proposer.propose = None  # what this rank has by itself counts for nothing
+    speculation.agree = lambda _: StepDrafts(chains=((),))
+    run_one(engine, max_tokens=5)
+    assert not speculation.broken
+    engine = drafting()
+    engine.scheduler._speculation.agree = lambda mine: StepDrafts(chains=tuple(() for _ in mine.chains), broken=True)
+    runs = run_one(engine, max_tokens=5)
+    assert engine.scheduler._speculation.broken
+    assert [len(run) for run in runs] == [1] * 5
