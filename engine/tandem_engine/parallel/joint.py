@@ -10,7 +10,8 @@ Life of one piece of work
 
 So what raises on one rank raises on every rank, at the same place in their order, and the schedulers deal with it
 alike: the requests of a failed step are tried apart as they are on one rank. A rank that does not come to meet the
-others again is lost, and the engine with it.
+others again is lost, and the engine with it. Where the backend cannot free those that wait, what raises on one rank is
+the end of the engine, and nothing need be confirmed.
 """
 
 import logging
@@ -49,7 +50,8 @@ class JointWork:
         self._meet()
         try:
             result = work()
-            self.group.least(torch.zeros(1, dtype=torch.int64))
+            if self.group.can_meet_again:
+                self.group.least(torch.zeros(1, dtype=torch.int64))
         except RankLostError as error:
             self._give_up(error)
             raise OtherRankFailedError(f"another rank did not complete this step: {error}") from error
