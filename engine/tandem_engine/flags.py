@@ -470,7 +470,8 @@ def _add_host_flags(parser: argparse.ArgumentParser) -> None:
         "--hicache-storage-dir",
         default=host.storage_dir,
         metavar="DIR",
-        help="also keep prefixes in files here; they survive a restart. Needs --tensor-parallel-size 1 (default: nowhere)",
+        help="also keep prefixes in files here; they survive a restart. Needs --tensor-parallel-size 1 "
+        "(default: nowhere)",
     )
     group.add_argument(
         "--hicache-storage-size",
