@@ -94,7 +94,8 @@ class TorchGroup:
             start(self._collectives).wait()
         except RuntimeError as error:
             # Torch has no narrower type for a peer that closed its connection, or never came.
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            # Its first sentence says what happened, the others give advice.
+            reason = str(error).partition(". ")[0] or type(error).__name__
         else:
             return
         # Not chained: the traceback of torch's error would keep the connections open after `leave`.
