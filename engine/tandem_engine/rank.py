@@ -33,6 +33,8 @@ UNEXPECTED_ERROR = 70
 """Exit status, EX_SOFTWARE of sysexits."""
 ORPHANED = 71
 """Exit status when rank 0 is gone."""
+ORPHAN_S = 0.2
+"""How long after an error it may take to notice that rank 0 is gone: its process closes all it has at once."""
 
 
 def run_rank(standard_input: BinaryIO) -> int:
@@ -47,6 +49,8 @@ def run_rank(standard_input: BinaryIO) -> int:
     try:
         _follow(order)
     except EngineError as error:
+        # Where rank 0 is gone, which its closed connections show first, there is nobody to tell.
+        lifeline.join(ORPHAN_S)
         order.last_words.write_text(str(error), "utf-8")
         return REFUSED
     except Exception as error:

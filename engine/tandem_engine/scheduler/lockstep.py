@@ -164,7 +164,7 @@ class AgreedInputs:
         self.failure.raise_if_any()
 
 
-def apply(scheduler: Scheduler, item: Input, weights: LoadsWeights | None) -> None:
+def apply(scheduler: Scheduler, item: Input, weights: LoadsWeights | None = None) -> None:
     """Let `item` happen to `scheduler`, or to the model beside it."""
     match item:
         case Add():
