@@ -14,21 +14,19 @@ raises what it raised, which ends the process.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Generic, TypeAlias, TypeVar
 
 from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
+from tandem_engine.parallel.agreement import Least
 
 Item = TypeVar("Item")
 
 Submit: TypeAlias = Callable[[PageCopy], "Future[CopyReport]"]
 """`ModelExecutor.copy`."""
-
-Least: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
-"""`Agreement.least` of ranks that make the same copies, each of its own part of a page."""
 
 NANOSECONDS = 1_000_000_000
 WEIGHT = 0.2
@@ -49,8 +47,8 @@ class CopyQueue:
 
     submit: Submit
     least: Least | None = None
-    """What is done on one rank may be on its way on another, and none may act on it before (T56); neither may they
-    take a copy for faster than another does. None: there are no other ranks."""
+    """Of ranks that make the same copies, each of its part of a page. What is done on one may be on its way on
+    another, and none may act on it before (T56), nor take it for faster than another does. None: no other ranks."""
     launched: int = 0
     """Number of the newest copy that was queued; 0 before the first."""
     acked: int = 0
@@ -79,6 +77,8 @@ class CopyQueue:
 
     def poll(self) -> bool:
         """Ack what is done. True if anything was. Raises what a copy raised."""
+        if not self._in_flight:
+            return False
         before = self.acked
         for report in self._done():
             copy = self._in_flight.popleft()
@@ -91,7 +91,7 @@ class CopyQueue:
     def _done(self) -> list[CopyReport]:
         """Reports of the copies that are done, in order, up to the first that is not."""
         done = [copy.future.result() for copy in takewhile(lambda copy: copy.future.done(), self._in_flight)]
-        if self.least is None or not self._in_flight:
+        if self.least is None:
             return done
         # As many numbers on every rank, whatever is done on each; and times below zero, so that the longest counts.
         times = [-round(report.seconds * NANOSECONDS) for report in done]

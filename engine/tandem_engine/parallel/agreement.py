@@ -11,8 +11,8 @@ talking about them. Whether a collective is called, and with how many values, mu
 alone: never from what this rank has by itself, or from an early return (T68).
 """
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -21,6 +21,9 @@ from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.inputs import Input
 
 T = TypeVar("T")
+Least: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
+"""`Agreement.least`, for who needs no more of it: the least value of all ranks, element by element. Called only while
+there is something to compare, which all ranks have alike."""
 
 INLINE_BYTES = 8192
 """Most turns carry nothing or one prompt: they fit the first message and need no second."""

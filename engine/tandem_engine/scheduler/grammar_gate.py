@@ -14,15 +14,14 @@ job follows from that too, or the ranks would know different grammars; and so do
 """
 
 import logging
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeAlias
 
 from tandem_engine.errors import EngineError, GrammarCompilerError, InvalidRequestError
 from tandem_engine.messages.grammar import GrammarSpec
 from tandem_engine.messages.outputs import Finish
+from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.backend import CompiledGrammar
 from tandem_engine.sampling.grammar.compiler import Grammars
 from tandem_engine.scheduler.endings import Endings, error_finish
@@ -42,10 +41,6 @@ class JobState(IntEnum):
     REFUSED = 2
     """The grammar is wrong, or costs too much."""
     READY = 3
-
-
-Least: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
-"""The least value of all ranks, element by element. Called only while jobs exist, which all ranks have alike."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -31,10 +31,11 @@ from tandem_engine.messages.control import PauseMode, SpeculationStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.names import RequestId
+from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.compiler import Grammars, NoGrammars
 from tandem_engine.scheduler.deadlines import Deadlines
 from tandem_engine.scheduler.endings import Endings, error_finish
-from tandem_engine.scheduler.grammar_gate import GrammarGate, Least
+from tandem_engine.scheduler.grammar_gate import GrammarGate
 from tandem_engine.scheduler.health import Health
 from tandem_engine.scheduler.ingress import Ingress
 from tandem_engine.scheduler.isolation import Isolation
