@@ -262,7 +262,6 @@ class Engine:
         )
         inputs.weights = self._reload
         self._parallel = loaded.parallel
-        self._failure = loaded.parallel.failure
         self._stopped = False
         self._generations = generations
         self._grammars = grammars
@@ -650,7 +649,7 @@ class Engine:
         """Stop computing, on all ranks, then compiling, storing and transferring. Idempotent."""
         self._inputs.stop()
         self._reload.close()
-        if self._failure.error is None:
+        if self._parallel.failure.error is None:
             self._executor.shutdown()
         else:
             self._executor.abandon()
