@@ -10,7 +10,6 @@ All methods belong to one thread, the scheduler thread.
 """
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
@@ -50,7 +49,7 @@ from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.memory.copies import CopyQueue
 from tandem_engine.memory.host.disk import DiskStorage
 from tandem_engine.memory.host.memory import HostMemory
-from tandem_engine.memory.host.pool import GIB, HostPool
+from tandem_engine.memory.host.pool import HostPool
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.no_cache import NoPrefixCache
 from tandem_engine.memory.page_copy import Copier, PageCopier
@@ -105,8 +104,6 @@ if TYPE_CHECKING:
     import zmq
 
     from tandem_engine.disaggregation.transport import KvTransport
-
-logger = logging.getLogger(__name__)
 
 LAYOUT_VERSION = 1
 """Of `KvPool`: [page, layer, kv, kv_head, slot, head_dim]."""
@@ -703,6 +700,7 @@ def _sized_pool(geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel,
     footprint = Footprint(
         weight_bytes=loaded.weight_bytes,
         page_bytes=geometry.page_bytes + beside,
+        host_page_bytes=geometry.page_bytes,
         threads=loaded.threads,
         forward_over=forward_over,
     )
@@ -727,12 +725,6 @@ def _host_pool(pool: KvPool, config: CacheConfig) -> HostPool | None:
         return None
     cached = config.host.cache_pages(device_pages=pool.num_pages, page_bytes=pool.page_bytes)
     swapped = config.host.swap_pages(pool.page_bytes)
-    logger.info(
-        "host memory for KV: %d pages of the prefix cache and %d to swap to, %.2f GiB",
-        cached,
-        swapped,
-        (cached + swapped) * pool.page_bytes / GIB,
-    )
     return HostPool(num_pages=cached + swapped, page_bytes=pool.page_bytes)
 
 

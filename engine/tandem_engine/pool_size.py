@@ -9,11 +9,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from tandem_engine.config import CacheConfig, EngineConfig
 from tandem_engine.executor.forward_thread import Forward, ForwardThread
 from tandem_engine.executor.memory_meter import MemoryMeter, meter_for
 from tandem_engine.executor.memory_profile import measure_activations, profile_pages
-from tandem_engine.memory.sizing import MemoryFacts, MemoryPlan, plan_memory
+from tandem_engine.memory.sizing import HostShare, MemoryFacts, MemoryPlan, plan_memory
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import Parallel
 
@@ -27,6 +29,8 @@ class Footprint:
     weight_bytes: int
     page_bytes: int
     """Of one page on this rank, a draft model's share included."""
+    host_page_bytes: int
+    """Of the same page in host memory, where no draft model's share is kept."""
     threads: int
     forward_over: Callable[[int], Forward]
     """A forward of the model over a pool of its own with so many pages."""
@@ -53,6 +57,11 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
         ),
         page_bytes=footprint.page_bytes,
         context_length=config.scheduler.context_length,
+        host=HostShare(
+            config=cache.host,
+            page_bytes=footprint.host_page_bytes,
+            beside_pool=torch.device(config.device).type == "cpu",
+        ),
     )
     [pages] = agreement.least([plan.pages])
     plan = replace(plan, pages=pages)

@@ -5,18 +5,23 @@
     --mem-fraction-static  what is left of this share of the device's memory after weights and the largest step
     none of them           `DEFAULT_KV_BYTES`, which any machine has
 
+Host memory for KV, the slower tier of the prefix cache and swap space, is taken off too where it is the memory that
+the pool lies in: on a CPU. With `--hicache-ratio` it grows with the pool, so a page of the pool costs more than itself.
+
 Whatever decides, pages that the memory cannot hold are refused at start, with the figure that would fit.
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor
 
-from tandem_engine.config import CacheConfig
+from tandem_engine.config import CacheConfig, HostConfig
 from tandem_engine.errors import ConfigError
 
 GIB = 1 << 30
 LARGEST_FRACTION = 0.98
 """Nothing above is ever proposed: the rest of the machine needs some."""
+SMALLEST_POOL = 2
+"""Pages, the dummy one included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +40,57 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostShare:
+    """Host memory for KV: how much goes with a pool of so many pages."""
+
+    config: HostConfig
+    page_bytes: int
+    """Of one host page; a draft model's share of a page is not kept there."""
+    beside_pool: bool
+    """Whether it comes out of the memory that the pool lies in."""
+
+    def cache_bytes(self, pages: int) -> int:
+        return self.config.cache_pages(device_pages=pages, page_bytes=self.page_bytes) * self.page_bytes
+
+    @property
+    def swap_bytes(self) -> int:
+        return self.config.swap_pages(self.page_bytes) * self.page_bytes
+
+    @property
+    def fixed(self) -> int:
+        """Bytes beside the pool that do not depend on its size."""
+        if not self.beside_pool:
+            return 0
+        return self.swap_bytes + (self.cache_bytes(0) if self.config.enable_cache and not self._by_ratio else 0)
+
+    @property
+    def per_page(self) -> float:
+        """Bytes beside the pool for each page of it."""
+        return self.config.ratio * self.page_bytes if self.beside_pool and self._by_ratio else 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether the pool has less room because of it."""
+        return self.beside_pool and self.config.enabled
+
+    @property
+    def flags(self) -> str:
+        """What asks for it, as it was given."""
+        config, given = self.config, []
+        if config.enable_cache:
+            given.append(
+                f"--hicache-ratio {config.ratio:g}" if self._by_ratio else f"--hicache-size {config.size_bytes / GIB:g}"
+            )
+        if config.swap_bytes:
+            given.append(f"--swap-space {config.swap_bytes / GIB:g}")
+        return " and ".join(given)
+
+    @property
+    def _by_ratio(self) -> bool:
+        return self.config.enable_cache and not self.config.size_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
     """What goes where."""
 
@@ -43,6 +99,10 @@ class MemoryPlan:
     page_bytes: int
     page_size: int
     host_cache: int = 0
+    swap: int = 0
+    """Host memory for swapped requests."""
+    beside_pool: bool = True
+    """Whether host memory is the memory that the pool lies in."""
 
     @property
     def kv_bytes(self) -> int:
@@ -52,68 +112,104 @@ class MemoryPlan:
         """The one line that says it all."""
         facts = self.facts
         activations = "not measured" if facts.activations is None else _gib(facts.activations)
-        free = facts.available - self.kv_bytes - (facts.activations or 0) - self.host_cache
-        return (
+        below = f"host cache {_gib(self.host_cache)}, swap space {_gib(self.swap)}"
+        ours = (
             f"memory {_gib(facts.total)}: weights {_gib(facts.weights)}, process {_gib(facts.used - facts.weights)}, "
             f"activations {activations}, KV {_gib(self.kv_bytes)} ({self.pages} pages, "
-            f"{(self.pages - 1) * self.page_size} tokens), host cache {_gib(self.host_cache)}, free {_gib(free)}"
+            f"{(self.pages - 1) * self.page_size} tokens)"
         )
+        free = facts.available - self.kv_bytes - (facts.activations or 0)
+        if self.beside_pool:
+            return f"{ours}, {below}, free {_gib(free - self.host_cache - self.swap)}"
+        return f"{ours}, free {_gib(free)}; of host memory: {below}"
 
 
 def plan_memory(
-    cache: CacheConfig, facts: MemoryFacts, *, page_bytes: int, context_length: int, host_cache: int = 0
+    cache: CacheConfig, facts: MemoryFacts, *, page_bytes: int, context_length: int, host: HostShare
 ) -> MemoryPlan:
     """Decide the number of pages, dummy page included.
 
     Raises:
-        ConfigError: they do not fit, or with a fraction not even one request of `context_length` does; the
-            message says what would.
+        ConfigError: they do not fit beside the host memory that is asked for, or with a fraction not even one request
+            of `context_length` does; the message says what would.
     """
     if cache.mem_fraction_static:
-        pages = _from_fraction(cache, facts, page_bytes, context_length, host_cache)
+        pages = _from_fraction(cache, facts, page_bytes, context_length, host)
     else:
         pages = cache.pages_for(page_bytes)
-        _require_available(cache, facts, pages, page_bytes)
-    return MemoryPlan(facts=facts, pages=pages, page_bytes=page_bytes, page_size=cache.page_size, host_cache=host_cache)
+        _require_available(cache, facts, pages, page_bytes, host)
+    return MemoryPlan(
+        facts=facts,
+        pages=pages,
+        page_bytes=page_bytes,
+        page_size=cache.page_size,
+        host_cache=host.cache_bytes(pages),
+        swap=host.swap_bytes,
+        beside_pool=host.beside_pool,
+    )
 
 
-def _require_available(cache: CacheConfig, facts: MemoryFacts, pages: int, page_bytes: int) -> None:
-    if pages * page_bytes <= facts.available:
+def _require_available(cache: CacheConfig, facts: MemoryFacts, pages: int, page_bytes: int, host: HostShare) -> None:
+    cost = page_bytes + host.per_page
+    needed = ceil(pages * cost) + host.fixed
+    if needed <= facts.available:
         return
-    if cache.num_pages:
-        flag, fix = f"--num-pages {pages}", f"lower it to at most {facts.available // page_bytes}"
-    else:
-        flag = f"--kv-cache-gib {cache.kv_bytes / GIB:g}"
-        fix = f"set it to at most {facts.available / GIB:.2f}"
+    fitting = floor((facts.available - host.fixed) / cost)
+    flag = f"--num-pages {pages}" if cache.num_pages else f"--kv-cache-gib {cache.kv_bytes / GIB:g}"
+    fixes = _less_host_memory(host, facts.available - pages * page_bytes, pages)
+    if fitting >= SMALLEST_POOL or not fixes:
+        size = f"{max(0, fitting)}" if cache.num_pages else f"{_floor(max(0, fitting) * page_bytes / GIB):.2f}"
+        fixes.insert(0, f"{'lower it' if cache.num_pages else 'set it'} to at most {size}")
+    beside = f" and {_gib(needed - pages * page_bytes)} for host memory ({host.flags})" if host.counts else ""
     raise ConfigError(
-        f"{flag} needs {_gib(pages * page_bytes)} for KV pages and {_gib(facts.available)} is available: {fix}"
+        f"{flag} needs {_gib(pages * page_bytes)} for KV pages{beside} and {_gib(facts.available)} is available: "
+        f"{' or '.join(fixes)}"
     )
 
 
 def _from_fraction(
-    cache: CacheConfig, facts: MemoryFacts, page_bytes: int, context_length: int, host_cache: int
+    cache: CacheConfig, facts: MemoryFacts, page_bytes: int, context_length: int, host: HostShare
 ) -> int:
     assert facts.activations is not None, "a fraction is divided by measurement"
-    fraction = cache.mem_fraction_static
-    fixed = facts.used + facts.activations + host_cache
+    fraction, cost = cache.mem_fraction_static, page_bytes + host.per_page
+    fixed = facts.used + facts.activations + host.fixed
     # Others may have taken what this share promises.
-    left = min(int(facts.total * fraction) - fixed, facts.available - facts.activations - host_cache)
-    needed = (ceil(context_length / cache.page_size) + 1) * page_bytes
+    left = min(int(facts.total * fraction) - fixed, facts.available - facts.activations - host.fixed)
+    least = ceil(context_length / cache.page_size) + 1
+    needed = ceil(least * cost)
     if left >= needed:
-        return left // page_bytes
-    fitting = max(0, left // page_bytes - 1) * cache.page_size
+        return int(left // cost)
+    fitting = max(0, int(left // cost) - 1) * cache.page_size
     fixes = [f"lower --context-length to {fitting}"] if fitting else []
     enough = ceil((fixed + needed) / facts.total * 100) / 100
     if fraction < enough <= LARGEST_FRACTION:
         fixes.append(f"raise --mem-fraction-static to {enough:g}")
-    if not fixes:
-        fixes = ["free memory of this machine, or serve a smaller model"]
+    fixes += _less_host_memory(host, left + host.fixed - least * page_bytes, least)
+    beside = f" with {host.flags}" if host.counts else ""
     raise ConfigError(
-        f"one request of --context-length {context_length} needs {_gib(needed)} of KV pages; --mem-fraction-static "
-        f"{fraction:g} of {_gib(facts.total)} leaves {_gib(max(0, left))} after weights and process "
-        f"({_gib(facts.used)}) and the largest step ({_gib(facts.activations)}), with {_gib(facts.available)} "
-        f"available: {' or '.join(fixes)}"
+        f"one request of --context-length {context_length} needs {_gib(needed)} of KV pages{beside}; "
+        f"--mem-fraction-static {fraction:g} of {_gib(facts.total)} leaves {_gib(max(0, left))} after weights and "
+        f"process ({_gib(facts.used)}) and the largest step ({_gib(facts.activations)})"
+        f"{f' and fixed host memory ({_gib(host.fixed)})' if host.fixed else ''}, with {_gib(facts.available)} "
+        f"available: {' or '.join(fixes or ['free memory of this machine, or serve a smaller model'])}"
     )
+
+
+def _less_host_memory(host: HostShare, left: int, pages: int) -> list[str]:
+    """What to ask of host memory instead, where `left` bytes are left for it beside a pool of `pages`."""
+    if not host.counts or left < 0:
+        return []
+    ratio = _floor((left - host.fixed) / (pages * host.page_bytes))
+    if host.per_page and ratio > 0:
+        return [f"lower --hicache-ratio to {ratio:g}"]
+    if host.per_page or not _floor(left / GIB):
+        return [f"drop {host.flags}"]
+    return [f"ask for at most {_floor(left / GIB):.2f} GiB with {host.flags}"]
+
+
+def _floor(value: float) -> float:
+    """Two decimals, never more than `value`: what is proposed must be accepted."""
+    return floor(value * 100) / 100
 
 
 def _gib(size: int) -> str:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tandem_engine.config import CacheConfig
+from tandem_engine.config import CacheConfig, HostConfig
 from tandem_engine.errors import ConfigError
-from tandem_engine.memory.sizing import GIB, MemoryFacts, plan_memory
+from tandem_engine.memory.sizing import GIB, HostShare, MemoryFacts, plan_memory
 
 MIB = 1 << 20
 
@@ -13,8 +13,13 @@ def facts(*, total=10 * GIB, available=9 * GIB, used=2 * GIB, weights=1 * GIB, a
     return MemoryFacts(total=total, available=available, used=used, weights=weights, activations=activations)
 
 
-def plan(cache: CacheConfig, measured: MemoryFacts, *, context_length: int = 4096, host_cache: int = 0):
-    return plan_memory(cache, measured, page_bytes=MIB, context_length=context_length, host_cache=host_cache)
+def plan(cache: CacheConfig, measured: MemoryFacts, *, context_length: int = 4096, beside_pool: bool = True):
+    host = HostShare(config=cache.host, page_bytes=MIB, beside_pool=beside_pool)
+    return plan_memory(cache, measured, page_bytes=MIB, context_length=context_length, host=host)
+
+
+def host(*, ratio: float = 2.0, size: int = 0, swap: int = 0, cache: bool = True) -> HostConfig:
+    return HostConfig(enable_cache=cache, ratio=ratio, size_bytes=size, swap_bytes=swap)
 
 
 def test_pages_get_what_the_share_leaves_after_weights_and_the_largest_step():
@@ -27,20 +32,39 @@ def test_others_use_of_the_machine_limits_the_share():
     assert made.pages == 2 * 1024
 
 
-def test_a_host_cache_is_taken_off_first():
-    made = plan(CacheConfig(mem_fraction_static=0.5), facts(), host_cache=GIB)
-    assert made.pages == 1024
+@pytest.mark.parametrize(
+    ("below", "pages"),
+    [
+        (host(size=GIB), 1024),
+        (host(cache=False, swap=GIB), 1024),
+        (host(size=GIB // 2, swap=GIB), 512),
+        # Every page of the pool brings so many of the host with it.
+        (host(ratio=1.0), 1024),
+        (host(ratio=3.0, swap=GIB), 256),
+    ],
+)
+def test_host_memory_that_lies_beside_the_pool_is_counted(below, pages):
+    made = plan(CacheConfig(mem_fraction_static=0.5, host=below), facts(), context_length=2048)
+    assert made.pages == pages
+    assert made.kv_bytes + made.host_cache + made.swap == 2 * GIB
+
+
+def test_host_memory_of_another_device_leaves_the_pool_alone():
+    made = plan(CacheConfig(mem_fraction_static=0.5, host=host(size=7 * GIB)), facts(), beside_pool=False)
+    assert made.pages == 2 * 1024
+    assert str(made).endswith("free 6.00 GiB; of host memory: host cache 7.00 GiB, swap space 0.00 GiB")
 
 
 def test_one_line_says_what_went_where():
-    line = str(plan(CacheConfig(mem_fraction_static=0.5), facts(), host_cache=GIB))
+    line = str(plan(CacheConfig(mem_fraction_static=0.5, host=host(size=GIB // 2, swap=GIB // 2)), facts()))
     assert "\n" not in line
     for part in (
         "weights 1.00 GiB",
         "process 1.00 GiB",
         "activations 1.00 GiB",
         "KV 1.00 GiB (1024 pages, 16368 tokens)",
-        "host cache 1.00 GiB",
+        "host cache 0.50 GiB",
+        "swap space 0.50 GiB",
         "free 6.00 GiB",
     ):
         assert part in line
@@ -86,3 +110,47 @@ def test_a_given_size_is_taken_as_it_is():
     assert plan(CacheConfig(num_pages=7), facts(activations=None)).pages == 7
     assert plan(CacheConfig(kv_cache_bytes=GIB), facts(activations=None)).pages == 1024
     assert "activations not measured" in str(plan(CacheConfig(), facts(activations=None)))
+
+
+@pytest.mark.parametrize(
+    ("cache", "text", "fitting"),
+    [
+        (
+            CacheConfig(num_pages=4096, host=host()),
+            r"--num-pages 4096 needs 4\.00 GiB for KV pages and 8\.00 GiB for host memory \(--hicache-ratio 2\) and "
+            r"9\.00 GiB is available: lower it to at most 3072 or lower --hicache-ratio to 1\.25",
+            [CacheConfig(num_pages=3072, host=host()), CacheConfig(num_pages=4096, host=host(ratio=1.25))],
+        ),
+        (
+            CacheConfig(kv_cache_bytes=4 * GIB, host=host(size=3 * GIB, swap=3 * GIB)),
+            r"at most 3\.00 or ask for at most 5\.00 GiB with --hicache-size 3 and --swap-space 3",
+            [
+                CacheConfig(kv_cache_bytes=3 * GIB, host=host(size=3 * GIB, swap=3 * GIB)),
+                CacheConfig(kv_cache_bytes=4 * GIB, host=host(size=3 * GIB, swap=2 * GIB)),
+            ],
+        ),
+        (
+            CacheConfig(kv_cache_bytes=GIB, host=host(cache=False, swap=10 * GIB)),
+            r"available: ask for at most 8\.00 GiB with --swap-space 10",
+            [CacheConfig(kv_cache_bytes=GIB, host=host(cache=False, swap=8 * GIB))],
+        ),
+        (
+            CacheConfig(mem_fraction_static=0.5, host=host(cache=False, swap=2 * GIB)),
+            r"with --swap-space 2; .* raise --mem-fraction-static to 0\.53 or ask for at most 1\.74 GiB",
+            [
+                CacheConfig(mem_fraction_static=0.53, host=host(cache=False, swap=2 * GIB)),
+                CacheConfig(mem_fraction_static=0.5, host=host(cache=False, swap=int(1.74 * GIB))),
+            ],
+        ),
+        (
+            CacheConfig(mem_fraction_static=0.5, host=host(ratio=9.0)),
+            r"lower --context-length to 3248 or raise --mem-fraction-static to 0\.56 or lower --hicache-ratio to 6\.96",
+            [CacheConfig(mem_fraction_static=0.5, host=host(ratio=6.96))],
+        ),
+    ],
+)
+def test_host_memory_that_does_not_fit_beside_the_pool_is_refused_with_what_would(cache, text, fitting):
+    with pytest.raises(ConfigError, match=text):
+        plan(cache, facts())
+    for accepted in fitting:
+        assert plan(accepted, facts()).pages > 1
