@@ -6,6 +6,7 @@ from typing import Protocol
 from tandem_engine.clock import Clock
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.outputs import Finish
+from tandem_engine.scheduler.kept_back import KeptBack
 from tandem_engine.scheduler.request import Request
 
 
@@ -33,6 +34,8 @@ class StageHost(Protocol):
     def finish(self, req: Request, finish: Finish) -> None: ...
 
     def spare_pages(self) -> int: ...
+
+    def kept_back(self, req: Request) -> KeptBack: ...
 
     def give_way(self) -> bool: ...
 

@@ -107,12 +107,13 @@ class PreallocQueue:
 
     def _reserve(self, waiting: Waiting, under_way: int) -> RequestKv | None:
         memory, tokens, salt = self.host.memory, waiting.tokens, waiting.req.cache_salt
-        if memory.rows.available == 0 or under_way >= self.host.spare_requests():
+        kept = self.host.kept_back(waiting.req)
+        if memory.rows.available <= kept.rows or under_way >= self.host.spare_requests():
             return None
         # At least one token is always received, or there would be nothing to wait for.
         longest = len(tokens) - 1
         cached = memory.cached_len(tokens, salt=salt, max_match=longest)
-        if memory.pages_for(len(tokens) - cached) + under_way > self.host.spare_pages():
+        if memory.pages_for(len(tokens) - cached) + under_way > self.host.spare_pages() - kept.pages:
             return None
         kv = memory.begin(tokens, salt=salt, max_match=longest)
         if kv is None:

@@ -29,8 +29,7 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.queues import Queues
-from tandem_engine.scheduler.request import Request
-from tandem_engine.scheduler.retraction import sends_kv
+from tandem_engine.scheduler.request import Request, sends_kv
 from tandem_engine.scheduler.tally import Tally
 
 logger = logging.getLogger(__name__)

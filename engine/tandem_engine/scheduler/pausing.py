@@ -17,8 +17,7 @@ from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.isolation import Isolation
 from tandem_engine.scheduler.queues import Queues
-from tandem_engine.scheduler.request import Request
-from tandem_engine.scheduler.retraction import sends_kv
+from tandem_engine.scheduler.request import Request, sends_kv
 from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.tally import Tally
 

@@ -23,13 +23,14 @@ from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.isolation import Isolation
+from tandem_engine.scheduler.kept_back import held_up
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
 from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.preemption import Preemption
 from tandem_engine.scheduler.prefill_adder import Admission, Extend, PrefillAdder, reserved_pages
 from tandem_engine.scheduler.queues import Queues
-from tandem_engine.scheduler.request import Request
-from tandem_engine.scheduler.retraction import Retraction, Room, sends_kv
+from tandem_engine.scheduler.request import Request, sends_kv
+from tandem_engine.scheduler.retraction import Retraction, Room
 from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.swapping import Return, Swapping
@@ -206,6 +207,7 @@ class Planner:
         return PrefillAdder(
             memory=self.memory,
             groups=self.queues.groups,
+            held_up=held_up(self.queues) if admits else (),
             tokens_left=self.config.prefill_budget(decodes=len(decodes)),
             chunk_limit=self.config.chunk_limit(decodes=len(decodes)),
             ratio=self.ratio.value,

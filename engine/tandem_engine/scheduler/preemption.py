@@ -20,8 +20,8 @@ from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
 from tandem_engine.scheduler.policy.priority import ByPriority
 from tandem_engine.scheduler.prefill_adder import Admission, expected_pages, reserved_pages
 from tandem_engine.scheduler.queues import Queues
-from tandem_engine.scheduler.request import Request
-from tandem_engine.scheduler.retraction import Retraction, Room, sends_kv
+from tandem_engine.scheduler.request import Request, sends_kv
+from tandem_engine.scheduler.retraction import Retraction, Room
 
 Ask: TypeAlias = Callable[[Request], Admission]
 """Whether a waiting request would be admitted now. Changes nothing."""

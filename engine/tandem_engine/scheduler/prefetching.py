@@ -45,5 +45,5 @@ class Prefetching:
         ready = [req for req, prefetch in self.queues.prefetching.items() if prefetch.done or now >= prefetch.until]
         for req in ready:
             del self.queues.prefetching[req]
-            self.queues.waiting.join(req)
+            self.queues.waiting.join_in_order(req)
         return bool(ready)

@@ -11,7 +11,7 @@ chunk, for this request and for everybody who runs (`reserved`). So a prompt tha
 finished, unless outputs grow longer than expected; for those that do, admission leaves the `watermark` free.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil
@@ -19,7 +19,8 @@ from math import ceil
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.scheduler.groups import Groups, PageCopy
-from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.kept_back import NOTHING, KeptBack, kept_back
+from tandem_engine.scheduler.request import Request, sends_kv
 
 
 class Admission(Enum):
@@ -35,6 +36,8 @@ class Admission(Enum):
     """It does not fit beside what running requests are expected to need."""
     WATERMARK = "watermark"
     """It would fit, but into pages that are kept free."""
+    OVERTAKES = "overtakes"
+    """It would fit, but into pages of an earlier prompt for another worker that is held up (`kept_back`)."""
     CHUNK_IN_PROGRESS = "chunk_in_progress"
     """It would need chunks, and another prompt is half computed."""
     SHARED_PREFIX = "shared_prefix"
@@ -53,7 +56,7 @@ class Admission(Enum):
     @property
     def lacks_pages(self) -> bool:
         """More free pages would help."""
-        return self in (Admission.NO_PAGES, Admission.WATERMARK)
+        return self in (Admission.NO_PAGES, Admission.WATERMARK, Admission.OVERTAKES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +76,12 @@ class Extend:
 
 
 def expected_pages(memory: KvMemory, req: Request, tokens: int, ratio: float) -> int:
-    """Pages that `req` is expected to have at its end. `tokens`: its length now, tokens in flight included."""
+    """Pages that `req` is expected to have at its end. `tokens`: its length now, tokens in flight included.
+
+    A prompt for another worker ends here with its first token, which needs no KV.
+    """
+    if sends_kv(req):
+        return memory.pages_for(tokens)
     return memory.pages_for(tokens + ceil(req.remaining_tokens * ratio))
 
 
@@ -106,6 +114,8 @@ class PrefillAdder:
 
     memory: KvMemory
     groups: Groups
+    held_up: Sequence[Request]
+    """Prompts for other workers that requests of this pass may overtake (`kept_back`)."""
     tokens_left: int
     """Prompt tokens that this step may still compute."""
     chunk_limit: int
@@ -169,6 +179,9 @@ class PrefillAdder:
         full = self.full()
         if not full.ok:
             return full
+        kept = self._kept_back(req)
+        if self.memory.rows.available <= kept.rows:
+            return Admission.NO_ROW
         tokens = req.token_ids(0, req.seq_len)
         longest = req.longest_match
         kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=longest)
@@ -177,7 +190,7 @@ class PrefillAdder:
         donor = self.groups.donor(req)
         first = kv.matched_len if donor is None else max(kv.matched_len, min(req.prompt_len, longest))
         stop = first + self._chunk(len(tokens) - first)
-        answer = self._fits(req, kv, len(tokens), stop)
+        answer = self._fits(req, kv, len(tokens), stop, kept.pages)
         if answer.ok:
             return Start(kv=kv, donor=donor, start=first, stop=stop, tokens=len(tokens))
         self._give_back(kv)
@@ -186,7 +199,11 @@ class PrefillAdder:
     def _give_back(self, kv: RequestKv) -> None:
         self.memory.release(kv, (), checkpoint=False, after_step=None)
 
-    def _fits(self, req: Request, kv: RequestKv, tokens: int, stop: int) -> Admission:
+    def _kept_back(self, req: Request) -> KeptBack:
+        """What `req` may not take although it is free."""
+        return kept_back(self.memory, self.held_up, req) if self.held_up and sends_kv(req) else NOTHING
+
+    def _fits(self, req: Request, kv: RequestKv, tokens: int, stop: int, kept: int) -> Admission:
         """Check the budgets under the lock and take the pages up to `stop` if they allow it."""
         if stop < tokens and not self.may_chunk:
             return Admission.CHUNK_IN_PROGRESS
@@ -196,7 +213,9 @@ class PrefillAdder:
         spare = self.memory.available_pages() - self.reserved
         if missing > spare:
             return Admission.NO_PAGES
-        if missing > spare - watermark:
+        if missing > spare - kept:
+            return Admission.OVERTAKES
+        if missing > spare - watermark - kept:
             return Admission.WATERMARK
         return Admission.OK if self.memory.ensure(kv, stop) else Admission.NO_PAGES
 

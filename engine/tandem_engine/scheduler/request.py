@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from tandem_engine.memory.host.swap import SwappedKv
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TransferReport
-from tandem_engine.messages.requests import Handoff
+from tandem_engine.messages.requests import Handoff, HandoffSide
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.grammar_progress import GrammarProgress
@@ -145,3 +145,8 @@ class Request:
     def may_decode(self) -> bool:
         """Whether one more token may be computed while it runs."""
         return self.to_finish is None and self.sampling.max_tokens > len(self.output_ids) + self.tokens_in_flight
+
+
+def sends_kv(req: Request) -> bool:
+    """Whether its KV goes to another worker, from where its pages are now."""
+    return req.handoff is not None and req.handoff.side is HandoffSide.SEND

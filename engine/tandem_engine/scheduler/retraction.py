@@ -17,12 +17,11 @@ from enum import Enum
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.errors import OutOfPagesError
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
 from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.queues import Queues
-from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.request import Request, sends_kv
 from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.swapping import Swapping
 from tandem_engine.scheduler.tally import Tally
@@ -147,8 +146,3 @@ class Retraction:
         """Whether the next decode step retracts somebody, short of pages or not."""
         every = self.config.force_retract_every
         return every > 0 and self.decode_steps >= every
-
-
-def sends_kv(req: Request) -> bool:
-    """Whether its KV goes to another worker, from where its pages are now."""
-    return req.handoff is not None and req.handoff.side is HandoffSide.SEND

@@ -33,8 +33,7 @@ from tandem_engine.scheduler.grammar_progress import GrammarProgress
 from tandem_engine.scheduler.isolation import Isolation
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.queues import Queues
-from tandem_engine.scheduler.request import Request
-from tandem_engine.scheduler.retraction import sends_kv
+from tandem_engine.scheduler.request import Request, sends_kv
 from tandem_engine.scheduler.schedule_batch import ScheduleBatch
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.steps import Steps

@@ -1,0 +1,83 @@
+"""Prompts that are held up on the way to the writer's queue, while their receiver has granted pages to them.
+
+The receiver serves in order of arrival. If those that come later filled the writer's memory meanwhile, they would
+wait for the receiver's, which waits for the prompt that has no room to be computed any more.
+"""
+
+import pytest
+
+from tandem_engine.config import HostConfig
+from tandem_testing.disagg_pair import Pair, make_pair
+from tandem_testing.memory_storage import MemoryStorage
+from tandem_testing.scheduler_builders import make_engine, make_message
+from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
+
+LONG = tuple(range(1, 33))
+"""Eight of fourteen pages."""
+LATER = {f"later{number}": tuple(range(40 + number, 60 + number)) for number in range(3)}
+"""Five pages each: two of them fill what is left."""
+
+
+def submit_later(pair: Pair) -> None:
+    for rid, prompt in LATER.items():
+        pair.pass_time(0.01)
+        pair.submit(rid, prompt)
+
+
+def finish_soon(pair: Pair) -> None:
+    """All complete within a fraction of the time after which a circle is broken."""
+    pair.run(max_turns=200, seconds_per_turn=0.01)
+    for rid in ("late", *LATER):
+        assert pair.decode.tokens(rid) == pair.expected(rid)
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_late_grammar_finds_room_for_its_prompt(overlap):
+    grammars, spec = ToyGrammars(hold=True), toy_grammar()
+    pair = make_pair(usable_pages=14, enable_overlap=overlap, prefill={"grammars": grammars})
+    pair.submit("late", LONG, grammar=spec)
+    submit_later(pair)
+    pair.turn(20)
+    grammars.finish(spec)
+    finish_soon(pair)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_that_waits_for_storage_finds_room(overlap):
+    storage = MemoryStorage()
+    below = {"host_pages": 16, "host": HostConfig(enable_cache=True), "storage": storage}
+    earlier = make_engine(**below)
+    earlier.add(make_message("earlier", LONG, max_tokens=2))
+    earlier.run()
+    earlier.step(4)
+    storage.at_once = False
+    pair = make_pair(usable_pages=14, enable_overlap=overlap, prefill=below)
+    pair.submit("late", LONG)
+    submit_later(pair)
+    pair.turn(20)
+    assert "late" not in pair.decode.engine.received
+    storage.run()
+    finish_soon(pair)
+
+
+def test_a_late_grammar_finds_a_row():
+    grammars, spec = ToyGrammars(hold=True), toy_grammar()
+    pair = make_pair(usable_pages=64, prefill={"grammars": grammars, "max_rows": 2}, decode={"max_rows": 1})
+    pair.submit("late", LONG, grammar=spec)
+    submit_later(pair)
+    pair.turn(20)
+    grammars.finish(spec)
+    finish_soon(pair)
+
+
+def test_others_are_served_while_there_is_room_for_all():
+    grammars, spec = ToyGrammars(hold=True), toy_grammar()
+    pair = make_pair(usable_pages=32, prefill={"grammars": grammars})
+    pair.submit("late", LONG, grammar=spec)
+    submit_later(pair)
+    pair.turn(40)
+    for rid in LATER:
+        assert pair.decode.tokens(rid) == pair.expected(rid)
+    grammars.finish(spec)
+    finish_soon(pair)
