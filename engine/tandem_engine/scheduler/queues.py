@@ -78,6 +78,8 @@ class Queues:
     groups: Groups = field(default_factory=Groups)
     prefetching: dict[Request, Prefetch] = field(default_factory=dict)
     """In arrival order, with what each waits for."""
+    reading: dict[Request, Prefetch] = field(default_factory=dict)
+    """What storage reads for requests that stand in `compiling` meanwhile."""
     swapped: deque[Request] = field(default_factory=deque)
     """The first to come back first."""
     chunked: Request | None = None
@@ -100,10 +102,15 @@ class Queues:
         """Let a request go on whose grammar is compiled. No-op if a stage has it, or it has ended."""
         if self.compiling.pop(req.rid, None) is None:
             return
+        prefetch = self.reading.pop(req, None)
         if req.kv is not None:
             self.running.append(req)
-        elif not self.groups.follow(req):
+        elif self.groups.follow(req):
+            return
+        elif prefetch is None or prefetch.done:
             self.waiting.join_in_order(req)
+        else:
+            self.prefetching[req] = prefetch
 
     def parked(self) -> list[Request]:
         """Requests with KV that will run as soon as their grammar is compiled."""
@@ -179,6 +186,7 @@ class Queues:
         """`req` finished or left for a stage. Running rows are filtered by the next plan (T19)."""
         self.requests.pop(req.rid, None)
         self.compiling.pop(req.rid, None)
+        self.reading.pop(req, None)
         if self.chunked is req:
             self.chunked = None
 

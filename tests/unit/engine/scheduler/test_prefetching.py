@@ -4,6 +4,7 @@ from tandem_engine.config import HostConfig
 from tandem_engine.messages.outputs import FinishReason
 from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
+from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 
 PROMPT = [*range(1, 14)]
 
@@ -97,3 +98,75 @@ def test_a_prompt_that_storage_does_not_know_goes_straight_to_the_queue(storage)
     engine.add(make_message("r", [80, 81, 82, 83, 84]))
     engine.run()
     engine.assert_expected()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_storage_reads_while_a_grammar_is_compiled(storage, overlap):
+    grammars, spec = ToyGrammars(hold=True), toy_grammar()
+    engine = tiered(storage, grammars=grammars, enable_overlap=overlap)
+    engine.add(make_message("r", PROMPT, grammar=spec))
+    engine.step(2)
+    storage.run()
+    engine.step(2)
+    assert engine.model.forwards == 0
+    grammars.finish(spec)
+    engine.run()
+    engine.assert_expected()
+    assert engine.scheduler.tally.disk_cached_tokens == 12
+    engine.assert_nothing_held()
+
+
+def test_after_its_grammar_a_request_waits_for_what_is_still_being_read(storage):
+    grammars, spec = ToyGrammars(hold=True), toy_grammar()
+    engine = tiered(storage, grammars=grammars)
+    engine.add(make_message("r", PROMPT, grammar=spec))
+    grammars.finish(spec)
+    engine.step(3)
+    assert engine.model.forwards == 0
+    assert engine.scheduler.stats().waiting == 1
+    storage.run()
+    engine.run()
+    engine.assert_expected()
+    assert engine.scheduler.tally.disk_cached_tokens == 12
+
+
+def test_patience_with_storage_counts_from_arrival(storage):
+    grammars, spec = ToyGrammars(hold=True), toy_grammar()
+    engine = tiered(storage, grammars=grammars)
+    engine.add(make_message("r", PROMPT, grammar=spec))
+    engine.step()
+    engine.clock.time = 1.0
+    grammars.finish(spec)
+    engine.run()
+    engine.assert_expected()
+    assert engine.scheduler.tally.disk_cached_tokens == 0
+    storage.run()
+    engine.step(2)
+    engine.assert_nothing_held()
+
+
+def test_a_request_that_ends_while_both_go_on_leaves_nothing(storage):
+    engine = tiered(storage, grammars=ToyGrammars(hold=True))
+    engine.add(make_message("r", PROMPT, grammar=toy_grammar()))
+    engine.step()
+    engine.scheduler.abort("r")
+    engine.step()
+    assert engine.finish("r").reason is FinishReason.ABORT
+    assert not engine.scheduler.queues.reading
+    storage.run()
+    engine.step(2)
+    engine.assert_nothing_held()
+
+
+def test_a_request_joins_where_it_would_have_stood(storage):
+    engine = tiered(storage, max_running_requests=1)
+    engine.add(make_message("running", [80, 81], max_tokens=20))
+    engine.step(2)
+    for rid, prompt in (("before", [90]), ("r", PROMPT), ("after", [91])):
+        engine.clock.time += 0.1
+        engine.add(make_message(rid, prompt))
+    storage.run()
+    engine.step()
+    assert [req.rid for req in engine.scheduler.queues.waiting] == ["before", "r", "after"]
+    engine.run()
+    engine.assert_expected("running", "before", "r", "after")
