@@ -14,8 +14,8 @@ then this turn settles before it launches, as normal mode does. So it does after
 before it has settled nobody knows how long its sequences are.
 
 A step in which somebody has a grammar cannot sample before its masks are filled, which takes the tokens of the step
-before. It is launched all the same; its masks follow right after settlement (T45), whatever that comes to: a forward
-waits for them.
+before. It is launched all the same, and its masks follow: right after settlement (T45), or at once where nothing was
+in flight, as after drafts. Whatever that comes to, a forward waits for them. In normal mode they come first.
 """
 
 import logging
@@ -101,17 +101,15 @@ class Loop:
             last = None
             plan = self._plan(None)
         current = self._launch(plan, last)
-        if last is not None and not self._settle_beside(last, current):
-            return None
-        return current
+        return current if self._settle_beside(last, current) else None
 
-    def _settle_beside(self, last: InFlight, current: InFlight | None) -> bool:
+    def _settle_beside(self, last: InFlight | None, current: InFlight | None) -> bool:
         """Settle `last`, then fill the masks that the forward of `current` waits for. False as `_settle` says."""
         masks = None if current is None else current.masks
         if current is None or masks is None:
-            return self._settle(last, current)
+            return last is None or self._settle(last, current)
         try:
-            settled = self._settle(last, current)
+            settled = last is None or self._settle(last, current)
             if settled:
                 with self._scheduling(Phase.SETTLE, beside=current):
                     fill_masks(masks, current.batch.sampler_runs)
@@ -135,7 +133,7 @@ class Loop:
             batch.mark_launched()
             self.tally.launched += 1
             masks = view.sampling.masks
-            if masks is not None and last is None:
+            if masks is not None and not self.overlap:
                 fill_masks(masks, batch.sampler_runs)
         # Outside the measured time: in normal mode this is the forward itself.
         return InFlight(batch=batch, future=self.executor.launch(view), masks=masks)

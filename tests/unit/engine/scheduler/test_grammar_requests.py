@@ -1,8 +1,12 @@
 """Requests with a grammar: waiting for it, following it, ending with it."""
 
+from concurrent.futures import Future
+
 import pytest
 
 from tandem_engine.errors import GrammarCompilerError, InvalidRequestError
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.forward.token_masks import ALL_ALLOWED
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import RequestId
@@ -12,8 +16,9 @@ from tandem_engine.scheduler.grammar_progress import GrammarProgress
 from tandem_engine.scheduler.mask_filler import fill_masks, open_masks
 from tandem_engine.scheduler.queues import WaitingQueue
 from tandem_engine.scheduler.request import Request
-from tandem_testing.fake_executors import LateExecutor, ThreadedExecutor
-from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
+from tandem_testing.fake_executors import Computes, LateExecutor, ThreadedExecutor
+from tandem_testing.scheduler_builders import VOCAB, Engine, expected_output, make_engine, make_message
+from tandem_testing.scripted_proposer import ScriptedProposer
 from tandem_testing.toy_grammar import EOS, ToyGrammar, ToyGrammars, toy_grammar, toy_rule, unpack
 
 
@@ -321,6 +326,29 @@ def test_masks_name_the_rows_they_are_for_in_mixed_steps():  # T45, T46
     engine.assert_expected()
     rows = {batch.sampling.masks.rows for batch in engine.executor.batches if batch.sampling.masks is not None}
     assert {(1,), (0, 2)} <= rows
+
+
+class OpenAtLaunch(LateExecutor):
+    """Notes of each step with masks whether they were still to be filled when it was launched."""
+
+    def __init__(self, model: Computes) -> None:
+        super().__init__(model)
+        self.open: list[bool] = []
+
+    def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
+        if batch.sampling.masks is not None:
+            self.open.append(bool((batch.sampling.masks.bitmask == ALL_ALLOWED).all()))
+        return super().launch(batch)
+
+
+@pytest.mark.parametrize("proposer", [None, ScriptedProposer(vocab_size=VOCAB)], ids=["plain", "drafts"])
+def test_a_forward_is_under_way_while_its_masks_are_filled(proposer):  # T45
+    engine = following(overlap=True, executor=OpenAtLaunch, proposer=proposer)
+    engine.add(make_message("g", max_tokens=12, grammar=toy_grammar()))
+    engine.run()
+    engine.assert_expected()
+    assert engine.executor.open
+    assert all(engine.executor.open)
 
 
 def test_a_failed_step_before_it_does_not_keep_a_step_waiting():
