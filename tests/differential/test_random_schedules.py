@@ -1,13 +1,19 @@
-"""Random arrivals and aborts against random engines: no output depends on either."""
+"""Random arrivals, aborts and operators against random engines: no output depends on any of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.config import HostConfig, PreemptionMode, SchedulePolicy, WritePolicy
+from tandem_engine.errors import BusyError, InvalidRequestError
+from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import GenerateRequest, SessionRef
+from tandem_engine.names import RequestId
 from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.scheduler_builders import (
     Engine,
@@ -28,6 +34,24 @@ class Arrival:
     message: GenerateRequest
     gap: int
     abort_after: int | None
+
+
+class Order(Enum):
+    """What an operator may ask for at any moment."""
+
+    PAUSE = "pause"
+    PUT_BACK = "put back"
+    ABORT_ALL = "abort all"
+    FLUSH = "flush"
+    CLOSE_SESSION = "close session"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to an engine, and at which step."""
+
+    arrivals: list[Arrival]
+    orders: dict[int, Order]
 
 
 @st.composite
@@ -57,11 +81,14 @@ def arrival(rid: str) -> st.SearchStrategy[Arrival]:
         logit_bias=st.sampled_from([(), ((5, 4.0), (6, -4.0))]),
         bad_words=st.sampled_from([(), ((1,), (2, 3)), tuple((first, 9) for first in range(60))]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        session=st.sampled_from([None, None, None, SessionRef(id="s"), SessionRef(id="s", turn=1)]),
+        group=st.sampled_from(["", "", "choices"]),
         grammar=st.sampled_from([None, None, toy_grammar(every=3, length=9), toy_grammar(every=2, optional=3)]),
     )
     return st.builds(Arrival, message, st.integers(0, 6), st.none() | st.integers(0, 25))
 
 
+plans = st.builds(Plan, arrivals(), st.dictionaries(st.integers(0, 40), st.sampled_from(Order), max_size=4))
 engines = st.fixed_dictionaries(
     {
         "enable_overlap": st.booleans(),
@@ -81,6 +108,7 @@ engines = st.fixed_dictionaries(
         "long_prefill_token_threshold": st.sampled_from([0, 2]),
         "watermark": st.sampled_from([0.0, 0.1]),
         "grammars": st.builds(ToyGrammars, polls=st.integers(0, 2)),
+        "session_pages": st.sampled_from([0, 2, 100]),
         "host_pages": st.sampled_from([0, 0, 3, 12, 100]),
         "preemption_mode": st.sampled_from([PreemptionMode.RECOMPUTE, PreemptionMode.SWAP]),
     }
@@ -94,9 +122,9 @@ tiers = st.fixed_dictionaries(
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plan=arrivals(), config=engines, tiers=tiers, stored=st.booleans(), spare=st.integers(0, 20))
+@given(plan=plans, config=engines, tiers=tiers, stored=st.booleans(), spare=st.integers(0, 20))
 def test_no_output_depends_on_arrivals_aborts_or_configuration(plan, config, tiers, stored, spare):
-    longest = max(len(arrival.message.input_ids) + arrival.message.sampling.max_tokens for arrival in plan)
+    longest = max(len(arrival.message.input_ids) + arrival.message.sampling.max_tokens for arrival in plan.arrivals)
     engine = make_engine(
         usable_pages=-(-longest // config["page_size"]) + spare,
         context_length=128,
@@ -104,43 +132,95 @@ def test_no_output_depends_on_arrivals_aborts_or_configuration(plan, config, tie
         storage=MemoryStorage() if stored and config["radix"] else None,
         **config,
     )
-    run(engine, plan)
+    Driver(engine, plan.orders).run(plan.arrivals)
+    engine.scheduler.sessions.close("", "s")
+    engine.scheduler.sessions.close("tenant", "s")
     engine.assert_nothing_held()
-    for entry in plan:
-        check(engine, entry)
+    for entry in plan.arrivals:
+        check(engine, entry, aborted=entry.abort_after is not None or Order.ABORT_ALL in plan.orders.values())
 
 
-def run(engine: Engine, plan: list[Arrival]) -> None:
-    aborts: list[tuple[int, str]] = []
-    now = 0
-    for entry in plan:
-        now = advance(engine, now, now + entry.gap, aborts)
-        engine.add(entry.message)
-        if entry.abort_after is not None:
-            aborts.append((now + entry.abort_after, entry.message.rid))
-    advance(engine, now, now + 30, aborts)
-    engine.run()
+class Driver:
+    """Steps an engine through a plan."""
+
+    def __init__(self, engine: Engine, orders: dict[int, Order]) -> None:
+        self.engine = engine
+        self.orders = orders
+        self.aborts: list[tuple[int, str]] = []
+        self.now = 0
+
+    def run(self, arrivals: list[Arrival]) -> None:
+        for entry in arrivals:
+            self.advance(self.now + entry.gap)
+            add(self.engine, entry.message)
+            if entry.abort_after is not None:
+                self.aborts.append((self.now + entry.abort_after, entry.message.rid))
+        self.advance(self.now + 30)
+        self.engine.run()
+
+    def advance(self, until: int) -> None:
+        while self.now < until:
+            for _, rid in [due for due in self.aborts if due[0] == self.now]:
+                self.engine.scheduler.abort(RequestId(rid))
+            if self.now in self.orders:
+                ORDERS[self.orders[self.now]](self.engine)
+            self.engine.step()
+            self.now += 1
 
 
-def advance(engine: Engine, now: int, until: int, aborts: list[tuple[int, str]]) -> int:
-    while now < until:
-        for _, rid in [due for due in aborts if due[0] == now]:
-            engine.scheduler.abort(rid)
-        engine.step()
-        now += 1
-    return now
+def add(engine: Engine, message: GenerateRequest) -> None:
+    """Remember all of a turn, which is what its output follows from."""
+    try:
+        whole = engine.scheduler.sessions.whole_turn(message)
+    except InvalidRequestError:
+        whole = message
+    engine.add(message)
+    engine.messages[message.rid] = msgspec.structs.replace(whole, session=message.session)
 
 
-def check(engine: Engine, entry: Arrival) -> None:
+def pause(mode: PauseMode) -> Callable[[Engine], None]:
+    def order(engine: Engine) -> None:
+        engine.scheduler.pause(mode)
+        engine.step(2)
+        engine.scheduler.resume()
+
+    return order
+
+
+def flush(engine: Engine) -> None:
+    engine.scheduler.stand_still()
+    try:
+        engine.scheduler.require_flushable()
+    except BusyError:
+        return
+    engine.scheduler.forget_kv()
+
+
+ORDERS: dict[Order, Callable[[Engine], None]] = {
+    Order.PAUSE: pause(PauseMode.IN_PLACE),
+    Order.PUT_BACK: pause(PauseMode.RETRACT),
+    Order.ABORT_ALL: pause(PauseMode.ABORT),
+    Order.FLUSH: flush,
+    Order.CLOSE_SESSION: lambda engine: engine.scheduler.sessions.close("", "s"),
+}
+
+
+def check(engine: Engine, entry: Arrival, *, aborted: bool) -> None:
     rid = entry.message.rid
-    expected = expected_output(entry.message)
-    got = engine.output(rid)
+    message = engine.messages[rid]
     finish = engine.finish(rid)
     assert finish is not None, f"{rid} never ended"
+    if finish.reason is FinishReason.ERROR:
+        # A turn of a conversation that is not kept, is busy, or has become too long.
+        assert message.session is not None
+        assert finish.code == "invalid_request"
+        return
+    expected = expected_output(message)
+    got = engine.output(rid)
     if finish.reason is FinishReason.ABORT:
-        assert entry.abort_after is not None
+        assert aborted
         assert got == expected[: len(got)]
     else:
         assert finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
         assert got == expected
-        assert engine.received[rid].prompt_logprobs == expected_prompt_logprobs(entry.message)
+        assert engine.received[rid].prompt_logprobs == expected_prompt_logprobs(message)

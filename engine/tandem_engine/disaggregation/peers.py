@@ -6,8 +6,9 @@ Life of a channel to a peer
     3. closed    when the incarnation is fenced: superseded by a newer one, or its lease gone
 
 Inbound messages are trusted to come from this deployment (CURVE) but not to be current or well formed:
-those of a superseded incarnation, of an engine whose KV has another shape, or granted to another writer
-are counted and dropped here, so that the stages only see what concerns this engine (RELIABILITY B2.3).
+those of a superseded incarnation, of an engine whose KV has another shape (but for the end of what both
+began), or granted to another writer are counted and dropped here, so that the stages only see what concerns
+this engine (RELIABILITY B2.3).
 """
 
 import logging
@@ -19,12 +20,16 @@ from tandem_engine.disaggregation.incarnations import Incarnations
 from tandem_engine.errors import WireError
 from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
 from tandem_engine.messages.requests import Peer
-from tandem_engine.messages.transfer import PeerMessage, WriteGrant
+from tandem_engine.messages.transfer import DrainAck, PeerMessage, TransferAborted, WriteGrant
 
 logger = logging.getLogger(__name__)
 
 MAX_CHANNELS = 512
 """Open channels; the oldest makes room for the next. Processes have a limited number of sockets."""
+
+ENDINGS = (TransferAborted, DrainAck)
+"""Heard from whoever the other side of a room is, whatever KV it has by now: it may have loaded other weights since
+pages were granted, and unless both hear of the end those pages would stay in quarantine."""
 
 PeerInbound = RouterChannel[PeerMessage, PeerMessage]
 
@@ -129,7 +134,7 @@ class PeerChannels:
 
     def _admit(self, message: PeerMessage) -> Iterator[PeerEvent]:
         sender = message.sender
-        if sender.compat_hash != self.me.compat_hash:
+        if sender.compat_hash != self.me.compat_hash and not isinstance(message, ENDINGS):
             raise WireError(f"its KV has shape {sender.compat_hash}, ours {self.me.compat_hash}")
         if isinstance(message, WriteGrant) and message.writer != self.me.incarnation:
             raise WireError(f"granted to {message.writer}")

@@ -227,8 +227,10 @@ class KvMemory:
         self.allocator.free(pages)
 
     def pin(self, token_ids: Sequence[int], *, salt: str) -> Pin:
-        """Keep what the cache has of `token_ids` until `unpin`."""
+        """Keep what the device has of `token_ids` until `unpin`."""
         match = self.cache.match(token_ids, salt=salt)
+        if match.slower is not None:
+            match.slower.release()
         pin = Pin(lock=match.lock, pages=len(match.pages))
         self.pins.append(pin)
         return pin

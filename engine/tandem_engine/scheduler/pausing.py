@@ -37,12 +37,14 @@ class Pausing:
     def put_back_all(self) -> int:
         """Put every request with KV back at the head of the queue, in admission order; returns how many.
 
-        A request whose pages are being sent keeps them where they are (T70).
+        One that waits for its grammar goes on waiting for that, without KV. A request whose pages are being sent keeps
+        them where they are (T70).
         """
         holders = [req for req in self._holders() if not sends_kv(req)]
         for req in reversed(holders):
             self.endings.release(req, checkpoint=True)
-            self.queues.waiting.return_to_head(req)
+            if not req.awaits_grammar:
+                self.queues.waiting.return_to_head(req)
         self.queues.running = [req for req in self.queues.running if req.kv is not None]
         if self.queues.chunked is not None and self.queues.chunked.kv is None:
             self.queues.chunked = None
@@ -70,3 +72,4 @@ class Pausing:
         yield from self.isolation.suspects()
         if self.queues.chunked is not None:
             yield self.queues.chunked
+        yield from self.queues.parked()

@@ -223,7 +223,8 @@ class Planner:
 
     def reserved_pages(self) -> int:
         """Pages that admitted requests are expected to take beyond those they have."""
-        admitted = [req for req in self.queues.running if req.finished is None] + self.queues.parked()
+        running = (req for req in self.queues.running if req.finished is None)
+        admitted = [*running, *self.queues.parked(), *self.isolation.suspects()]
         if self.queues.chunked is not None:
             admitted.append(self.queues.chunked)
         return reserved_pages(self.memory, admitted, self.ratio.value)

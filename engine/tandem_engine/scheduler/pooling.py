@@ -45,6 +45,11 @@ class PooledPrompt:
         return PooledPrompt(params=params, start=start, stop=stop, next=start)
 
     @property
+    def begun(self) -> bool:
+        """Whether a hidden state is in the sum."""
+        return self.next > self.start
+
+    @property
     def complete(self) -> bool:
         return self.next >= self.stop
 
@@ -83,3 +88,7 @@ def check_pooling(message: GenerateRequest, *, hidden_size: int) -> None:
         raise InvalidRequestError("an embedding is of its own prompt and continues no session", param="session")
     if message.handoff is not None:
         raise InvalidRequestError("an embedding is computed by one worker alone, without a handoff", param="handoff")
+    if message.session is not None:
+        raise InvalidRequestError(
+            "an embedding is no turn of a conversation: send it without a session", param="session"
+        )

@@ -44,6 +44,11 @@ class PromptLogprobs:
         return self.start + len(self.collected)
 
     @property
+    def begun(self) -> bool:
+        """Whether a model has scored anything."""
+        return self.next > max(self.start, 1)
+
+    @property
     def complete(self) -> bool:
         return self.next >= self.stop
 

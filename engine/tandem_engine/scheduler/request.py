@@ -123,6 +123,12 @@ class Request:
         return self.kv
 
     @property
+    def has_begun(self) -> bool:
+        """Whether some of its answer is there already: KV, output, or what was asked about its prompt."""
+        asked = (self.prompt_logprobs, self.pooled)
+        return self.kv is not None or bool(self.output_ids) or any(part is not None and part.begun for part in asked)
+
+    @property
     def seq_len(self) -> int:
         """Settled tokens, prompt and output."""
         return len(self.origin_input_ids) + len(self.output_ids)

@@ -364,9 +364,9 @@ class Scheduler:
         self._pausing.forget_kv()
 
     def end_started(self, finish: Finish) -> int:
-        """End every request with KV or output as `finish` says, now; returns how many. The others wait on."""
+        """End every request that has begun as `finish` says, now; returns how many. The others wait on."""
         self._loop.stand_still()
-        started = [req for req in self.queues.live() if req.kv is not None or req.output_ids]
+        started = [req for req in self.queues.live() if req.has_begun]
         for req in started:
             self._ingress.abort(req.rid, finish)
         self._planner.sweep()
@@ -500,6 +500,7 @@ class Scheduler:
     def spare_requests(self) -> int:
         """Requests that the running batch can still take. May be negative. A stage counts its own on top."""
         taken = len(self.queues.running) + len(self.queues.parked()) + (self.queues.chunked is not None)
+        taken += sum(1 for _ in self._isolation.suspects())
         return self.config.max_running_requests - taken
 
     @property

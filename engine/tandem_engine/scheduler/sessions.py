@@ -16,6 +16,7 @@ Sessions belong to a cache salt, as cached prefixes do: one tenant cannot contin
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -43,6 +44,8 @@ class Session:
     turns: int = 0
     """Turns that have ended."""
     busy: Request | None = None
+    turn: int = 0
+    """Which one `busy` computes."""
     pin: Pin | None = None
     used_at: float = 0.0
     """Monotonic time."""
@@ -104,12 +107,11 @@ class Sessions:
         if message.session is None:
             return
         key = _key(message)
-        if message.session.turn == 0:
-            # Begun anew, or expired and not swept yet.
+        if self._kept(key) is None:
+            # It may have expired without having been swept yet.
             self._forget(key)
-            self._sessions[key] = Session()
-        session = self._sessions[key]
-        session.busy = req
+        session = self._sessions.setdefault(key, Session())
+        session.busy, session.turn = req, message.session.turn
         self._touch(key, session)
         while len(self._sessions) > self.config.max_sessions:
             self._forget(next(iter(self._sessions)))
@@ -128,7 +130,7 @@ class Sessions:
                 self._forget(key)
             return
         session.token_ids = (*req.origin_input_ids, *req.output_ids)
-        session.turns += 1
+        session.turns = session.turn + 1
         self._touch(key, session)
         self._pin(key, session)
 
@@ -138,10 +140,9 @@ class Sessions:
 
     def sweep(self) -> None:
         """Forget what was not used for `session_ttl`."""
-        while self._sessions:
-            key, session = next(iter(self._sessions.items()))
-            if not self._expired(session):
-                return
+        limit = self.clock.now() - self.config.session_ttl
+        aged = takewhile(lambda entry: entry[1].used_at <= limit, self._sessions.items())
+        for key in [key for key, session in aged if self._expired(session)]:
             self._forget(key)
 
     def give_way(self) -> bool:

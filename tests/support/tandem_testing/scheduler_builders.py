@@ -217,10 +217,14 @@ class Engine:
             assert self.received[rid].prompt_logprobs == expected_prompt_logprobs(message), rid
 
     def assert_nothing_held(self) -> None:
-        """Idle, nothing leaked: all pages are free or in the tree, all rows are free."""
+        """Idle, nothing leaked: all pages are free or in the tree, all rows are free, no host block is pinned."""
         report = self.scheduler.audit()
         assert report.problems == ()
         assert (report.private, report.requests, report.fenced, report.host.swapped) == (0, 0, 0, 0)
+        host = self.memory.host
+        if host is not None and self.memory.copies.idle and not any(block.loading for block in host.tier.blocks):
+            pinned = [block.digest.hex() for block in host.tier.blocks if block.pins]
+            assert not pinned or host.tier.traffic is not None, f"blocks {pinned} are pinned by nobody"
 
 
 def make_engine(

@@ -9,8 +9,8 @@ import pytest
 from tandem_engine.disaggregation import peers
 from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, Superseded
 from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
-from tandem_engine.messages.requests import Peer
-from tandem_engine.messages.transfer import DrainAck, PeerMessage, WriteGrant
+from tandem_engine.messages.requests import HandoffSide, Peer
+from tandem_engine.messages.transfer import DrainAck, PeerMessage, TransferAborted, WriteGrant
 from tandem_engine.names import DigestKind
 from tandem_testing.disagg_network import COMPAT
 
@@ -41,6 +41,10 @@ def open_channels(
 
 def ack(sender: PeerChannels, room: str = "room") -> DrainAck:
     return DrainAck(room=room, generation=1, sender=sender.me)
+
+
+def aborted(sender: PeerChannels) -> TransferAborted:
+    return TransferAborted(room="room", generation=1, sender=sender.me, side=HandoffSide.RECEIVE, reason="over")
 
 
 def grant(sender: PeerChannels, writer: str) -> WriteGrant:
@@ -117,9 +121,19 @@ def test_a_grant_for_another_incarnation_is_dropped(prefill, decode):
 
 def test_an_engine_with_kv_of_another_shape_is_not_listened_to(context, decode):
     alien = open_channels(context, "p", compat="other-shape")
-    alien.send(decode.me, ack(alien))
+    alien.send(decode.me, grant(alien, "d@1"))
     assert refuse(decode) == []
     alien.close()
+
+
+def test_the_end_of_a_transfer_is_heard_after_a_peer_has_loaded_other_weights(prefill, decode):  # T61
+    decode.send(prefill.me, grant(decode, "p@1"))
+    assert receive(prefill) == [grant(decode, "p@1")]
+    prefill.me = msgspec.structs.replace(prefill.me, compat_hash="other-weights")
+    decode.send(prefill.me, aborted(decode))
+    assert receive(prefill) == [aborted(decode)]
+    prefill.send(decode.me, ack(prefill))
+    assert receive(decode) == [ack(prefill)]
 
 
 def test_a_sender_with_contradictory_names_is_not_listened_to(prefill, decode):

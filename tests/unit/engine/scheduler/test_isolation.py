@@ -251,3 +251,16 @@ def test_tokens_of_steps_before_the_one_that_raised_were_streamed():
     engine.run()
     assert len(engine.output()) == 3
     assert failing == [4, 5]
+
+
+def test_stages_do_not_get_the_seats_and_pages_of_suspects(overlap):
+    engine = engine_with(Poisoned(), overlap=overlap, max_running_requests=4, max_tokens_per_step=64)
+    for i in range(3):
+        engine.add(make_message(f"r{i}", [1 + i, POISON, 3], max_tokens=20))
+    while not engine.scheduler._isolation.active:
+        engine.step()
+    assert engine.scheduler.spare_requests() == 1
+    # Three pages with three prompts, and what is expected of their outputs.
+    assert engine.scheduler.spare_pages() < 61 - 3
+    engine.run()
+    engine.assert_nothing_held()

@@ -5,7 +5,9 @@ import pytest
 from tandem_engine.errors import BusyError
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_testing.disagg_pair import make_pair
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
+from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 
 KEEPING = [PauseMode.IN_PLACE, PauseMode.RETRACT]
 
@@ -119,3 +121,37 @@ def test_those_who_have_begun_can_be_ended_while_the_others_wait():
     engine.run()
     engine.assert_expected("r2", "r3")
     engine.assert_nothing_held()
+
+
+def test_kv_that_waits_for_a_grammar_is_given_back_for_a_flush():
+    grammars, spec = ToyGrammars(hold=True), toy_grammar()
+    pair = make_pair(decode={"grammars": grammars})
+    pair.submit("r", grammar=spec)
+    pair.turn(20)
+    decode = pair.decode.engine.scheduler
+    assert [req.rid for req in decode.queues.parked()] == ["r"]
+    assert decode.pause(PauseMode.RETRACT) == 1
+    decode.require_flushable()
+    decode.forget_kv()
+    assert decode.audit().tree == 0
+    decode.resume()
+    grammars.finish(spec)
+    pair.run()
+    assert pair.decode.tokens("r") == pair.expected("r")
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_that_is_half_scored_counts_as_begun(overlap):
+    """Its prompt logprobs would come from two models."""
+    engine = make_engine(enable_overlap=overlap, chunked_prefill_size=4)
+    engine.add(make_message("scored", range(1, 20), max_tokens=2, prompt_logprobs=0))
+    engine.add(make_message("waiting", range(30, 40), max_tokens=2, prompt_logprobs=0))
+    engine.step(2)
+    engine.scheduler.pause(PauseMode.RETRACT)
+    finish = Finish(reason=FinishReason.ERROR, error="replaced", code="model_replaced", retryable=True)
+    assert engine.scheduler.end_started(finish) == 1
+    assert engine.finish("scored") == finish
+    engine.scheduler.resume()
+    engine.run()
+    engine.assert_expected("waiting")

@@ -8,7 +8,7 @@ import torch
 
 from tandem_engine.forward.pooled import PooledSum, PooledTokens, sum_pooled
 from tandem_engine.messages.pooling import Pooling, PoolingParams
-from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
+from tandem_engine.messages.requests import Handoff, HandoffSide, Peer, SessionRef
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.pooling import PooledPrompt
 from tandem_testing.embedding_builders import make_embedding_request
@@ -87,3 +87,14 @@ def test_what_cannot_be_embedded_is_refused_by_name(changes, param):
     assert engine.finish().code == "invalid_request"
     assert engine.finish().param == param
     assert not engine.finish().retryable
+
+
+def test_an_embedding_is_no_turn_of_a_conversation():
+    engine = make_engine(session_pages=8)
+    engine.add(
+        msgspec.structs.replace(make_embedding_request("r", (1, 2, 3), Pooling.LAST), session=SessionRef(id="s"))
+    )
+    finish = engine.finish("r")
+    assert finish.code == "invalid_request"
+    assert finish.param == "session"
+    assert len(engine.scheduler.sessions) == 0

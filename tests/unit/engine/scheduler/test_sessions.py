@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from tandem_engine.config import HostConfig
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.requests import GenerateRequest, SessionRef
@@ -308,4 +309,49 @@ def test_a_session_survives_retraction():
     engine = kept(force_retract_every=2, max_retractions=1000)
     first = turn(engine, 0, FIRST)
     second = turn(engine, 1, SECOND)
+    assert engine.output(second) == expected_output(whole(engine, first, second))
+
+
+def test_a_pin_keeps_nothing_in_host_memory():
+    """What the device has of a conversation is pinned; host memory may know how its last, uncomputed token goes on."""
+    engine = kept(host_pages=32, host=HostConfig(enable_cache=True), page_size=4, session_pages=32)
+    longer = make_message("longer", FIRST, max_tokens=14)
+    engine.add(longer)
+    engine.run()
+    engine.step(4)
+    engine.memory.allocator.free(engine.memory.cache.evict(engine.memory.cache.evictable_pages()))
+    # 14 + 10 tokens: the last of a page is sampled and never computed here.
+    engine.add(make_message("turn", FIRST, session=SessionRef(id="s"), max_tokens=10))
+    engine.run()
+    assert engine.output("turn") == engine.output("longer")[:10]
+    engine.scheduler.sessions.close("", "s")
+    engine.step(4)
+    blocks = engine.memory.host.tier.blocks
+    assert blocks.evictable == len(blocks) > 0
+
+
+def test_a_session_expires_beside_one_that_is_busy():
+    engine = kept(session_ttl=10.0)
+    engine.add(make_message("long", FIRST, session=SessionRef(id="busy"), max_tokens=60))
+    engine.step(3)
+    turn_of_another = make_message("short", SECOND, session=SessionRef(id="idle"), max_tokens=2)
+    engine.add(turn_of_another)
+    engine.step(8)
+    assert engine.finish("short") is not None
+    engine.clock.time += 11.0
+    engine.step()
+    assert engine.finish("long") is None
+    assert len(engine.scheduler.sessions) == 1
+    engine.run()
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_new_beginning_that_is_aborted_leaves_the_session_as_it_was(steps: int):
+    engine = kept(enable_overlap=True)
+    first = turn(engine, 0, FIRST)
+    engine.add(make_message("gone", SECOND, session=SessionRef(id="s"), max_tokens=9))
+    engine.step(steps)
+    engine.scheduler.abort(RequestId("gone"))
+    engine.run()
+    second = turn(engine, 1, (33, 34))
     assert engine.output(second) == expected_output(whole(engine, first, second))
