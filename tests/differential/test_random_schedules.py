@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import msgspec
 from hypothesis import HealthCheck, given, settings
@@ -10,21 +11,27 @@ from hypothesis import strategies as st
 
 from tandem_engine.config import HostConfig, PreemptionMode, SchedulePolicy, WritePolicy
 from tandem_engine.errors import BusyError, InvalidRequestError
+from tandem_engine.executor.interface import ModelExecutor
+from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, SessionRef
 from tandem_engine.names import RequestId
+from tandem_testing.fake_executors import Computes, EagerExecutor, LateExecutor
 from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.scheduler_builders import (
+    VOCAB,
     Engine,
     expected_output,
     expected_prompt_logprobs,
     make_engine,
     make_message,
 )
+from tandem_testing.scripted_proposer import ScriptedProposer, always_right, wrong_at_random, wrong_every
 from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 
 PREFIX = tuple(range(20, 38))
+MISTAKES = (always_right, wrong_every(3), wrong_at_random(1))
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,15 @@ class Plan:
 
     arrivals: list[Arrival]
     orders: dict[int, Order]
+    faults: frozenset[int] = frozenset()
+    """Launched steps that raise, if more than one sequence is in them: alone twice in a row is a conviction."""
+
+    def executor(self, model: Computes, *, overlap: bool) -> ModelExecutor:
+        def fail(batch: ForwardBatch) -> None:
+            if batch.step in self.faults and batch.num_sequences > 1:
+                raise RuntimeError("by chance")
+
+        return LateExecutor(model, fail) if overlap else EagerExecutor(model, fail)
 
 
 @st.composite
@@ -88,7 +104,12 @@ def arrival(rid: str) -> st.SearchStrategy[Arrival]:
     return st.builds(Arrival, message, st.integers(0, 6), st.none() | st.integers(0, 25))
 
 
-plans = st.builds(Plan, arrivals(), st.dictionaries(st.integers(0, 40), st.sampled_from(Order), max_size=4))
+plans = st.builds(
+    Plan,
+    arrivals(),
+    st.dictionaries(st.integers(0, 40), st.sampled_from(Order), max_size=4),
+    st.frozensets(st.integers(1, 60), max_size=4),
+)
 engines = st.fixed_dictionaries(
     {
         "enable_overlap": st.booleans(),
@@ -108,6 +129,8 @@ engines = st.fixed_dictionaries(
         "long_prefill_token_threshold": st.sampled_from([0, 2]),
         "watermark": st.sampled_from([0.0, 0.1]),
         "grammars": st.builds(ToyGrammars, polls=st.integers(0, 2)),
+        "proposer": st.none()
+        | st.builds(ScriptedProposer, vocab_size=st.just(VOCAB), mistake=st.sampled_from(MISTAKES)),
         "session_pages": st.sampled_from([0, 2, 100]),
         "host_pages": st.sampled_from([0, 0, 3, 12, 100]),
         "preemption_mode": st.sampled_from([PreemptionMode.RECOMPUTE, PreemptionMode.SWAP]),
@@ -128,6 +151,7 @@ def test_no_output_depends_on_arrivals_aborts_or_configuration(plan, config, tie
     engine = make_engine(
         usable_pages=-(-longest // config["page_size"]) + spare,
         context_length=128,
+        executor=partial(plan.executor, overlap=config["enable_overlap"]),
         host=HostConfig(enable_cache=config["radix"], **tiers),
         storage=MemoryStorage() if stored and config["radix"] else None,
         **config,
