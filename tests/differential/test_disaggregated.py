@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tandem_engine.config import SchedulePolicy
+from tandem_engine.config import HostConfig, PreemptionMode, SchedulePolicy
 from tandem_engine.disaggregation.fake import Fate
+from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.transfer import Hello, TransferAborted
 from tandem_engine.names import RequestId
@@ -35,12 +36,14 @@ class Trouble:
     lose_peer: float = 0.0
     lose_message: float = 0.0
     abort: float = 0.0
+    pause: float = 0.0
+    """Per turn: an operator pauses one of the engines for a few turns."""
 
 
 NONE = Trouble()
-SLOW = Trouble(delay=0.6, repeat=0.3)
+SLOW = Trouble(delay=0.6, repeat=0.3, pause=0.05)
 HOSTILE = Trouble(
-    delay=0.5, corrupt=0.1, silent=0.05, repeat=0.2, fail=0.05, lose_peer=0.05, lose_message=0.05, abort=0.2
+    delay=0.5, corrupt=0.1, silent=0.05, repeat=0.2, fail=0.05, lose_peer=0.05, lose_message=0.05, abort=0.2, pause=0.05
 )
 
 
@@ -75,6 +78,8 @@ def drive(pair: Pair, trouble: Trouble, dice: random.Random) -> list[str]:
         if started and dice.random() < 0.2:
             abort(pair, started[0])
             doomed.discard(started[0])
+        if dice.random() < trouble.pause:
+            pause(pair, dice)
         pair.turn()
         pair.pass_time(TURN_SECONDS)
         if not waiting and not doomed and pair.at_rest():
@@ -120,6 +125,15 @@ def submit(pair: Pair, rid: str, shared: list[int], dice: random.Random) -> None
 def abort(pair: Pair, rid: str) -> None:
     for side in (pair.prefill, pair.decode):
         side.engine.scheduler.abort(RequestId(rid))
+
+
+def pause(pair: Pair, dice: random.Random) -> None:
+    side = dice.choice([pair.prefill, pair.decode])
+    side.engine.scheduler.pause(dice.choice([PauseMode.IN_PLACE, PauseMode.RETRACT]))
+    for _ in range(dice.randrange(1, 6)):
+        pair.turn()
+        pair.pass_time(TURN_SECONDS)
+    side.engine.scheduler.resume()
 
 
 def client_view(pair: Pair, rid: str) -> list[int]:
@@ -171,6 +185,14 @@ ENGINES = {
     "no radix": {"radix": False, "chunked_prefill_size": 4},
     "small pages": {"page_size": 1, "usable_pages": 160, "enable_overlap": True},
     "tight": {"usable_pages": 14, "enable_overlap": True, "chunked_prefill_size": 4, "max_rows": 4},
+    "host memory": {
+        "usable_pages": 24,
+        "enable_overlap": True,
+        "force_retract_every": 5,
+        "preemption_mode": PreemptionMode.SWAP,
+        "host_pages": 20,
+        "host": HostConfig(enable_cache=True, swap_bytes=256),
+    },
     "retracting": {"force_retract_every": 3, "enable_overlap": True, "chunked_prefill_size": 4},
 }
 

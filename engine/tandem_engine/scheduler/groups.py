@@ -14,13 +14,13 @@ A leader that ends early leaves the lead to the first follower. A group is forgo
 Names belong to a client: two gateways may choose the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.names import PageId
-from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.request import Request, sends_kv
 
 
 class GroupKey(NamedTuple):
@@ -63,10 +63,11 @@ class Groups:
         if group is None:
             self._groups[_key(req)] = Group(leader=req)
             return False
-        if group.leader is None or not same_prompt(req, group.leader):
+        if group.leader is None or not same_prompt(req, group.leader) or _is_late(req, group.leader):
             group.apart.append(req)
             return False
         group.following.append(req)
+        group.following.sort(key=lambda member: member.arrived_at)
         return True
 
     def computed(self, req: Request) -> list[Request]:
@@ -104,6 +105,12 @@ class Groups:
                 return kv
         return None
 
+    def led(self) -> Iterator[tuple[Request, Sequence[Request]]]:
+        """Leaders whose prompt is not computed, and who follows them."""
+        for group in self._groups.values():
+            if group.leader is not None and group.following:
+                yield group.leader, group.following
+
     def following(self) -> Iterator[Request]:
         """Requests that wait for a leader."""
         for group in self._groups.values():
@@ -113,6 +120,12 @@ class Groups:
 def same_prompt(one: Request, other: Request) -> bool:
     """Whether the KV of their prompts may be shared."""
     return one.cache_salt == other.cache_salt and one.origin_input_ids == other.origin_input_ids
+
+
+def _is_late(req: Request, leader: Request) -> bool:
+    """Whether `req`, for another worker, was held up elsewhere and came before `leader`: that worker expects it first,
+    and may have no pages for a leader that holds its own until then (`kept_back`)."""
+    return sends_kv(req) and req.arrived_at < leader.arrived_at
 
 
 def _key(req: Request) -> GroupKey:

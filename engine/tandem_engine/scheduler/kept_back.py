@@ -1,8 +1,9 @@
 """Memory kept back for prompts that were overtaken on their way to the queue.
 
-A prompt for another worker may be held up: its grammar is being compiled, or its prefix read from storage. Its
-receiver grants it pages in order of arrival all the same. Prompts that come later and overtake it keep their memory
-until that receiver has pages for them too; were they to take all there is, neither worker could go on:
+A prompt for another worker may be held up: its grammar is being compiled, its prefix read from storage, or the prompt
+that it shares with another choice of its answer is being computed. Its receiver grants it pages in order of arrival
+all the same. Prompts that come later and overtake it keep their memory until that receiver has pages for them too;
+were they to take all there is, neither worker could go on:
 
     writer     full of later prompts, which wait for ─▶ receiver's pages, which are granted to the earlier prompt
                                        ▲                                                                │
@@ -12,8 +13,7 @@ So who waits for another worker overtakes only while what was overtaken still fi
 to their end give their memory back whatever others do, and need not look.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tandem_engine.memory.kv_memory import KvMemory
@@ -31,20 +31,22 @@ class KeptBack(NamedTuple):
 NOTHING = KeptBack(rows=0, pages=0)
 
 
-def held_up(queues: Queues) -> tuple[Request, ...]:
-    """Prompts for other workers that are not in the queue yet. () costs nothing where nobody is held up."""
-    if not queues.compiling and not queues.prefetching:
-        return ()
-    return tuple(_without_memory(chain(queues.compiling.values(), queues.prefetching)))
-
-
-def kept_back(memory: KvMemory, overtaken: Iterable[Request], req: Request) -> KeptBack:
-    """What `req`, which will wait for another worker, leaves to those of `overtaken` that came before it."""
-    earlier = [other for other in overtaken if other is not req and other.arrived_at <= req.arrived_at]
+def kept_back(memory: KvMemory, queues: Queues, req: Request) -> KeptBack:
+    """What `req`, which will wait for another worker, leaves to prompts that it overtakes."""
+    earlier = [other for other in _held_up(queues) if other.arrived_at < req.arrived_at and _needs_memory(other)]
     if not earlier:
         return NOTHING
     return KeptBack(rows=len(earlier), pages=sum(memory.pages_for(other.seq_len) for other in earlier))
 
 
-def _without_memory(requests: Iterable[Request]) -> Iterator[Request]:
-    return (req for req in requests if req.kv is None and sends_kv(req) and req.to_finish is None)
+def _held_up(queues: Queues) -> Iterator[Request]:
+    """Requests that will be in the queue without anybody giving up memory for it."""
+    yield from queues.compiling.values()
+    yield from queues.prefetching
+    for leader, followers in queues.groups.led():
+        if leader.kv is not None or leader.rid in queues.compiling or leader in queues.prefetching:
+            yield from followers
+
+
+def _needs_memory(req: Request) -> bool:
+    return req.kv is None and sends_kv(req) and req.to_finish is None

@@ -17,13 +17,14 @@ launch. Nothing is remembered of why a request did not fit: the next plan asks a
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.isolation import Isolation
-from tandem_engine.scheduler.kept_back import held_up
+from tandem_engine.scheduler.kept_back import kept_back
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
 from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.preemption import Preemption
@@ -207,7 +208,7 @@ class Planner:
         return PrefillAdder(
             memory=self.memory,
             groups=self.queues.groups,
-            held_up=held_up(self.queues) if admits else (),
+            kept_back=partial(kept_back, self.memory, self.queues),
             tokens_left=self.config.prefill_budget(decodes=len(decodes)),
             chunk_limit=self.config.chunk_limit(decodes=len(decodes)),
             ratio=self.ratio.value,

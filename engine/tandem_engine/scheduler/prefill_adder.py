@@ -11,7 +11,7 @@ chunk, for this request and for everybody who runs (`reserved`). So a prompt tha
 finished, unless outputs grow longer than expected; for those that do, admission leaves the `watermark` free.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil
@@ -19,7 +19,7 @@ from math import ceil
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.scheduler.groups import Groups, PageCopy
-from tandem_engine.scheduler.kept_back import NOTHING, KeptBack, kept_back
+from tandem_engine.scheduler.kept_back import NOTHING, KeptBack
 from tandem_engine.scheduler.request import Request, sends_kv
 
 
@@ -114,8 +114,8 @@ class PrefillAdder:
 
     memory: KvMemory
     groups: Groups
-    held_up: Sequence[Request]
-    """Prompts for other workers that requests of this pass may overtake (`kept_back`)."""
+    kept_back: Callable[[Request], KeptBack]
+    """What a prompt for another worker leaves to those that it overtakes."""
     tokens_left: int
     """Prompt tokens that this step may still compute."""
     chunk_limit: int
@@ -179,7 +179,7 @@ class PrefillAdder:
         full = self.full()
         if not full.ok:
             return full
-        kept = self._kept_back(req)
+        kept = self.kept_back(req) if sends_kv(req) else NOTHING
         if self.memory.rows.available <= kept.rows:
             return Admission.NO_ROW
         tokens = req.token_ids(0, req.seq_len)
@@ -198,10 +198,6 @@ class PrefillAdder:
 
     def _give_back(self, kv: RequestKv) -> None:
         self.memory.release(kv, (), checkpoint=False, after_step=None)
-
-    def _kept_back(self, req: Request) -> KeptBack:
-        """What `req` may not take although it is free."""
-        return kept_back(self.memory, self.held_up, req) if self.held_up and sends_kv(req) else NOTHING
 
     def _fits(self, req: Request, kv: RequestKv, tokens: int, stop: int, kept: int) -> Admission:
         """Check the budgets under the lock and take the pages up to `stop` if they allow it."""

@@ -39,7 +39,7 @@ from tandem_engine.scheduler.grammar_gate import GrammarGate
 from tandem_engine.scheduler.health import Health
 from tandem_engine.scheduler.ingress import Ingress
 from tandem_engine.scheduler.isolation import Isolation
-from tandem_engine.scheduler.kept_back import KeptBack, held_up, kept_back
+from tandem_engine.scheduler.kept_back import KeptBack, kept_back
 from tandem_engine.scheduler.loop import Loop
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
@@ -487,7 +487,7 @@ class Scheduler:
 
     def kept_back(self, req: Request) -> KeptBack:
         """What `req`, for which a stage reserves memory, has to leave to prompts that other workers wait for."""
-        return kept_back(self.memory, held_up(self.queues), req)
+        return kept_back(self.memory, self.queues, req)
 
     def give_way(self) -> bool:
         """Make pages evictable that only wait for a next turn. False when there are none."""
