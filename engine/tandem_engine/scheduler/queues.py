@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from tandem_engine.memory.host.prefetch import Prefetch
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.groups import Groups
-from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.request import Request, sends_kv
 from tandem_engine.scheduler.stage import QueueStage
 
 
@@ -134,13 +134,20 @@ class Queues:
     def prompt_computed(self, req: Request) -> None:
         """Those that waited for the prompt of `req` go next, in their order."""
         for follower in reversed(self.groups.computed(req)):
-            self.waiting.return_to_head(follower)
+            self._queue_follower(follower)
 
     def leave_group(self, req: Request) -> None:
         """`req` is gone for good, or its pages are: whoever followed it has to lead."""
         leader = self.groups.gone(req)
         if leader is not None:
-            self.waiting.return_to_head(leader)
+            self._queue_follower(leader)
+
+    def _queue_follower(self, req: Request) -> None:
+        """At the head, while what it shares is in the cache; unless another worker expects prompts as they came."""
+        if sends_kv(req):
+            self.waiting.join_in_order(req)
+        else:
+            self.waiting.return_to_head(req)
 
     @property
     def num_waiting(self) -> int:

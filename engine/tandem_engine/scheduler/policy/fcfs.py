@@ -1,6 +1,7 @@
 """First come, first served. Nobody overtakes, so nobody starves.
 
-Requests that were put back, and those that followed another choice of their answer, stand at the head.
+Requests that were put back, and those that followed another choice of their answer, stand at the head; but a choice
+that another worker decodes stands where it came.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

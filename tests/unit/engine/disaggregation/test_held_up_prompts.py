@@ -81,3 +81,24 @@ def test_others_are_served_while_there_is_room_for_all():
         assert pair.decode.tokens(rid) == pair.expected(rid)
     grammars.finish(spec)
     finish_soon(pair)
+
+
+def test_a_choice_that_followed_does_not_overtake_those_before_it():
+    """Their receiver grants in order of arrival, and what the choice holds meanwhile could be all there is."""
+    pair = make_pair(usable_pages=14, chunked_prefill_size=4, max_prefill_tokens=4)
+    choices, other = tuple(range(1, 17)), tuple(range(40, 66))
+    for rid, prompt, group in (
+        ("first", choices, "g"),
+        ("before", other, ""),
+        ("a", choices, "g"),
+        ("b", choices, "g"),
+    ):
+        pair.pass_time(0.01)
+        pair.submit(rid, prompt, group=group)
+    while "first" not in pair.prefill.engine.received:
+        pair.turn()
+    assert [req.rid for req in pair.prefill.engine.scheduler.queues.waiting] == ["before", "a", "b"]
+    pair.run(max_turns=300, seconds_per_turn=0.01)
+    for rid in ("first", "before", "a", "b"):
+        assert pair.decode.tokens(rid) == pair.expected(rid)
+    pair.assert_clean()
