@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.config import HostConfig, PreemptionMode, SchedulePolicy, WritePolicy
-from tandem_engine.errors import BusyError, InvalidRequestError
+from tandem_engine.errors import BusyError, InvalidRequestError, SessionError, SessionLostError
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.messages.control import PauseMode
@@ -97,7 +97,7 @@ def arrival(rid: str) -> st.SearchStrategy[Arrival]:
         logit_bias=st.sampled_from([(), ((5, 4.0), (6, -4.0))]),
         bad_words=st.sampled_from([(), ((1,), (2, 3)), tuple((first, 9) for first in range(60))]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
-        session=st.sampled_from([None, None, None, SessionRef(id="s"), SessionRef(id="s", turn=1)]),
+        session=st.sampled_from([None, None, None, SessionRef(id="s"), SessionRef(id="s", turn=None)]),
         group=st.sampled_from(["", "", "choices"]),
         grammar=st.sampled_from([None, None, toy_grammar(every=3, length=9), toy_grammar(every=2, optional=3)]),
     )
@@ -237,7 +237,7 @@ def check(engine: Engine, entry: Arrival, *, aborted: bool) -> None:
     if finish.reason is FinishReason.ERROR:
         # A turn of a conversation that is not kept, is busy, or has become too long.
         assert message.session is not None
-        assert finish.code == "invalid_request"
+        assert finish.code in {InvalidRequestError.code, SessionError.code, SessionLostError.code}
         return
     expected = expected_output(message)
     got = engine.output(rid)

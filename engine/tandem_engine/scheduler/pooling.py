@@ -88,7 +88,3 @@ def check_pooling(message: GenerateRequest, *, hidden_size: int) -> None:
         raise InvalidRequestError("an embedding is of its own prompt and continues no session", param="session")
     if message.handoff is not None:
         raise InvalidRequestError("an embedding is computed by one worker alone, without a handoff", param="handoff")
-    if message.session is not None:
-        raise InvalidRequestError(
-            "an embedding is no turn of a conversation: send it without a session", param="session"
-        )

@@ -111,7 +111,8 @@ class Sessions:
             # It may have expired without having been swept yet.
             self._forget(key)
         session = self._sessions.setdefault(key, Session())
-        session.busy, session.turn = req, message.session.turn
+        turn = message.session.turn
+        session.busy, session.turn = req, session.turns if turn is None else turn
         self._touch(key, session)
         while len(self._sessions) > self.config.max_sessions:
             self._forget(next(iter(self._sessions)))
