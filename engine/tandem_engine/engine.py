@@ -96,6 +96,7 @@ from tandem_engine.scheduler.stream import Sink
 from tandem_engine.speculative.assembly import Draft, Target, keep_states, make_proposer, read_draft
 from tandem_engine.speculative.interface import Proposer
 from tandem_engine.speculative.lengths import DraftLengths
+from tandem_engine.speculative.turn_timer import TurnTimer
 from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
 from tandem_engine.stats import Throughput, engine_stats
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
@@ -314,7 +315,7 @@ class Engine:
             proposer = make_proposer(
                 config.speculative, draft, target, states=states, run=lambda work: executor.run(lambda: joint.run(work))
             )
-            speculation = _speculation(config.speculative, proposer, memory, local_clock, agreement)
+            speculation = _speculation(config.speculative, proposer, memory, clock, local_clock, agreement)
         scheduler = Scheduler(
             memory=memory,
             executor=executor,
@@ -836,14 +837,16 @@ def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool) -> Target:
 
 
 def _speculation(
-    config: SpecConfig, proposer: Proposer, memory: KvMemory, stopwatch: Clock, agreement: Agreement
+    config: SpecConfig, proposer: Proposer, memory: KvMemory, clock: Clock, stopwatch: Clock, agreement: Agreement
 ) -> Speculation:
+    """`clock` is what ranks agree on, for what decides; `stopwatch` is this rank's own."""
     return Speculation(
         proposer=proposer,
         lengths=DraftLengths(longest=config.num_draft_tokens, adaptive=config.adaptive),
         max_batch=config.disable_by_batch_size,
         memory=memory,
         stopwatch=stopwatch,
+        timer=TurnTimer(clock=clock, catches_up=proposer.writes_kv),
         agree=lambda drafts: agreement.share(drafts, StepDrafts),
     )
 

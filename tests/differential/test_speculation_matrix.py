@@ -4,6 +4,7 @@ The proposer knows the fake model's answers and gets them right, wrong, or both;
 so a rejected draft that is mistaken for history, or a page that is not there, becomes a wrong token.
 """
 
+import random
 from itertools import product
 
 import pytest
@@ -208,6 +209,19 @@ def test_same_output_whenever_the_device_happens_to_run(mistake):
 def test_same_output_when_some_draft_and_some_do_not(mistake):
     engine = engine_of(mistake, enable_overlap=True, enable_mixed_chunk=True, adaptive=True, max_draft_batch=3)
     run_staggered(engine)
+    assert_right(engine)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("seed", range(3))
+def test_same_output_however_long_steps_take(mistake, seed):
+    engine = engine_of(mistake, enable_overlap=True, adaptive=True, usable_pages=200)
+    dice = random.Random(seed)
+    for message in workload():
+        engine.add(message)
+    while not engine.scheduler.idle:
+        engine.clock.time += dice.choice((0.0, 0.001, 1.0, 30.0))
+        engine.step()
     assert_right(engine)
 
 

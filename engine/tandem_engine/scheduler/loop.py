@@ -74,6 +74,8 @@ class Loop:
 
     def turn(self) -> None:
         """Plan, launch and settle once."""
+        if self.speculation is not None:
+            self.speculation.begin_turn()
         if self.overlap:
             self.in_flight = self._overlapped(self.in_flight)
         else:
@@ -84,7 +86,13 @@ class Loop:
         last, self.in_flight = self.in_flight, None
         if last is not None:
             self._settle(last, None)
+        self.interrupt()
         self.planner.sweep()
+
+    def interrupt(self) -> None:
+        """The next turn does not follow this one at once."""
+        if self.speculation is not None:
+            self.speculation.timer.interrupt()
 
     def _normal(self) -> None:
         current = self._launch(self._plan(None), None)

@@ -296,7 +296,10 @@ class Scheduler:
         else:
             self._loop.turn()
         self._stream.flush()
-        self._health.after_turn(idle=self.idle)
+        idle = self.idle
+        if idle:
+            self._loop.interrupt()
+        self._health.after_turn(idle=idle)
         return any(polled) or self.tally.moves != before
 
     def wait_for_grammar(self, seconds: float) -> None:

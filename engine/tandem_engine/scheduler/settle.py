@@ -81,7 +81,7 @@ class Settlement:
             self._extend(extend, next(sampled) if extend.samples else None)
         if result.logprobs or result.unsound or batch.drafts.chains:
             for (req, drafts), one in zip(batch.decode_runs, sampled, strict=True):
-                self._decode(req, one, drafted=len(drafts), batch=len(batch.decodes))
+                self._decode(req, one, drafted=len(drafts))
         else:
             first = sum(extend.samples for extend in batch.extends)
             self._decodes(batch.decodes, result.next_token_ids[first:])
@@ -189,8 +189,8 @@ class Settlement:
             plain += 1
         self.tally.output_tokens += plain
 
-    def _decode(self, req: Request, sampled: Sampled, *, drafted: int = 0, batch: int = 0) -> None:
-        """`drafted` tokens of `req` were verified in a step of `batch` decodes."""
+    def _decode(self, req: Request, sampled: Sampled, *, drafted: int = 0) -> None:
+        """`drafted` tokens of `req` were verified."""
         self._landed(req, tokens=1 + drafted)
         if req.finished is not None:
             return
@@ -203,14 +203,14 @@ class Settlement:
             self._end_unsound(req)
             return
         if drafted:
-            self._take_back(req, drafted=drafted, accepted=len(sampled.run) - 1, batch=batch)
+            self._take_back(req, drafted=drafted, accepted=len(sampled.run) - 1)
         self._tokens(req, sampled)
 
-    def _take_back(self, req: Request, *, drafted: int, accepted: int, batch: int) -> None:
+    def _take_back(self, req: Request, *, drafted: int, accepted: int) -> None:
         """Rejected drafts were never launched: the next step writes over their KV."""
         req.launched_len -= drafted - accepted
         if self.speculation is not None:
-            self.speculation.learn(req, drafted=drafted, accepted=accepted, batch=batch)
+            self.speculation.learn(req, drafted=drafted, accepted=accepted)
 
     def _end_unsound(self, req: Request) -> None:
         """NaN in its logits is NaN in its KV: it ends, and nobody finds its pages in the cache."""
@@ -282,7 +282,7 @@ class Settlement:
             tokens_per_run = sum(runs) / len(runs) if runs else 1.0
             self.tally.measure_decode((batch.drafts.propose_s + result.compute_s) / tokens_per_run)
             if self.speculation is not None:
-                self.speculation.measure(batch.drafts, batch=len(batch.decodes), compute_s=result.compute_s)
+                self.speculation.settled(batch.drafts, batch=len(batch.decodes))
 
 
 def _cut_by_grammar(grammar: GrammarProgress, run: Sequence[int], cut: Cut) -> Cut:

@@ -3,12 +3,13 @@
     plan      with a step in flight: `wants` asks whether to settle it first, as retraction does. Drafts
               continue the newest token, so nobody can draft before that is known
     launch    with nothing in flight: `draft` gets proposals, and the pages that they need
-    settle    `learn` is told how many were accepted, and adapts the lengths
+    settle    `learn` is told how many were accepted, `settled` what kind of step it was, and lengths adapt
+    next turn `begin_turn` knows how long it all took
 
-Requests that take no drafts, because theirs never please or the batch is too large, keep overlapping.
+Requests that take no drafts, because theirs do not pay or the batch is too large, keep overlapping.
 
 Every rank of an engine drafts the same (T53): n-grams follow from text that all ranks have, networks take rank
-0's guesses, and lengths go by the agreed clock and rank 0's step times.
+0's guesses, and lengths go by the clock that ranks agree on and rank 0's time for proposals.
 
 Pages are taken for the drafts of this step and no others, before it is launched (T30, T31): at most what
 the request's next tokens would take anyway, so nothing is given back when drafts are rejected. Drafts may
@@ -17,16 +18,18 @@ evict cached pages but never make anybody retract; without a page a request take
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from tandem_engine.clock import Clock
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.names import RequestId
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.tally import SpeculationTally
 from tandem_engine.speculative.interface import DraftRequest, Proposer
-from tandem_engine.speculative.lengths import DraftLengths
+from tandem_engine.speculative.lengths import DraftLengths, Seeker
+from tandem_engine.speculative.turn_timer import Settled, TurnTimer
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +37,10 @@ Chains: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Candidate(NamedTuple):
-    """A running request that may take drafts, and where it stands among the decodes of the step."""
+    """A running request that could take drafts, and where it stands among the decodes of the step."""
 
     place: int
+    req: Request
     request: DraftRequest
 
 
@@ -64,6 +68,8 @@ class Speculation:
     """Decodes of a step above which nobody drafts; 0 is no bound."""
     memory: KvMemory
     stopwatch: Clock
+    """Times proposals."""
+    timer: TurnTimer
     agree: Callable[[StepDrafts], StepDrafts] = lambda drafts: drafts
     """The drafts that every rank uses, and what they cost: those of rank 0. A rank that went by its own could find
     others, or another number of them, and its forward would wait for ever for collectives of another shape (T53)."""
@@ -71,60 +77,93 @@ class Speculation:
     """A proposal that raises costs drafts alone. False lets it be heard, which tests want."""
     broken: bool = False
     """A proposal has raised; nobody drafts any more."""
+    awaited: tuple[Request, ...] = ()
+    """Those for whose drafts the next step waits."""
     tally: SpeculationTally = field(default_factory=SpeculationTally)
+
+    def begin_turn(self) -> None:
+        """A turn of the loop begins: what the one before took is known."""
+        timed = self.timer.begin_turn()
+        if timed is None:
+            return
+        batch, drafts, _ = timed.step
+        if drafts:
+            self.lengths.costs.drafted(batch, drafts, timed.seconds)
+        else:
+            self.lengths.costs.plain(batch, timed.seconds)
 
     def wants(self, decodes: Sequence[Request]) -> bool:
         """Whether a step of `decodes` had better wait for the one in flight, to take drafts."""
-        return any(self.proposer.ready(candidate.request) for candidate in self._candidates(decodes))
+        self.awaited = tuple(candidate.req for candidate in self._candidates(decodes))
+        return bool(self.awaited)
 
     def draft(self, decodes: Sequence[Request]) -> StepDrafts:
         """Drafts for a step of `decodes` that is about to be launched, with pages. Nothing is in flight."""
-        if self.lengths.adaptive and self.lengths.costs.due(len(decodes)):
-            return NO_DRAFTS
-        candidates = [*self._candidates(decodes)]
+        candidates = self._candidates(decodes)
         if self.proposer.writes_kv:
             candidates = [candidate for candidate in candidates if self._has_room(candidate.request)]
-        if not candidates:
-            return NO_DRAFTS
-        proposed = self.agree(self._proposed([candidate.request for candidate in candidates]))
+        proposed = NO_DRAFTS
+        if candidates:
+            proposed = self.agree(self._proposed([candidate.request for candidate in candidates]))
         chains: list[tuple[int, ...]] = [()] * len(decodes)
-        self.broken = proposed.broken
-        for (place, request), chain in zip(candidates, proposed.chains, strict=True):
+        self.broken = self.broken or proposed.broken
+        for (place, _, request), chain in zip(candidates, proposed.chains, strict=True):
             chains[place] = self._fitting(request, chain)
-        self.tally.propose_s += proposed.propose_s
-        return StepDrafts(chains=tuple(chains), propose_s=proposed.propose_s) if any(chains) else NO_DRAFTS
+        drafting = {decodes[place].rid for place, chain in enumerate(chains) if chain}
+        self._close(proposed, drafting=drafting, batch=len(decodes))
+        return StepDrafts(chains=tuple(chains), propose_s=proposed.propose_s) if drafting else NO_DRAFTS
 
-    def learn(self, req: Request, *, drafted: int, accepted: int, batch: int) -> None:
-        """A run of `req` was verified in a step of `batch` decodes; its tokens are yet to be appended."""
+    def learn(self, req: Request, *, drafted: int, accepted: int) -> None:
+        """A run of `req` was verified; its tokens are yet to be appended."""
         self.tally.count(drafted=drafted, accepted=accepted)
-        self.lengths.learn(req.acceptance, drafted=drafted, accepted=accepted, seq_len=req.seq_len, batch=batch)
+        self.lengths.learn(req.acceptance, drafted=drafted, accepted=accepted, seq_len=req.seq_len)
 
-    def measure(self, drafts: StepDrafts, *, batch: int, compute_s: float) -> None:
-        """The forward of a step of `batch` decodes and nothing else took so long."""
-        if not drafts.chains:
-            self.lengths.costs.plain(batch, compute_s=compute_s)
-            return
-        self.lengths.costs.drafted(
-            batch,
-            sum(map(len, drafts.chains)),
-            propose_s=drafts.propose_s,
-            longest=max(map(len, drafts.chains)),
-            compute_s=compute_s,
-        )
+    def settled(self, drafts: StepDrafts, *, batch: int) -> None:
+        """A step of `batch` decodes and nothing else is over."""
+        count = sum(map(len, drafts.chains))
+        self.timer.settled(Settled(batch=batch, drafts=count, propose_s=drafts.propose_s))
+        self.lengths.settled(batch=batch, drafted=count > 0)
 
     def released(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
         """`kv`, with KV of `token_ids`, is about to be given back (T17)."""
         self.proposer.release(kv, token_ids)
 
-    def _candidates(self, decodes: Sequence[Request]) -> Iterator[Candidate]:
+    def _close(self, proposed: StepDrafts, *, drafting: set[RequestId], batch: int) -> None:
+        """Account for a proposal. To a request that was waited for in vain, that was as good as a rejected draft."""
+        if not proposed.chains and not self.awaited:
+            return
+        self.timer.asked(proposed.propose_s)
+        self.tally.propose_s += proposed.propose_s
+        if not drafting:
+            self.lengths.asked_in_vain(batch=batch)
+        for req in self.awaited:
+            if req.finished is None and req.rid not in drafting:
+                self.lengths.learn(req.acceptance, drafted=1, accepted=0, seq_len=req.seq_len)
+        self.awaited = ()
+
+    def _candidates(self, decodes: Sequence[Request]) -> list[Candidate]:
+        """Requests that are likely to have drafts which are worth it."""
         batch = len(decodes)
         if self.broken or 0 < self.max_batch < batch or not self.lengths.open(batch):
-            return
+            return []
+        able = [*self._able(decodes)]
+        seekers = [Seeker(req.acceptance, req.seq_len, request.limit) for _, req, request in able]
+        lengths = self.lengths.choose(seekers, batch=batch)
+        return [
+            candidate._replace(request=replace(candidate.request, limit=length))
+            for candidate, length in zip(able, lengths, strict=True)
+            if length
+        ]
+
+    def _able(self, decodes: Sequence[Request]) -> Iterator[Candidate]:
         for place, req in enumerate(decodes):
             # The step yields one token without drafts: that one needs no guess.
-            limit = min(self.lengths.choose(req.acceptance, seq_len=req.seq_len, batch=batch), req.remaining_tokens - 1)
-            if limit > 0:
-                yield Candidate(place, _draft_request(req, limit))
+            limit = min(self.lengths.longest, req.remaining_tokens - 1)
+            if limit <= 0:
+                continue
+            request = _draft_request(req, limit)
+            if self.proposer.ready(request):
+                yield Candidate(place, req, request)
 
     def _has_room(self, request: DraftRequest) -> bool:
         return self.memory.ensure(request.kv, request.seq_len + request.limit)

@@ -1,71 +1,112 @@
-"""What drafts cost on this machine, learned from the steps that were run.
+"""What decode steps cost with drafts and without, learned from the steps that were run.
+
+    seconds of a step
+        │              ╱  fixed_s + draft_s · drafts of the step
+        │        ·  ╱·
+        │      · ╱ ·          with drafts: proposing, the longer forward, and the overlap that is lost
+        │     ╱·
+        │ ────────────────    plain_s: without
+        └────────────────── drafts
 
 A forward of more tokens takes longer, by almost nothing where weights must be read from memory for one request
-alone, by almost as much as there are more tokens where many requests keep the arithmetic busy. So the price of
-a draft, in plain decode steps, is measured apart for batches of about the same size:
-
-    price = (seconds to propose one + seconds by which the verifying step is longer for it) / seconds of a plain step
-
-Plain steps must be seen to compare with, so now and then a step of a batch that drafts goes without (`due`).
+alone, by almost as much as there are more tokens where many requests keep the arithmetic busy. So batches of
+about the same size have means of their own, and the line is fitted to steps of that size. Where all steps had
+equally many drafts, which tells no slope, it is the line through the plain steps.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 WEIGHT = 0.1
 """Of the newest measurement in the moving means."""
-UNKNOWN_PRICE = 0.1
-"""Until a batch of about that size has been measured."""
-STEPS_BETWEEN = 128
-"""Steps with drafts after which a plain one of that size is measured again."""
+OUTLIER = 3.0
+"""Times the mean that a measurement counts for at most: a machine that was busy elsewhere says nothing."""
+ASSUMED_DRAFT = 0.1
+"""Plain steps that a draft of every request costs, until a batch of about that size has been measured."""
+RIDGE = 0.25
+"""Spread of drafts per request, squared, below which the slope is rather that of the line through plain steps."""
+
+
+class StepPrices(NamedTuple):
+    """Of steps of one batch. Units are common to the three."""
+
+    plain: float
+    fixed: float
+    """Of a step with drafts, before the first."""
+    draft: float
+    """Of each draft."""
+
+
+@dataclass(slots=True)
+class DraftedSteps:
+    """Moving moments of steps with drafts: drafts per request (x) and seconds (y)."""
+
+    drafts: float = 0.0
+    seconds: float = 0.0
+    spread: float = 0.0
+    """Variance of x."""
+    together: float = 0.0
+    """Covariance of x and y."""
+
+    def add(self, drafts: float, seconds: float) -> None:
+        """A step had so many drafts per request and took so long."""
+        if self.seconds == 0.0:
+            self.drafts, self.seconds = drafts, seconds
+            return
+        x = drafts - self.drafts
+        y = min(seconds, OUTLIER * self.seconds) - self.seconds
+        self.drafts += WEIGHT * x
+        self.seconds += WEIGHT * y
+        self.spread = (1.0 - WEIGHT) * (self.spread + WEIGHT * x * x)
+        self.together = (1.0 - WEIGHT) * (self.together + WEIGHT * x * y)
+
+    def slope(self, plain_s: float) -> float:
+        """Seconds by which one draft more per request prolongs a step; a step never costs less than a plain one."""
+        through_plain = max(0.0, self.seconds - plain_s) / self.drafts
+        fitted = (self.together + RIDGE * through_plain) / (self.spread + RIDGE)
+        return min(max(0.0, fitted), through_plain)
 
 
 @dataclass(slots=True)
 class SizeCosts:
-    """Moving means for batches of about one size."""
+    """What is known of batches of about one size."""
 
     plain_s: float = 0.0
-    """A decode step without drafts."""
-    draft_s: float = 0.0
-    """Proposing and verifying one draft of every request."""
-    until_plain: int = 0
-    """Steps with drafts before a plain one is due."""
+    drafted: DraftedSteps = field(default_factory=DraftedSteps)
+
+    def prices(self, batch: int) -> StepPrices:
+        if self.plain_s == 0.0 or self.drafted.seconds == 0.0:
+            return StepPrices(plain=1.0, fixed=1.0, draft=ASSUMED_DRAFT / batch)
+        slope = self.drafted.slope(self.plain_s)
+        fixed = max(self.plain_s, self.drafted.seconds - slope * self.drafted.drafts)
+        return StepPrices(plain=self.plain_s, fixed=fixed, draft=slope / batch)
 
 
 @dataclass(kw_only=True, slots=True)
 class StepCosts:
-    """Prices by batch size. Scheduler thread only."""
+    """Costs by batch size. Scheduler thread only."""
 
     _sizes: dict[int, SizeCosts] = field(default_factory=dict)
 
-    def price(self, batch: int) -> float:
-        """Of one draft for each of `batch` requests, in decode steps of that batch."""
-        costs = self._of(batch)
-        if costs.plain_s == 0.0 or costs.draft_s == 0.0:
-            return UNKNOWN_PRICE
-        return costs.draft_s / costs.plain_s
+    def prices(self, batch: int) -> StepPrices:
+        """Of steps of `batch` requests; in plain steps as long as nothing is known."""
+        return self._of(batch).prices(batch)
 
-    def due(self, batch: int) -> bool:
-        """Whether the next step had better go without drafts, to be measured."""
-        return self._of(batch).until_plain <= 0
-
-    def plain(self, batch: int, *, compute_s: float) -> None:
-        """A decode step of `batch` requests took so long."""
+    def plain(self, batch: int, seconds: float) -> None:
+        """A step of `batch` requests without drafts took so long."""
         costs = self._of(batch)
-        costs.plain_s = _mean(costs.plain_s, compute_s)
-        costs.until_plain = STEPS_BETWEEN
+        if costs.plain_s == 0.0:
+            costs.plain_s = seconds
+        costs.plain_s += WEIGHT * (min(seconds, OUTLIER * costs.plain_s) - costs.plain_s)
 
-    def drafted(self, batch: int, drafts: int, *, propose_s: float, longest: int, compute_s: float) -> None:
-        """A step of `batch` requests proposed and verified `drafts`, in chains of up to `longest`."""
-        costs = self._of(batch)
-        costs.until_plain -= 1
-        if costs.plain_s > 0.0:
-            longer = max(0.0, compute_s - costs.plain_s) * batch / drafts
-            costs.draft_s = _mean(costs.draft_s, longer + propose_s / longest)
+    def drafted(self, batch: int, drafts: int, seconds: float) -> None:
+        """A step of `batch` requests that verified `drafts` took so long, proposing them included."""
+        self._of(batch).drafted.add(drafts / batch, seconds)
 
     def _of(self, batch: int) -> SizeCosts:
-        """Sizes between two powers of two are about the same."""
-        return self._sizes.setdefault(batch.bit_length(), SizeCosts())
+        return self._sizes.setdefault(size_class(batch), SizeCosts())
 
 
-def _mean(mean: float, value: float) -> float:
-    return value if mean == 0.0 else mean + WEIGHT * (value - mean)
+def size_class(batch: int) -> int:
+    """Sizes between two powers of two are about the same."""
+    return batch.bit_length()

@@ -23,6 +23,7 @@ from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.stop import DecodeText
 from tandem_engine.speculative.interface import Proposer
 from tandem_engine.speculative.lengths import DraftLengths
+from tandem_engine.speculative.turn_timer import TurnTimer
 from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
 from tandem_testing.fake_executors import Computed, EagerExecutor, LateExecutor
 from tandem_testing.memory_builders import make_memory
@@ -290,6 +291,7 @@ def make_engine(
         max_batch=max_draft_batch,
         memory=memory,
         stopwatch=clock,
+        timer=TurnTimer(clock=clock, catches_up=proposer.writes_kv),
         confined=False,
     )
     text: DecodeText | None = decode_text if with_text else None

@@ -1,78 +1,161 @@
-"""Lengths follow acceptance, and end where drafts do not pay."""
+"""As many drafts as make tokens come faster, measured against plain decoding, and none when none do."""
 
-from itertools import pairwise
+from dataclasses import dataclass, field
 
-from tandem_engine.speculative.lengths import FIRST_PAUSE, LONGEST_PAUSE, Acceptance, DraftLengths
-from tandem_engine.speculative.step_costs import StepCosts
+import pytest
 
-
-def teach(lengths: DraftLengths, acceptance: Acceptance, *, right: int, rounds: int) -> list[int]:
-    """Lengths chosen when in every step the first `right` drafts are right; one token follows."""
-    seq_len, chosen = 0, []
-    for _ in range(rounds):
-        drafted = lengths.choose(acceptance, seq_len=seq_len, batch=1)
-        accepted = min(right, drafted)
-        chosen.append(drafted)
-        if drafted:
-            lengths.learn(acceptance, drafted=drafted, accepted=accepted, seq_len=seq_len, batch=1)
-        seq_len += accepted + 1
-    return chosen
+from tandem_engine.speculative.lengths import TRIAL_DRAFTS, Acceptance, DraftLengths, Seeker
+from tandem_engine.speculative.trials import FIRST_REST, PLAIN_STEPS
 
 
-def test_drafts_that_are_right_get_longer_up_to_the_bound():
-    chosen = teach(DraftLengths(longest=6), Acceptance(), right=6, rounds=30)
-    assert chosen[-1] == 6
-    assert chosen == sorted(chosen)
+@dataclass
+class Machine:
+    """Decodes streams of which each accepts the first `right` drafts of every step, at a price."""
+
+    right: list[int]
+    lengths: DraftLengths = field(default_factory=lambda: DraftLengths(longest=4))
+    plain_s: float = 1.0
+    fixed_s: float = 1.0
+    draft_s: float = 0.02
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.acceptances = [Acceptance() for _ in self.right]
+        self.seq_lens = [0] * len(self.right)
+
+    def run(self, steps: int) -> list[list[int]]:
+        """Lengths chosen in each of `steps`."""
+        return [self.step() for _ in range(steps)]
+
+    def step(self) -> list[int]:
+        batch = len(self.right)
+        chosen = [0] * batch
+        if self.lengths.open(batch):
+            seekers = [Seeker(a, n, 9) for a, n in zip(self.acceptances, self.seq_lens, strict=True)]
+            chosen = self.lengths.choose(seekers, batch=batch)
+        for stream, drafted in enumerate(chosen):
+            accepted = min(self.right[stream], drafted)
+            if drafted:
+                self.lengths.learn(
+                    self.acceptances[stream], drafted=drafted, accepted=accepted, seq_len=self.seq_lens[stream]
+                )
+            self.seq_lens[stream] += 1 + accepted
+            self.tokens += 1 + accepted
+        self._pass(batch, sum(chosen))
+        return chosen
+
+    def _pass(self, batch: int, drafts: int) -> None:
+        seconds = self.fixed_s + self.draft_s * drafts if drafts else self.plain_s
+        if drafts:
+            self.lengths.costs.drafted(batch, drafts, seconds)
+        else:
+            self.lengths.costs.plain(batch, seconds)
+        self.lengths.settled(batch=batch, drafted=drafts > 0)
+        self.seconds += seconds
+
+    def speed(self) -> float:
+        """Against the same streams without drafts."""
+        return self.tokens / len(self.right) * self.plain_s / self.seconds
+
+
+def test_the_first_steps_are_plain_for_there_must_be_something_to_compare_with():
+    chosen = Machine([4]).run(PLAIN_STEPS + 1)
+    assert chosen == [[0]] * PLAIN_STEPS + [[4]]
+
+
+def test_drafts_that_are_right_get_as_long_as_may_be():
+    machine = Machine([4])
+    assert machine.run(30)[-1] == [4]
+    assert machine.speed() > 3
 
 
 def test_half_right_drafts_are_shorter_than_right_ones():
-    lengths = DraftLengths(longest=8)
-    chosen = teach(lengths, Acceptance(), right=1, rounds=200)
-    assert 1 <= max(chosen[50:]) < 8
+    chosen = Machine([1], DraftLengths(longest=8), draft_s=0.1).run(200)
+    assert {lengths[0] for lengths in chosen[50:]} <= {0, 1, 2, 3}
+    assert any(lengths[0] for lengths in chosen[50:])
 
 
-def test_drafts_that_are_never_right_stop_and_are_seldom_tried_again():
-    chosen = teach(DraftLengths(longest=8), Acceptance(), right=0, rounds=2000)
-    tried = [step for step, length in enumerate(chosen) if length]
-    gaps = [later - earlier for earlier, later in pairwise(tried)]
-    assert chosen[-FIRST_PAUSE:].count(0) >= FIRST_PAUSE - 1
-    assert max(gaps) == LONGEST_PAUSE
-    assert len(tried) < 30
+def test_drafts_that_are_never_right_cost_next_to_nothing():
+    machine = Machine([0] * 8, fixed_s=2.0, draft_s=0.1)
+    machine.run(2000)
+    assert machine.speed() > 0.97
 
 
-def test_a_probe_that_is_right_ends_the_pause():
-    lengths, acceptance = DraftLengths(longest=4), Acceptance()
-    teach(lengths, acceptance, right=0, rounds=100)
-    assert lengths.choose(acceptance, seq_len=acceptance.paused_until - 1, batch=1) == 0
-    for _ in range(3):
-        seq_len = acceptance.paused_until
-        drafted = lengths.choose(acceptance, seq_len=seq_len, batch=1)
-        assert drafted >= 1
-        lengths.learn(acceptance, drafted=drafted, accepted=drafted, seq_len=seq_len, batch=1)
-    assert lengths.choose(acceptance, seq_len=seq_len + 1, batch=1) >= 1
-    assert acceptance.pause == FIRST_PAUSE
+def test_drafts_that_are_accepted_but_cost_more_than_they_save_end():
+    # Five tokens per run, and yet a step of eight such runs takes longer than five plain steps.
+    machine = Machine([4] * 8, fixed_s=2.0, draft_s=4.0 / 32)
+    chosen = machine.run(3000)
+    assert sum(any(lengths) for lengths in chosen) < 40
+    assert machine.speed() > 0.97
 
 
-def costing(price: float) -> StepCosts:
-    costs = StepCosts()
-    costs.plain(1, compute_s=1.0)
-    costs.drafted(1, 1, propose_s=price, longest=1, compute_s=1.0)
-    return costs
+def test_a_fixed_cost_makes_one_stream_not_worth_it_where_eight_are():
+    cheap_together = {"fixed_s": 1.9, "draft_s": 0.01}
+    alone, all_of_them = Machine([4, *[0] * 7], **cheap_together), Machine([4] * 8, **cheap_together)
+    assert not any(map(any, alone.run(300)[-100:-60]))
+    assert all(any(lengths) for lengths in all_of_them.run(100)[-20:])
 
 
-def test_dear_drafts_need_a_better_rate():
-    cheap, dear = DraftLengths(longest=8, costs=costing(0.05)), DraftLengths(longest=8, costs=costing(0.8))
-    acceptance = Acceptance(rate=0.6)
-    assert cheap.choose(acceptance, seq_len=0, batch=1) > 1
-    dear.learn(acceptance, drafted=1, accepted=0, seq_len=0, batch=1)
-    assert dear.choose(acceptance, seq_len=1, batch=1) == 0
+def test_only_those_whose_drafts_please_take_some():
+    chosen = Machine([4, 0]).run(400)
+    assert {lengths[0] for lengths in chosen[100:200]} == {4}
+    assert sum(lengths[1] for lengths in chosen[100:200]) < 5
 
 
-def test_drafts_that_cost_a_step_each_are_not_even_tried():
-    assert not DraftLengths(longest=4, costs=costing(1.0)).open(1)
-    assert DraftLengths(longest=4, costs=costing(1.0), adaptive=False).open(1)
-    assert DraftLengths(longest=4, costs=costing(0.5)).open(1)
+def test_a_stream_that_begins_to_please_is_found_out():
+    machine = Machine([0, 0])
+    machine.run(500)
+    machine.right = [4, 4]
+    machine.run(600)
+    assert machine.step() == [4, 4]
+
+
+def test_a_stream_that_begins_to_please_beside_one_that_does_is_found_out_too():
+    machine = Machine([4, 0])
+    machine.run(200)
+    machine.right = [4, 4]
+    machine.run(100)
+    assert machine.step() == [4, 4]
+
+
+def test_a_machine_that_gets_faster_at_drafts_is_found_out():
+    machine = Machine([4] * 4, draft_s=0.4)
+    assert machine.run(300)[-1] == [0] * 4
+    machine.draft_s = 0.01
+    machine.run(2500)
+    assert machine.step() == [4] * 4
+
+
+def test_everybody_tries_in_the_same_steps():
+    machine = Machine([0] * 4, fixed_s=3.0)
+    tried = [lengths for lengths in machine.run(1500)[FIRST_REST:] if any(lengths)]
+    assert tried
+    assert all(lengths == [TRIAL_DRAFTS] * 4 for lengths in tried)
+
+
+def test_new_requests_are_credited_with_what_others_taught():
+    machine = Machine([0] * 8)
+    machine.run(60)
+    assert machine.lengths.typical < 0.3
+    machine.acceptances = [Acceptance() for _ in machine.right]
+    assert not any(machine.step())
+
+
+def test_limits_of_requests_hold():
+    lengths = DraftLengths(longest=4)
+    lengths.settled(batch=2, drafted=False)
+    lengths.settled(batch=2, drafted=False)
+    assert lengths.choose([Seeker(Acceptance(), 0, 1), Seeker(Acceptance(), 0, 3)], batch=2) == [1, 3]
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_nobody_is_asked_where_not_even_perfect_drafts_would_pay(batch):
+    machine = Machine([4] * batch, draft_s=2.0)
+    machine.run(100)
+    assert not machine.lengths.open(batch)
+    assert machine.lengths.open(1000) is False  # nothing is known of that size: plain steps come first
 
 
 def test_lengths_that_do_not_adapt_stay():
-    assert set(teach(DraftLengths(longest=5, adaptive=False), Acceptance(), right=0, rounds=50)) == {5}
+    assert Machine([0], DraftLengths(longest=5, adaptive=False)).run(50) == [[5]] * 50

@@ -1,48 +1,60 @@
-"""The price of a draft is what it adds to a step of that size."""
+"""What a step with drafts costs is a line over their number, and never less than a step without."""
 
 import pytest
 
-from tandem_engine.speculative.step_costs import STEPS_BETWEEN, UNKNOWN_PRICE, StepCosts
+from tandem_engine.speculative.step_costs import ASSUMED_DRAFT, OUTLIER, StepCosts
 
 
-def measured(batch: int, *, plain_s: float, compute_s: float, drafts: int, propose_s: float = 0.0, longest: int = 4):
+def measured(batch: int, *, plain_s: float, steps: list[tuple[int, float]]) -> StepCosts:
+    """`steps`: drafts and seconds of each, seen often."""
     costs = StepCosts()
-    costs.plain(batch, compute_s=plain_s)
-    costs.drafted(batch, drafts, propose_s=propose_s, longest=longest, compute_s=compute_s)
+    for _ in range(100):
+        costs.plain(batch, plain_s)
+        for drafts, seconds in steps:
+            costs.drafted(batch, drafts, seconds)
     return costs
 
 
-def test_a_longer_step_makes_drafts_dear():
-    costs = measured(8, plain_s=1.0, compute_s=3.0, drafts=32)
-    assert costs.price(8) == pytest.approx(0.5)
+def test_a_fixed_cost_is_told_from_that_of_each_draft():
+    prices = measured(8, plain_s=1.0, steps=[(8, 2.5), (32, 4.0)]).prices(8)
+    assert prices.fixed == pytest.approx(2.0, rel=0.1)
+    assert prices.draft == pytest.approx(1.5 / 24, rel=0.15)
 
 
-def test_proposing_costs_too():
-    costs = measured(1, plain_s=1.0, compute_s=1.0, drafts=4, propose_s=0.8)
-    assert costs.price(1) == pytest.approx(0.2)
+def test_steps_of_one_length_are_predicted_as_they_were():
+    prices = measured(4, plain_s=1.0, steps=[(16, 3.0)]).prices(4)
+    assert prices.fixed + 16 * prices.draft == pytest.approx(3.0)
+    assert prices.fixed == pytest.approx(1.0)
 
 
-def test_drafts_of_a_few_requests_are_not_taken_for_drafts_of_all():
-    costs = measured(8, plain_s=1.0, compute_s=1.5, drafts=4)
-    assert costs.price(8) == pytest.approx(1.0)
+def test_drafts_that_cost_nothing_have_no_negative_price():
+    prices = measured(1, plain_s=2.0, steps=[(1, 1.5), (4, 1.0)]).prices(1)
+    assert (prices.fixed, prices.draft) == (2.0, 0.0)
+
+
+def test_one_step_during_which_the_machine_was_busy_changes_little():
+    costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
+    costs.plain(2, 1000.0)
+    costs.drafted(2, 8, 1000.0)
+    prices = costs.prices(2)
+    assert prices.plain <= 1.0 + 0.1 * OUTLIER
+    assert prices.fixed + 8 * prices.draft <= 2.0 * (1.0 + 0.1 * OUTLIER)
+
+
+def test_a_machine_that_stays_slower_is_believed():
+    costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
+    for _ in range(100):
+        costs.plain(2, 5.0)
+    assert costs.prices(2).plain == pytest.approx(5.0, rel=0.01)
 
 
 def test_sizes_far_apart_have_prices_of_their_own():
-    costs = measured(64, plain_s=1.0, compute_s=5.0, drafts=256)
-    assert costs.price(65) == costs.price(100) == pytest.approx(1.0)
-    assert costs.price(2) == UNKNOWN_PRICE
+    costs = measured(64, plain_s=1.0, steps=[(256, 5.0)])
+    assert costs.prices(65) == costs.prices(64)._replace(draft=costs.prices(64).draft * 64 / 65)
+    assert costs.prices(2) == (1.0, 1.0, ASSUMED_DRAFT / 2)
 
 
-def test_a_plain_step_is_due_at_first_and_now_and_then():
+def test_prices_are_assumed_until_both_kinds_of_step_were_seen():
     costs = StepCosts()
-    assert costs.due(4)
-    costs.plain(4, compute_s=1.0)
-    for _ in range(STEPS_BETWEEN):
-        assert not costs.due(4)
-        costs.drafted(4, 8, propose_s=0.0, longest=2, compute_s=1.0)
-    assert costs.due(4)
-
-
-def test_without_a_clock_there_is_no_price():
-    costs = measured(4, plain_s=0.0, compute_s=0.0, drafts=8)
-    assert costs.price(4) == UNKNOWN_PRICE
+    costs.plain(4, 3.0)
+    assert costs.prices(4) == (1.0, 1.0, ASSUMED_DRAFT / 4)

@@ -1,0 +1,63 @@
+"""When to look again at what is taken for known, in batches of about one size.
+
+    plain ──▶ drafting, while it pays ──`STEPS_BETWEEN` in a row──▶ plain ──▶ …
+                 │ nobody's drafts pay          ▲
+                 ▼                              │ they do
+              resting ──`rest` steps──▶ trial ──┤
+                 ▲                              │ they do not: rest twice as long
+                 └──────────────────────────────┘
+
+Steps without drafts must be seen now and then to compare with, and drafts tried now and then, for texts and
+machines change. All requests try in the same few steps: one by one they would end the overlap all the time.
+Everything is counted in settled steps of that size, so it goes the same way on every rank.
+"""
+
+from dataclasses import dataclass
+
+PLAIN_STEPS = 2
+"""Plain steps to be measured in a row."""
+STEPS_BETWEEN = 256
+"""Steps with drafts after which plain ones are measured again."""
+TRIAL_STEPS = 3
+FIRST_REST = 32
+LONGEST_REST = 512
+"""Plain steps between two trials that show no gain."""
+
+
+@dataclass(slots=True)
+class Trials:
+    """Of one size. Nothing is known at first."""
+
+    plain_left: int = PLAIN_STEPS
+    """Steps that go without drafts in any case."""
+    trial_left: int = 0
+    """Steps that take drafts in any case, as soon as there are some."""
+    rest: int = FIRST_REST
+    until_trial: int = FIRST_REST
+    in_a_row: int = 0
+    """Steps with drafts since the last plain one."""
+
+    def plain(self) -> None:
+        """A step without drafts has settled."""
+        self.in_a_row = 0
+        self.plain_left = max(0, self.plain_left - 1)
+        self.until_trial -= 1
+        if self.until_trial == 0:
+            self.trial_left = TRIAL_STEPS
+
+    def drafted(self) -> None:
+        """A step with drafts has settled."""
+        self.in_a_row += 1
+        if self.in_a_row == STEPS_BETWEEN:
+            self.in_a_row, self.plain_left = 0, PLAIN_STEPS
+        if self.trial_left:
+            self.tried()
+        else:
+            self.rest = self.until_trial = FIRST_REST
+
+    def tried(self) -> None:
+        """One of the steps of a trial has been, with drafts or in vain."""
+        self.trial_left -= 1
+        if self.trial_left == 0:
+            self.until_trial = self.rest
+            self.rest = min(2 * self.rest, LONGEST_REST)

@@ -1,0 +1,64 @@
+"""Nothing is taken for known for ever, and looking again is rare."""
+
+from itertools import pairwise
+
+from tandem_engine.speculative.trials import FIRST_REST, LONGEST_REST, PLAIN_STEPS, STEPS_BETWEEN, TRIAL_STEPS, Trials
+
+
+def trial_steps(trials: Trials, steps: int) -> list[int]:
+    """Which of `steps` take drafts when they are taken in trials alone."""
+    tried = []
+    for step in range(steps):
+        if trials.trial_left:
+            tried.append(step)
+            trials.drafted()
+        else:
+            trials.plain()
+    return tried
+
+
+def test_at_first_steps_are_plain():
+    trials = Trials()
+    for _ in range(PLAIN_STEPS):
+        assert trials.plain_left
+        trials.plain()
+    assert trials.plain_left == 0
+
+
+def test_plain_steps_are_seen_again_while_drafts_pay():
+    trials = Trials(plain_left=0)
+    for _ in range(STEPS_BETWEEN):
+        assert trials.plain_left == 0
+        trials.drafted()
+    assert trials.plain_left == PLAIN_STEPS
+
+
+def test_trials_without_gain_become_rarer_up_to_a_bound():
+    tried = trial_steps(Trials(), 5000)
+    rests = [later - earlier - 1 for earlier, later in pairwise(tried) if later > earlier + 1]
+    assert tried[:TRIAL_STEPS] == [*range(FIRST_REST, FIRST_REST + TRIAL_STEPS)]
+    assert rests == sorted(rests)
+    assert (rests[0], rests[-1]) == (FIRST_REST, LONGEST_REST)
+
+
+def test_a_trial_waits_for_a_step_that_has_drafts():
+    trials = Trials()
+    for _ in range(3 * FIRST_REST):
+        trials.plain()
+    assert trials.trial_left == TRIAL_STEPS
+
+
+def test_a_trial_in_which_nobody_had_drafts_is_over_too():
+    trials = Trials(trial_left=2)
+    trials.tried()
+    trials.tried()
+    assert (trials.trial_left, trials.until_trial) == (0, FIRST_REST)
+
+
+def test_drafts_that_pay_again_make_trials_quick_again():
+    trials = Trials()
+    trial_steps(trials, 3000)
+    while trials.trial_left:
+        trials.drafted()
+    trials.drafted()
+    assert (trials.rest, trials.until_trial) == (FIRST_REST, FIRST_REST)

@@ -1,0 +1,70 @@
+"""A step's time is that of the turn which settled it, where the turn shows what such a step costs."""
+
+import pytest
+
+from tandem_engine.speculative.turn_timer import Settled, TurnTimer
+from tandem_testing.scheduler_builders import ManualClock
+
+PLAIN = Settled(batch=2, drafts=0, propose_s=0.0)
+DRAFTED = Settled(batch=2, drafts=8, propose_s=1.0)
+
+
+class Turns:
+    """A loop whose turns last as long as they are told to."""
+
+    def __init__(self, *, catches_up: bool = False) -> None:
+        self.clock = ManualClock()
+        self.timer = TurnTimer(clock=self.clock, catches_up=catches_up)
+        self.timer.begin_turn()
+
+    def turn(self, settled: Settled | None, seconds: float, *, propose_s: float | None = None) -> float | None:
+        """Seconds that the step is said to have taken."""
+        if settled is not None:
+            self.timer.settled(settled)
+        if propose_s is not None:
+            self.timer.asked(propose_s)
+        self.clock.time += seconds
+        timed = self.timer.begin_turn()
+        assert timed is None or timed.step == settled
+        return timed and timed.seconds
+
+
+def test_a_plain_step_takes_the_turn_that_settled_it():
+    assert Turns().turn(PLAIN, 3.0) == 3.0
+
+
+def test_a_turn_that_settled_nothing_or_prompts_tells_nothing():
+    assert Turns().turn(None, 3.0) is None
+
+
+def test_proposing_counts_for_the_step_that_has_the_drafts():
+    # The turn took 1 s to propose the drafts it settled, before it began, and 2 s for those of the step it launched.
+    turns = Turns()
+    assert turns.turn(DRAFTED, 6.0, propose_s=2.0) == pytest.approx(6.0 - 2.0 + 1.0)
+    assert turns.turn(DRAFTED, 6.0) == pytest.approx(6.0 + 1.0)
+
+
+def test_a_plain_step_that_was_settled_early_for_drafts_is_no_measure():
+    turns = Turns()
+    assert turns.turn(PLAIN, 5.0, propose_s=1.0) is None
+    assert turns.turn(PLAIN, 3.0) == 3.0
+
+
+def test_the_first_drafts_of_a_network_are_no_measure_of_those_that_follow():
+    turns = Turns(catches_up=True)
+    assert turns.turn(PLAIN, 3.0) == 3.0
+    assert turns.turn(DRAFTED, 9.0) is None
+    assert turns.turn(DRAFTED, 4.0) == 5.0
+    assert Turns(catches_up=False).turn(DRAFTED, 4.0) == 5.0
+
+
+def test_time_in_which_the_engine_slept_is_nobodys():
+    turns = Turns()
+    turns.timer.settled(PLAIN)
+    turns.timer.interrupt()
+    turns.clock.time += 1000.0
+    assert turns.timer.begin_turn() is None
+
+
+def test_a_clock_that_stands_still_measures_nothing():
+    assert Turns().turn(PLAIN, 0.0) is None
