@@ -11,6 +11,13 @@ The scheduler numbers slots from 0 and only requests with a penalty have one, so
 most of them that ran at once. A step in flight may still count for a request that has ended: it comes before
 the `load` of the slot's next owner, and that forgets all.
 
+Of a vocabulary of 152k a request has seen some hundred tokens, and no other logit changes. So each slot lists the
+tokens it has seen, every one once, and a step reads and writes their logits alone:
+
+    counts, in_prompt   [C, V]   by token, to be looked up
+    seen                [C, W]   seen[c, :lens[c]] are the tokens of slot c; what is behind them is any token, whose
+                                 counts say what it is: to penalise it twice, or for nothing, is to write it as it is
+
     repetition   logit > 0 ? logit / r : logit · r     tokens of prompt and output
     frequency    logit − f · count                      tokens of the output
     presence     logit − p                              tokens of the output
@@ -18,7 +25,7 @@ the `load` of the slot's next owner, and that forgets all.
 in this order, as vLLM does. Everything is element by element: a row's result does not depend on other rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +34,8 @@ from tandem_engine.forward.logit_edits import Penalties
 
 BLOCK = 2**20
 """Logits that are penalised at a time. Temporaries of all rows together would be too large for a processor's caches,
-and for its allocator to keep: three to four times slower at 64 rows of 152k tokens."""
+and for its allocator to keep."""
+FIRST_WIDTH = 256
 
 
 class PenaltyRows:
@@ -36,6 +44,10 @@ class PenaltyRows:
     def __init__(self) -> None:
         self._counts = torch.empty(0, 0, dtype=torch.int32)
         self._in_prompt = torch.empty(0, 0, dtype=torch.bool)
+        self._seen = torch.empty(0, 0, dtype=torch.int64)
+        self._lens = torch.empty(0, dtype=torch.int64)
+        self._room = 0
+        """Tokens that may be recorded for every slot before `seen` could be full."""
 
     @property
     def capacity(self) -> int:
@@ -55,14 +67,27 @@ class PenaltyRows:
         if slot >= self.capacity:
             self._grow(slot + 1, vocab_size, device)
         outputs = torch.tensor(output_ids, dtype=torch.int64, device=device)
-        self._counts[slot] = torch.bincount(outputs, minlength=vocab_size)
-        self._in_prompt[slot] = False
-        self._in_prompt[slot, torch.tensor(prompt_ids, dtype=torch.int64, device=device)] = True
+        prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=device)
+        seen = torch.cat((prompt, outputs)).unique()
+        self._make_room(len(seen))
+        self._forget(slot)
+        self._counts[slot].index_put_((outputs,), torch.ones_like(outputs, dtype=torch.int32), accumulate=True)
+        self._in_prompt[slot, prompt] = True
+        self._seen[slot, : len(seen)] = seen
+        self._lens[slot] = len(seen)
 
     def record(self, slots: Tensor, token_ids: Tensor) -> None:
         """Count what was generated: `token_ids` [P, K] of `slots` [P], −1 where a row has fewer than K."""
-        rows = slots[:, None].expand_as(token_ids)
-        self._counts.index_put_((rows, token_ids.clamp(min=0)), (token_ids >= 0).int(), accumulate=True)
+        if self._room < token_ids.shape[1]:
+            self._make_room(int(self._lens.max()) + token_ids.shape[1])
+        self._room -= token_ids.shape[1]
+        for token_id in token_ids.unbind(dim=1):
+            counted, token = token_id >= 0, token_id.clamp(min=0)
+            lens = self._lens[slots]
+            new = counted & (self._counts[slots, token] == 0) & ~self._in_prompt[slots, token]
+            self._seen[slots, lens] = token  # behind the end, where any token may stand, unless it is new
+            self._lens[slots] = lens + new
+            self._counts.index_put_((slots, token), counted.int(), accumulate=True)
 
     def apply(self, logits: Tensor, penalties: Penalties, ahead: Tensor | None = None) -> None:
         """Penalise rows of `logits` [S, V] float32 in place.
@@ -71,30 +96,66 @@ class PenaltyRows:
             ahead: [S, K] tokens that come before each row beside those counted, −1 for none: the drafts before a
                 position whose logits are wanted in the same step (T42).
         """
-        rows_at_once = max(1, BLOCK // logits.shape[1])
-        for first in range(0, len(penalties.index), rows_at_once):
-            self._apply_block(logits, penalties, slice(first, first + rows_at_once), ahead)
+        drafts = 0 if ahead is None else ahead.shape[1]
+        for rows, width in self._blocks(penalties.slots, drafts):
+            self._apply_block(logits, penalties, rows, width, ahead)
 
-    def _apply_block(self, logits: Tensor, penalties: Penalties, block: slice, ahead: Tensor | None) -> None:
-        index, slots = penalties.index[block], penalties.slots[block]
-        counts = self._counts[slots]
-        if ahead is not None:
-            drafts = ahead[index]
-            counts.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).int())
+    def _blocks(self, slots: Tensor, drafts: int) -> Iterator[tuple[Tensor, int]]:
+        """Places in `slots`, and the most tokens any of them has seen: those of about as many go together."""
+        lens = self._lens[slots].tolist()
+        alike: dict[int, list[int]] = {}
+        for place, length in enumerate(lens):
+            if length or drafts:
+                alike.setdefault(length.bit_length(), []).append(place)
+        for places in alike.values():
+            width = max(lens[place] for place in places)
+            at_once = max(1, BLOCK // ((width + drafts) * (1 + drafts)))
+            for first in range(0, len(places), at_once):
+                yield torch.tensor(places[first : first + at_once], device=slots.device), width
+
+    def _apply_block(self, logits: Tensor, penalties: Penalties, rows: Tensor, width: int, ahead: Tensor | None) -> None:
+        index, slots = penalties.index[rows, None], penalties.slots[rows, None]
+        tokens = self._seen[slots, torch.arange(width, device=slots.device)]
+        drafts = None if ahead is None else ahead[index.squeeze(1)]
+        if drafts is not None:
+            tokens = torch.cat((tokens, drafts.clamp(min=0)), dim=1)
+        counts = self._counts[slots, tokens]
+        if drafts is not None:
+            counts += (tokens[:, :, None] == drafts[:, None, :]).sum(dim=2, dtype=torch.int32)
         generated = counts > 0
-        known = generated | self._in_prompt[slots]
-        rows = logits[index]
-        strength = penalties.repetition[block, None]
-        rows = torch.where(known, torch.where(rows > 0, rows / strength, rows * strength), rows)
-        rows -= penalties.frequency[block, None] * counts
-        rows -= penalties.presence[block, None] * generated
-        logits[index] = rows
+        known = generated | self._in_prompt[slots, tokens]
+        before = logits[index, tokens]
+        strength = penalties.repetition[rows, None]
+        after = torch.where(known, torch.where(before > 0, before / strength, before * strength), before)
+        after -= penalties.frequency[rows, None] * counts
+        after -= penalties.presence[rows, None] * generated
+        logits[index, tokens] = after
+
+    def _forget(self, slot: int) -> None:
+        """Counts are zero everywhere else already."""
+        seen = self._seen[slot, : int(self._lens[slot])]
+        self._counts[slot, seen] = 0
+        self._in_prompt[slot, seen] = False
+
+    def _make_room(self, length: int) -> None:
+        """Have `seen` hold `length` tokens of any slot, and one that is not counted."""
+        longest = max(length, int(self._lens.max()))
+        width = self._seen.shape[1]
+        if width <= longest:
+            wider = torch.zeros(self.capacity, max(FIRST_WIDTH, 2 * longest), dtype=torch.int64, device=self._seen.device)
+            wider[:, :width] = self._seen
+            self._seen = wider
+        self._room = self._seen.shape[1] - 1 - longest
 
     def _grow(self, slots: int, vocab_size: int, device: torch.device | str) -> None:
-        capacity = max(slots, 2 * self.capacity)
+        capacity, width = max(slots, 2 * self.capacity), self._seen.shape[1]
         counts = torch.zeros(capacity, vocab_size, dtype=torch.int32, device=device)
         in_prompt = torch.zeros(capacity, vocab_size, dtype=torch.bool, device=device)
+        seen = torch.zeros(capacity, width, dtype=torch.int64, device=device)
+        lens = torch.zeros(capacity, dtype=torch.int64, device=device)
         if self.capacity:
             counts[: self.capacity] = self._counts
             in_prompt[: self.capacity] = self._in_prompt
-        self._counts, self._in_prompt = counts, in_prompt
+            seen[: self.capacity] = self._seen
+            lens[: self.capacity] = self._lens
+        self._counts, self._in_prompt, self._seen, self._lens = counts, in_prompt, seen, lens

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tandem_engine.forward.logit_edits import Penalties
 from tandem_engine.messages.sampling import SamplingParams
@@ -141,3 +143,41 @@ def test_rows_are_the_same_however_many_are_penalised_at_a_time(monkeypatch, blo
     apart = raw.clone()
     rows.apply(apart, penalties(0, 1, 2), torch.full((3, 1), -1))
     assert torch.equal(apart, together)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    histories=st.lists(
+        st.tuples(st.lists(st.integers(0, VOCAB - 1), max_size=9), st.lists(st.integers(0, VOCAB - 1), max_size=9)),
+        min_size=1,
+        max_size=5,
+    ),
+    runs=st.lists(st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=3, max_size=3), min_size=5, max_size=5)),
+)
+def test_listing_what_was_seen_gives_the_bits_of_the_whole_vocabulary(histories, runs):
+    rows, count = loaded(*histories), len(histories)
+    counts, in_prompt = torch.zeros(count, VOCAB, dtype=torch.int32), torch.zeros(count, VOCAB, dtype=torch.bool)
+    for slot, (prompt, outputs) in enumerate(histories):
+        in_prompt[slot, list(prompt)] = True
+        for token in outputs:
+            counts[slot, token] += 1
+    for run in runs:
+        rows.record(torch.arange(count), torch.tensor(run[:count]))
+        for slot, tokens in enumerate(run[:count]):
+            for token in tokens:
+                counts[slot, token] += token >= 0
+    known, raw = (counts > 0) | in_prompt, logits(count)
+    whole = torch.where(known, torch.where(raw > 0, raw / 1.5, raw * 1.5), raw) - 0.5 * counts - 0.25 * (counts > 0)
+    listed = raw.clone()
+    rows.apply(listed, penalties(*range(count)))
+    assert torch.equal(listed, whole)
+
+
+def test_tokens_are_listed_once_and_lists_grow(monkeypatch):
+    monkeypatch.setattr("tandem_engine.sampling.penalties.FIRST_WIDTH", 2)
+    rows = loaded((PROMPT, ()))
+    for token in [*range(VOCAB), *range(VOCAB)]:
+        rows.record(torch.tensor([0]), torch.tensor([[token, 7]]))
+    seen = rows._seen[0, : int(rows._lens[0])].tolist()
+    assert sorted(seen) == [*range(VOCAB)]
+    torch.testing.assert_close(applied(rows), expected((*range(VOCAB), *range(VOCAB), *([7] * 2 * VOCAB))))
