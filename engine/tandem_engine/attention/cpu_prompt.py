@@ -11,6 +11,7 @@ Which it is depends on the sequence and its spec alone.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from tandem_engine.memory.pool import KvPool
 
 QUERY_BLOCK = 256
 """Queries that share one range of keys: wide enough for the matrix products, narrow beside usual windows."""
+CAPPED_BLOCK = 128
+"""The same where scores are written down: those of one head over a few thousand keys fit a core's cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +79,7 @@ def plan_prompt(
     blocks: tuple[Block, ...] = ()
     if in_blocks or prefix_len > 0:
         # Without a window one mask over everything is as good as blocks, and one fused call is cheaper.
-        width = QUERY_BLOCK if in_blocks else extend_len
+        width = extend_len if not in_blocks else QUERY_BLOCK if spec.soft_cap is None else CAPPED_BLOCK
         blocks = tuple(_blocks(prefix_len, seq_len, first_key, width, window, pool.data.dtype))
     return Prompt(
         start=start,
@@ -143,6 +146,15 @@ def _attend_block(queries: Tensor, keys: Tensor, values: Tensor, block: Block, s
     mask = block.mask.to(q.dtype)
     if spec.soft_cap is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(spec.scale / spec.soft_cap)
-    weights = scores.tanh_().mul_(spec.soft_cap).add_(mask).softmax(dim=-1)
-    return torch.matmul(weights, v.float()).to(q.dtype)
+    return _attend_capped(q, k, v, mask, scale=spec.scale, soft_cap=spec.soft_cap)
+
+
+def _attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, soft_cap: float) -> Tensor:
+    """As `scaled_dot_product_attention`, with capped scores. A head at a time: all at once would not fit a cache."""
+    out = q.new_empty(q.shape)
+    queries = q.float() * (scale / soft_cap)
+    for head in product(range(q.shape[0]), range(q.shape[1])):
+        bounded = torch.mm(queries[head], k[head].float().T).tanh_()
+        weights = torch.add(mask, bounded, alpha=soft_cap).softmax(dim=-1)
+        out[head] = torch.mm(weights, v[head].float())
+    return out

@@ -1,8 +1,8 @@
 """Mixture of experts: a router picks a few of many small feed-forward blocks for each token.
 
     1. scores    softmax over all experts in float32, the best k of each token, scaled to sum to 1 if so trained
-    2. group     (token, expert) pairs are sorted by expert, so that each expert is one pair of matrix products
-                 over just the tokens that chose it; experts that nobody chose cost nothing
+    2. group     (token, expert) pairs are sorted by expert and their tokens gathered once, so that each expert is one
+                 pair of matrix products over just the tokens that chose it; experts that nobody chose are not visited
     3. combine   a token's results are weighted and added, best expert first
 
 A token's results go back to a place of its own before they are added, so what it gets depends neither on the
@@ -76,11 +76,11 @@ class SparseFeedForward:
         # A pair's number is token * k + rank, which is also its row in `results`.
         pairs = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=len(self.experts)).tolist()
-        results = hidden.new_empty((pairs.shape[0], hidden.shape[1]))
-        start = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                rows = pairs[start : start + count]
-                results[rows] = expert.down(self.activation(expert.gate_up(normed[rows // chosen])))
-                start += count
-        return self.group.all_reduce((results.view(-1, chosen, hidden.shape[1]) * weights[..., None]).sum(dim=1))
+        hit = [(expert, count) for expert, count in zip(self.experts, counts, strict=True) if count]
+        groups = normed.index_select(0, pairs // chosen).split([count for _, count in hit])
+        outputs = [
+            expert.down(self.activation(expert.gate_up(group))) for (expert, _), group in zip(hit, groups, strict=True)
+        ]
+        grouped = torch.cat(outputs) if outputs else normed  # without tokens that is as empty
+        results = torch.empty_like(grouped).index_copy_(0, pairs, grouped).view(-1, chosen, hidden.shape[1])
+        return self.group.all_reduce((results * weights[..., None]).sum(dim=1))
