@@ -113,7 +113,9 @@ class PenaltyRows:
             for first in range(0, len(places), at_once):
                 yield torch.tensor(places[first : first + at_once], device=slots.device), width
 
-    def _apply_block(self, logits: Tensor, penalties: Penalties, rows: Tensor, width: int, ahead: Tensor | None) -> None:
+    def _apply_block(
+        self, logits: Tensor, penalties: Penalties, rows: Tensor, width: int, ahead: Tensor | None
+    ) -> None:
         index, slots = penalties.index[rows, None], penalties.slots[rows, None]
         tokens = self._seen[slots, torch.arange(width, device=slots.device)]
         drafts = None if ahead is None else ahead[index.squeeze(1)]
@@ -142,7 +144,9 @@ class PenaltyRows:
         longest = max(length, int(self._lens.max()))
         width = self._seen.shape[1]
         if width <= longest:
-            wider = torch.zeros(self.capacity, max(FIRST_WIDTH, 2 * longest), dtype=torch.int64, device=self._seen.device)
+            wider = torch.zeros(
+                self.capacity, max(FIRST_WIDTH, 2 * longest), dtype=torch.int64, device=self._seen.device
+            )
             wider[:, :width] = self._seen
             self._seen = wider
         self._room = self._seen.shape[1] - 1 - longest

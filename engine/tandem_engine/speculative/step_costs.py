@@ -17,10 +17,10 @@ equally many drafts, which tells no slope, it is the line through the plain step
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-WEIGHT = 0.1
-"""Of the newest measurement in the moving means."""
-OUTLIER = 3.0
-"""Times the mean that a measurement counts for at most: a machine that was busy elsewhere says nothing."""
+LEAST_WEIGHT = 0.1
+"""Of the newest measurement in the moving means; the n-th weighs 1 / n until that is less."""
+OUTLIER = 0.5
+"""Of what was expected, by which a measurement may differ: a machine that was busy elsewhere says little."""
 ASSUMED_DRAFT = 0.1
 """Plain steps that a draft of every request costs, until a batch of about that size has been measured."""
 RIDGE = 0.25
@@ -38,6 +38,19 @@ class StepPrices(NamedTuple):
 
 
 @dataclass(slots=True)
+class PlainSteps:
+    """Moving mean of steps without drafts."""
+
+    seconds: float = 0.0
+    count: int = 0
+
+    def add(self, seconds: float) -> None:
+        """A step took so long."""
+        self.count += 1
+        self.seconds += _weight(self.count) * (_likely(seconds, self.seconds) - self.seconds)
+
+
+@dataclass(slots=True)
 class DraftedSteps:
     """Moving moments of steps with drafts: drafts per request (x) and seconds (y)."""
 
@@ -47,18 +60,19 @@ class DraftedSteps:
     """Variance of x."""
     together: float = 0.0
     """Covariance of x and y."""
+    count: int = 0
 
-    def add(self, drafts: float, seconds: float) -> None:
-        """A step had so many drafts per request and took so long."""
-        if self.seconds == 0.0:
-            self.drafts, self.seconds = drafts, seconds
-            return
+    def add(self, drafts: float, seconds: float, *, plain_s: float) -> None:
+        """A step had so many drafts per request and took so long, and one without takes `plain_s`."""
+        self.count += 1
+        weight = _weight(self.count)
         x = drafts - self.drafts
-        y = min(seconds, OUTLIER * self.seconds) - self.seconds
-        self.drafts += WEIGHT * x
-        self.seconds += WEIGHT * y
-        self.spread = (1.0 - WEIGHT) * (self.spread + WEIGHT * x * x)
-        self.together = (1.0 - WEIGHT) * (self.together + WEIGHT * x * y)
+        expected = self.seconds + self.slope(plain_s) * x if self.seconds else 0.0
+        y = _likely(seconds, expected) - self.seconds
+        self.drafts += weight * x
+        self.seconds += weight * y
+        self.spread = (1.0 - weight) * (self.spread + weight * x * x)
+        self.together = (1.0 - weight) * (self.together + weight * x * y)
 
     def slope(self, plain_s: float) -> float:
         """Seconds by which one draft more per request prolongs a step; a step never costs less than a plain one."""
@@ -71,15 +85,16 @@ class DraftedSteps:
 class SizeCosts:
     """What is known of batches of about one size."""
 
-    plain_s: float = 0.0
+    plain: PlainSteps = field(default_factory=PlainSteps)
     drafted: DraftedSteps = field(default_factory=DraftedSteps)
 
     def prices(self, batch: int) -> StepPrices:
-        if self.plain_s == 0.0 or self.drafted.seconds == 0.0:
+        plain_s, drafted = self.plain.seconds, self.drafted
+        if plain_s == 0.0 or drafted.seconds == 0.0:
             return StepPrices(plain=1.0, fixed=1.0, draft=ASSUMED_DRAFT / batch)
-        slope = self.drafted.slope(self.plain_s)
-        fixed = max(self.plain_s, self.drafted.seconds - slope * self.drafted.drafts)
-        return StepPrices(plain=self.plain_s, fixed=fixed, draft=slope / batch)
+        slope = drafted.slope(plain_s)
+        fixed = max(plain_s, drafted.seconds - slope * drafted.drafts)
+        return StepPrices(plain=plain_s, fixed=fixed, draft=slope / batch)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,14 +109,12 @@ class StepCosts:
 
     def plain(self, batch: int, seconds: float) -> None:
         """A step of `batch` requests without drafts took so long."""
-        costs = self._of(batch)
-        if costs.plain_s == 0.0:
-            costs.plain_s = seconds
-        costs.plain_s += WEIGHT * (min(seconds, OUTLIER * costs.plain_s) - costs.plain_s)
+        self._of(batch).plain.add(seconds)
 
     def drafted(self, batch: int, drafts: int, seconds: float) -> None:
         """A step of `batch` requests that verified `drafts` took so long, proposing them included."""
-        self._of(batch).drafted.add(drafts / batch, seconds)
+        costs = self._of(batch)
+        costs.drafted.add(drafts / batch, seconds, plain_s=costs.plain.seconds)
 
     def _of(self, batch: int) -> SizeCosts:
         return self._sizes.setdefault(size_class(batch), SizeCosts())
@@ -110,3 +123,14 @@ class StepCosts:
 def size_class(batch: int) -> int:
     """Sizes between two powers of two are about the same."""
     return batch.bit_length()
+
+
+def _weight(count: int) -> float:
+    return max(LEAST_WEIGHT, 1.0 / count)
+
+
+def _likely(seconds: float, expected: float) -> float:
+    """`seconds`, or what is nearest to it of what can be believed. Anything can be, where nothing is expected."""
+    if expected == 0.0:
+        return seconds
+    return min(max(seconds, (1.0 - OUTLIER) * expected), (1.0 + OUTLIER) * expected)

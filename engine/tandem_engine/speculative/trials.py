@@ -1,6 +1,6 @@
 """When to look again at what is taken for known, in batches of about one size.
 
-    plain ──▶ drafting, while it pays ──`STEPS_BETWEEN` in a row──▶ plain ──▶ …
+    plain ──▶ drafting, while it pays ──`stretch` steps in a row──▶ plain, then drafting for twice as long
                  │ nobody's drafts pay          ▲
                  ▼                              │ they do
               resting ──`rest` steps──▶ trial ──┤
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 PLAIN_STEPS = 2
 """Plain steps to be measured in a row."""
-STEPS_BETWEEN = 256
-"""Steps with drafts after which plain ones are measured again."""
+FIRST_STRETCH = 16
+LONGEST_STRETCH = 256
+"""Steps with drafts in a row, between plain ones that are measured."""
 TRIAL_STEPS = 3
 FIRST_REST = 32
 LONGEST_REST = 512
@@ -34,6 +35,7 @@ class Trials:
     """Steps that take drafts in any case, as soon as there are some."""
     rest: int = FIRST_REST
     until_trial: int = FIRST_REST
+    stretch: int = FIRST_STRETCH
     in_a_row: int = 0
     """Steps with drafts since the last plain one."""
 
@@ -48,8 +50,9 @@ class Trials:
     def drafted(self) -> None:
         """A step with drafts has settled."""
         self.in_a_row += 1
-        if self.in_a_row == STEPS_BETWEEN:
+        if self.in_a_row == self.stretch:
             self.in_a_row, self.plain_left = 0, PLAIN_STEPS
+            self.stretch = min(2 * self.stretch, LONGEST_STRETCH)
         if self.trial_left:
             self.tried()
         else:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.speculative.step_costs import ASSUMED_DRAFT, OUTLIER, StepCosts
+from tandem_engine.speculative.step_costs import ASSUMED_DRAFT, LEAST_WEIGHT, OUTLIER, StepCosts
 
 
 def measured(batch: int, *, plain_s: float, steps: list[tuple[int, float]]) -> StepCosts:
@@ -37,13 +37,13 @@ def test_one_step_during_which_the_machine_was_busy_changes_little():
     costs.plain(2, 1000.0)
     costs.drafted(2, 8, 1000.0)
     prices = costs.prices(2)
-    assert prices.plain <= 1.0 + 0.1 * OUTLIER
-    assert prices.fixed + 8 * prices.draft <= 2.0 * (1.0 + 0.1 * OUTLIER)
+    assert prices.plain <= 1.0 + LEAST_WEIGHT * OUTLIER
+    assert prices.fixed + 8 * prices.draft <= 2.0 * (1.0 + LEAST_WEIGHT * OUTLIER)
 
 
 def test_a_machine_that_stays_slower_is_believed():
     costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
-    for _ in range(100):
+    for _ in range(200):
         costs.plain(2, 5.0)
     assert costs.prices(2).plain == pytest.approx(5.0, rel=0.01)
 

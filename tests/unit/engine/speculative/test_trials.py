@@ -2,7 +2,15 @@
 
 from itertools import pairwise
 
-from tandem_engine.speculative.trials import FIRST_REST, LONGEST_REST, PLAIN_STEPS, STEPS_BETWEEN, TRIAL_STEPS, Trials
+from tandem_engine.speculative.trials import (
+    FIRST_REST,
+    FIRST_STRETCH,
+    LONGEST_REST,
+    LONGEST_STRETCH,
+    PLAIN_STEPS,
+    TRIAL_STEPS,
+    Trials,
+)
 
 
 def trial_steps(trials: Trials, steps: int) -> list[int]:
@@ -25,12 +33,19 @@ def test_at_first_steps_are_plain():
     assert trials.plain_left == 0
 
 
-def test_plain_steps_are_seen_again_while_drafts_pay():
-    trials = Trials(plain_left=0)
-    for _ in range(STEPS_BETWEEN):
-        assert trials.plain_left == 0
+def test_plain_steps_are_seen_again_while_drafts_pay_but_ever_less_often():
+    trials, stretches, steps = Trials(plain_left=0), [], 0
+    while len(stretches) < 8:
+        if trials.plain_left:
+            stretches.append(steps)
+            steps = 0
+            for _ in range(PLAIN_STEPS):
+                trials.plain()
+            assert trials.plain_left == 0
         trials.drafted()
-    assert trials.plain_left == PLAIN_STEPS
+        steps += 1
+    assert stretches == sorted(stretches)
+    assert (stretches[0], stretches[-1]) == (FIRST_STRETCH, LONGEST_STRETCH)
 
 
 def test_trials_without_gain_become_rarer_up_to_a_bound():
