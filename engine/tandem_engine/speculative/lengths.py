@@ -26,7 +26,7 @@ RATE_WEIGHT = 0.2
 """Weight of the newest draft in a request's acceptance rate."""
 TYPICAL_WEIGHT = 0.02
 """And in the rate that new requests are credited with."""
-WORTHWHILE = 1.05
+WORTHWHILE = 1.1
 """Least gain for which the overlap of steps is given up: below, it may be an error of measurement."""
 TRIAL_DRAFTS = 2
 """Drafts of each request in a trial."""

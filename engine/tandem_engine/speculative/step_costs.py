@@ -12,6 +12,9 @@ A forward of more tokens takes longer, by almost nothing where weights must be r
 alone, by almost as much as there are more tokens where many requests keep the arithmetic busy. So batches of
 about the same size have means of their own, and the line is fitted to steps of that size. Where all steps had
 equally many drafts, which tells no slope, it is the line through the plain steps.
+
+Only ratios matter, and the two kinds are seldom measured at the same time. What makes all steps slower for a while,
+another process or a lower clock, is therefore kept apart as the pace of the moment, by which measurements are divided.
 """
 
 from dataclasses import dataclass, field
@@ -19,6 +22,8 @@ from typing import NamedTuple
 
 LEAST_WEIGHT = 0.1
 """Of the newest measurement in the moving means; the n-th weighs 1 / n until that is less."""
+PACE_WEIGHT = 0.3
+"""And in the pace."""
 OUTLIER = 0.5
 """Of what was expected, by which a measurement may differ: a machine that was busy elsewhere says little."""
 ASSUMED_DRAFT = 0.1
@@ -64,15 +69,18 @@ class DraftedSteps:
 
     def add(self, drafts: float, seconds: float, *, plain_s: float) -> None:
         """A step had so many drafts per request and took so long, and one without takes `plain_s`."""
+        x = drafts - self.drafts
+        y = _likely(seconds, self.expected(drafts, plain_s)) - self.seconds
         self.count += 1
         weight = _weight(self.count)
-        x = drafts - self.drafts
-        expected = self.seconds + self.slope(plain_s) * x if self.seconds else 0.0
-        y = _likely(seconds, expected) - self.seconds
         self.drafts += weight * x
         self.seconds += weight * y
         self.spread = (1.0 - weight) * (self.spread + weight * x * x)
         self.together = (1.0 - weight) * (self.together + weight * x * y)
+
+    def expected(self, drafts: float, plain_s: float) -> float:
+        """Seconds of a step with so many drafts per request; 0 when nothing is known."""
+        return self.seconds + self.slope(plain_s) * (drafts - self.drafts) if self.count else 0.0
 
     def slope(self, plain_s: float) -> float:
         """Seconds by which one draft more per request prolongs a step; a step never costs less than a plain one."""
@@ -87,6 +95,23 @@ class SizeCosts:
 
     plain: PlainSteps = field(default_factory=PlainSteps)
     drafted: DraftedSteps = field(default_factory=DraftedSteps)
+    pace: float = 1.0
+    """Seconds that a second of the means takes at present."""
+
+    def add_plain(self, seconds: float) -> None:
+        expected = self.plain.seconds
+        self.plain.add(seconds / self.pace)
+        self._keep_pace(seconds, expected)
+
+    def add_drafted(self, drafts: float, seconds: float) -> None:
+        expected = self.drafted.expected(drafts, self.plain.seconds)
+        self.drafted.add(drafts, seconds / self.pace, plain_s=self.plain.seconds)
+        self._keep_pace(seconds, expected)
+
+    def _keep_pace(self, seconds: float, expected: float) -> None:
+        """`expected` at pace 1; 0 when nothing was."""
+        if expected > 0.0:
+            self.pace += PACE_WEIGHT * (_likely(seconds / expected, self.pace) - self.pace)
 
     def prices(self, batch: int) -> StepPrices:
         plain_s, drafted = self.plain.seconds, self.drafted
@@ -109,12 +134,11 @@ class StepCosts:
 
     def plain(self, batch: int, seconds: float) -> None:
         """A step of `batch` requests without drafts took so long."""
-        self._of(batch).plain.add(seconds)
+        self._of(batch).add_plain(seconds)
 
     def drafted(self, batch: int, drafts: int, seconds: float) -> None:
         """A step of `batch` requests that verified `drafts` took so long, proposing them included."""
-        costs = self._of(batch)
-        costs.drafted.add(drafts / batch, seconds, plain_s=costs.plain.seconds)
+        self._of(batch).add_drafted(drafts / batch, seconds)
 
     def _of(self, batch: int) -> SizeCosts:
         return self._sizes.setdefault(size_class(batch), SizeCosts())

@@ -14,8 +14,9 @@ Everything is counted in settled steps of that size, so it goes the same way on 
 
 from dataclasses import dataclass
 
-PLAIN_STEPS = 2
-"""Plain steps to be measured in a row."""
+FIRST_PLAIN_STEPS = 6
+PLAIN_STEPS = 3
+"""Plain steps in a row, to be measured: the first, behind drafts, is none that tells."""
 FIRST_STRETCH = 16
 LONGEST_STRETCH = 256
 """Steps with drafts in a row, between plain ones that are measured."""
@@ -29,7 +30,7 @@ LONGEST_REST = 512
 class Trials:
     """Of one size. Nothing is known at first."""
 
-    plain_left: int = PLAIN_STEPS
+    plain_left: int = FIRST_PLAIN_STEPS
     """Steps that go without drafts in any case."""
     trial_left: int = 0
     """Steps that take drafts in any case, as soon as there are some."""

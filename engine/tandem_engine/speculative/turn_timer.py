@@ -5,7 +5,7 @@ kind, from the beginning of one turn to that of the next is therefore what a ste
 behind what. Where the kind changes, a turn holds parts of two steps:
 
     proposing     belongs to the step that is launched with the drafts: taken out, and added to that step's turn
-    plain, but the turn settled it first to take drafts: nothing was hidden, so it is no measure of a plain step
+    plain, but behind drafts, or settled first to take drafts: nothing was hidden, as of most plain steps there is
     drafts of a network that it did not ask in the step before: it had more text to catch up with than usual
 
 Reads a clock at the beginning of turns alone, because the clock that ranks agree on moves only there.
@@ -70,8 +70,9 @@ class TurnTimer:
     def settled(self, step: Settled) -> None:
         """This turn has settled `step`."""
         self._settled = step
-        self._representative = step.drafts == 0 or self._drafted_before or not self.catches_up
-        self._drafted_before = step.drafts > 0
+        drafted = step.drafts > 0
+        self._representative = drafted == self._drafted_before or (drafted and not self.catches_up)
+        self._drafted_before = drafted
 
     def _timed(self, turn_s: float) -> Timed | None:
         step = self._settled

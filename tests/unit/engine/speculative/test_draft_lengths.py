@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem_engine.speculative.lengths import TRIAL_DRAFTS, Acceptance, DraftLengths, Seeker
-from tandem_engine.speculative.trials import FIRST_REST, PLAIN_STEPS
+from tandem_engine.speculative.trials import FIRST_PLAIN_STEPS, FIRST_REST
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Machine:
 
 
 def test_the_first_steps_are_plain_for_there_must_be_something_to_compare_with():
-    chosen = Machine([4]).run(PLAIN_STEPS + 1)
-    assert chosen == [[0]] * PLAIN_STEPS + [[4]]
+    chosen = Machine([4]).run(FIRST_PLAIN_STEPS + 1)
+    assert chosen == [[0]] * FIRST_PLAIN_STEPS + [[4]]
 
 
 def test_drafts_that_are_right_get_as_long_as_may_be():
@@ -144,8 +144,8 @@ def test_new_requests_are_credited_with_what_others_taught():
 
 def test_limits_of_requests_hold():
     lengths = DraftLengths(longest=4)
-    lengths.settled(batch=2, drafted=False)
-    lengths.settled(batch=2, drafted=False)
+    for _ in range(FIRST_PLAIN_STEPS):
+        lengths.settled(batch=2, drafted=False)
     assert lengths.choose([Seeker(Acceptance(), 0, 1), Seeker(Acceptance(), 0, 3)], batch=2) == [1, 3]
 
 

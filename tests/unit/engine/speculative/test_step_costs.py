@@ -29,7 +29,8 @@ def test_steps_of_one_length_are_predicted_as_they_were():
 
 def test_drafts_that_cost_nothing_have_no_negative_price():
     prices = measured(1, plain_s=2.0, steps=[(1, 1.5), (4, 1.0)]).prices(1)
-    assert (prices.fixed, prices.draft) == (2.0, 0.0)
+    assert prices.draft == 0.0
+    assert prices.fixed == prices.plain
 
 
 def test_one_step_during_which_the_machine_was_busy_changes_little():
@@ -41,16 +42,29 @@ def test_one_step_during_which_the_machine_was_busy_changes_little():
     assert prices.fixed + 8 * prices.draft <= 2.0 * (1.0 + LEAST_WEIGHT * OUTLIER)
 
 
-def test_a_machine_that_stays_slower_is_believed():
+def test_a_machine_that_is_slower_for_a_while_makes_neither_kind_of_step_look_cheap():
     costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
-    for _ in range(200):
-        costs.plain(2, 5.0)
-    assert costs.prices(2).plain == pytest.approx(5.0, rel=0.01)
+    for _ in range(100):
+        costs.drafted(2, 8, 6.0)
+    prices = costs.prices(2)
+    assert (prices.fixed + 8 * prices.draft) / prices.plain == pytest.approx(2.0, rel=0.35)
+
+
+def test_one_kind_of_step_that_stays_slower_is_believed():
+    costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
+    for _ in range(30):
+        costs.plain(2, 3.0)
+        costs.plain(2, 3.0)
+        costs.drafted(2, 8, 2.0)
+        costs.drafted(2, 8, 2.0)
+    prices = costs.prices(2)
+    assert prices.fixed == prices.plain
+    assert prices.draft == 0.0
 
 
 def test_sizes_far_apart_have_prices_of_their_own():
     costs = measured(64, plain_s=1.0, steps=[(256, 5.0)])
-    assert costs.prices(65) == costs.prices(64)._replace(draft=costs.prices(64).draft * 64 / 65)
+    assert costs.prices(65).draft == pytest.approx(costs.prices(64).draft * 64 / 65)
     assert costs.prices(2) == (1.0, 1.0, ASSUMED_DRAFT / 2)
 
 

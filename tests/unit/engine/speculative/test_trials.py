@@ -3,6 +3,15 @@
 from itertools import pairwise
 
 from tandem_engine.speculative.trials import (
+    FIRST_PLAIN_STEPS,
+    FIRST_REST,
+    FIRST_STRETCH,
+    LONGEST_REST,
+    LONGEST_STRETCH,
+    PLAIN_STEPS,
+    TRIAL_STEPS,
+    Trials,
+)
     FIRST_REST,
     FIRST_STRETCH,
     LONGEST_REST,
@@ -27,7 +36,7 @@ def trial_steps(trials: Trials, steps: int) -> list[int]:
 
 def test_at_first_steps_are_plain():
     trials = Trials()
-    for _ in range(PLAIN_STEPS):
+    for _ in range(FIRST_PLAIN_STEPS):
         assert trials.plain_left
         trials.plain()
     assert trials.plain_left == 0

@@ -58,6 +58,13 @@ def test_the_first_drafts_of_a_network_are_no_measure_of_those_that_follow():
     assert Turns(catches_up=False).turn(DRAFTED, 4.0) == 5.0
 
 
+def test_the_first_plain_step_behind_drafts_is_no_measure_for_nothing_of_it_was_hidden():
+    turns = Turns()
+    turns.turn(DRAFTED, 4.0)
+    assert turns.turn(PLAIN, 3.5) is None
+    assert turns.turn(PLAIN, 3.0) == 3.0
+
+
 def test_time_in_which_the_engine_slept_is_nobodys():
     turns = Turns()
     turns.timer.settled(PLAIN)
