@@ -6,7 +6,7 @@ Workloads: text that repeats itself, which n-gram lookup is for; stories, which 
 sampled at temperature 1. Each with one stream and with eight. Outputs have a fixed length.
 
 Each round runs the workload without drafts and then with each proposer, so that a noisy machine disturbs all
-alike; `ratio` is the median of the rounds' ratios. Outputs must be equal to those without drafts, token for
+alike; `ratio` is the median of the rounds' ratios. Engines have run it `WARM_UP` times before, to know what drafts cost. Outputs must be equal to those without drafts, token for
 token, or the benchmark stops. Prints one JSON object per workload and proposer.
 """
 
@@ -26,6 +26,7 @@ from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 
 OUTPUT = 128
+WARM_UP = 3
 WORDS = "river lamp stone green window seven market cloud paper gold morning bridge quiet apple winter road".split()
 OPENINGS = (
     "Once upon a time, in a village by the sea,",
@@ -119,7 +120,8 @@ def compare(
         }
         expected = run(plain, requests)[1]
         for name, engine in engines.items():
-            assert run(engine, requests)[1] == expected, f"{workload.name}: {name} changes the output"
+            for _ in range(WARM_UP):
+                assert run(engine, requests)[1] == expected, f"{workload.name}: {name} changes the output"
         seconds = [
             {"": run(plain, requests)[0], **{name: run(engine, requests)[0] for name, engine in engines.items()}}
             for _ in range(rounds)

@@ -68,7 +68,7 @@ class PenaltyRows:
             self._grow(slot + 1, vocab_size, device)
         outputs = torch.tensor(output_ids, dtype=torch.int64, device=device)
         prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=device)
-        seen = torch.cat((prompt, outputs)).unique()
+        seen = torch.unique(torch.cat((prompt, outputs)))
         self._make_room(len(seen))
         self._forget(slot)
         self._counts[slot].index_put_((outputs,), torch.ones_like(outputs, dtype=torch.int32), accumulate=True)

@@ -77,7 +77,7 @@ class SparseFeedForward:
         pairs = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=len(self.experts)).tolist()
         hit = [(expert, count) for expert, count in zip(self.experts, counts, strict=True) if count]
-        groups = normed.index_select(0, pairs // chosen).split([count for _, count in hit])
+        groups = torch.split(normed.index_select(0, pairs // chosen), [count for _, count in hit])
         outputs = [
             expert.down(self.activation(expert.gate_up(group))) for (expert, _), group in zip(hit, groups, strict=True)
         ]

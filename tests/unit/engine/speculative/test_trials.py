@@ -12,14 +12,6 @@ from tandem_engine.speculative.trials import (
     TRIAL_STEPS,
     Trials,
 )
-    FIRST_REST,
-    FIRST_STRETCH,
-    LONGEST_REST,
-    LONGEST_STRETCH,
-    PLAIN_STEPS,
-    TRIAL_STEPS,
-    Trials,
-)
 
 
 def trial_steps(trials: Trials, steps: int) -> list[int]:
