@@ -6,8 +6,9 @@ Workloads: text that repeats itself, which n-gram lookup is for; stories, which 
 sampled at temperature 1. Each with one stream and with eight. Outputs have a fixed length.
 
 Each round runs the workload without drafts and then with each proposer, so that a noisy machine disturbs all
-alike; `ratio` is the median of the rounds' ratios. Engines have run it `WARM_UP` times before, to know what drafts cost. Outputs must be equal to those without drafts, token for
-token, or the benchmark stops. Prints one JSON object per workload and proposer.
+alike; `ratio` is the median of the rounds' ratios. Engines have run it `WARM_UP` times before, to know what drafts
+cost. Outputs must be equal to those without drafts, token for token, or the benchmark stops. Prints one JSON object
+per workload and proposer.
 """
 
 import argparse

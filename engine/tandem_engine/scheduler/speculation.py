@@ -144,7 +144,9 @@ class Speculation:
     def _candidates(self, decodes: Sequence[Request]) -> list[Candidate]:
         """Requests that are likely to have drafts which are worth it."""
         batch = len(decodes)
-        if self.broken or 0 < self.max_batch < batch or not self.lengths.open(batch):
+        if batch == 0 or self.broken or 0 < self.max_batch < batch:
+            return []
+        if not self.lengths.open((req.acceptance for req in decodes), batch=batch):
             return []
         able = [*self._able(decodes)]
         seekers = [Seeker(req.acceptance, req.seq_len, request.limit) for _, req, request in able]

@@ -13,7 +13,7 @@ Nothing here changes an output, so it may depend on measured time.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,8 +33,6 @@ TRIAL_DRAFTS = 2
 FIRST_PAUSE = 16
 LONGEST_PAUSE = 256
 """Tokens between two drafts of a request whose drafts never please, while those of others do."""
-NEAR_CERTAIN = 0.95
-"""Where not even drafts that are this good would pay, nobody is asked for any."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,12 +69,17 @@ class DraftLengths:
     """Acceptance rate of requests that have not drafted yet: the moving mean of all."""
     _trials: dict[int, Trials] = field(default_factory=dict)
 
-    def open(self, batch: int) -> bool:
-        """Whether it is worth asking who could draft in a step of `batch` requests."""
+    def open(self, acceptances: Iterable[Acceptance], *, batch: int) -> bool:
+        """Whether it is worth asking who has drafts in a step of `batch` requests with these `acceptances`.
+
+        Cheap, for it is asked in every step: not if it would not pay were all of them as good as the best.
+        """
         if not self.adaptive:
             return True
         trials = self._trials_of(batch)
-        return trials.plain_left == 0 and (trials.trial_left > 0 or self._could_pay(batch))
+        return trials.plain_left == 0 and (
+            trials.trial_left > 0 or self._could_pay(max(map(self._rate, acceptances)), batch)
+        )
 
     def choose(self, seekers: Sequence[Seeker], *, batch: int) -> list[int]:
         """Drafts for each of `seekers` in a step of `batch` requests, they among them."""
@@ -141,11 +144,11 @@ class DraftLengths:
                 gains.append((gain, place))
         return gains
 
-    def _could_pay(self, batch: int) -> bool:
+    def _could_pay(self, rate: float, batch: int) -> bool:
         prices = self.costs.prices(batch)
         tokens, gain = 1.0, 1.0
         for length in range(1, self.longest + 1):
-            gain *= NEAR_CERTAIN
+            gain *= rate
             tokens += gain
             if tokens * prices.plain > WORTHWHILE * (prices.fixed + length * batch * prices.draft):
                 return True

@@ -4,7 +4,7 @@
                  │ nobody's drafts pay          ▲
                  ▼                              │ they do
               resting ──`rest` steps──▶ trial ──┤
-                 ▲                              │ they do not: rest twice as long
+                 ▲                              │ they do not, or not for a stretch: rest twice as long
                  └──────────────────────────────┘
 
 Steps without drafts must be seen now and then to compare with, and drafts tried now and then, for texts and
@@ -22,8 +22,8 @@ LONGEST_STRETCH = 256
 """Steps with drafts in a row, between plain ones that are measured."""
 TRIAL_STEPS = 3
 FIRST_REST = 32
-LONGEST_REST = 512
-"""Plain steps between two trials that show no gain."""
+LONGEST_REST = 1024
+"""Plain steps between two trials that show no lasting gain."""
 
 
 @dataclass(slots=True)
@@ -54,10 +54,11 @@ class Trials:
         if self.in_a_row == self.stretch:
             self.in_a_row, self.plain_left = 0, PLAIN_STEPS
             self.stretch = min(2 * self.stretch, LONGEST_STRETCH)
+            self.rest = FIRST_REST
         if self.trial_left:
             self.tried()
         else:
-            self.rest = self.until_trial = FIRST_REST
+            self.until_trial = self.rest
 
     def tried(self) -> None:
         """One of the steps of a trial has been, with drafts or in vain."""

@@ -31,7 +31,7 @@ class Machine:
     def step(self) -> list[int]:
         batch = len(self.right)
         chosen = [0] * batch
-        if self.lengths.open(batch):
+        if self.lengths.open(self.acceptances, batch=batch):
             seekers = [Seeker(a, n, 9) for a, n in zip(self.acceptances, self.seq_lens, strict=True)]
             chosen = self.lengths.choose(seekers, batch=batch)
         for stream, drafted in enumerate(chosen):
@@ -123,7 +123,7 @@ def test_a_machine_that_gets_faster_at_drafts_is_found_out():
     machine = Machine([4] * 4, draft_s=0.3)
     assert machine.run(300)[-1] == [0] * 4
     machine.draft_s = 0.01
-    machine.run(4000)
+    machine.run(8000)
     assert [4] * 4 in machine.run(3)
 
 
@@ -150,11 +150,15 @@ def test_limits_of_requests_hold():
 
 
 @pytest.mark.parametrize("batch", [1, 16])
-def test_nobody_is_asked_where_not_even_perfect_drafts_would_pay(batch):
+def test_nobody_is_asked_where_the_best_acceptance_of_all_would_not_pay(batch):
     machine = Machine([4] * batch, draft_s=2.0)
     machine.run(100)
-    assert not machine.lengths.open(batch)
-    assert machine.lengths.open(1000) is False  # nothing is known of that size: plain steps come first
+    acceptances = [Acceptance(rate=0.1), Acceptance(rate=0.99)]
+    assert not machine.lengths.open(acceptances, batch=batch)
+    machine = Machine([4] * batch)
+    machine.run(100)
+    assert machine.lengths.open(acceptances, batch=batch)
+    assert not machine.lengths.open(acceptances[:1], batch=batch)
 
 
 def test_lengths_that_do_not_adapt_stay():
