@@ -22,7 +22,7 @@ from tandem_engine.speculative.trials import Trials
 
 PRIOR_RATE = 0.7
 """Acceptance that the first requests are credited with: high enough to try, gone after a few rejections."""
-RATE_WEIGHT = 0.2
+RATE_WEIGHT = 0.1
 """Weight of the newest draft in a request's acceptance rate."""
 TYPICAL_WEIGHT = 0.02
 """And in the rate that new requests are credited with."""

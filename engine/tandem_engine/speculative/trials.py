@@ -4,7 +4,7 @@
                  │ nobody's drafts pay          ▲
                  ▼                              │ they do
               resting ──`rest` steps──▶ trial ──┤
-                 ▲                              │ they do not, or not for a stretch: rest twice as long
+                 ▲                              │ they do not, or not for long: rest twice as long
                  └──────────────────────────────┘
 
 Steps without drafts must be seen now and then to compare with, and drafts tried now and then, for texts and
@@ -21,6 +21,8 @@ FIRST_STRETCH = 16
 LONGEST_STRETCH = 256
 """Steps with drafts in a row, between plain ones that are measured."""
 TRIAL_STEPS = 3
+LASTING = 8
+"""Steps with drafts in a row that show a gain to last."""
 FIRST_REST = 32
 LONGEST_REST = 1024
 """Plain steps between two trials that show no lasting gain."""
@@ -54,6 +56,7 @@ class Trials:
         if self.in_a_row == self.stretch:
             self.in_a_row, self.plain_left = 0, PLAIN_STEPS
             self.stretch = min(2 * self.stretch, LONGEST_STRETCH)
+        if self.in_a_row == LASTING:
             self.rest = FIRST_REST
         if self.trial_left:
             self.tried()

@@ -164,7 +164,7 @@ def test_drafts_that_never_please_end_and_overlap_comes_back():
     engine.run()
     engine.assert_expected()
     verified = [batch.mode is ForwardMode.TARGET_VERIFY for batch in engine.executor.batches]
-    assert 0 < sum(verified) < 20
+    assert 0 < sum(verified) < 30
     assert int(engine.executor.batches[-1].input_ids.min()) < 0
 
 

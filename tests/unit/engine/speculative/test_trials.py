@@ -6,6 +6,7 @@ from tandem_engine.speculative.trials import (
     FIRST_PLAIN_STEPS,
     FIRST_REST,
     FIRST_STRETCH,
+    LASTING,
     LONGEST_REST,
     LONGEST_STRETCH,
     PLAIN_STEPS,
@@ -71,13 +72,13 @@ def test_a_trial_in_which_nobody_had_drafts_is_over_too():
     assert (trials.trial_left, trials.until_trial) == (0, FIRST_REST)
 
 
-def test_drafts_that_pay_again_make_trials_quick_again_once_they_have_for_a_stretch():
+def test_drafts_that_pay_again_make_trials_quick_again_once_they_have_for_long():
     trials = Trials()
     trial_steps(trials, 3000)
     while trials.trial_left:
         trials.drafted()
     trials.drafted()
     assert trials.until_trial == trials.rest > FIRST_REST
-    for _ in range(trials.stretch):
+    for _ in range(LASTING):
         trials.drafted()
     assert trials.rest == FIRST_REST
