@@ -15,7 +15,7 @@ DEFAULT_CONTEXT = 4096
 """Context length when no flag asks for one: a model's own maximum can be far larger than the pool."""
 
 MAX_DRAFT_TOKENS = 15
-"""With the token before them, what the paged attention kernel takes as one short run (`SHORT_EXTEND`)."""
+"""With the token before them, what the paged attention kernel takes as one run (`LONGEST_CHAIN`)."""
 MAX_LOOKUP_TOKENS = 32
 
 

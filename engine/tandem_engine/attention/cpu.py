@@ -3,6 +3,7 @@
     tokens of a step            how                                       why
     DECODE                      paged kernel: pages read in place         bound by memory: nothing is copied
     a few on a cached prefix    paged kernel: one query per token         reads less than a gather would copy
+    a token and its drafts      the same                                  the bits that decodes one by one would have
     any other EXTEND            torch's fused attention, one sequence     bound by arithmetic, where its matmuls
                                 at a time, over gathered pages            win; the gather is small beside them
 
@@ -20,11 +21,14 @@ from tandem_engine.attention.cpu_kernels import Array
 from tandem_engine.attention.cpu_paged import PagedKernels, PagedQueries, Query, plan_paged
 from tandem_engine.attention.cpu_prompt import Prompt, attend_prompt, plan_prompt
 from tandem_engine.attention.spec import AttentionSpec, distinct
+from tandem_engine.config import MAX_DRAFT_TOKENS
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.memory.pool import KvPool
 
-SHORT_EXTEND = 16
-"""Longest run of tokens on a cached prefix that the paged kernel takes (ADR 0002)."""
+SHORT_EXTEND = 8
+"""Longest run of prompt tokens on a cached prefix that the paged kernel takes (ADR 0002)."""
+LONGEST_CHAIN = 1 + MAX_DRAFT_TOKENS
+"""Of a decode that verifies drafts, which the paged kernel always takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +110,11 @@ class Extends:
 
 def _sort_extends(batch: ForwardBatch, pool: KvPool, spec: AttentionSpec) -> Extends:
     extends = Extends()
+    verifying = _verifying(batch)
     extend_lens = batch.extend_lens[: batch.num_extend].tolist()
     for row, (extend_len, seq_len) in enumerate(zip(extend_lens, batch.seq_lens.tolist(), strict=False)):
         start, prefix_len = extends.num_tokens, seq_len - extend_len
-        if prefix_len > 0 and extend_len <= SHORT_EXTEND:
+        if prefix_len > 0 and extend_len <= (LONGEST_CHAIN if row in verifying else SHORT_EXTEND):
             extends.short += [
                 Query(start + i, row, spec.first_seen(prefix_len + i), prefix_len + i + 1) for i in range(extend_len)
             ]
@@ -117,3 +122,10 @@ def _sort_extends(batch: ForwardBatch, pool: KvPool, spec: AttentionSpec) -> Ext
             extends.prompts.append(plan_prompt(start, extend_len, seq_len, batch.page_table[row], pool, spec))
         extends.num_tokens += extend_len
     return extends
+
+
+def _verifying(batch: ForwardBatch) -> frozenset[int]:
+    """Sequences that compute drafts behind their last token."""
+    if not batch.draft_lens:
+        return frozenset()
+    return frozenset(row for row, drafts in zip(batch.sample_index.tolist(), batch.draft_lens, strict=True) if drafts)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -5,6 +7,7 @@ from tandem_engine.attention import cpu_paged
 from tandem_engine.attention.cpu import SHORT_EXTEND, CpuAttention
 from tandem_engine.attention.cpu_kernels import CHUNK, compiled
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.config import MAX_DRAFT_TOKENS
 from tandem_engine.errors import ConfigError
 from tandem_engine.memory.pool import KvPool
 from tandem_testing.forward_builders import NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_qkv
@@ -45,6 +48,20 @@ def test_every_kind_of_sequence_attends_as_the_reference_does(page_size):
     expected = attend(pools[0], sequences, qkv, TorchReferenceBackend)
     torch.testing.assert_close(attend(pools[1], sequences, qkv), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(pools[0].data, pools[1].data)
+
+
+def test_a_token_and_its_drafts_attend_to_the_bit_as_tokens_that_come_one_by_one():
+    drafts = MAX_DRAFT_TOKENS
+    pools = [make_pool() for _ in range(2)]
+    pages = PageDealer(pool=pools[0]).seq(40 + 1 + drafts, 1 + drafts).pages
+    qkv = make_qkv(1 + drafts)
+    verified = replace(make_batch([Seq(seq_len=41 + drafts, extend_len=1 + drafts, pages=pages)]), draft_lens=(drafts,))
+    together = CpuAttention(pools[0], num_heads=NUM_HEADS, specs=PLAIN).plan(verified)(LAYER, *qkv)
+    alone = [
+        attend(pools[1], [Seq(seq_len=41 + i, decode=True, pages=pages)], [part[i : i + 1] for part in qkv])
+        for i in range(1 + drafts)
+    ]
+    assert torch.equal(together, torch.cat(alone))
 
 
 def test_bfloat16_pages_are_read_and_written_as_such():
