@@ -74,6 +74,7 @@ from tandem_engine.parallel.inputs import (
     AbortClient,
     Add,
     CloseSession,
+    DecodeElsewhere,
     Drain,
     FlushCache,
     LoadWeights,
@@ -518,6 +519,10 @@ class Engine:
     def resume(self) -> None:
         """See `Scheduler.resume`."""
         self._inputs.submit(Resume())
+
+    def decode_elsewhere(self, *, wanted: bool) -> None:
+        """See `Scheduler.decode_elsewhere`."""
+        self._inputs.submit(DecodeElsewhere(wanted=wanted))
 
     def flush_cache(self) -> int:
         """Empty the prefix cache; returns the pages it had. Raises `BusyError` while requests hold KV."""

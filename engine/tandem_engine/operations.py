@@ -1,6 +1,7 @@
 """Orders of an operator: what each does to the engine, and the answer to it.
 
     abort, flush, pause, resume    at once, between two steps
+    decode elsewhere               at once; running requests that are to leave for it do so one after the other
     profile                        answered when it starts or stops; it also ends by itself
     reload                         answered when the new weights serve, or when they cannot; requests go on meanwhile
 
@@ -17,6 +18,7 @@ from tandem_engine.errors import EngineError
 from tandem_engine.executor.profiler import StepProfiler
 from tandem_engine.messages.control import (
     AbortRequests,
+    DecodeElsewhere,
     FlushCache,
     OperatorOrder,
     OrderAtOnce,
@@ -98,12 +100,22 @@ class Operations:
             case ResumeGeneration():
                 self.engine.resume()
                 return Outcome("resumed")
-            case StartProfile(steps=steps, seconds=seconds):
-                launched = self.engine.scheduler.launched
-                trace = self.profiler.start(launched=launched, steps=steps, seconds=seconds)
-                return Outcome("recording", {"path": str(trace)})
-            case StopProfile():
-                return Outcome("written", {"path": str(self.profiler.stop())})
+            case DecodeElsewhere(wanted=wanted):
+                return self._decode_elsewhere(wanted=wanted)
+            case StartProfile() | StopProfile():
+                return self._profile(order)
+
+    def _profile(self, order: StartProfile | StopProfile) -> Outcome:
+        if isinstance(order, StopProfile):
+            return Outcome("written", {"path": str(self.profiler.stop())})
+        launched = self.engine.scheduler.launched
+        trace = self.profiler.start(launched=launched, steps=order.steps, seconds=order.seconds)
+        return Outcome("recording", {"path": str(trace)})
+
+    def _decode_elsewhere(self, *, wanted: bool) -> Outcome:
+        self.engine.decode_elsewhere(wanted=wanted)
+        leaving = self.engine.scheduler.stats().leaving
+        return Outcome("running requests leave" if wanted else "running requests stay", {"leaving": leaving})
 
     def _abort(self, rid: str | None) -> Outcome:
         scheduler = self.engine.scheduler

@@ -82,4 +82,7 @@ def engine_stats(
         swapped_out_total=stats.swapped_out_total,
         swapped_in_total=stats.swapped_in_total,
         swap_misses_total=stats.swap_misses_total,
+        leaving=stats.leaving,
+        moved_total=0 if transfers is None else transfers.moved,
+        move_failures_total=0 if transfers is None else transfers.moves_failed,
     )

@@ -13,6 +13,10 @@ class TransferCounters:
     """Transfers received whole and verified."""
     failed: int = 0
     """Transfers that ended otherwise, on either side, aborts by the gateway excepted."""
+    moved: int = 0
+    """Running requests of this engine that were handed over."""
+    moves_failed: int = 0
+    """Of the failed: those of running requests. They are computed again elsewhere."""
     bytes_received: int = 0
     """Of committed transfers."""
     digest_mismatches: int = 0

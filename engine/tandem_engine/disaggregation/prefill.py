@@ -232,6 +232,7 @@ class PrefillStage:
             cached_tokens=req.cached_tokens,
         )
         if self.peers.send(room.peer, record):
+            self.counters.moved += _moves(room)
             self._forget(room)
         else:
             self._fail(room, "the decode worker does not take messages")
@@ -249,6 +250,7 @@ class PrefillStage:
 
     def _fail(self, room: SendRoom, reason: str) -> None:
         self.counters.failed += 1
+        self.counters.moves_failed += _moves(room)
         logger.warning("room %r: not handed to %s: %s", str(room.key), room.peer.incarnation, reason)
         self._close(room, reason)
 
@@ -290,6 +292,12 @@ class PrefillStage:
         handoff = _sends(req)
         room = None if handoff is None else self._rooms.get(room_key(handoff.room, handoff.generation))
         return room if room is not None and room.req is req else None
+
+
+def _moves(room: SendRoom) -> bool:
+    """Whether its request was decoding here before."""
+    handoff = room.req.handoff
+    return handoff is not None and handoff.moving
 
 
 def _sends(req: Request) -> Handoff | None:

@@ -144,6 +144,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     swapped_in_total: int = 0
     swap_misses_total: int = 0
     """Swapped requests that had to be computed again."""
+    leaving: int = 0
+    """Running requests that are to go on elsewhere; 0 unless the worker drains or computes prompts alone."""
+    moved_total: int = 0
+    """Running requests that went to another worker with their KV."""
+    move_failures_total: int = 0
+    """Those that went without it: their transfer failed, and another worker computed it again."""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True, tag="audit_report"):
@@ -194,7 +200,7 @@ class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer_gone"):
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """Take no new requests; running ones finish."""
+    """Take no new requests and refuse those not begun; running ones move to other workers, or finish."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
@@ -254,6 +260,15 @@ class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag="stop_profile")
     nonce: int
 
 
-OrderAtOnce = AbortRequests | FlushCache | PauseGeneration | ResumeGeneration | StartProfile | StopProfile
+class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_elsewhere"):
+    """Have running requests, and those that will run, go on at other workers; or no longer."""
+
+    nonce: int
+    wanted: bool
+
+
+OrderAtOnce = (
+    AbortRequests | DecodeElsewhere | FlushCache | PauseGeneration | ResumeGeneration | StartProfile | StopProfile
+)
 OperatorOrder = OrderAtOnce | ReloadWeights
 WorkerToEngine = Audit | ReplayCache | PeerGone | Drain | Shutdown | OperatorOrder

@@ -76,6 +76,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Receipt to first scheduled step, with the first output."""
     prefill_s: float | None = None
     """First scheduled step to first token, with the first output."""
+    leaving: bool = False
+    """The worker asks for this request to be continued elsewhere, with its KV (`Handoff.moving`). It goes on here until
+    then, so whoever has no place for it need do nothing."""
 
 
 class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):

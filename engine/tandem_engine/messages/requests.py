@@ -39,14 +39,17 @@ class HandoffSide(StrEnum):
     """Grant pages to `peer`, wait for the KV, continue from the second token."""
 
 
-class Handoff(msgspec.Struct, frozen=True, kw_only=True):
-    """One end of a prefill → decode transfer."""
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One end of a transfer: prefill → decode, or from a decode worker that is left to another."""
 
     side: HandoffSide
     room: str
     generation: int
     """Grows with each attempt in the same room, so that a message of an old attempt is recognised."""
     peer: Peer
+    moving: bool = False
+    """Of the side SEND: this worker was generating the output until the abort just before this message, and has its KV.
+    It takes the request though it is draining."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError` for a room or generation that no transfer could be named by."""

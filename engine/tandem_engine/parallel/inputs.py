@@ -57,8 +57,27 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     pass
 
 
+class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_elsewhere"):
+    """Whether running requests are to go on at other workers."""
+
+    wanted: bool
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """The engine closes: no turn follows."""
 
 
-Input = Add | Abort | AbortClient | AbortAll | CloseSession | Pause | Resume | FlushCache | LoadWeights | Drain | Stop
+Input = (
+    Add
+    | Abort
+    | AbortClient
+    | AbortAll
+    | CloseSession
+    | Pause
+    | Resume
+    | FlushCache
+    | LoadWeights
+    | Drain
+    | DecodeElsewhere
+    | Stop
+)

@@ -17,6 +17,7 @@ from tandem_engine.errors import DrainingError, EngineError, InvalidRequestError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, HandoffSide, check_group
 from tandem_engine.names import RequestId
+from tandem_engine.scheduler.departures import is_moving
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.grammar_gate import GrammarGate
 from tandem_engine.scheduler.model_facts import ModelFacts
@@ -64,7 +65,7 @@ class Ingress:
             return None
         req = self._request(whole, client)
         try:
-            self._check_room()
+            self._check_room(message)
             check_pooling(message, hidden_size=self.model.hidden_size)
             self._check(req)
         except EngineError as error:
@@ -133,8 +134,8 @@ class Ingress:
         check_pooling(message, hidden_size=self.model.hidden_size)
         self._check(self._request(self.sessions.whole_turn(message), b""))
 
-    def _check_room(self) -> None:
-        if self.draining:
+    def _check_room(self, message: GenerateRequest) -> None:
+        if self.draining and not is_moving(message):
             raise DrainingError("this worker is draining and takes no new requests")
         if self.paused:
             raise PausedError("an operator has paused this worker; it takes no new requests")

@@ -24,6 +24,7 @@ from tandem_engine.parallel.inputs import (
     AbortClient,
     Add,
     CloseSession,
+    DecodeElsewhere,
     Drain,
     FlushCache,
     Input,
@@ -188,5 +189,7 @@ def apply(scheduler: Scheduler, item: Input, weights: LoadsWeights | None = None
             weights.start(item.path)
         case Drain():
             scheduler.drain()
+        case DecodeElsewhere():
+            scheduler.decode_elsewhere(wanted=item.wanted)
         case Stop():
             raise AssertionError("Stop ends the turns and is no business of the scheduler")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
-from tandem_engine.errors import EngineError
+from tandem_engine.errors import DrainingError, EngineError
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.memory.kv_memory import KvMemory
@@ -34,6 +34,7 @@ from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.compiler import Grammars, NoGrammars
 from tandem_engine.scheduler.deadlines import Deadlines
+from tandem_engine.scheduler.departures import Departures, is_moving
 from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.grammar_gate import GrammarGate
 from tandem_engine.scheduler.health import Health
@@ -67,6 +68,7 @@ from tandem_engine.scheduler.swapping import Swapping
 from tandem_engine.scheduler.tally import Phase, SchedulerStats, Tally
 
 ABORTED = Finish(reason=FinishReason.ABORT)
+TURNED_AWAY = error_finish(DrainingError("this worker is draining and had not begun with the request"))
 OVERDUE = Finish(reason=FinishReason.ABORT, error="the deadline passed", code="deadline_exceeded")
 
 
@@ -125,6 +127,7 @@ class Scheduler:
         self._ratio = NewTokenRatio(config=config)
         self._stream = OutputStream(sink=sink)
         self._deadlines = Deadlines()
+        self._departures = Departures(queues=self.queues, stream=self._stream, clock=clock)
         self.sessions = Sessions(config=config, memory=memory, clock=clock, max_pages=session_pages)
         self._endings = Endings(
             memory=memory,
@@ -258,6 +261,9 @@ class Scheduler:
         Refusals: invalid_request (with the field), queue_full and draining (both worth another attempt).
         A second request under a live rid is ignored.
         """
+        if is_moving(message):
+            # What was aborted for it has to be in the prefix cache before it is looked up there.
+            self._loop.stand_still()
         req = self._ingress.add(message, client)
         if req is not None:
             self._deadlines.watch(req)
@@ -291,6 +297,7 @@ class Scheduler:
         self.sessions.sweep()
         polled = [self.memory.poll(), self._prefetching.poll(), *(stage.poll() for stage in self.queues.stages)]
         polled.append(self._gate.poll())
+        self._departures.poll()
         if self._pausing.paused:
             self._loop.stand_still()
         else:
@@ -315,8 +322,19 @@ class Scheduler:
         self._loop.on_hang = report
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those that are here finish."""
+        """Refuse new requests from now on, and those that have not begun; what has begun leaves, or finishes.
+
+        Both are worth another attempt elsewhere. Turns of a session are not, so they finish too.
+        """
         self._ingress.draining = True
+        self.decode_elsewhere(wanted=True)
+        for req in [*self.queues.live()]:
+            if req.kv is None and req.swapped is None and req.session is None:
+                self._ingress.abort(req.rid, TURNED_AWAY)
+
+    def decode_elsewhere(self, *, wanted: bool) -> None:
+        """Whether running requests are asked to go on at other workers. They are not while nothing could be sent."""
+        self._departures.wanted = (wanted or self._ingress.draining) and bool(self.queues.stages)
 
     def abort_all(self) -> int:
         """Wish for the end of every request; returns how many there were."""
@@ -431,6 +449,7 @@ class Scheduler:
             settle_s=tally.spent_s[Phase.SETTLE],
             wait_s=tally.spent_s[Phase.WAIT],
             paused=self.paused,
+            leaving=sum(1 for _ in self._departures.leaving()),
         )
 
     def _speculation_stats(self) -> SpeculationStats | None:

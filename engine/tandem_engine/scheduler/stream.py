@@ -44,6 +44,10 @@ class OutputStream:
         req.streamed += 1
         self.pending[req.client].append(output)
 
+    def ask_to_leave(self, req: Request) -> None:
+        """Tell the client of `req` that it should have it continued elsewhere."""
+        self.pending[req.client].append(TokenOutput(rid=req.rid, index=req.streamed, leaving=True))
+
     def flush(self) -> None:
         """Deliver everything that is pending."""
         if not self.pending:

@@ -67,6 +67,8 @@ class SchedulerStats:
     settle_s: float
     wait_s: float
     paused: bool
+    leaving: int = 0
+    """Running requests that are to go on elsewhere."""
     speculation: SpeculationStats | None = None
 
 

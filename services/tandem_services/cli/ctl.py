@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+from tandem_engine.config import Role
 from tandem_engine.flags import positive_int
 from tandem_services.cli.numbers import positive_float
 from tandem_services.common.errors import StartupError
@@ -19,6 +20,7 @@ examples:
   tandem ctl 127.0.0.1:9101 reload ~/llama-tuned     serve these weights (same architecture), without a restart
   tandem ctl 127.0.0.1:9101 resume
   tandem ctl 127.0.0.1:9101 abort --all              end every request
+  tandem ctl 127.0.0.1:9101 role prefill             compute prompts from now on; running decodes move to others
   tandem ctl 127.0.0.1:9101 profile --steps 20       trace steps into --torch-profiler-dir
 
 The port is the worker's --health-port; its log names it, and the registry as health_endpoint.
@@ -33,6 +35,7 @@ PATHS = {
     "reload": "/reload",
     "profile": "/profile",
     "stop-profile": "/profile/stop",
+    "role": "/role",
     "drain": "/drain",
 }
 
@@ -40,7 +43,7 @@ PATHS = {
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "ctl",
-        help="operate a running worker: abort, pause, flush, reload, profile",
+        help="operate a running worker: abort, pause, flush, reload, change role, profile",
         description="Send one order to one running worker and print its answer as JSON.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -66,7 +69,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     profile.add_argument("--steps", type=positive_int, default=20, metavar="N", help="steps to trace (default 20)")
     profile.add_argument("--seconds", type=positive_float, default=10.0, metavar="S", help="at most (default 10)")
     orders.add_parser("stop-profile", help="end a trace early")
-    orders.add_parser("drain", help="take no new requests, finish, exit 0")
+    role = orders.add_parser("role", help="serve in another role, without a restart; running requests go on")
+    role.add_argument("role", choices=[role.value for role in Role], help="what routers use the worker for")
+    orders.add_parser("drain", help="take no new requests, move running ones to other workers, exit 0")
     orders.add_parser("audit", help="count the pages and name what is wrong with them")
     parser.set_defaults(run=run, parser=parser)
 
@@ -96,6 +101,8 @@ def _body(args: argparse.Namespace) -> dict[str, Any]:
             return {"mode": args.mode}
         case "reload":
             return {"path": args.path}
+        case "role":
+            return {"role": args.role}
         case "profile":
             return {"steps": args.steps, "seconds": args.seconds}
     return {}

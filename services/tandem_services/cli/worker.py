@@ -7,7 +7,7 @@ import platform
 from tandem_engine.config import Role
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
 from tandem_services.cli.bundled import model_folder
-from tandem_services.cli.numbers import port_number
+from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.shared_flags import add_deployment, add_model
 from tandem_services.common.settings import read_settings
 
@@ -53,6 +53,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="PORT",
         help="/live /ready /metrics /audit; 0 picks a free one",
     )
+    parser.add_argument(
+        "--drain-timeout",
+        type=positive_float,
+        default=25.0,
+        metavar="S",
+        help="after SIGTERM running requests have this long to move to other workers or to finish; what is left then "
+        "is computed again elsewhere. Keep it some seconds below the pod's grace period (default %(default)g)",
+    )
     add_deployment(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -79,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             curve_keys=args.curve_keys,
             health_port=args.health_port,
+            drain_timeout_s=args.drain_timeout,
             log_format=LogFormat(args.log_format),
             engine_flags=tuple(engine_argv(args)),
         )

@@ -23,6 +23,7 @@ from tandem_services.gateway.engine_client import EngineConnection
 from tandem_services.gateway.explain import ChoiceRecord
 from tandem_services.gateway.session_turns import PARAM, session_lost
 from tandem_services.gateway.token_sequence import Accepted, SequenceGapError, TokenSequence
+from tandem_services.router.choice import WorkerView
 
 GAP_TIMEOUT_S = 2.0
 """The first token may come this much later on one connection than later ones on the other."""
@@ -76,13 +77,15 @@ class Side:
 class Attempt:
     """Single consumer: only the task of the choice calls `next` and `close`."""
 
-    __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_wake", "began")
+    __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_wake", "began", "leaving")
 
     def __init__(
         self, rid: str, start: int, record: ChoiceRecord, *, began: float, awaits_prompt: bool = False
     ) -> None:
         self.began = began
         """On the gateway's clock."""
+        self.leaving: WorkerView | None = None
+        """The worker that generates, once it has asked that another one goes on."""
         self._rid = rid
         self._record = record
         self._sequence = TokenSequence(start, awaits_prompt=awaits_prompt)
@@ -158,6 +161,9 @@ class Attempt:
     def _accept(self, side: Side, output: TokenOutput, accepted: Accepted) -> Accepted:
         side.spoke = True
         side.ended = output.finish is not None
+        if output.leaving:
+            self.leaving = side.connection.worker
+            return accepted
         if output.transfer is not None or output.prefill_s is not None or output.cached_tokens is not None:
             self._record.note_output(output)
         try:

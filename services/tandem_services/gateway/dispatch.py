@@ -6,8 +6,10 @@
     4. retry     on a lost worker or a retryable error: the attempt is aborted everywhere, the worker is
                  excluded, and the tokens received so far are sent along as `resume_ids`. Sampling noise is a
                  function of (seed, position), so the text goes on as if nothing had happened (B2.1)
-    5. give up   after `max_attempts`, or when workers that say nothing at all have used up `silence_s`
-    6. release   the reservation, on every path
+    5. move      a worker that is to stop, or to do other work, asks for its request to go on elsewhere: as above, but
+                 it sends its KV to whoever takes over. With no place to go to, it goes on where it is
+    6. give up   after `max_attempts`, or when workers that say nothing at all have used up `silence_s`
+    7. release   the reservation, on every path
 
 Whatever ends the iteration, a client that leaves included, runs the `finally` that aborts the attempt.
 """
@@ -38,6 +40,9 @@ from tandem_services.router.choice import Choice, NoWorkersError, RouteQuery, Wo
 
 logger = logging.getLogger(__name__)
 
+MOVED = "moved"
+"""Outcome of an attempt that another worker continues with its KV."""
+
 
 class PairChooser(Protocol):
     """What the gateway needs of the router."""
@@ -48,6 +53,13 @@ class PairChooser(Protocol):
 
     async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
         """Reserve and return this worker alone. Raises `NoWorkersError` when it is gone."""
+        ...
+
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+        """Reserve and return who takes over from `leaving`, which is the choice's prefill worker.
+
+        Raises `NoWorkersError` when nobody has room.
+        """
         ...
 
     async def release(self, choice: Choice) -> None:
@@ -116,7 +128,8 @@ class Dispatcher:
         """
         progress = _Progress()
         while len(progress.received) < request.sampling.max_tokens:
-            choice = await self._choose(request, progress)
+            place, progress.place = progress.place, None
+            choice = place or await self._choose(request, progress)
             workers = choice if request.pooling is None else _one_worker(choice)
             note = record.begin_attempt(workers, resumed_tokens=len(progress.received))
             attempt = Attempt(
@@ -129,7 +142,7 @@ class Dispatcher:
             try:
                 if request.turn is not None:
                     await request.turn.bind(workers.decode.incarnation)
-                self._send(attempt, request, workers, progress)
+                self._send(attempt, request, workers, progress, moving=place is not None)
                 while True:
                     accepted = await self._next(attempt, progress)
                     progress.received += accepted.token_ids
@@ -139,6 +152,9 @@ class Dispatcher:
                     yield accepted
                     if accepted.finish is not None:
                         return
+                    if await self._finds_place(attempt, request, progress):
+                        note.outcome = MOVED
+                        break
             except AttemptFailedError as failure:
                 note.outcome = failure.cause.value
                 if failure.cause is FailureCause.WORKER_LOST:
@@ -173,11 +189,35 @@ class Dispatcher:
         progress.silent_since = None
         return accepted
 
+    async def _finds_place(self, attempt: Attempt, request: ChoiceRequest, progress: "_Progress") -> bool:
+        """Whether the worker of `attempt` has asked to be left and another one has room: then the next attempt is its.
+
+        Without room the request stays where it is, until it is asked again.
+        """
+        leaving, attempt.leaving = attempt.leaving, None
+        if leaving is None or len(progress.received) >= request.sampling.max_tokens:
+            return False
+        try:
+            place = await self.chooser.relocate(_query(request, progress), leaving)
+        except NoWorkersError:
+            return False
+        progress.move_to(place, leaving)
+        fields = {
+            "request_id": request.request_id,
+            "choice": request.index,
+            "worker": leaving.incarnation,
+            "to": place.decode.incarnation,
+        }
+        logger.info("moving", extra={"fields": fields})
+        return True
+
     async def settle(self) -> None:
         """Wait for releases under way. Call at shutdown."""
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    def _send(self, attempt: Attempt, request: ChoiceRequest, choice: Choice, progress: "_Progress") -> None:
+    def _send(
+        self, attempt: Attempt, request: ChoiceRequest, choice: Choice, progress: "_Progress", *, moving: bool
+    ) -> None:
         decode, prefill = choice.decode, choice.prefill
         alone = GenerateRequest(
             rid=_attempt_id(request, progress),
@@ -194,8 +234,8 @@ class Dispatcher:
         if prefill is None:
             attempt.submit(self._connect(decode), alone, is_prefill=False)
             return
-        receive = _with_handoff(alone, HandoffSide.RECEIVE, progress.attempts, peer=prefill)
-        send = _with_handoff(alone, HandoffSide.SEND, progress.attempts, peer=decode)
+        receive = _with_handoff(alone, HandoffSide.RECEIVE, progress.number, peer=prefill)
+        send = _with_handoff(alone, HandoffSide.SEND, progress.number, peer=decode, moving=moving)
         attempt.submit(self._connect(decode), receive, is_prefill=False)
         attempt.submit(self._connect(prefill), send, is_prefill=True)
 
@@ -229,14 +269,7 @@ class Dispatcher:
             raise session_lost() from error
 
     async def _choose_once(self, request: ChoiceRequest, progress: "_Progress") -> Choice:
-        query = RouteQuery(
-            request_id=_attempt_id(request, progress),
-            model=request.model,
-            token_ids=(*request.input_ids, *progress.received),
-            cache_salt=request.cache_salt,
-            max_tokens=request.sampling.max_tokens - len(progress.received),
-            exclude=frozenset(progress.failed),
-        )
+        query = _query(request, progress)
         if request.turn is not None and request.turn.keeper is not None:
             return await self._keeper(query, request.turn.keeper)
         try:
@@ -254,6 +287,7 @@ class Dispatcher:
     ) -> None:
         """Decide whether there is another attempt; raises `ApiError` when there is none."""
         progress.attempts += 1
+        progress.number += 1
         progress.failed.add(_at_fault(choice, failure))
         fields = {
             "request_id": request.request_id,
@@ -285,17 +319,38 @@ class _Progress:
     """The logprobs of the prompt are here: they must not be computed, nor sent, again."""
     attempts: int = 0
     """Attempts that have failed."""
+    number: int = 0
+    """Of the current attempt: those before it have failed or moved."""
+    place: Choice | None = None
+    """Where the next attempt goes, with the KV of the one before."""
     failed: set[str] = field(default_factory=set)
     """Incarnations to avoid."""
     silent_since: float | None = None
     """Since when lost workers have kept the choice waiting; None while none has."""
+
+    def move_to(self, place: Choice, leaving: WorkerView) -> None:
+        """The next attempt takes over from `leaving`, which has not failed but will not be there much longer."""
+        self.place = place
+        self.number += 1
+        self.failed.add(leaving.incarnation)
 
     def note_silence(self, since: float) -> None:
         self.silent_since = since if self.silent_since is None else min(self.silent_since, since)
 
 
 def _attempt_id(request: ChoiceRequest, progress: _Progress) -> str:
-    return f"{request.request_id}-{request.index}-{progress.attempts}"
+    return f"{request.request_id}-{request.index}-{progress.number}"
+
+
+def _query(request: ChoiceRequest, progress: _Progress) -> RouteQuery:
+    return RouteQuery(
+        request_id=_attempt_id(request, progress),
+        model=request.model,
+        token_ids=(*request.input_ids, *progress.received),
+        cache_salt=request.cache_salt,
+        max_tokens=request.sampling.max_tokens - len(progress.received),
+        exclude=frozenset(progress.failed),
+    )
 
 
 def _one_worker(choice: Choice) -> Choice:
@@ -303,14 +358,16 @@ def _one_worker(choice: Choice) -> Choice:
     return choice if choice.prefill is None else replace(choice, decode=choice.prefill, prefill=None)
 
 
-def _with_handoff(request: GenerateRequest, side: HandoffSide, generation: int, *, peer: WorkerView) -> GenerateRequest:
+def _with_handoff(
+    request: GenerateRequest, side: HandoffSide, generation: int, *, peer: WorkerView, moving: bool = False
+) -> GenerateRequest:
     address = Peer(
         worker_id=peer.worker_id,
         incarnation=peer.incarnation,
         endpoint=peer.peer_endpoint,
         compat_hash=peer.compat_hash,
     )
-    handoff = Handoff(side=side, room=request.rid, generation=generation, peer=address)
+    handoff = Handoff(side=side, room=request.rid, generation=generation, peer=address, moving=moving)
     # Who receives the KV of a session's first turn keeps the session.
     session = request.session if side is HandoffSide.RECEIVE else None
     return msgspec.structs.replace(request, handoff=handoff, session=session)

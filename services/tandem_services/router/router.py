@@ -29,7 +29,7 @@ from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
 from tandem_services.router.membership import Membership
 from tandem_services.router.registry import Registry
-from tandem_services.router.scoring import ASSUMED_PREFILL_RATE, Demand, room_needed
+from tandem_services.router.scoring import ASSUMED_PREFILL_RATE, Demand, has_to_wait, room_needed
 from tandem_services.router.session_bindings import SessionBindings
 
 logger = logging.getLogger(__name__)
@@ -153,6 +153,19 @@ class Router:
         )
         self._note(choice)
         return choice
+
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+        """A worker that takes over what `leaving` generates, with its KV: the prefill end of the choice is `leaving`.
+
+        Raises `NoWorkersError` when nobody else has room now: who would have to wait is better off where it is.
+        """
+        choice = await self.choose(replace(query, exclude=query.exclude | {leaving.incarnation}))
+        if choice.decode.compat_hash != leaving.compat_hash or has_to_wait(choice.terms):
+            await self.release(choice)
+            raise NoWorkersError(
+                f"nobody has room for a sequence of {len(query.token_ids)} tokens", retry_after=RETRY_AFTER_S
+            )
+        return replace(choice, prefill=leaving)
 
     async def release(self, choice: Choice) -> None:
         """The attempt has ended, or never began. Releasing twice counts once."""

@@ -38,6 +38,9 @@ preferred, and finite, so that the choice among full workers is still by price."
 TIE_S = 1e-4
 """Prices closer than this are equal: measured rates are not that precise. Ties break at random."""
 
+DECODE_ROOM = "decode_room"
+"""Name of the term that `NO_ROOM_S` goes into."""
+
 T = TypeVar("T")
 
 
@@ -129,6 +132,11 @@ def room_needed(demand: Demand) -> int:
     return demand.prompt_tokens + demand.output_tokens
 
 
+def has_to_wait(terms: Iterable[ScoreTerm]) -> bool:
+    """Whether the decode worker of an option with this price has no room for it now."""
+    return any(term.name == DECODE_ROOM and term.seconds > 0.0 for term in terms)
+
+
 def uncached(candidate: Candidate, demand: Demand) -> int:
     """Prompt tokens that `candidate` would compute."""
     return max(1, demand.prompt_tokens - candidate.matched)
@@ -187,7 +195,7 @@ def _terms(prefill: tuple[float, float], transfer: float, decode: tuple[float, f
         ScoreTerm("prefill_compute", prefill[1]),
         ScoreTerm("transfer", transfer),
         ScoreTerm("decode_load", decode[0]),
-        ScoreTerm("decode_room", decode[1]),
+        ScoreTerm(DECODE_ROOM, decode[1]),
     )
 
 

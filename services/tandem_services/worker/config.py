@@ -43,8 +43,9 @@ class WorkerConfig:
     start_timeout_s: float = 1800.0
     """Loading a large model from slow storage takes a while."""
     redis_start_timeout_s: float = 30.0
-    drain_timeout_s: float = 30.0
-    """Running requests may take this long to finish after SIGTERM; then they are aborted and resume elsewhere."""
+    drain_timeout_s: float = 25.0
+    """Running requests may take this long to move or to finish after SIGTERM; then they are aborted and computed again
+    elsewhere. With the time that takes, less than the 30 s that Kubernetes grants a pod by default."""
 
     def __post_init__(self) -> None:
         check_name("--worker-id", self.worker_id)

@@ -4,7 +4,7 @@
     GET  /ready     200 when the router may send requests here, else 503 with the reasons
     GET  /metrics   Prometheus exposition
     GET  /audit     the engine counts its pages; 200 with the report, 504 when it does not answer
-    POST /drain     202; the worker takes no new requests, finishes and exits 0
+    POST /drain     202; the worker takes no new requests, moves running ones to others, and exits 0
     POST …          an operator's orders; see `operator_routes`
 
 Bound to loopback unless told otherwise: all but the first three are for whoever runs the worker.
@@ -26,7 +26,7 @@ from tandem_engine.messages.control import AuditReport
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, render
-from tandem_services.worker.operator_routes import Operate, json_response, operator_routes
+from tandem_services.worker.operator_routes import Operate, SetRole, json_response, operator_routes
 
 LIVE_S = 30.0
 """An engine that shows no life for this long will not recover by itself: /live fails and Kubernetes restarts
@@ -43,6 +43,7 @@ class WorkerProbes:
     audit: Callable[[], Awaitable[AuditReport]]
     drain: Callable[[], None]
     operate: Operate
+    set_role: SetRole
 
 
 def build_app(probes: WorkerProbes) -> Starlette:
@@ -83,7 +84,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/metrics", metrics),
             Route("/audit", audit),
             Route("/drain", drain, methods=["POST"]),
-            *operator_routes(probes.operate),
+            *operator_routes(probes.operate, probes.set_role),
         ]
     )
 

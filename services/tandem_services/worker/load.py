@@ -7,6 +7,7 @@ statistics proves that the scheduler loop turns (RELIABILITY B3.33).
 from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
+from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineReady, EngineStats
 from tandem_services.router.choice import WorkerView
 from tandem_services.router.registry import WorkerRecord, WorkerState
@@ -22,6 +23,8 @@ class LoadMonitor:
     """The last statistics of one engine, and when its loop last made progress."""
 
     clock: Clock
+    role: Role = Role.BOTH
+    """What the router may use it for. An operator can change it."""
     draining: bool = False
     stats: EngineStats | None = None
     _stats_at: float = 0.0
@@ -80,14 +83,28 @@ def describe(config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, 
             "quarantined_pages": stats.quarantined_pages,
             "loop_count": stats.loop_count,
         }
-    return WorkerRecord(view=_view(config, ready), state=monitor.state, load=_load(ready, stats), details=details)
+    return WorkerRecord(
+        view=_view(config, ready, monitor.role), state=monitor.state, load=_load(ready, stats), details=details
+    )
 
 
-def _view(config: WorkerConfig, ready: EngineReady) -> WorkerView:
+def drain_summary(before: EngineStats | None, after: EngineStats | None) -> str:
+    """What became of the running requests between two statistics, for the log."""
+    if before is None or after is None:
+        return ""
+    moved, failed = (
+        after.moved_total - before.moved_total,
+        after.move_failures_total - before.move_failures_total,
+    )
+    left = after.running + after.waiting + after.transferring + after.inflight
+    return f": {moved} requests moved with their KV, {failed + left} to be computed again elsewhere"
+
+
+def _view(config: WorkerConfig, ready: EngineReady, role: Role) -> WorkerView:
     return WorkerView(
         worker_id=config.worker_id,
         incarnation=ready.incarnation,
-        role=config.role,
+        role=role,
         request_endpoint=ready.request_endpoint,
         peer_endpoint=ready.peer_endpoint,
         compat_hash=ready.compat_hash,

@@ -1,7 +1,7 @@
 """Prometheus metrics of a worker, computed from the engine's last statistics when they are scraped.
 
 Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. No labels, for one process is one
-engine, but for the reason why requests wait.
+engine, but for its role and the reason why requests wait.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineStats, SpeculationStats
 
 PREFIX = "tandem_worker_"
@@ -43,6 +44,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefill_tokens_per_second", "Measured prefill rate.", lambda s: s.prefill_tokens_per_s),
     ("gen_throughput", "Output tokens per second, over the last report's span.", lambda s: s.output_tokens_per_s),
     ("cache_hit_rate", "Share of prompt tokens found in the prefix cache since start, 0 to 1.", _hit_rate),
+    ("num_requests_leaving", "Running requests that are to go on at other workers.", lambda s: s.leaving),
     ("paused", "1 while an operator has paused generation.", lambda s: s.paused),
     ("decode_step_seconds", "Recent mean duration of a decode step.", lambda s: s.decode_step_s),
 )
@@ -71,6 +73,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("kv_transfer_failures", "KV transfers that failed.", lambda s: s.transfer_failures_total),
     ("kv_transfer_bytes", "Bytes of committed KV transfers.", lambda s: s.transfer_bytes_total),
     ("kv_digest_mismatches", "Transferred pages whose digest did not match.", lambda s: s.digest_mismatches_total),
+    ("requests_moved", "Running requests that moved to another worker with their KV.", lambda s: s.moved_total),
+    ("request_moves_failed", "Of those that left, computed again elsewhere.", lambda s: s.move_failures_total),
     ("schedule_seconds", "Time spent scheduling.", lambda s: s.schedule_s),
     ("plan_seconds", "Of it, choosing what to compute.", lambda s: s.plan_s),
     ("launch_seconds", "Of it, building batches.", lambda s: s.launch_s),
@@ -96,6 +100,9 @@ class ServiceNumbers:
     offered: bool
     index_replays: int
     redis_failures: int
+    role: Role
+    draining_s: float | None
+    """For how long it has been draining; None while it is not."""
 
 
 class WorkerCollector(Collector):
@@ -111,6 +118,11 @@ class WorkerCollector(Collector):
         yield _gauge("offered", "1 when the router may choose this worker.", numbers.offered)
         yield _counter("index_replays", "Replays of the prefix cache to the index.", numbers.index_replays)
         yield _counter("redis_failures", "Redis commands without a usable answer.", numbers.redis_failures)
+        yield _gauge(
+            "draining", "1 when it takes no new requests and is about to stop.", numbers.draining_s is not None
+        )
+        yield _gauge("drain_seconds", "For how long it has been draining.", numbers.draining_s or 0.0)
+        yield _role(numbers.role)
         stats = self._stats()
         if stats is None:
             return
@@ -121,6 +133,12 @@ class WorkerCollector(Collector):
         yield _head_waits(stats.head_waits)
         if stats.speculation is not None:
             yield from _speculation(stats.speculation)
+
+
+def _role(role: Role) -> Metric:
+    metric = GaugeMetricFamily(PREFIX + "role", "1 for the role that the router uses it in.", labels=["role"])
+    metric.add_metric([role.value], 1.0)
+    return metric
 
 
 def _head_waits(reason: str) -> Metric:

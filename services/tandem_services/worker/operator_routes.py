@@ -5,6 +5,7 @@
     POST /pause          {"mode": "in_place" | "retract" | "abort"}; in_place when the body is empty
     POST /resume
     POST /reload         {"path": "…"} weights of the same architecture; the served folder again without a path
+    POST /role           {"role": "prefill" | "decode" | "both"}; 409 while the worker drains
     POST /profile        {"steps": 20, "seconds": 10}; 409 while a trace is recorded
     POST /profile/stop
 
@@ -13,7 +14,7 @@ Answers are 200 with what was done, 400 for an order that makes no sense or a ch
 an unknown field is an error, for a misspelt one would do something else than meant.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tandem_engine.config import Role
 from tandem_engine.messages.control import (
     AbortRequests,
     FlushCache,
@@ -53,6 +55,14 @@ class Operate(Protocol):
         ...
 
 
+class SetRole(Protocol):
+    """Changes what the worker is used for."""
+
+    async def __call__(self, role: Role, *, timeout_s: float) -> OrderDone:
+        """Raises `OrderRefusedError` and `TimeoutError`."""
+        ...
+
+
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rid: str | None = None
     all: bool = False
@@ -64,6 +74,10 @@ class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class ReloadBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str | None = None
+
+
+class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    role: Role
 
 
 class ProfileBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,8 +93,11 @@ class BadOrderError(Exception):
     """A body that says nothing an engine could do."""
 
 
-def operator_routes(operate: Operate) -> list[Route]:
+def operator_routes(operate: Operate, set_role: SetRole) -> list[Route]:
     """The routes of the module docstring."""
+
+    async def role(request: Request) -> Response:
+        return await _answer(lambda: _set_role(request, set_role), ANSWER_S)
 
     def route(
         path: str,
@@ -89,20 +106,13 @@ def operator_routes(operate: Operate) -> list[Route]:
         timeout_s: float = ANSWER_S,
     ) -> Route:
         async def endpoint(request: Request) -> Response:
-            try:
+            async def carry_out() -> OrderDone:
                 body = await _read(request, body_type)
                 # The body is looked at before the engine is asked anything.
                 order(body, 0)
-                done = await operate(lambda nonce: order(body, nonce), timeout_s=timeout_s)
-            except BadOrderError as error:
-                return json_response({"code": "bad_order", "message": str(error)}, 400)
-            except OrderRefusedError as error:
-                status = 409 if error.code == BUSY else 400
-                return json_response({"code": error.code, "message": str(error)}, status)
-            except TimeoutError:
-                message = f"the engine did not answer within {timeout_s:.0f} s"
-                return json_response({"code": "timeout", "message": message}, 504)
-            return json_response({"message": done.message, **done.figures})
+                return await operate(lambda nonce: order(body, nonce), timeout_s=timeout_s)
+
+            return await _answer(carry_out, timeout_s)
 
         return Route(path, endpoint, methods=["POST"])
 
@@ -112,6 +122,7 @@ def operator_routes(operate: Operate) -> list[Route]:
         route("/pause", PauseBody, lambda body, nonce: PauseGeneration(nonce=nonce, mode=body.mode)),
         route("/resume", EmptyBody, lambda body, nonce: ResumeGeneration(nonce=nonce)),  # noqa: ARG005
         route("/reload", ReloadBody, lambda body, nonce: ReloadWeights(nonce=nonce, path=body.path), RELOAD_S),
+        Route("/role", role, methods=["POST"]),
         route(
             "/profile",
             ProfileBody,
@@ -119,6 +130,26 @@ def operator_routes(operate: Operate) -> list[Route]:
         ),
         route("/profile/stop", EmptyBody, lambda body, nonce: StopProfile(nonce=nonce)),  # noqa: ARG005
     ]
+
+
+async def _set_role(request: Request, set_role: SetRole) -> OrderDone:
+    body = await _read(request, RoleBody)
+    return await set_role(body.role, timeout_s=ANSWER_S)
+
+
+async def _answer(carry_out: Callable[[], Awaitable[OrderDone]], timeout_s: float) -> Response:
+    """What `carry_out` did, or why it did not, in HTTP."""
+    try:
+        done = await carry_out()
+    except BadOrderError as error:
+        return json_response({"code": "bad_order", "message": str(error)}, 400)
+    except OrderRefusedError as error:
+        status = 409 if error.code == BUSY else 400
+        return json_response({"code": error.code, "message": str(error)}, status)
+    except TimeoutError:
+        message = f"the engine did not answer within {timeout_s:.0f} s"
+        return json_response({"code": "timeout", "message": message}, 504)
+    return json_response({"message": done.message, **done.figures})
 
 
 def json_response(body: object, status: int = 200) -> Response:

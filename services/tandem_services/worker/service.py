@@ -2,8 +2,10 @@
 
 Start    Redis answers → health port → engine process → `EngineReady` → heartbeats, index feed
 Serve    the engine talks to gateways and peers itself; this process only reports, and passes on orders
-Drain    SIGTERM or POST /drain: not ready, state `draining` in the registry at once, `Drain` to the engine,
-         wait until it is idle or the bound is over, `Shutdown`, deregister, exit 0
+Role     POST /role: the engine changes first, then the registry, at once; same incarnation, same index
+Drain    SIGTERM or POST /drain: not ready, state `draining` in the registry at once, `Drain` to the engine, whose
+         running requests move to other workers; wait until it is idle or the bound is over, `Shutdown`,
+         deregister, exit 0
 End      the engine exits, or the lease is lost (fenced): deregister at once and exit non-zero, so that
          whoever restarts pods restarts this one as a new incarnation
 
@@ -17,12 +19,19 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
+
 from tandem_engine.clock import Clock
+from tandem_engine.config import Role
+from tandem_engine.errors import ConfigError
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.control import (
+    DecodeElsewhere,
     Drain,
     EngineFailed,
     EngineReady,
+    OrderDone,
+    OrderRefused,
     PeerGone,
     ReplayCache,
     Shutdown,
@@ -35,12 +44,13 @@ from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
 from tandem_services.worker.config import WorkerConfig, new_incarnation
-from tandem_services.worker.control import EngineLink, Subscribers
+from tandem_services.worker.control import EngineLink, OrderRefusedError, Subscribers
 from tandem_services.worker.engine_process import EngineChild
 from tandem_services.worker.health import HealthServer, WorkerProbes
 from tandem_services.worker.index_feed import IndexFeed
-from tandem_services.worker.load import LoadMonitor, describe
+from tandem_services.worker.load import LoadMonitor, describe, drain_summary
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
+from tandem_services.worker.operator_routes import BUSY
 from tandem_services.worker.peers import PeerWatch
 from tandem_services.worker.registration import Consequences, Registration
 
@@ -77,9 +87,10 @@ class WorkerService:
         self._clock = clock
         self._redis = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
         self._link = EngineLink(context=context, folder=folder)
-        self._monitor = LoadMonitor(clock=clock)
+        self._monitor = LoadMonitor(clock=clock, role=config.role)
         self._health = Health()
         self._ready: EngineReady | None = None
+        self._drain_began: float | None = None
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,6 +128,7 @@ class WorkerService:
             self._end(Ending(EXIT_OK, "stopped before it was idle"))
             return
         logger.info("draining %s", self.incarnation)
+        self._drain_began = self._clock.now()
         self._monitor.draining = True
         self._health.drain()
         self._registration.state_changed()
@@ -164,6 +176,7 @@ class WorkerService:
             audit=self._link.audit,
             drain=self.drain,
             operate=self._link.operate,
+            set_role=self._set_role,
         )
 
     def _subscribers(self) -> Subscribers:
@@ -173,6 +186,22 @@ class WorkerService:
             stats=self._monitor.update,
             kv_events=self._feed.accept,
         )
+
+    # Orders of an operator
+
+    async def _set_role(self, role: Role, *, timeout_s: float) -> OrderDone:
+        """Serve as `role`, of which the registry hears as soon as the engine has changed. See `SetRole`."""
+        if self._monitor.draining:
+            raise _refusal(BUSY, f"{self.incarnation} is draining and takes no other role")
+        if self._ready is not None and self._ready.transport == "none" and role is not Role.BOTH:
+            raise _refusal(ConfigError.code, f"role {role} needs --transport nixl: nothing could be handed over")
+        done = await self._link.operate(
+            lambda nonce: DecodeElsewhere(nonce=nonce, wanted=role is Role.PREFILL), timeout_s=timeout_s
+        )
+        logger.info("%s serves as %s from now on, until now as %s", self.incarnation, role, self._monitor.role)
+        self._monitor.role = role
+        self._registration.state_changed()
+        return msgspec.structs.replace(done, message=f"serving as {role}")
 
     # Reports of the engine
 
@@ -207,6 +236,8 @@ class WorkerService:
             offered=self._ready is not None and self._monitor.state is WorkerState.READY,
             index_replays=self._feed.replays,
             redis_failures=self._redis.failures,
+            role=self._monitor.role,
+            draining_s=None if self._drain_began is None else self._clock.now() - self._drain_began,
         )
 
     def _check_progress(self) -> str | None:
@@ -230,13 +261,15 @@ class WorkerService:
 
     async def _finish_and_end(self) -> None:
         await self._link.order(Drain())
+        before = self._monitor.stats
         began = self._clock.now()
         while not self._monitor.idle_since(began + SETTLE_S):
             if self._clock.now() - began > self._config.drain_timeout_s:
                 logger.warning("%s is not idle after %.0f s", self.incarnation, self._config.drain_timeout_s)
                 break
             await asyncio.sleep(IDLE_POLL_S)
-        self._end(Ending(EXIT_OK, "drained"))
+        summary = drain_summary(before, self._monitor.stats)
+        self._end(Ending(EXIT_OK, f"drained in {self._clock.now() - began:.1f} s{summary}"))
 
     def _end(self, ending: Ending) -> None:
         if not self._ending.done():
@@ -284,6 +317,10 @@ class WorkerService:
     def _tell_peer_gone(self, incarnation: str) -> None:
         logger.info("peer %s is gone", incarnation)
         self._start(self._link.order(PeerGone(incarnation=incarnation)), "peer-gone")
+
+
+def _refusal(code: str, message: str) -> OrderRefusedError:
+    return OrderRefusedError(OrderRefused(nonce=0, code=code, message=message))
 
 
 def _deployment(context: IpcContext) -> str:
