@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,6 +58,10 @@ class FakeChooser:
             matched_tokens=4,
             reservation=Reservation(None, ()),
         )
+
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+        choice = await self.choose(replace(query, exclude=query.exclude | {leaving.incarnation}))
+        return replace(choice, prefill=leaving)
 
     async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
         self.queries.append(query)

@@ -83,6 +83,8 @@ class MockBehaviour:
     """Answer every request with this finish at once."""
     fail_after: tuple[int, Finish] | None = None
     """Answer with this finish once a request has so many tokens."""
+    leave_after: int | None = None
+    """Ask to be left once a request has so many tokens; with each output from then on."""
     deaf: bool = False
     """Read nothing, not even pings."""
     mute: bool = False
@@ -211,6 +213,10 @@ class MockEngine:
         else:
             self._channel.send(client, Pong(nonce=ping.nonce, incarnation=self.view.incarnation))
 
+    def _asks_to_be_left(self, running: _Running) -> bool:
+        alone = running.request.handoff is None or running.request.handoff.side is HandoffSide.RECEIVE
+        return alone and self.behaviour.leave_after is not None and running.position >= self.behaviour.leave_after
+
     def _accept(self, client: bytes, request: GenerateRequest) -> None:
         start = len(request.resume_ids)
         if self.behaviour.refuse is not None:
@@ -236,6 +242,8 @@ class MockEngine:
                 outputs = batches.setdefault(running.client, [])
                 if self.behaviour.strays:
                     outputs.append(TokenOutput(rid="nobody", index=0, token_ids=(5,)))
+                if self._asks_to_be_left(running):
+                    outputs.append(TokenOutput(rid=running.request.rid, index=running.position, leaving=True))
                 outputs.append(self._advance(running))
         for client, outputs in batches.items():
             self._channel.send(client, OutputBatch(outputs=tuple(outputs)))
