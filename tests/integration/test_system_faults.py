@@ -123,13 +123,3 @@ async def test_without_any_decode_worker_every_stream_ends_soon_and_says_why(fle
     await fleet.all_ready(instead_of=engines)
     await fleet.settled()
     await assert_unharmed(await fleet.streams(LONG_ANSWERS), reference, GREEDY)
-
-
-async def test_a_worker_that_is_told_to_leave_finishes_its_streams_and_exits_0(fleet, reference):
-    leaver = fleet.system.service_pid("decode-0")
-    lost_before = await attempts_lost(fleet)
-    answers = await run_with_fault(fleet, LONG_ANSWERS, GREEDY, lambda: os.kill(leaver, signal.SIGTERM))
-    await assert_unharmed(answers, reference, GREEDY)
-    assert await attempts_lost(fleet) == lost_before
-    await until(lambda: "decode-0 exited with status 0" in fleet.system.logs(), 30.0, "exit status 0")
-    await fleet.all_ready(instead_of=[leaver])

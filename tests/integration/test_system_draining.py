@@ -1,0 +1,96 @@
+"""Workers that are told to leave, or to do other work, under load: every stream reads what it would have read."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tandem_services.cli.main import main
+from tandem_services.loadgen.stream_client import Measurement
+from tandem_services.loadgen.workload import Lengths, RequestSpec, fixed_workload
+from tandem_testing.system_client import GREEDY, Reference, Sampling, SystemClient
+from tandem_testing.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+
+SEEDED = Sampling(temperature=1.0, seed=7)
+LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=220, spread=0.4), 16, rate=None, seed=23)
+
+
+async def moved(client: SystemClient) -> float:
+    return await client.metric('tandem_gateway_attempts_total{outcome="moved"}')
+
+
+async def lost(client: SystemClient) -> float:
+    """Attempts so far that neither ended by themselves nor moved."""
+    attempts = await client.metric("tandem_gateway_attempts_total")
+    return attempts - await client.metric('tandem_gateway_attempts_total{outcome="finished"}') - await moved(client)
+
+
+async def run_with(
+    client: SystemClient, specs: list[RequestSpec], sampling: Sampling, change: Callable[[], object]
+) -> list[Measurement]:
+    """Answers to `specs` when `change` happens as soon as most of them speak."""
+    already = client.chunks.speaking
+    running = asyncio.create_task(client.streams(specs, sampling))
+    await until(lambda: client.chunks.speaking >= already + len(specs) - 2, 30.0, "streams speak")
+    await asyncio.to_thread(change)
+    assert not running.done(), "the change came too late"
+    return await running
+
+
+async def assert_unharmed(answers: list[Measurement], reference: Reference, sampling: Sampling) -> None:
+    expected = await reference.texts([answer.spec for answer in answers], sampling)
+    assert [answer.error for answer in answers] == [None] * len(answers)
+    assert [answer.text for answer in answers] == expected
+    assert all(answer.output_tokens == answer.spec.max_tokens for answer in answers)
+
+
+async def exits_0(client: SystemClient, worker_id: str, pid: int) -> None:
+    await until(lambda: f"{worker_id} exited with status 0" in client.system.logs(400), 30.0, "exit status 0")
+    await client.all_ready(instead_of=[pid])
+    await client.settled()
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "sampling"), [("decode-0", GREEDY), ("decode-1", SEEDED)], ids=["greedy", "seeded"]
+)
+async def test_a_decode_worker_that_leaves_hands_its_streams_over_with_their_kv(fleet, reference, worker_id, sampling):
+    leaver = fleet.system.service_pid(worker_id)
+    before = await moved(fleet)
+    answers = await run_with(fleet, LONG_ANSWERS, sampling, lambda: os.kill(leaver, signal.SIGTERM))
+    await assert_unharmed(answers, reference, sampling)
+    assert await moved(fleet) > before
+    await exits_0(fleet, worker_id, leaver)
+
+
+async def test_a_prefill_worker_that_leaves_serves_what_it_computes_and_costs_nobody_anything(fleet, reference):
+    leaver = fleet.system.service_pid("prefill-0")
+    prompts = fixed_workload(Lengths(prompt=700, output=40, spread=0.3), 16, rate=None, seed=leaver)
+    answers = await run_with(fleet, prompts, GREEDY, lambda: os.kill(leaver, signal.SIGTERM))
+    await assert_unharmed(answers, reference, GREEDY)
+    await exits_0(fleet, "prefill-0", leaver)
+
+
+async def test_roles_change_under_load_without_a_restart(fleet, reference):
+    url = fleet.system.workers["decode-1"]
+    engine = fleet.system.engine_pid("decode-1")
+    moved_before, lost_before = await moved(fleet), await lost(fleet)
+
+    def order(role: str) -> None:
+        assert main(["ctl", url, "role", role]) == 0
+
+    answers = await run_with(fleet, LONG_ANSWERS, GREEDY, lambda: order("prefill"))
+    assert await fleet.metric('tandem_worker_role{role="prefill"}', url) == 1
+    answers += await run_with(fleet, LONG_ANSWERS, SEEDED, lambda: order("both"))
+    order("decode")
+    answers_after = await fleet.streams(LONG_ANSWERS)
+    await assert_unharmed(answers[: len(LONG_ANSWERS)], reference, GREEDY)
+    await assert_unharmed(answers[len(LONG_ANSWERS) :], reference, SEEDED)
+    await assert_unharmed(answers_after, reference, GREEDY)
+    assert await moved(fleet) > moved_before
+    assert await lost(fleet) == lost_before
+    assert fleet.system.engine_pid("decode-1") == engine
+    await fleet.settled()
