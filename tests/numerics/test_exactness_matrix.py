@@ -42,6 +42,7 @@ def test_every_path_gives_the_tokens_and_logprobs_of_transformers(checkpoint, ca
     assert report["equal"] is True
     assert {
         "disaggregated over NIXL",
+        "drained mid-stream",
         "resumed",
         "continued in sessions",
         "retracted (short of pages)",

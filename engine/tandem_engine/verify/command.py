@@ -23,6 +23,7 @@ from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.scheduler.tally import SchedulerStats
 from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
 from tandem_engine.verify.conversation import in_turns
+from tandem_engine.verify.drained import Drained
 from tandem_engine.verify.edited import edits_against
 from tandem_engine.verify.grammars import compile_grammars
 from tandem_engine.verify.pair import Pair
@@ -72,6 +73,9 @@ class Verification:
         if path.disaggregated:
             with Pair.build(self.model, config) as pair:
                 return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
+        if path.drained:
+            with Drained.build(self.model, config) as drained:
+                return self._drained(path, drained, began)
         if path.tp_size > 1:
             with self._shared(path.tp_size).engine(config) as engine:
                 return self._compare(path, generate_on(engine), (engine,), began)
@@ -81,6 +85,12 @@ class Verification:
         with Engine.build(self.model, config) as engine:
             generate = generate_on(engine, pause=path.pause)
             return self._compare(path, in_turns(generate) if path.sessions else generate, (engine,), began)
+
+    def _drained(self, path: Path, drained: Drained, began: float) -> PathResult:
+        result = self._compare(path, drained.generate, (drained.leaver, drained.taker), began)
+        if result.equal and not drained.leaver.stats().moved_total:
+            return msgspec.structs.replace(result, difference="no request moved with its KV")
+        return result
 
     def _shared(self, size: int) -> ThreadRanks:
         if self.ranks is None:

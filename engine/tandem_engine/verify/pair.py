@@ -15,6 +15,7 @@ from tandem_engine.engine import Engine, EnginePort, LoadedModel
 from tandem_engine.generation import Generation, Generations
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide
+from tandem_engine.scheduler.stream import Sink
 
 MAX_TURNS = 2_000_000
 
@@ -29,15 +30,18 @@ class Pair:
     generations: Generations
 
     @classmethod
-    def build(cls, loaded: LoadedModel, config: EngineConfig) -> Self:
-        """Raises `TransportUnavailableError` when NIXL cannot be loaded."""
+    def build(cls, loaded: LoadedModel, config: EngineConfig, *, sink: Sink | None = None) -> Self:
+        """With `sink`, outputs go there, and `generate` is not for use.
+
+        Raises `TransportUnavailableError` when NIXL cannot be loaded.
+        """
         context = IpcContext()
         generations = Generations()
         prefill, decode = (
             Engine.build(
                 loaded,
                 config,
-                sink=generations,
+                sink=sink or generations,
                 port=EnginePort(worker_id=name, incarnation=f"{name}@1", context=context),
             )
             for name in ("verify-prefill", "verify-decode")

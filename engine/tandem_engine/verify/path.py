@@ -28,6 +28,8 @@ class Path:
     """Ask for penalties, biases and bad words, and for the logprobs of the prompt."""
     disaggregated: bool = False
     """One engine prefills, another decodes, NIXL between them."""
+    drained: bool = False
+    """One engine begins and leaves what runs to another, NIXL between them; some must have moved."""
     rising_priority: bool = False
     """Each request is more important than the one before."""
     restart: bool = False

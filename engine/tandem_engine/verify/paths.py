@@ -55,6 +55,7 @@ def make_paths(
             expects_retraction=True,
         ),
         Path(name="disaggregated over NIXL", cache=warm, scheduler=mixed, disaggregated=True),
+        Path(name="drained mid-stream", cache=warm, scheduler=mixed, drained=True),
         Path(name="edited: mixed, staggered", cache=warm, scheduler=mixed, stagger=True, edited=True),
     ]
     tiers = tier_paths(cache=warm, short=tight, scheduler=mixed, quick=quick)
@@ -85,6 +86,7 @@ def make_paths(
             )
             for size in (1, 64)
         ),
+        Path(name="edited: drained mid-stream", cache=warm, scheduler=plain, drained=True, edited=True, stagger=True),
         Path(name="mixed, no overlap", cache=warm, scheduler=no_overlap_mixed, stagger=True),
         Path(name="retracted (short of pages)", cache=tight, scheduler=eager, expects_retraction=True),
         Path(

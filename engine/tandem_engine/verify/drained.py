@@ -1,0 +1,128 @@
+"""Two engines, one of which leaves its running requests to the other, with real NIXL between them.
+
+    begun on the first ─▶ it asks to be left ─▶ aborted there, sent by it, received by the other ─▶ ended on the other
+
+Every request is asked to leave as soon as it runs. A second attempt has a name of its own, as a gateway gives it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from tandem_engine.config import EngineConfig
+from tandem_engine.engine import Engine, LoadedModel
+from tandem_engine.generation import Generation, Generations
+from tandem_engine.messages.outputs import TokenOutput
+from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide
+from tandem_engine.names import RequestId
+from tandem_engine.verify.pair import MAX_TURNS, Pair
+
+
+@dataclass(kw_only=True, slots=True)
+class Askers:
+    """A sink that also notes who should leave."""
+
+    generations: Generations = field(default_factory=Generations)
+    asked: list[str] = field(default_factory=list)
+
+    def __call__(self, client: bytes, outputs: tuple[TokenOutput, ...]) -> None:
+        self.generations(client, outputs)
+        self.asked += [output.rid for output in outputs if output.leaving]
+
+
+@dataclass(kw_only=True, slots=True)
+class Drained:
+    """A pair used as two decode workers."""
+
+    pair: Pair
+    askers: Askers
+    begun: dict[str, GenerateRequest] = field(default_factory=dict)
+    moved: dict[str, GenerateRequest] = field(default_factory=dict)
+    """The second attempts, by the name of the first."""
+
+    @classmethod
+    def build(cls, loaded: LoadedModel, config: EngineConfig) -> Self:
+        """Raises `TransportUnavailableError` when NIXL cannot be loaded."""
+        askers = Askers()
+        drained = cls(pair=Pair.build(loaded, config, sink=askers), askers=askers)
+        drained.leaver.decode_elsewhere(wanted=True)
+        return drained
+
+    @property
+    def leaver(self) -> Engine:
+        return self.pair.prefill
+
+    @property
+    def taker(self) -> Engine:
+        return self.pair.decode
+
+    def generate(self, requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
+        """As `Engine.generate`; each output is what both engines gave of it."""
+        waiting = list(reversed(requests))
+        turns = 0
+        while waiting or not (self.leaver.scheduler.idle and self.taker.scheduler.idle):
+            if waiting:
+                self._begin(waiting.pop())
+            for _ in range(stagger if waiting else 1):
+                self.leaver.step()
+                self.taker.step()
+                self._move_who_asked()
+            turns += 1
+            assert turns < MAX_TURNS, "the pair does not come to an end"
+        return [self._whole(request.rid) for request in requests]
+
+    def _begin(self, request: GenerateRequest) -> None:
+        self.begun[request.rid] = request
+        self._expect(request)
+        self.leaver.add(request)
+
+    def _move_who_asked(self) -> None:
+        asked, self.askers.asked = self.askers.asked, []
+        for rid in asked:
+            if rid not in self.moved and self.askers.generations.by_rid[rid].finished is None:
+                self._move(self.begun[rid])
+
+    def _move(self, request: GenerateRequest) -> None:
+        so_far = self.askers.generations.by_rid[request.rid].token_ids
+        again = msgspec.structs.replace(
+            request,
+            rid=f"{request.rid} moved",
+            resume_ids=(*request.resume_ids, *so_far),
+            sampling=request.sampling.without_prompt_logprobs(),
+        )
+        self.moved[request.rid] = again
+        self._expect(again)
+        self.leaver.abort(RequestId(request.rid))
+        self.taker.add(self._end(again, HandoffSide.RECEIVE, self.leaver))
+        self.leaver.add(self._end(again, HandoffSide.SEND, self.taker))
+
+    @staticmethod
+    def _end(request: GenerateRequest, side: HandoffSide, other: Engine) -> GenerateRequest:
+        moving = side is HandoffSide.SEND
+        handoff = Handoff(side=side, room=request.rid, generation=1, peer=other.me, moving=moving)
+        return msgspec.structs.replace(request, handoff=handoff)
+
+    def _expect(self, request: GenerateRequest) -> None:
+        self.askers.generations.expect(request.rid, resumed=len(request.resume_ids))
+
+    def _whole(self, rid: str) -> Generation:
+        """The output of a request, from its one attempt or from both."""
+        again = self.moved.get(rid)
+        if again is None:
+            return self.askers.generations.take_all([rid])[0]
+        first, second = self.askers.generations.take_all([rid, again.rid])
+        first.token_ids += second.token_ids
+        first.logprobs += second.logprobs
+        first.transfer, first.finished = second.transfer, second.finished
+        return first
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pair.__exit__(kind, error, trace)
