@@ -201,6 +201,33 @@ async def test_a_worker_without_room_is_the_last_resort(fleet, router):
     assert (await router.choose(query())).decode.worker_id == "full"
 
 
+async def test_a_running_sequence_moves_to_whoever_decodes_and_has_room(fleet, router):
+    leaving = make_record("d1", Role.DECODE)
+    small = make_record("d2", Role.DECODE, load=make_load(room_tokens=100))
+    roomy = make_record("d3", Role.DECODE, load=make_load(sequences=5))
+    await join(fleet, router, make_record("p", Role.PREFILL), leaving, small, roomy)
+    choice = await router.relocate(query(), leaving.view)
+    assert (choice.decode.worker_id, choice.prefill) == ("d3", leaving.view)
+    await router.release(choice)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_record("d2", Role.DECODE, load=make_load(room_tokens=100)),
+        make_record("d2", Role.DECODE, load=make_load(sequences=64)),
+        make_record("d2", Role.DECODE, compat_hash="other weights"),
+        make_record("p", Role.PREFILL),
+    ],
+    ids=["no pages", "no seat", "other KV", "no decoder"],
+)
+async def test_a_running_sequence_stays_when_nobody_can_take_it_now(fleet, router, other):
+    leaving = make_record("d1", Role.DECODE)
+    await join(fleet, router, leaving, other)
+    with pytest.raises(NoWorkersError):
+        await router.relocate(query(), leaving.view)
+
+
 async def test_a_worker_that_registered_since_the_last_view_is_found(fleet, router):
     await join(fleet, router, make_record("a", load=make_load(sequences=50)))
     await fleet.beat(make_record("b"))

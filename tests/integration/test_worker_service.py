@@ -299,6 +299,49 @@ async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
+async def post_role(worker: Running, role: str) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.post(worker.url + "/role", json={"role": role})
+
+
+async def test_a_role_changes_in_the_registry_and_nothing_else_does(server, remote, tmp_path, fleet):
+    config = config_for(server, remote, "--transport", "nixl")
+    async with running(config, remote, tmp_path) as worker:
+        before = await until(lambda: find(fleet))
+        await until(worker.ready)
+        answer = await post_role(worker, "prefill")
+        assert (answer.status_code, answer.json()["message"]) == (200, "serving as prefill")
+
+        async def changed() -> bool:
+            record = await find(fleet)
+            return record is not None and record.view.role is Role.PREFILL
+
+        await until(changed)
+        after = await find(fleet)
+        assert after.view.incarnation == before.view.incarnation
+        assert after.state is WorkerState.READY
+        assert (await post_role(worker, "decode")).status_code == 200
+        assert [order["wanted"] for order in remote.orders_of("decode_elsewhere")] == [True, False]
+
+
+async def test_a_role_that_needs_a_transport_is_refused_without_one_and_any_while_draining(worker, fleet):
+    await until(lambda: find(fleet))
+    await until(worker.ready)
+    refused = await post_role(worker, "prefill")
+    assert (refused.status_code, refused.json()["code"]) == (400, "config_error")
+    assert "--transport nixl" in refused.json()["message"]
+    worker.remote.tell(stats={"running": 1})
+
+    async def busy() -> bool:
+        record = await find(fleet)
+        return record is not None and record.load.sequences == 1
+
+    await until(busy)
+    worker.service.drain()
+    assert (await post_role(worker, "both")).status_code == 409
+    assert worker.remote.orders_of("decode_elsewhere") == []
+
+
 async def test_drain_does_not_wait_for_ever(server, remote, tmp_path, fleet):
     config = config_for(server, remote, drain_timeout_s=1.5)
     async with running(config, remote, tmp_path) as worker:

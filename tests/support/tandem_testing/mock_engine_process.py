@@ -1,6 +1,7 @@
 """An engine process without an engine: speaks the control channel and does what a test tells it to.
 
     python -m tandem_testing.mock_engine_process --incarnation ID --control ipc://… --remote SOCKET [--fail TEXT]
+        [--transport NAME]
 
 A test holds the other end of `--remote` (`EngineRemote`): it sends instructions and reads the orders that the
 worker service gave. Unknown flags are accepted, as the worker passes a real engine's flags.
@@ -25,11 +26,13 @@ from tandem_engine.ipc.parent import die_with_parent
 from tandem_engine.messages.control import (
     Audit,
     AuditReport,
+    DecodeElsewhere,
     EngineFailed,
     EngineReady,
     EngineStats,
     EngineToWorker,
     KvGeometry,
+    OrderDone,
     ReplayCache,
     Shutdown,
     WorkerToEngine,
@@ -48,7 +51,7 @@ def idle_stats(**changes: Any) -> EngineStats:
     return EngineStats(**fields | changes)
 
 
-def ready_message(incarnation: str) -> EngineReady:
+def ready_message(incarnation: str, *, transport: str = "none") -> EngineReady:
     geometry = KvGeometry(
         fingerprint="f",
         num_layers=2,
@@ -69,7 +72,7 @@ def ready_message(incarnation: str) -> EngineReady:
         max_running_requests=8,
         total_pages=100,
         prefill_tokens_per_s=1000.0,
-        transport="none",
+        transport=transport,
     )
 
 
@@ -103,6 +106,8 @@ class MockEngine:
                         held_pages=0,
                     )
                 )
+            case DecodeElsewhere(nonce=nonce):
+                self.channel.send(OrderDone(nonce=nonce, message="so be it", figures={"leaving": self.stats.running}))
             case Shutdown():
                 self.exit_status = 0
 
@@ -188,6 +193,7 @@ def main() -> int:
     for flag in ("--incarnation", "--control", "--remote"):
         parser.add_argument(flag, required=True)
     parser.add_argument("--fail")
+    parser.add_argument("--transport", default="none")
     flags, _ = parser.parse_known_args()
     remote = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     remote.connect(flags.remote)
@@ -202,7 +208,7 @@ def main() -> int:
             channel.send(EngineFailed(message=flags.fail, code="checkpoint_error"))
             time.sleep(0.2)
             return 3
-        channel.send(ready_message(flags.incarnation))
+        channel.send(ready_message(flags.incarnation, transport=flags.transport))
         return MockEngine(channel=channel, remote=remote).run()
     finally:
         channel.close()

@@ -67,6 +67,8 @@ BAD_VALUES = [
     (["bench", "serve", "--num-prompts", "1_000"], "--num-prompts: must be a whole number"),
     (["ctl", "h:1", "abort"], "one of the arguments RID --all is required"),
     (["ctl", "h:1", "pause", "--mode", "soft"], "invalid choice: 'soft'"),
+    (["ctl", "h:1", "role", "cook"], "invalid choice: 'cook'"),
+    (["worker", "--redis-url", "redis://h", "--drain-timeout", "0"], "--drain-timeout: must be more than 0"),
     (["chat", "--max-tokens", "0"], "--max-tokens: must be at least 1"),
     (["chat", "--temperature", "-1"], "--temperature: must be at least 0"),
 ]

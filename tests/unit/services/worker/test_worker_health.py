@@ -5,9 +5,11 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem_engine.config import Role
 from tandem_engine.messages.control import (
     AbortRequests,
     AuditReport,
+    DecodeElsewhere,
     EngineStats,
     FlushCache,
     OperatorOrder,
@@ -37,6 +39,8 @@ class Probed:
         self.stalled_s = 0.0
         self.stats: EngineStats | None = idle_stats(running=3, evictable_pages=1, output_tokens_total=12)
         self.drained = 0
+        self.draining_s: float | None = None
+        self.roles: list[Role] = []
         self.report: AuditReport | None = None
         self.orders: list[OperatorOrder] = []
         self.outcome: OrderDone | Exception = OrderDone(nonce=7, message="done", figures={"pages": 3})
@@ -52,13 +56,26 @@ class Probed:
             return self.outcome
         raise self.outcome
 
+    async def set_role(self, role: Role, *, timeout_s: float) -> OrderDone:
+        self.roles.append(role)
+        return await self.operate(lambda nonce: DecodeElsewhere(nonce=nonce, wanted=True), timeout_s=timeout_s)
+
     def drain(self) -> None:
         self.drained += 1
 
+    def numbers(self) -> ServiceNumbers:
+        return ServiceNumbers(
+            registered=True,
+            offered=False,
+            index_replays=2,
+            redis_failures=5,
+            role=Role.PREFILL,
+            draining_s=self.draining_s,
+        )
+
     def probes(self) -> WorkerProbes:
         registry = CollectorRegistry()
-        numbers = ServiceNumbers(registered=True, offered=False, index_replays=2, redis_failures=5)
-        registry.register(WorkerCollector(lambda: self.stats, lambda: numbers))
+        registry.register(WorkerCollector(lambda: self.stats, self.numbers))
         return WorkerProbes(
             health=self.health,
             registry=registry,
@@ -66,6 +83,7 @@ class Probed:
             audit=self.audit,
             drain=self.drain,
             operate=self.operate,
+            set_role=self.set_role,
         )
 
 
@@ -122,8 +140,26 @@ async def test_before_the_engine_reports_only_the_service_speaks(probed, client)
 async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(client):
     text = (await client.get("/metrics")).text
     flat = [name for name in EngineStats.__struct_fields__ if name != "speculation"]
-    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + len(flat) + 2
+    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 1 + len(flat) + 2
     assert "spec_decode" not in text
+
+
+async def test_role_and_drain_are_exported(probed, client):
+    text = (await client.get("/metrics")).text
+    assert 'tandem_worker_role{role="prefill"} 1.0' in text
+    assert "tandem_worker_draining 0.0" in text
+    probed.draining_s = 2.5
+    text = (await client.get("/metrics")).text
+    assert "tandem_worker_draining 1.0" in text
+    assert "tandem_worker_drain_seconds 2.5" in text
+
+
+async def test_a_role_is_passed_on_and_an_unknown_one_is_not(probed, client):
+    answer = await client.post("/role", json={"role": "decode"})
+    assert (answer.status_code, probed.roles) == (200, [Role.DECODE])
+    assert (await client.post("/role", json={"role": "cook"})).status_code == 400
+    assert (await client.post("/role", json={})).status_code == 400
+    assert probed.roles == [Role.DECODE]
 
 
 async def test_an_engine_that_speculates_exports_what_became_of_its_drafts(probed, client):

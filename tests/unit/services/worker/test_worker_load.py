@@ -4,7 +4,7 @@ from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.registry import WorkerState
 from tandem_services.worker.config import WorkerConfig
-from tandem_services.worker.load import LoadMonitor, describe
+from tandem_services.worker.load import LoadMonitor, describe, drain_summary
 from tandem_testing.mock_engine_process import idle_stats, ready_message
 from tandem_testing.service_clock import ServiceClock
 
@@ -16,7 +16,7 @@ def clock():
 
 @pytest.fixture
 def monitor(clock):
-    monitor = LoadMonitor(clock=clock)
+    monitor = LoadMonitor(clock=clock, role=Role.PREFILL)
     monitor.begin()
     return monitor
 
@@ -99,3 +99,16 @@ def test_statistics_become_load(monitor):
     load = describe(config(), ready_message("w1@5"), monitor, health_endpoint="http://h:1").load
     assert (load.queue_tokens, load.sequences, load.room_tokens, load.step_s) == (500, 9, 15 * 16, 0.01)
     assert load.token_bytes == 2 * 2 * 8 * 4
+
+
+def test_the_registry_is_told_the_role_that_the_worker_has_now(monitor):
+    ready = ready_message("w1@1")
+    monitor.role = Role.DECODE
+    assert describe(config(), ready, monitor, health_endpoint="http://h:1").view.role is Role.DECODE
+
+
+def test_the_log_says_what_became_of_the_requests_of_a_drained_worker():
+    before = idle_stats(moved_total=2, move_failures_total=1)
+    after = idle_stats(moved_total=9, move_failures_total=2, running=3)
+    assert drain_summary(before, after) == ": 7 requests moved with their KV, 4 to be computed again elsewhere"
+    assert drain_summary(None, after) == ""

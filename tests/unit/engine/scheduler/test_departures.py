@@ -1,0 +1,133 @@
+"""Who is asked to leave a worker, when, and what draining does to those who have not begun."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.requests import SessionRef
+from tandem_engine.scheduler.departures import ASK_AGAIN_S, AT_ONCE, FEW_TOKENS
+from tandem_testing.quiet_stage import QuietStage
+from tandem_testing.scheduler_builders import Engine, make_engine, make_message
+
+PROMPT = range(1, 9)
+LONG = 60
+
+
+@dataclass
+class Worker:
+    """An engine that could send KV, and who was asked to leave so far."""
+
+    engine: Engine = field(default_factory=lambda: make_engine(usable_pages=600, max_rows=32))
+
+    def __post_init__(self) -> None:
+        self.engine.scheduler.attach(QuietStage())
+
+    def begin(self, *rids: str, max_tokens: int = LONG, **fields: object) -> None:
+        for rid in rids:
+            self.engine.add(make_message(rid, PROMPT, max_tokens=max_tokens, **fields))
+        self.engine.step(2)
+
+    def asked(self) -> list[str]:
+        """In the order in which they were."""
+        outputs = [output for _, delivery in self.engine.deliveries for output in delivery]
+        return [output.rid for output in outputs if output.leaving]
+
+    def pass_time(self, seconds: float) -> None:
+        self.engine.clock.time += seconds
+        self.engine.step()
+
+
+@pytest.fixture
+def worker():
+    return Worker()
+
+
+def test_nobody_is_asked_before_it_is_wanted_nor_after(worker):
+    worker.begin("r")
+    assert worker.asked() == []
+    worker.engine.scheduler.decode_elsewhere(wanted=True)
+    worker.engine.step()
+    assert worker.asked() == ["r"]
+    worker.engine.scheduler.decode_elsewhere(wanted=False)
+    worker.pass_time(ASK_AGAIN_S)
+    assert worker.asked() == ["r"]
+
+
+def test_who_was_asked_goes_on_and_is_asked_again(worker):
+    worker.begin("r")
+    worker.engine.scheduler.decode_elsewhere(wanted=True)
+    worker.engine.step(3)
+    assert worker.asked() == ["r"]
+    worker.pass_time(ASK_AGAIN_S)
+    assert worker.asked() == ["r", "r"]
+    worker.engine.run()
+    worker.engine.assert_expected("r")
+
+
+def test_few_are_asked_at_once_and_the_others_before_anybody_is_asked_again(worker):
+    rids = [f"r{i}" for i in range(AT_ONCE + 3)]
+    worker.begin(*rids)
+    worker.engine.scheduler.decode_elsewhere(wanted=True)
+    worker.engine.step(3)
+    assert worker.asked() == rids[:AT_ONCE]
+    worker.pass_time(ASK_AGAIN_S)
+    assert worker.asked()[AT_ONCE:] == [*rids[AT_ONCE:], *rids[: AT_ONCE - 3]]
+
+
+def test_who_has_left_makes_room_for_the_next_to_be_asked(worker):
+    rids = [f"r{i}" for i in range(AT_ONCE + 1)]
+    worker.begin(*rids)
+    worker.engine.scheduler.decode_elsewhere(wanted=True)
+    worker.engine.step()
+    worker.engine.scheduler.abort(rids[0])
+    worker.engine.step(2)
+    assert worker.asked() == rids
+
+
+def test_an_output_that_is_nearly_complete_ends_where_it_is(worker):
+    worker.begin("short", max_tokens=FEW_TOKENS + 1)
+    worker.begin("long")
+    worker.engine.scheduler.decode_elsewhere(wanted=True)
+    worker.engine.step()
+    assert worker.asked() == ["long"]
+
+
+def test_a_conversation_that_is_kept_here_ends_its_turn_here():
+    worker = Worker(make_engine(usable_pages=100, session_pages=50))
+    worker.begin("turn", session=SessionRef(id="s"))
+    worker.engine.scheduler.drain()
+    worker.engine.step(3)
+    assert worker.asked() == []
+    worker.engine.run()
+    worker.engine.assert_expected("turn")
+
+
+def test_an_engine_that_cannot_send_asks_nobody():
+    engine = make_engine()
+    engine.add(make_message("r", PROMPT, max_tokens=LONG))
+    engine.step(2)
+    engine.scheduler.drain()
+    engine.step(3)
+    assert [output.leaving for output in engine.received["r"].outputs] == [False] * len(engine.received["r"].outputs)
+
+
+def test_a_draining_worker_ends_what_it_has_not_begun_as_worth_another_attempt():
+    worker = Worker(make_engine(max_running_requests=1))
+    worker.begin("begun")
+    worker.begin("queued", "queued too")
+    worker.engine.scheduler.drain()
+    worker.engine.run()
+    worker.engine.assert_expected("begun")
+    for rid in ("queued", "queued too"):
+        finish = worker.engine.finish(rid)
+        assert (finish.reason, finish.code, finish.retryable) == (FinishReason.ERROR, "draining", True)
+    worker.engine.assert_nothing_held()
+
+
+def test_a_draining_worker_stays_one_whatever_role_it_is_given(worker):
+    worker.begin("r")
+    worker.engine.scheduler.drain()
+    worker.engine.scheduler.decode_elsewhere(wanted=False)
+    worker.engine.step()
+    assert worker.asked() == ["r"]
