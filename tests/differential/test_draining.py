@@ -35,13 +35,16 @@ KINDS: list[dict[str, object]] = [
 
 
 def submit_some(fleet: MovingFleet, dice: random.Random) -> None:
+    """Requests with shared prefixes, some of them choices of one answer, some handed over at their beginning."""
     shared = [dice.randrange(1, 90) for _ in range(9)]
     for i in range(REQUESTS):
         own = [dice.randrange(1, 90) for _ in range(dice.randrange(1, 20))]
-        prompt = [*shared[: dice.choice([0, 4, 9])], *own]
-        message = make_message(f"r{i}", prompt, max_tokens=dice.randrange(2, 48), **dice.choice(KINDS))
-        takers = [side for side in fleet.sides if side not in fleet.left]
-        fleet.submit(message, dice.choice(takers))
+        is_choice = dice.random() < 0.3
+        prompt = [*shared, *shared] if is_choice else [*shared[: dice.choice([0, 4, 9])], *own]
+        group = "choices" if is_choice else ""
+        message = make_message(f"r{i}", prompt, max_tokens=dice.randrange(2, 48), group=group, **dice.choice(KINDS))
+        taker, other = dice.sample(fleet.sides, 2)
+        fleet.submit(message, taker, prefill=other if dice.random() < 0.4 else None)
         for _ in range(dice.randrange(3)):
             fleet.turn()
 

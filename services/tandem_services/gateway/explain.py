@@ -31,7 +31,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     resumed_tokens: int
     """Output tokens that earlier attempts had already produced."""
     outcome: str = "running"
-    """running, finished, cancelled, or why it failed."""
+    """running, finished, stopped, moved, refused, or why it failed."""
 
 
 class ChoiceRecord(msgspec.Struct, kw_only=True):

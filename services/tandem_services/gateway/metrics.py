@@ -26,7 +26,7 @@ class GatewayMetrics:
         )
         self.attempts = Counter(
             "tandem_gateway_attempts_total",
-            "Attempts at choices, by outcome; every one but finished and stopped cost time",
+            "Attempts at choices, by outcome; every one but finished, stopped and moved cost time",
             ["outcome"],
             registry=registry,
         )

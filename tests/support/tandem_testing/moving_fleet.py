@@ -64,10 +64,14 @@ class MovingFleet:
     left: list[Side] = field(default_factory=list)
     """Sides that get no new requests."""
 
-    def submit(self, message: GenerateRequest, side: Side) -> Stream:
+    def submit(self, message: GenerateRequest, side: Side, *, prefill: Side | None = None) -> Stream:
+        """Begin a request on `side`; with `prefill`, that one computes the prompt and hands it over."""
         stream = Stream(message=message, side=side)
         self.streams.append(stream)
-        self._send(stream, side, stream.attempt())
+        if prefill is None:
+            self._send(stream, side, stream.attempt())
+        else:
+            self._hand_over(stream, prefill, side, moving=False)
         return stream
 
     def drain(self, side: Side) -> None:
@@ -155,11 +159,14 @@ class MovingFleet:
         leaving.engine.scheduler.abort(stream.rid)
         stream.number += 1
         stream.moves += 1
+        self._hand_over(stream, leaving, to, moving=True)
+
+    def _hand_over(self, stream: Stream, sender: Side, to: Side, *, moving: bool) -> None:
         room = f"room-{stream.rid}"
-        send = Handoff(side=HandoffSide.SEND, room=room, generation=stream.number, peer=to.peer, moving=True)
-        receive = Handoff(side=HandoffSide.RECEIVE, room=room, generation=stream.number, peer=leaving.peer)
+        send = Handoff(side=HandoffSide.SEND, room=room, generation=stream.number, peer=to.peer, moving=moving)
+        receive = Handoff(side=HandoffSide.RECEIVE, room=room, generation=stream.number, peer=sender.peer)
         self._send(stream, to, stream.attempt(receive))
-        leaving.engine.add(stream.attempt(send))
+        sender.engine.add(stream.attempt(send))
 
     def _resume(self, stream: Stream, side: Side) -> None:
         for old in self.sides:
