@@ -50,7 +50,7 @@ class Departures:
 
     def poll(self) -> None:
         """Once per turn: ask those who have waited longest for it, as long as few are under way."""
-        if not self.wanted:
+        if not self.wanted or not self.queues.running:
             return
         now = self.clock.now()
         leaving = {req.rid: req for req in self.leaving()}
