@@ -10,7 +10,8 @@ import pytest
 
 from tandem_engine.disaggregation.fake import Fate
 from tandem_testing.moving_fleet import MovingFleet, make_fleet
-from tandem_testing.scheduler_builders import make_message
+from tandem_testing.scheduler_builders import VOCAB, make_message
+from tandem_testing.scripted_proposer import ScriptedProposer, wrong_every
 from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 
 REQUESTS = 12
@@ -125,3 +126,19 @@ def test_without_room_anywhere_requests_go_on_where_they_are_and_move_when_there
     fleet.run()
     fleet.assert_exact()
     assert (long.moves, fleet.moved) == (1, 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_whose_tokens_are_drafted_move_too(overlap):
+    proposer = ScriptedProposer(vocab_size=VOCAB, mistake=wrong_every(3))
+    fleet = make_fleet(proposer=proposer, enable_overlap=overlap, usable_pages=400, max_rows=32)
+    kinds: list[dict[str, object]] = [{}, {"temperature": 0.9, "seed": 7}, {"logprobs": 2}]
+    for i in range(12):
+        fleet.submit(make_message(f"r{i}", range(i + 1, 20), max_tokens=60, **kinds[i % 3]), fleet.sides[0])
+    for _ in range(8):
+        fleet.turn()
+    fleet.drain(fleet.sides[0])
+    fleet.run()
+    fleet.assert_exact()
+    assert proposer.proposals
+    assert fleet.moved == 12
