@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from tandem_engine.errors import ConfigError
-from tandem_engine.names import DigestKind
+from tandem_engine.names import DigestKind, LinkTransport
 
 DEFAULT_CONTEXT = 4096
 """Context length when no flag asks for one: a model's own maximum can be far larger than the pool."""
@@ -453,6 +453,10 @@ class DisaggConfig:
 
     kv_digest: DigestKind = DigestKind.SAMPLED
     """The proof that a decode worker asks of the pages it is sent."""
+    expect_transport: LinkTransport | None = None
+    """What links to peers should be carried by, or better. None expects nothing."""
+    link_probe_mib: int = 16
+    """Largest write of a link's self-test. 0 measures only what requests move."""
 
     @property
     def renewal_period(self) -> float:

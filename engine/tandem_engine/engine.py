@@ -452,6 +452,11 @@ class Engine:
         if self._handoff is not None:
             self._handoff.peer_gone(incarnation)
 
+    def meet_peers(self, peers: Sequence[Peer]) -> None:
+        """Get to know these peers, and no others, and measure the links to them."""
+        if self._handoff is not None:
+            self._handoff.links.meet(peers)
+
     def audit(self) -> ConservationReport:
         """The five sets of pages, and what is wrong with them."""
         return self.scheduler.audit()

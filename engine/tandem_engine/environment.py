@@ -11,6 +11,8 @@ class Environment:
 
     log_level: str
     """TANDEM_LOG_LEVEL: debug, info (default), warning, error."""
+    ucx_tls: str
+    """UCX_TLS: the transports that UCX may use (default all)."""
 
     @property
     def level(self) -> int:
@@ -22,6 +24,7 @@ def read_environment() -> Environment:
     """Read the environment of this process."""
     return Environment(
         log_level=os.environ.get("TANDEM_LOG_LEVEL", "info").lower(),
+        ucx_tls=os.environ.get("UCX_TLS", "all"),
     )
 
 

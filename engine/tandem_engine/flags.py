@@ -25,7 +25,7 @@ from tandem_engine.config import (
     WritePolicy,
 )
 from tandem_engine.errors import ConfigError
-from tandem_engine.names import DigestKind
+from tandem_engine.names import DigestKind, LinkTransport
 
 GIB = 1 << 30
 
@@ -86,7 +86,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag of `EngineConfig` except the model and the role."""
     cache = CacheConfig()
     scheduler = SchedulerConfig()
-    disagg = DisaggConfig()
     grammar = GrammarConfig()
 
     group = parser.add_argument_group("engine")
@@ -256,36 +255,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
     _add_speculative_flags(parser)
 
-    group = parser.add_argument_group("KV transfer")
-    group.add_argument(
-        "--transport",
-        choices=("nixl", "none"),
-        default=disagg.transport,
-        help="none serves alone, without NIXL (default nixl)",
-    )
-    group.add_argument(
-        "--grant-timeout",
-        type=float,
-        default=disagg.grant_timeout,
-        metavar="S",
-        help=f"seconds decode waits for a silent prefill worker (default {disagg.grant_timeout:g})",
-    )
-    group.add_argument(
-        "--hold-timeout",
-        type=float,
-        default=disagg.hold_timeout,
-        metavar="S",
-        help=f"seconds prefill keeps finished pages for a silent decode worker (default {disagg.hold_timeout:g})",
-    )
-
-    group.add_argument(
-        "--kv-digest",
-        choices=tuple(DigestKind),
-        default=disagg.kv_digest,
-        help="proof that decode asks of pages it is sent: sampled sees missed, torn, stale and foreign pages at about "
-        "1%% of the transfer's time; full covers every byte, so flipped bits too, at about half of it "
-        f"(default {disagg.kv_digest})",
-    )
+    _add_transfer_flags(parser)
 
     group = parser.add_argument_group("structured output")
     group.add_argument(
@@ -555,6 +525,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             grant_timeout=args.grant_timeout,
             hold_timeout=args.hold_timeout,
             kv_digest=DigestKind(args.kv_digest),
+            expect_transport=None if args.expect_transport == "any" else LinkTransport(args.expect_transport),
+            link_probe_mib=args.link_probe_mib,
         ),
         speculative=_spec_config(args),
         parallel=ParallelConfig(tp_size=args.tensor_parallel_size, timeout=args.dist_timeout),
@@ -582,3 +554,52 @@ def engine_argv(args: argparse.Namespace) -> list[str]:
         if action.nargs != 0:
             argv.append(str(value))
     return argv
+
+
+def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
+    disagg = DisaggConfig()
+    group = parser.add_argument_group("KV transfer")
+    group.add_argument(
+        "--transport",
+        choices=("nixl", "none"),
+        default=disagg.transport,
+        help="none serves alone, without NIXL (default nixl)",
+    )
+    group.add_argument(
+        "--grant-timeout",
+        type=float,
+        default=disagg.grant_timeout,
+        metavar="S",
+        help=f"seconds decode waits for a silent prefill worker (default {disagg.grant_timeout:g})",
+    )
+    group.add_argument(
+        "--hold-timeout",
+        type=float,
+        default=disagg.hold_timeout,
+        metavar="S",
+        help=f"seconds prefill keeps finished pages for a silent decode worker (default {disagg.hold_timeout:g})",
+    )
+
+    group.add_argument(
+        "--kv-digest",
+        choices=tuple(DigestKind),
+        default=disagg.kv_digest,
+        help="proof that decode asks of pages it is sent: sampled sees missed, torn, stale and foreign pages at about "
+        "1%% of the transfer's time; full covers every byte, so flipped bits too, at about half of it "
+        f"(default {disagg.kv_digest})",
+    )
+    group.add_argument(
+        "--expect-transport",
+        choices=("any", *(each.value for each in LinkTransport if each is not LinkTransport.UNKNOWN)),
+        default="any",
+        help="warn, in the log, statistics and registry, about links to peers that are known to be carried by "
+        "something slower; order: tcp, rdma, shm, cuda_ipc (default any)",
+    )
+    group.add_argument(
+        "--link-probe-mib",
+        type=non_negative_int,
+        default=disagg.link_probe_mib,
+        metavar="MIB",
+        help="largest write when the link to a peer is measured, at its start and every ten minutes without traffic; "
+        f"0 measures only what requests move (default {disagg.link_probe_mib})",
+    )

@@ -31,5 +31,16 @@ class DigestKind(StrEnum):
     """Every byte."""
 
 
+class LinkTransport(StrEnum):
+    """What carries KV between two workers."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+    SHM = "shm"
+    CUDA_IPC = "cuda_ipc"
+    UNKNOWN = "unknown"
+    """Several would work and nothing tells which one does."""
+
+
 DUMMY_PAGE = PageId(0)
 PADDING_ROW = ReqPoolIdx(0)

@@ -34,6 +34,7 @@ from tandem_engine.messages.control import (
     EngineFailed,
     EngineReady,
     EngineToWorker,
+    MeetPeers,
     PeerGone,
     ReplayCache,
     Shutdown,
@@ -196,6 +197,8 @@ class EngineProcess:
                 self._send_events(self._engine.memory.cache.snapshot_events())
             case PeerGone():
                 self._engine.peer_gone(order.incarnation)
+            case MeetPeers():
+                self._engine.meet_peers(order.peers)
             case Drain():
                 # Whoever is paused could never finish.
                 self._engine.resume()

@@ -85,4 +85,5 @@ def engine_stats(
         leaving=stats.leaving,
         moved_total=0 if transfers is None else transfers.moved,
         move_failures_total=0 if transfers is None else transfers.moves_failed,
+        links=() if handoff is None else handoff.links.reports(),
     )

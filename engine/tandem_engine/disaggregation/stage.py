@@ -21,15 +21,18 @@ from tandem_engine.disaggregation.grants import EarlyGrants
 from tandem_engine.disaggregation.holds import HoldTable
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.leases import ReceiverLeases, SenderLeases
+from tandem_engine.disaggregation.links import Links
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
 from tandem_engine.disaggregation.prealloc import PreallocQueue
 from tandem_engine.disaggregation.prefill import PrefillStage
+from tandem_engine.disaggregation.room_key import room_key
 from tandem_engine.disaggregation.transport import (
     Arrived,
     Digests,
     KvTransport,
     PushDone,
     PushFailed,
+    PushKey,
     TransportEvent,
 )
 from tandem_engine.messages.outputs import Finish
@@ -58,6 +61,7 @@ class HandoffStage:
     counters: TransferCounters
     sender_leases: SenderLeases
     receiver_leases: ReceiverLeases
+    links: Links
 
     @classmethod
     def build(
@@ -101,6 +105,7 @@ class HandoffStage:
             counters=counters,
             sender_leases=SenderLeases.of(prefill),
             receiver_leases=ReceiverLeases.of(decode),
+            links=Links.build(host=host, transport=transport, peers=peers, config=config, page_bytes=page_bytes),
         )
 
     # QueueStage
@@ -122,7 +127,8 @@ class HandoffStage:
         moved = self.decode.tick()
         self.sender_leases.beat()
         self.receiver_leases.beat()
-        self.transport.expect(self.decode.holds.open_transfers())
+        self.links.tick()
+        self.transport.expect(self.decode.holds.open_transfers() + self.links.targets.holds.open_transfers())
         return bool(events or outcomes or handed_over or moved)
 
     def chunk_settled(self, req: Request) -> None:
@@ -142,7 +148,7 @@ class HandoffStage:
         return chain(self.decode.live(), self.prefill.live())
 
     def held_pages(self) -> Iterator[PageId]:
-        return self.decode.holds.held_pages()
+        return chain(self.decode.holds.held_pages(), self.links.held_pages())
 
     # The owner of the loop
 
@@ -150,6 +156,7 @@ class HandoffStage:
         """The worker service or a successor says that this incarnation is dead. Idempotent."""
         self.decode.peer_gone(incarnation)
         self.prefill.peer_gone(incarnation)
+        self.links.peer_gone(incarnation)
         self.transport.forget(incarnation)
         self.peers.fence(incarnation)
 
@@ -162,9 +169,11 @@ class HandoffStage:
         return sum(1 for _ in self.prefill.live())
 
     def quarantined_pages(self) -> int:
-        return self.decode.holds.quarantined_pages()
+        return self.decode.holds.quarantined_pages() + self.links.targets.holds.quarantined_pages()
 
     def _on_peer(self, event: PeerEvent) -> None:
+        if self.links.on_peer(event):
+            return
         match event:
             case Hello():
                 self.prefill.on_hello(event)
@@ -188,12 +197,30 @@ class HandoffStage:
                 self.peer_gone(incarnation)
 
     def _on_transport(self, event: TransportEvent) -> None:
+        if self.links.on_transport(event):
+            return
         match event:
             case PushDone():
+                self._measure(event)
                 self.prefill.on_push_done(event)
             case PushFailed():
+                self._note_lost(event)
                 self.prefill.on_push_failed(event)
             case Arrived():
                 self.decode.on_arrived(event)
             case Digests():
                 self.decode.on_digests(event)
+
+    def _measure(self, event: PushDone) -> None:
+        peer = self._receiver_of(event.key)
+        if peer is not None:
+            self.links.pushed(peer, size=event.key.count * self.prefill.page_bytes, seconds=event.seconds)
+
+    def _note_lost(self, event: PushFailed) -> None:
+        peer = self._receiver_of(event.key)
+        if event.peer_lost and peer is not None:
+            self.links.failed(peer)
+
+    def _receiver_of(self, key: PushKey) -> str | None:
+        room = self.prefill.rooms.get(room_key(key.room, key.generation))
+        return None if room is None else room.peer.incarnation

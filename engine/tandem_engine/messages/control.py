@@ -5,10 +5,16 @@ worker service's own orders are not answered, but for `Audit`.
 """
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
 from tandem_engine.messages.kv_events import KvEventBatch
+from tandem_engine.messages.requests import Peer
+from tandem_engine.names import LinkTransport
+
+MAX_LINKS = 64
+"""Peers that one engine measures its links to. Reports and registry entries grow with it."""
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +76,27 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
     """Recent mean of tokens per run: accepted drafts and the bonus token."""
     propose_s: float
     """Time spent on proposing."""
+
+
+class LinkReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is known of the way KV takes from this engine to one peer."""
+
+    peer: str
+    """Incarnation."""
+    bytes_per_s: float = 0.0
+    """Of WRITEs from here to there, 3 significant digits: the self-test's, kept current by pushes. 0: none measured."""
+    latency_s: float = 0.0
+    """Of a WRITE of one page, from asking for it until it is known to be done. 0: not measured."""
+    transport: LinkTransport = LinkTransport.UNKNOWN
+    """As far as it can be told from both processes; NIXL does not say what UCX has chosen."""
+    age_s: float = 0.0
+    """Since the figures last changed."""
+    broken: bool = False
+    """The last WRITE failed because the peer could not be reached."""
+    condition: str = ""
+    """What is wrong with the link, for an operator; "" when nothing is."""
+    problem: str = ""
+    """Why the last self-test of the link gave no figure; "" when it did."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -150,6 +177,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Running requests that went to another worker with their KV."""
     move_failures_total: int = 0
     """Those that went without it: their transfer failed, and another worker computed it again."""
+    links: tuple[LinkReport, ...] = ()
+    """To the peers that the worker service named, at most `MAX_LINKS`."""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True, tag="audit_report"):
@@ -197,6 +226,12 @@ class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer_gone"):
     """An incarnation is fenced: its lease ran out or a newer one took its name."""
 
     incarnation: str
+
+
+class MeetPeers(msgspec.Struct, frozen=True, kw_only=True, tag="meet_peers"):
+    """Peers that KV may be exchanged with, all of them: the engine gets to know and measures the links to them."""
+
+    peers: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=MAX_LINKS)]
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
@@ -271,4 +306,4 @@ OrderAtOnce = (
     AbortRequests | DecodeElsewhere | FlushCache | PauseGeneration | ResumeGeneration | StartProfile | StopProfile
 )
 OperatorOrder = OrderAtOnce | ReloadWeights
-WorkerToEngine = Audit | ReplayCache | PeerGone | Drain | Shutdown | OperatorOrder
+WorkerToEngine = Audit | ReplayCache | PeerGone | MeetPeers | Drain | Shutdown | OperatorOrder

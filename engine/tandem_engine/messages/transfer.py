@@ -10,6 +10,11 @@
       │ TransferAborted ◀────────────▶ │   either way, on every terminal path (T63, T64)
       │ ◀──────────────────── DrainAck │   the writer will not touch the granted pages again (T60, T61)
 
+    any worker                     any other
+      │ Hello, ProbeRequest   ───────▶ │   now and then, to measure the link
+      │ ◀─ Hello, ProbeGrant or ProbeRefusal
+      │ NIXL WRITEs, then DrainAck ──▶ │
+
 Every message names the sender's incarnation, and the room (or rooms) with the generation.
 """
 
@@ -19,10 +24,14 @@ import msgspec
 
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.messages.requests import HandoffSide, Peer
-from tandem_engine.names import DigestKind
+from tandem_engine.names import DigestKind, LinkTransport
 
 MAX_OPEN_ROOMS = 1024
 """Rooms that one message may name; a side with more open ones sends several."""
+
+
+MachineName = Annotated[str, msgspec.Meta(max_length=128)]
+TransportNames = Annotated[tuple[LinkTransport, ...], msgspec.Meta(max_length=8)]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -37,6 +46,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     device: str
     """DRAM or VRAM."""
     device_id: int
+    machine: MachineName = ""
+    """Equal for processes that can share memory; "" when that cannot be told."""
+    transports: TransportNames = ()
+    """Of `LinkTransport`, those that the sender's process could use."""
 
 
 class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
@@ -127,4 +140,35 @@ class GrantsRenewed(msgspec.Struct, frozen=True, kw_only=True, tag="grants_renew
     rooms: OpenRooms
 
 
-PeerMessage = Hello | WriteGrant | HandoffRecord | TransferAborted | DrainAck | StillOpen | GrantsRenewed
+class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="probe_request"):
+    """The sender would like to measure its link: may it write to a few pages that nobody needs now?"""
+
+    room: str
+    sender: Peer
+    pages: Annotated[int, msgspec.Meta(ge=1)]
+    """No more than these."""
+
+
+class ProbeGrant(msgspec.Struct, frozen=True, kw_only=True, tag="probe_grant"):
+    """It may. The writer says `DrainAck` when it is through, whatever became of it."""
+
+    room: str
+    sender: Peer
+    writer: str
+    """Incarnation that may write."""
+    pages: tuple[int, ...]
+    valid_s: float
+    """Seconds from receipt after which no push may start."""
+
+
+class ProbeRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="probe_refusal"):
+    """Not now."""
+
+    room: str
+    sender: Peer
+    reason: str
+
+
+ProbeMessage = ProbeRequest | ProbeGrant | ProbeRefusal
+
+PeerMessage = Hello | WriteGrant | HandoffRecord | TransferAborted | DrainAck | StillOpen | GrantsRenewed | ProbeMessage

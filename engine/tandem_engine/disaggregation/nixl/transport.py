@@ -9,6 +9,7 @@ import msgspec
 
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.link_transport import machine_name, rdma_is_up, usable_transports
 from tandem_engine.disaggregation.nixl.agent import NixlAgent
 from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.thread import (
@@ -23,6 +24,7 @@ from tandem_engine.disaggregation.nixl.thread import (
     TransferThread,
 )
 from tandem_engine.disaggregation.transport import PagePool, Push, TransportEvent
+from tandem_engine.environment import read_environment
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import DigestKind, PageId
@@ -47,6 +49,8 @@ class NixlTransport:
             num_pages=self._region.num_pages,
             device=self._region.device,
             device_id=self._region.device_id,
+            machine=machine_name(),
+            transports=usable_transports(read_environment().ucx_tls, device=self._region.device, rdma=rdma_is_up()),
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox = Outbox()
