@@ -9,6 +9,7 @@ while a push is outstanding shows as wrong bytes, exactly as with the real trans
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
@@ -43,6 +44,8 @@ class Fate:
     """The push fails, this one alone."""
     lose_peer: bool = False
     """The push fails and the receiver is lost with it."""
+    seconds: float = 0.0
+    """What the sender is told that it took."""
 
 
 Fates = Callable[[Push], Fate]
@@ -114,7 +117,7 @@ class FakeFabric:
             sender.events.append(PushFailed(key=push.key, reason="injected fault", peer_lost=False))
             return
         self._write(sender, receiver, flight)
-        sender.events.append(PushDone(key=push.key, digests=flight.digests, seconds=0.0))
+        sender.events.append(PushDone(key=push.key, digests=flight.digests, seconds=fate.seconds))
         for _ in range(0 if fate.silent else 1 + fate.repeats):
             receiver.events.append(Arrived(key=push.key, writer=sender.me.incarnation))
 
@@ -138,6 +141,8 @@ class FakeTransport:
     expected: int = 0
     events: deque[TransportEvent] = field(default_factory=deque)
     closed: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Further fields of its `Hello`."""
 
     def hello(self) -> Hello:
         return Hello(
@@ -148,6 +153,7 @@ class FakeTransport:
             num_pages=self.pool.num_pages,
             device="DRAM",
             device_id=0,
+            **self.facts,
         )
 
     def rename(self, me: Peer) -> None:

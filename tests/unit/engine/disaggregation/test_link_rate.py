@@ -1,0 +1,42 @@
+"""The moving average of a link."""
+
+import pytest
+
+from tandem_engine.disaggregation.link_rate import FADE_BYTES, FADE_S, LinkRate
+
+MIB = 1 << 20
+
+
+def test_nothing_is_known_before_anything_was_written():
+    rate = LinkRate()
+    rate.pushed(size=MIB, seconds=0.0, now=1.0)
+    assert (rate.bytes_per_s, rate.changed_at) == (0.0, None)
+
+
+def test_a_self_test_replaces_what_was_known():
+    rate = LinkRate()
+    rate.pushed(size=MIB, seconds=1.0, now=1.0)
+    rate.measured(size=10 * MIB, seconds=0.02, latency_s=0.01, now=2.0)
+    assert rate.bytes_per_s == pytest.approx(1000 * MIB)
+    assert rate.changed_at == 2.0
+
+
+def test_a_small_push_says_little_about_the_bytes_per_second():
+    rate = LinkRate()
+    rate.measured(size=16 * MIB, seconds=0.016, latency_s=0.0005, now=0.0)
+    before = rate.bytes_per_s
+    for _ in range(20):
+        rate.pushed(size=100_000, seconds=0.0006, now=1.0)
+    assert rate.bytes_per_s == pytest.approx(before, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_a_link_that_changes_is_known_after_its_fading_bytes_or_seconds(factor):
+    rate = LinkRate()
+    rate.measured(size=16 * MIB, seconds=0.016, latency_s=0.0, now=0.0)
+    speed = rate.bytes_per_s * factor
+    written = 0
+    while written < 5 * FADE_BYTES and written / speed < 5 * FADE_S:
+        rate.pushed(size=4 * MIB, seconds=4 * MIB / speed, now=1.0)
+        written += 4 * MIB
+    assert rate.bytes_per_s == pytest.approx(speed, rel=0.1)

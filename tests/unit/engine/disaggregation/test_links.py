@@ -1,0 +1,229 @@
+"""The self-test of links: what is measured, what it may take, and what becomes of its pages."""
+
+import dataclasses
+
+import pytest
+
+from tandem_engine.disaggregation.fake import Fate
+from tandem_engine.disaggregation.link_probe import SPARE_SHARE
+from tandem_engine.disaggregation.links import FIRST_WITHIN_S, JITTER, REPEAT_S, RETRY_S
+from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.transfer import DrainAck, Hello, ProbeGrant, ProbeRefusal, ProbeRequest
+from tandem_engine.names import LinkTransport
+from tandem_testing.disagg_pair import CONFIG, Pair, Side, make_pair
+
+PAGE_S = 0.001
+SECONDS_PER_PAGE = 0.0001
+
+
+def by_size(push) -> Fate:
+    """A millisecond for whatever it is, and a tenth of one for each page."""
+    return Fate(seconds=PAGE_S + SECONDS_PER_PAGE * (push.key.count - 1))
+
+
+def measured_pair(fate=by_size, **settings: object) -> Pair:
+    if not {"prefill", "decode"} & settings.keys():
+        settings["usable_pages"] = 400
+    pair = make_pair(**settings)
+    pair.fabric.fates = fate
+    return pair
+
+
+def meet(pair: Pair) -> None:
+    """The worker services name the peers to each other."""
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    pair.decode.stage.links.meet([pair.prefill.peer])
+
+
+def link(side: Side) -> LinkReport:
+    (report,) = side.stage.links.reports()
+    return report
+
+
+def settle(pair: Pair, *, seconds: float = FIRST_WITHIN_S, turns: int = 30) -> None:
+    pair.pass_time(seconds)
+    pair.turn(turns)
+
+
+def test_peers_that_meet_measure_the_link_in_both_directions():
+    pair = measured_pair()
+    meet(pair)
+    settle(pair)
+    settle(pair, seconds=RETRY_S * (1 + JITTER))  # both asked at the same time: one was refused
+    for side in (pair.prefill, pair.decode):
+        assert link(side).latency_s == PAGE_S
+        assert link(side).bytes_per_s > 0
+        assert link(side).problem == ""
+        assert len(side.link.messages(Hello)) >= 1
+    pair.assert_clean()
+
+
+def test_the_rate_is_that_of_the_largest_write_without_its_latency():
+    pair = measured_pair()
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair)
+    (grant,) = pair.decode.link.messages(ProbeGrant)
+    pages, page_bytes = len(grant.pages), pair.prefill.engine.model.pool.page_bytes
+    expected = pages * page_bytes / (SECONDS_PER_PAGE * (pages - 1))
+    assert link(pair.prefill).bytes_per_s == pytest.approx(expected, rel=0.01)
+
+
+def test_nobody_measures_before_the_worker_service_has_named_the_peers():
+    pair = measured_pair()
+    settle(pair, seconds=REPEAT_S * 2)
+    assert pair.prefill.stage.links.reports() == ()
+    assert not pair.prefill.link.sent
+
+
+def test_a_self_test_takes_few_of_the_free_pages_and_gives_them_back():
+    pair = measured_pair(lambda _push: Fate(delay=3, seconds=PAGE_S))
+    free = {id(side): side.engine.memory.allocator.available for side in (pair.prefill, pair.decode)}
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair, turns=3)
+    for side in (pair.prefill, pair.decode):
+        held = len([*side.stage.held_pages()])
+        assert 1 <= held <= free[id(side)] // SPARE_SHARE
+        assert side.engine.scheduler.audit().problems == ()
+    settle(pair, seconds=0)
+    pair.assert_clean()
+
+
+def test_where_memory_is_short_a_self_test_waits():
+    pair = measured_pair(prefill={"usable_pages": 400}, decode={"usable_pages": SPARE_SHARE - 1})
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair)
+    assert [refusal.reason for refusal in pair.decode.link.messages(ProbeRefusal)] == ["memory is short"]
+    assert link(pair.prefill).problem == "refused: memory is short"
+    assert link(pair.prefill).bytes_per_s == 0
+    settle(pair, seconds=RETRY_S * (1 + JITTER))
+    assert len(pair.prefill.link.messages(ProbeRequest)) == 2
+    pair.assert_clean()
+
+
+def test_requests_go_on_during_a_self_test_with_the_output_they_have_without():
+    pair = measured_pair(lambda push: Fate(delay=1, seconds=PAGE_S * push.key.count))
+    meet(pair)
+    rids = []
+    for number in range(8):
+        rids.append(pair.submit(f"r{number}", range(number + 1, number + 20)))
+        settle(pair, seconds=0.5, turns=2)
+    pair.run()
+    settle(pair)
+    assert [pair.decode.tokens(rid) for rid in rids] == [pair.expected(rid) for rid in rids]
+    assert link(pair.prefill).bytes_per_s > 0
+    pair.assert_clean()
+
+
+def test_pushes_of_requests_keep_the_rate_current():
+    pair = measured_pair()
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair)
+    before = link(pair.prefill).bytes_per_s
+    pair.fabric.fates = lambda _push: Fate(seconds=10.0)
+    pair.submit(prompt=range(1, 60))
+    pair.run()
+    assert link(pair.prefill).bytes_per_s < before / 100
+
+
+def test_a_link_in_use_is_not_tested_again_and_a_silent_one_is():
+    pair = measured_pair()
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair)
+    pair.pass_time(REPEAT_S * 0.9)
+    pair.submit()
+    pair.run()
+    settle(pair, seconds=REPEAT_S * 0.9)
+    assert len(pair.prefill.link.messages(ProbeRequest)) == 1
+    settle(pair, seconds=REPEAT_S * (1 + JITTER))
+    assert len(pair.prefill.link.messages(ProbeRequest)) == 2
+
+
+def test_a_peer_that_cannot_be_reached_makes_a_broken_link_until_it_can():
+    pair = measured_pair(lambda _push: Fate(lose_peer=True))
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair)
+    assert link(pair.prefill).broken
+    assert link(pair.prefill).problem.startswith("a write failed")
+    pair.fabric.fates = by_size
+    settle(pair, seconds=RETRY_S * (1 + JITTER))
+    assert not link(pair.prefill).broken
+    assert link(pair.prefill).bytes_per_s > 0
+    pair.assert_clean()
+
+
+def test_a_peer_that_does_not_answer_is_no_broken_link():  # it may be of a release that knows no self-tests
+    pair = measured_pair()
+    pair.network.lost = lambda message: isinstance(message, ProbeRequest)
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair)
+    settle(pair, seconds=6.0)
+    assert link(pair.prefill).problem == "no answer"
+    assert not link(pair.prefill).broken
+    pair.assert_clean()
+
+
+def test_pages_of_a_self_test_are_not_free_before_the_writer_says_so():  # T60
+    pair = measured_pair()
+    pair.network.lost = lambda message: isinstance(message, DrainAck)
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair)
+    assert [*pair.decode.stage.held_pages()]
+    settle(pair, seconds=CONFIG.drain_timeout)
+    assert pair.decode.stage.quarantined_pages() > 0
+    pair.network.lost = lambda _message: False
+    settle(pair, seconds=CONFIG.drain_timeout)
+    pair.assert_clean()
+
+
+def test_a_dead_writer_is_fenced_out_of_the_pages_it_was_granted():  # T74
+    pair = measured_pair(lambda _push: Fate(delay=5))
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair, turns=3)
+    pair.fabric.kill(pair.prefill.peer.incarnation)
+    pair.network.kill(pair.prefill.peer.incarnation)
+    pair.decode.stage.peer_gone(pair.prefill.peer.incarnation)
+    pair.decode.assert_clean()
+
+
+def test_a_dead_receiver_ends_the_self_test_and_its_link():
+    pair = measured_pair(lambda _push: Fate(delay=50))
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair, turns=3)
+    pair.prefill.stage.peer_gone(pair.decode.peer.incarnation)
+    pair.prefill.step(2)
+    assert pair.prefill.stage.links.reports() == ()
+    pair.prefill.assert_clean()
+
+
+def test_a_receiver_that_takes_its_pages_back_gets_them_after_the_last_write():  # T60, T61
+    pair = measured_pair(lambda push: Fate(delay=0 if push.key.count == 1 else 40, seconds=PAGE_S))
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    settle(pair, turns=12)
+    settle(pair, seconds=CONFIG.drain_timeout, turns=2)
+    assert pair.fabric.in_flight()
+    assert [*pair.decode.stage.held_pages()]
+    settle(pair, seconds=0, turns=60)
+    pair.assert_clean()
+
+
+def test_a_link_slower_than_expected_is_a_condition_and_one_line_in_the_log(caplog):
+    pair = measured_pair(config=dataclasses.replace(CONFIG, expect_transport=LinkTransport.RDMA))
+    facts = {"machine": "m1", "transports": (LinkTransport.TCP,)}
+    for side in (pair.prefill, pair.decode):
+        side.transport.facts = facts | ({"machine": "m2"} if side is pair.decode else {})
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    for _ in range(3):
+        settle(pair, seconds=REPEAT_S * 2)
+    assert link(pair.prefill).transport is LinkTransport.TCP
+    assert link(pair.prefill).condition == "expected rdma, got tcp"
+    assert len([record for record in caplog.records if "expected rdma" in record.getMessage()]) == 1
+
+
+def test_self_tests_can_be_turned_off():
+    pair = measured_pair(config=dataclasses.replace(CONFIG, link_probe_mib=0))
+    meet(pair)
+    settle(pair, seconds=REPEAT_S)
+    assert not pair.prefill.link.messages(ProbeRequest)
+    pair.submit()
+    pair.run()
+    assert link(pair.prefill).bytes_per_s > 0
