@@ -25,20 +25,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support")]
 
 from tandem_engine.config import Role  # noqa: E402
+from tandem_engine.messages.control import MAX_LINKS, LinkReport  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress, RedisClient  # noqa: E402
 from tandem_services.router.choice import WorkerView  # noqa: E402
+from tandem_services.router.cost import Demand, Load  # noqa: E402
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind  # noqa: E402
 from tandem_services.router.keys import Keys  # noqa: E402
 from tandem_services.router.library import FunctionLibrary  # noqa: E402
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState  # noqa: E402
-from tandem_services.router.scoring import Demand, Load  # noqa: E402
 from tandem_testing.redis_server import RedisServer  # noqa: E402
 
 PAGE = 16
 MODEL = "bench"
 
 
-def record(number: int) -> WorkerRecord:
+def record(number: int, workers: int) -> WorkerRecord:
     """Alternately a prefill and a decode worker."""
     view = WorkerView(
         worker_id=f"worker-{number}",
@@ -60,7 +61,15 @@ def record(number: int) -> WorkerRecord:
         max_sequences=256,
         token_bytes=65_536,
     )
-    return WorkerRecord(view=view, state=WorkerState.READY, load=load, details={})
+    return WorkerRecord(view=view, state=WorkerState.READY, load=load, details={}, links=links_of(number, workers))
+
+
+def links_of(number: int, workers: int) -> tuple[LinkReport, ...]:
+    """To every worker of the other role, as far as a report goes."""
+    others = [each for each in range(workers) if each % 2 != number % 2][:MAX_LINKS]
+    return tuple(
+        LinkReport(peer=f"worker-{other}@{10**18 + other}", bytes_per_s=random.uniform(1e9, 1e10)) for other in others
+    )
 
 
 class Bench:
@@ -70,7 +79,7 @@ class Bench:
         library = FunctionLibrary(self.client)
         self.index = BlockIndex(library=library, keys=Keys("bench"))
         self.registry = Registry(library=library, keys=Keys("bench"))
-        self.records = [record(n) for n in range(workers)]
+        self.records = [record(n, workers) for n in range(workers)]
 
     async def heartbeats(self) -> None:
         for each in self.records:

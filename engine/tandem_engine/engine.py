@@ -468,7 +468,7 @@ class Engine:
         if not pages:
             raise BusyError("no KV page is free for a self-test: try again, or pause with mode retract before")
         try:
-            return self._executor.run(
+            report = self._executor.run(
                 lambda: self._joint.run(
                     lambda: self_test(
                         self._runner,
@@ -481,6 +481,8 @@ class Engine:
             )
         finally:
             self.memory.give_back(pages)
+        self.scheduler.tally.step_base_s = report.decode_step_s
+        return report
 
     @property
     def me(self) -> Peer:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tandem_services.router.cost import Demand
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
-from tandem_services.router.scoring import Demand
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
 

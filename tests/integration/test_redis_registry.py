@@ -7,8 +7,8 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router import keys
+from tandem_services.router.cost import Demand
 from tandem_services.router.registry import LeaseStatus, WorkerState
-from tandem_services.router.scoring import Demand
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
 

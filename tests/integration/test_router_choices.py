@@ -65,6 +65,7 @@ async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):
     assert {term.name for term in choice.terms} == {
         "prefill_queue",
         "prefill_compute",
+        "prefill_stall",
         "transfer",
         "decode_load",
         "decode_room",

@@ -15,8 +15,8 @@ from tandem_engine.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+from tandem_services.router.cost import Demand
 from tandem_services.router.registry import WorkerRecord, WorkerState
-from tandem_services.router.scoring import Demand
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.service import WorkerService
 from tandem_testing.mock_engine_process import EngineRemote

@@ -9,8 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.config import Role
+from tandem_engine.messages.control import LinkReport
+from tandem_services.router.cost import BROKEN_TOKEN_S, HANDOFF_S, NO_ROOM_S, Demand, Load
 from tandem_services.router.registry import WorkerRecord
-from tandem_services.router.scoring import HANDOFF_S, NO_ROOM_S, TIE_S, Candidate, Demand, Load, select
+from tandem_services.router.scoring import TIE_S, Candidate, select
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
 
@@ -51,6 +53,18 @@ loads = st.builds(
 )
 
 
+links = st.lists(
+    st.builds(
+        LinkReport,
+        peer=st.sampled_from([f"w{number}@1" for number in range(6)]),
+        bytes_per_s=st.sampled_from([0.0, 1e6, 1e9]),
+        broken=st.sampled_from([False, False, True]),
+    ),
+    max_size=4,
+    unique_by=lambda link: link.peer,
+).map(tuple)
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> list[Member]:
     return [
@@ -59,6 +73,7 @@ def fleets(draw: st.DrawFn) -> list[Member]:
                 f"w{number}",
                 draw(st.sampled_from(Role)),
                 load=draw(loads),
+                links=draw(links),
                 compat_hash=draw(st.sampled_from(["a", "b"])),
             ),
             draw(st.sampled_from([0, 0, 1, 2, 30, 61, len(CHAIN)])),
@@ -70,14 +85,28 @@ def fleets(draw: st.DrawFn) -> list[Member]:
 def cost(prefill: Member | None, decode: Member) -> float | None:
     """Price of a choice by the definition in ARCHITECTURE 7; None when it is not allowed."""
     computing, load = prefill or decode, decode.record.load
-    rate = computing.record.load.prefill_rate
-    seconds = (computing.record.load.queue_tokens + max(1, len(PROMPT) - computing.matched)) / rate
+    rate, role = computing.record.load.prefill_rate, computing.record.view.role
+    missing = max(1, len(PROMPT) - computing.matched)
+    waiting = {Role.PREFILL: 0, Role.DECODE: computing.record.load.sequences + 1}.get(
+        role, computing.record.load.sequences
+    )
+    seconds = (computing.record.load.queue_tokens + missing * (1 + waiting)) / rate
     seconds += load.sequences * load.step_s
     if load.sequences >= load.max_sequences or DEMAND.prompt_tokens + DEMAND.output_tokens > load.room_tokens:
         seconds += NO_ROOM_S
     if prefill is not None:
-        seconds += HANDOFF_S + (len(PROMPT) - decode.matched) * load.token_bytes / load.transfer_rate
+        seconds += HANDOFF_S + max(1, len(PROMPT) - decode.matched) * moving_s(prefill, decode)
     return seconds
+
+
+def moving_s(prefill: Member, decode: Member) -> float:
+    """Seconds per token by the writer's figure for this link, or by that for its links in general."""
+    load = prefill.record.load
+    link = next((each for each in prefill.record.links if each.peer == decode.record.view.incarnation), None)
+    if link is not None and link.broken:
+        return BROKEN_TOKEN_S
+    rate = link.bytes_per_s if link is not None and link.bytes_per_s else load.transfer_rate
+    return min(load.token_bytes / rate, BROKEN_TOKEN_S)
 
 
 def allowed(fleet: list[Member]) -> dict[tuple[str | None, str], float]:
@@ -89,7 +118,7 @@ def allowed(fleet: list[Member]) -> dict[tuple[str | None, str], float]:
             continue
         alike = [m for m in fleet if m.record.view.compat_hash == view.compat_hash]
         prefills = [m for m in alike if m.record.view.role is not Role.DECODE]
-        little = decode.matched > 0 and len(PROMPT) - decode.matched <= DEMAND.local_prefill_tokens
+        little = max(1, len(PROMPT) - decode.matched) <= DEMAND.local_prefill_tokens
         if view.role is Role.BOTH or not prefills or little:
             found[None, view.incarnation] = cost(None, decode)
         for prefill in prefills:
@@ -137,7 +166,9 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
 @settings(max_examples=200, deadline=None)
 def test_the_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
     expected = allowed(fleet)
-    candidates = [Candidate(view=m.record.view, load=m.record.load, matched=m.matched) for m in fleet]
+    candidates = [
+        Candidate(view=m.record.view, load=m.record.load, matched=m.matched, links=m.record.link_rates) for m in fleet
+    ]
     option = select(candidates, DEMAND, Random(seed))
     if not expected:
         assert option is None

@@ -9,6 +9,12 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 WEIGHT = 0.1
 """Weight of the newest measurement in the moving means."""
 
+TYPICAL_PREFILL = 64
+"""A step of this many prompt tokens has half that weight, a longer one more: a few tokens tell little about a rate."""
+
+LEAST_SHARE = 0.25
+"""Of a step's time that is put down to its tokens, however short it was."""
+
 
 class Phase(Enum):
     """What the scheduler thread spends a turn on."""
@@ -130,6 +136,8 @@ class Tally:
     overlap_hidden_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
+    step_base_s: float = 0.0
+    """What a step takes whatever it computes: the self-test's decode step; 0 without one."""
     spent_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
 
     @property
@@ -147,9 +155,11 @@ class Tally:
         self.spent_s[phase] += seconds
 
     def measure_prefill(self, tokens: int, compute_s: float) -> None:
-        """A step that computed prompt tokens alone."""
+        """A step that computed prompt tokens alone. The rate is what each further token costs."""
         if compute_s > 0.0:
-            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, tokens / compute_s)
+            computing = max(compute_s - self.step_base_s, LEAST_SHARE * compute_s)
+            weight = WEIGHT * tokens / (tokens + TYPICAL_PREFILL)
+            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, tokens / computing, weight)
 
     def measure_decode(self, compute_s: float) -> None:
         """A step that computed one token for each of its requests."""
@@ -157,5 +167,5 @@ class Tally:
             self.decode_step_s = _mean(self.decode_step_s, compute_s)
 
 
-def _mean(mean: float, value: float) -> float:
-    return value if mean == 0.0 else mean + WEIGHT * (value - mean)
+def _mean(mean: float, value: float, weight: float = WEIGHT) -> float:
+    return value if mean == 0.0 else mean + weight * (value - mean)

@@ -17,6 +17,19 @@ class Source(StrEnum):
     """The conversation, whose worker it is."""
 
 
+class Placement(StrEnum):
+    """Who computes the prompt, and why."""
+
+    PAIR = "pair"
+    """A prefill worker; its KV moves."""
+    ALONE = "alone"
+    """The one worker that does both, or that keeps the conversation."""
+    LOCAL = "local"
+    """The decode worker, because that is predicted to be faster."""
+    DEGRADED = "degraded"
+    """The decode worker, because no prefill worker can."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerView:
     """One incarnation of a worker, as a gateway needs to know it."""
@@ -87,6 +100,7 @@ class Choice:
     prefill: WorkerView | None
     """None: the decode worker computes the prompt itself."""
     source: Source
+    placement: Placement
     terms: tuple[ScoreTerm, ...]
     """Predicted seconds; their sum is what was minimised."""
     matched_tokens: int

@@ -12,10 +12,10 @@ import msgspec
 
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.choice import Claim, Reservation, ScoreTerm
+from tandem_services.router.cost import Demand
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.registry import decode_reply, model_digest
-from tandem_services.router.scoring import Demand
 
 
 class UpdateKind(StrEnum):
@@ -56,6 +56,7 @@ class _RouteReply(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
     decode: str = ""
     prefill: str | None = None
+    degraded: bool = False
     matched: int = 0
     terms: dict[str, float] = {}
     reservation: Made | None = None
@@ -67,6 +68,8 @@ class Routed:
 
     decode: str
     prefill: str | None
+    degraded: bool
+    """The decode worker computes the prompt because no prefill worker can."""
     matched_tokens: int
     terms: tuple[ScoreTerm, ...]
     reservation: Reservation
@@ -119,6 +122,7 @@ class BlockIndex:
         return Routed(
             decode=reply.decode,
             prefill=reply.prefill,
+            degraded=reply.degraded,
             matched_tokens=reply.matched,
             terms=tuple(ScoreTerm(name, seconds) for name, seconds in sorted(reply.terms.items())),
             reservation=Reservation(

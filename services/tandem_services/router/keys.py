@@ -11,6 +11,7 @@ deployment share a slot and one Function may touch them.
     meta                 HASH  epoch, generation, deployment, last_call, swept_at, amnesty_until
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     cursor:<incarnation> STR   revision of the last index update that was applied to the set above
+    links:<incarnation>  HASH  receiver's incarnation → seconds to move one token's KV to it
     session:<digest>     STR   which worker keeps a conversation, how long it is and what it ends with; lives as long
                                as the session is kept, by the gateway's --session-ttl
 

@@ -1,6 +1,6 @@
 """The Redis Function library: one source built from `scripts/`, named after its own content.
 
-1. The source is the constants of `keys` and `scoring`, then the scripts in the order of their dependence.
+1. The source is the constants of `keys`, `cost` and `scoring`, then the scripts in the order of their dependence.
 2. Library and function names carry a digest of the source, so that gateways and workers of two releases
    work side by side during a rollout, each with its own functions on the same keys.
 3. Whoever calls first loads it, and so does whoever finds it gone (Redis came back empty). A Redis user
@@ -13,7 +13,7 @@ from hashlib import blake2b
 from importlib.resources import files
 
 from tandem_services.common.redis_client import Argument, FunctionMissingError, RedisClient, Reply
-from tandem_services.router import keys, scoring
+from tandem_services.router import cost, keys, scoring
 
 SCRIPTS = ("state", "fleet_row", "index", "lease", "score", "route")
 
@@ -29,8 +29,11 @@ CONSTANTS: Mapping[str, float] = {
     "SWEEP_STEP": keys.SWEEP_STEP,
     "MAX_WORKERS": keys.MAX_WORKERS,
     "MAX_CHAIN_BLOCKS": keys.MAX_CHAIN_BLOCKS,
-    "HANDOFF_S": scoring.HANDOFF_S,
-    "NO_ROOM_S": scoring.NO_ROOM_S,
+    "HANDOFF_S": cost.HANDOFF_S,
+    "NO_ROOM_S": cost.NO_ROOM_S,
+    "BROKEN_TOKEN_S": cost.BROKEN_TOKEN_S,
+    "COMING": cost.COMING,
+    "PAIR_ENDS": scoring.PAIR_ENDS,
     "TIE_S": scoring.TIE_S,
 }
 

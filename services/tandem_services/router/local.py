@@ -16,8 +16,9 @@ from random import Random
 from tandem_engine.clock import Clock
 from tandem_engine.config import Role
 from tandem_services.router.choice import Claim
+from tandem_services.router.cost import Demand, room_needed, uncached
 from tandem_services.router.registry import WorkerRecord
-from tandem_services.router.scoring import Candidate, Demand, Option, room_needed, select, uncached
+from tandem_services.router.scoring import Candidate, Option, select
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,13 +80,13 @@ class LocalRouting:
             queue_tokens=self.own.wait_s(incarnation) * record.load.prefill_rate,
             sequences=self.own.sequences(incarnation),
         )
-        return Candidate(view=record.view, load=load, matched=matched)
+        return Candidate(view=record.view, load=load, matched=matched, links=record.link_rates)
 
 
 def claims_of(option: Option, demand: Demand) -> tuple[Claim, ...]:
     """Load that `option` adds; the same as `claims` in scripts/route.lua."""
     decode, computing = option.decode.view.incarnation, option.computing
-    queue, room = uncached(computing, demand), room_needed(demand)
+    queue, room = uncached(computing.matched, demand), room_needed(demand)
     if option.prefill is None:
         return (Claim(decode, queue, 1, room),)
     return (

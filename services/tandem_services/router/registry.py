@@ -17,17 +17,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from math import isfinite
-from typing import TypeVar
+from math import inf, isfinite
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from tandem_engine.config import Role
+from tandem_engine.messages.control import MAX_LINKS, LinkReport
 from tandem_services.common.redis_client import Argument, RedisUnavailableError, Reply
 from tandem_services.router.choice import WorkerView
+from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
-from tandem_services.router.scoring import ASSUMED_TRANSFER_RATE, Load
 
 ROW = struct.Struct("<BBII8s16s7d")
 """The routing row after its Redis times; its fields are documented in scripts/fleet_row.lua."""
@@ -38,6 +39,8 @@ _ENDPOINT = re.compile(r"tcp://(?:[A-Za-z0-9._-]{1,253}|\[[A-Za-z0-9:.%_-]{2,64}
 _ROLE_BITS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 3}
 
 T = TypeVar("T")
+
+_Links = Annotated[tuple[LinkReport, ...], msgspec.Meta(max_length=MAX_LINKS)]
 
 
 class WorkerState(StrEnum):
@@ -68,6 +71,14 @@ class WorkerRecord:
     load: Load
     details: Mapping[str, str | int | float]
     """Further readable fields for people and the operator; none takes part in routing."""
+    links: tuple[LinkReport, ...] = ()
+    """To its peers, as its engine has measured them; at most `MAX_LINKS`."""
+
+    @property
+    def link_rates(self) -> dict[str, float]:
+        """Bytes per second by the receiver's incarnation; 0 for a broken link. Links without a figure are left out."""
+        known = (link for link in self.links if link.broken or link.bytes_per_s > 0.0)
+        return {link.peer: 0.0 if link.broken else link.bytes_per_s for link in known}
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +133,7 @@ class Registry:
             known_generation,
             pack_row(record),
             int(report_age_s * 1000),
+            pack_links(record),
             *fields,
         )
         return decode_reply(reply, HeartbeatReply)
@@ -176,6 +188,14 @@ def pack_row(record: WorkerRecord) -> bytes:
     )
 
 
+def pack_links(record: WorkerRecord) -> bytes:
+    """What the routing function reads about the links from a worker."""
+    flat: list[str] = []
+    for peer, rate in record.link_rates.items():
+        flat += (peer, repr(token_s(record.load, rate)))
+    return msgspec.msgpack.encode(flat)
+
+
 def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
     """The hash `worker:<worker_id>`; the script adds incarnation and number."""
     view, load = record.view, record.load
@@ -197,6 +217,7 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
         "max_sequences": load.max_sequences,
         "token_bytes": load.token_bytes,
         "transfer_bytes_per_s": load.transfer_rate,
+        "links": msgspec.json.encode(record.links).decode(),
     }
 
 
@@ -226,7 +247,8 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             token_bytes=_measure(fields, "token_bytes"),
             transfer_rate=_measure(fields, "transfer_bytes_per_s") or ASSUMED_TRANSFER_RATE,
         )
-        return WorkerRecord(view=view, state=WorkerState(fields["state"]), load=load, details={})
+        links = _links(fields.get("links", "[]"))
+        return WorkerRecord(view=view, state=WorkerState(fields["state"]), load=load, details={}, links=links)
     except (KeyError, ValueError):
         return None
 
@@ -236,6 +258,16 @@ def _endpoint(text: str) -> str:
     if match is None or not 1 <= int(match[1]) <= 65535:
         raise ValueError(f"{text[:200]!r} is no tcp://host:port")
     return text
+
+
+def _links(text: str) -> tuple[LinkReport, ...]:
+    try:
+        links = msgspec.json.decode(text, type=_Links)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"links: {error}") from error
+    if not all(0.0 <= link.bytes_per_s < inf for link in links):
+        raise ValueError("a link has no sensible rate")
+    return links
 
 
 def _measure(fields: Mapping[str, str], name: str) -> float:

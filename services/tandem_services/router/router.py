@@ -10,7 +10,8 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from tandem_engine.clock import Clock, MonotonicClock
@@ -22,20 +23,33 @@ from tandem_services.common.redis_client import (
     RedisClient,
     RedisUnavailableError,
 )
-from tandem_services.router.choice import Choice, Claim, NoWorkersError, Reservation, RouteQuery, Source, WorkerView
+from tandem_services.router.choice import (
+    Choice,
+    Claim,
+    NoWorkersError,
+    Placement,
+    Reservation,
+    RouteQuery,
+    Source,
+    WorkerView,
+)
+from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Demand, room_needed
 from tandem_services.router.index import BlockIndex, Routed
 from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATION_MS, Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
 from tandem_services.router.membership import Membership
 from tandem_services.router.registry import Registry
-from tandem_services.router.scoring import ASSUMED_PREFILL_RATE, Demand, has_to_wait, room_needed
+from tandem_services.router.scoring import has_to_wait, placement_of
 from tandem_services.router.session_bindings import SessionBindings
 
 logger = logging.getLogger(__name__)
 
 MAX_RESERVED_OUTPUT = 512
 """Few requests use all of a generous max_tokens; room is reserved for no more than this many output tokens."""
+
+LOCAL_PREFILL_TOKENS = 2048
+"""A longer prompt would keep a decode worker from decoding for too long, whatever the prediction."""
 
 RETRY_AFTER_S = 2.0
 """A worker that just vanished is back, or replaced by another, after about this long at best."""
@@ -45,8 +59,9 @@ RETRY_AFTER_S = 2.0
 class RouterConfig:
     redis: RedisAddress
     cluster: str = "default"
-    local_prefill_tokens: int = 64
-    """A decode worker computes a prompt alone when it lacks no more tokens than this."""
+    local_prefill_tokens: int = LOCAL_PREFILL_TOKENS
+    """A decode worker computes a prompt alone where that is predicted to be faster and it lacks no more tokens than
+    this; 0: only when no prefill worker can."""
     routing_timeout_s: float = ROUTING_TIMEOUT_S
     start_timeout_s: float = 30.0
     """How long `start` waits for Redis."""
@@ -59,6 +74,7 @@ class RouterCounters:
     redis: int = 0
     local: int = 0
     none: int = 0
+    placements: Counter[Placement] = field(default_factory=Counter)
     rubbish: int = 0
     """Values in Redis that made no sense (RELIABILITY E6.70)."""
     refresh_failures: int = 0
@@ -147,6 +163,7 @@ class Router:
             decode=record.view,
             prefill=None,
             source=Source.SESSION,
+            placement=Placement.ALONE,
             terms=(),
             matched_tokens=0,
             reservation=Reservation(None, (claim,), self._next_serial()),
@@ -222,6 +239,7 @@ class Router:
             decode=decode.view,
             prefill=None if prefill is None else prefill.view,
             source=Source.REDIS,
+            placement=placement_of(decode.view.role, paired=routed.prefill is not None, degraded=routed.degraded),
             terms=routed.terms,
             matched_tokens=routed.matched_tokens,
             reservation=replace(routed.reservation, serial=self._next_serial()),
@@ -248,6 +266,7 @@ class Router:
             decode=option.decode.view,
             prefill=None if option.prefill is None else option.prefill.view,
             source=Source.LOCAL,
+            placement=option.placement,
             terms=option.terms,
             matched_tokens=0,
             reservation=Reservation(None, claims_of(option, demand), self._next_serial()),
@@ -266,6 +285,7 @@ class Router:
         )
 
     def _note(self, choice: Choice) -> None:
+        self.counters.placements[choice.placement] += 1
         rates = {}
         for claim in choice.reservation.claims:
             record = self._membership.find(claim.incarnation)

@@ -1,39 +1,20 @@
-"""The price of a choice, in seconds: the formula of `scripts/score.lua` in Python.
+"""Which workers and pairs of workers may serve a request, and the cheapest of them by the cost model (`cost`).
 
-Redis decides with the Lua twin; the local fallback uses this one, and a property test holds the two together.
-
-    prefill_queue    (tokens queued + reserved) / prefill rate
-    prefill_compute  uncached prompt tokens / prefill rate; at least one token is always computed
-    transfer         handoff messages + KV bytes of the prompt that the decode worker lacks / transfer rate
-    decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
-    decode_room      NO_ROOM_S when the sequence would have to wait for others to end
-
-A pair costs what its two ends cost, so the best pair is the best prefill end and the best decode end among
-workers of one compat hash.
+`scripts/route.lua` does the same in Redis. A pair is priced with the link between its two ends, so the best pair is
+not simply the best end of each list. All pairs of the most promising ends are looked at: enough that a slow link is
+avoided, few enough that a decision costs the same in a large fleet.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar
 
 from tandem_engine.config import Role
-from tandem_services.router.choice import ScoreTerm, WorkerView
-
-ASSUMED_PREFILL_RATE = 2_000.0
-"""Tokens per second of a worker that has published no rate: a slow one, so that it is tried but not flooded."""
-
-ASSUMED_TRANSFER_RATE = 1e9
-"""Bytes per second between two workers that have published none: a plain 10 Gbit/s network."""
-
-HANDOFF_S = 0.002
-"""Grant, handoff record and commit of one transfer, whatever its size. Keeps a worker that can do both from
-handing over for nothing."""
-
-NO_ROOM_S = 5.0
-"""Assumed wait for running sequences to end. Large against any other term, so that a worker with room is
-preferred, and finite, so that the choice among full workers is still by price."""
+from tandem_services.router import cost
+from tandem_services.router.choice import Placement, ScoreTerm, WorkerView
+from tandem_services.router.cost import Demand, Load
 
 TIE_S = 1e-4
 """Prices closer than this are equal: measured rates are not that precise. Ties break at random."""
@@ -41,32 +22,10 @@ TIE_S = 1e-4
 DECODE_ROOM = "decode_room"
 """Name of the term that `NO_ROOM_S` goes into."""
 
+PAIR_ENDS = 6
+"""Prefill workers and decode workers of which every pair is priced."""
+
 T = TypeVar("T")
-
-
-@dataclass(kw_only=True, slots=True)
-class Load:
-    """What one worker has to do: its own report plus what was reserved since."""
-
-    queue_tokens: float = 0.0
-    prefill_rate: float = ASSUMED_PREFILL_RATE
-    sequences: float = 0.0
-    step_s: float = 0.0
-    room_tokens: float = 0.0
-    max_sequences: float = 1.0
-    token_bytes: float = 0.0
-    transfer_rate: float = ASSUMED_TRANSFER_RATE
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
-    """What one request asks for."""
-
-    prompt_tokens: int
-    output_tokens: int
-    """Output tokens to keep room for."""
-    local_prefill_tokens: int
-    """A decode worker that has the beginning of a prompt may compute the rest alone when that is no more than this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +36,8 @@ class Candidate:
     load: Load
     matched: int
     """Prompt tokens in its prefix cache."""
+    links: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second of its writes by the receiver's incarnation; 0 for a broken link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +46,8 @@ class Option:
 
     decode: Candidate
     prefill: Candidate | None = None
+    degraded: bool = False
+    """A decode worker computes the prompt because no prefill worker can."""
     terms: tuple[ScoreTerm, ...]
 
     @property
@@ -96,6 +59,10 @@ class Option:
         """Who computes the prompt."""
         return self.decode if self.prefill is None else self.prefill
 
+    @property
+    def placement(self) -> Placement:
+        return placement_of(self.decode.view.role, paired=self.prefill is not None, degraded=self.degraded)
+
 
 @dataclass(slots=True)
 class _Group:
@@ -105,6 +72,15 @@ class _Group:
     decodes: list[Candidate] = field(default_factory=list)
 
 
+def placement_of(decode: Role, *, paired: bool, degraded: bool) -> Placement:
+    """What a choice is called; `decode` is the role of its decode worker."""
+    if paired:
+        return Placement.PAIR
+    if decode is Role.BOTH:
+        return Placement.ALONE
+    return Placement.DEGRADED if degraded else Placement.LOCAL
+
+
 def select(candidates: Iterable[Candidate], demand: Demand, random: Random) -> Option | None:
     """The cheapest option, ties at random; None when no candidate can decode."""
     found = options(candidates, demand, random)
@@ -112,24 +88,15 @@ def select(candidates: Iterable[Candidate], demand: Demand, random: Random) -> O
 
 
 def options(candidates: Iterable[Candidate], demand: Demand, random: Random) -> list[Option]:
-    """Every decode worker that may serve alone, and the best pair of each compat hash."""
+    """Every decode worker that may serve alone, and the pairs of the most promising ends of each compat hash."""
     found = []
     for group in _by_compat(candidates).values():
         for decode in group.decodes:
             if _may_serve_alone(decode, group, demand):
-                found.append(Option(decode=decode, terms=_alone_terms(decode, demand)))
-        if group.prefills and group.decodes:
-            prefill = _cheapest(group.prefills, [sum(_prefill(c, demand)) for c in group.prefills], random)
-            decode = _cheapest(group.decodes, [_receiving(c, demand) for c in group.decodes], random)
-            # The same worker at both ends is "alone" with a transfer added, and "alone" is on the list.
-            if prefill is not decode:
-                found.append(Option(decode=decode, prefill=prefill, terms=_pair_terms(prefill, decode, demand)))
+                degraded = not group.prefills
+                found.append(Option(decode=decode, degraded=degraded, terms=_terms(decode, None, decode, demand)))
+        found += _pairs(group, demand, random)
     return found
-
-
-def room_needed(demand: Demand) -> int:
-    """Token slots a decode worker needs to take the request."""
-    return demand.prompt_tokens + demand.output_tokens
 
 
 def has_to_wait(terms: Iterable[ScoreTerm]) -> bool:
@@ -137,9 +104,28 @@ def has_to_wait(terms: Iterable[ScoreTerm]) -> bool:
     return any(term.name == DECODE_ROOM and term.seconds > 0.0 for term in terms)
 
 
-def uncached(candidate: Candidate, demand: Demand) -> int:
-    """Prompt tokens that `candidate` would compute."""
-    return max(1, demand.prompt_tokens - candidate.matched)
+def _pairs(group: _Group, demand: Demand, random: Random) -> Iterable[Option]:
+    if not group.prefills or not group.decodes:
+        return
+    least = min(cost.uncached(decode.matched, demand) for decode in group.decodes)
+    prefills = _shortlist(
+        group.prefills,
+        [sum(_prefill(c, demand)) + least * cost.token_s(c.load, None) for c in group.prefills],
+        random,
+    )
+    typical = min(cost.token_s(prefill.load, None) for prefill in prefills)
+    decodes = _shortlist(
+        group.decodes,
+        [sum(_decode(c, demand)) + cost.transfer_s(typical, c.matched, demand) for c in group.decodes],
+        random,
+    )
+    for prefill in prefills:
+        for decode in decodes:
+            # The same worker at both ends is "alone" with a transfer added, and "alone" is on the list.
+            if prefill is not decode:
+                rate = prefill.links.get(decode.view.incarnation)
+                token_seconds = cost.token_s(prefill.load, rate)
+                yield Option(decode=decode, prefill=prefill, terms=_terms(prefill, token_seconds, decode, demand))
 
 
 def _by_compat(candidates: Iterable[Candidate]) -> dict[str, _Group]:
@@ -154,49 +140,50 @@ def _by_compat(candidates: Iterable[Candidate]) -> dict[str, _Group]:
 
 
 def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand) -> bool:
+    allowed = demand.local_prefill_tokens
     return (
         decode.view.role is Role.BOTH
         or not group.prefills
-        or (decode.matched > 0 and demand.prompt_tokens - decode.matched <= demand.local_prefill_tokens)
+        or (allowed > 0 and cost.uncached(decode.matched, demand) <= allowed)
     )
 
 
-def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float]:
-    load = candidate.load
-    return load.queue_tokens / load.prefill_rate, uncached(candidate, demand) / load.prefill_rate
-
-
-def _transfer(candidate: Candidate, demand: Demand) -> float:
-    lacking = max(0, demand.prompt_tokens - candidate.matched)
-    return HANDOFF_S + lacking * candidate.load.token_bytes / candidate.load.transfer_rate
+def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float]:
+    load, matched = candidate.load, candidate.matched
+    return (
+        cost.prefill_queue_s(load),
+        cost.prefill_compute_s(load, matched, demand),
+        cost.prefill_stall_s(load, candidate.view.role, matched, demand),
+    )
 
 
 def _decode(candidate: Candidate, demand: Demand) -> tuple[float, float]:
-    load = candidate.load
-    full = load.sequences >= load.max_sequences or room_needed(demand) > load.room_tokens
-    return load.sequences * load.step_s, NO_ROOM_S if full else 0.0
+    return cost.decode_load_s(candidate.load), cost.decode_room_s(candidate.load, demand)
 
 
-def _receiving(candidate: Candidate, demand: Demand) -> float:
-    return _transfer(candidate, demand) + sum(_decode(candidate, demand))
-
-
-def _alone_terms(decode: Candidate, demand: Demand) -> tuple[ScoreTerm, ...]:
-    return _terms(_prefill(decode, demand), 0.0, _decode(decode, demand))
-
-
-def _pair_terms(prefill: Candidate, decode: Candidate, demand: Demand) -> tuple[ScoreTerm, ...]:
-    return _terms(_prefill(prefill, demand), _transfer(decode, demand), _decode(decode, demand))
-
-
-def _terms(prefill: tuple[float, float], transfer: float, decode: tuple[float, float]) -> tuple[ScoreTerm, ...]:
+def _terms(
+    computing: Candidate, token_seconds: float | None, decode: Candidate, demand: Demand
+) -> tuple[ScoreTerm, ...]:
+    """`token_seconds`: of the link between the two; None when there is nothing to move."""
+    queue, compute, stall = _prefill(computing, demand)
+    load, room = _decode(decode, demand)
+    transfer = 0.0 if token_seconds is None else cost.transfer_s(token_seconds, decode.matched, demand)
     return (
-        ScoreTerm("prefill_queue", prefill[0]),
-        ScoreTerm("prefill_compute", prefill[1]),
+        ScoreTerm("prefill_queue", queue),
+        ScoreTerm("prefill_compute", compute),
+        ScoreTerm("prefill_stall", stall),
         ScoreTerm("transfer", transfer),
-        ScoreTerm("decode_load", decode[0]),
-        ScoreTerm(DECODE_ROOM, decode[1]),
+        ScoreTerm("decode_load", load),
+        ScoreTerm(DECODE_ROOM, room),
     )
+
+
+def _shortlist(entries: Sequence[T], costs: Sequence[float], random: Random) -> Sequence[T]:
+    """The `PAIR_ENDS` cheapest; which of equals is left to chance."""
+    if len(entries) <= PAIR_ENDS:
+        return entries
+    order = sorted(range(len(entries)), key=lambda index: (costs[index], random.random()))
+    return [entries[index] for index in order[:PAIR_ENDS]]
 
 
 def _cheapest(entries: Sequence[T], costs: Sequence[float], random: Random) -> T:

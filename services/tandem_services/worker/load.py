@@ -10,8 +10,8 @@ from tandem_engine.clock import Clock
 from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineReady, EngineStats
 from tandem_services.router.choice import WorkerView
+from tandem_services.router.cost import Load
 from tandem_services.router.registry import WorkerRecord, WorkerState
-from tandem_services.router.scoring import Load
 from tandem_services.worker.config import WorkerConfig
 
 STALL_S = 3.0

@@ -4,13 +4,14 @@ from typing import Any
 
 from tandem_engine.config import Role
 from tandem_engine.messages.block_hash import chain_hashes, chain_seed
+from tandem_engine.messages.control import LinkReport
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.choice import WorkerView
+from tandem_services.router.cost import Load
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import CONSTANTS, FunctionLibrary, library_source
 from tandem_services.router.registry import HeartbeatReply, Registry, WorkerRecord, WorkerState
-from tandem_services.router.scoring import Load
 from tandem_testing.redis_server import RedisServer
 
 MODEL = "mini"
@@ -54,15 +55,25 @@ def make_record(
     number: int = 1,
     state: WorkerState = WorkerState.READY,
     load: Load | None = None,
+    links: tuple[LinkReport, ...] = (),
     **changes: Any,
 ) -> WorkerRecord:
     return WorkerRecord(
-        view=make_view(name, role, number=number, **changes), state=state, load=load or make_load(), details={}
+        view=make_view(name, role, number=number, **changes),
+        state=state,
+        load=load or make_load(),
+        details={},
+        links=links,
     )
 
 
 def chain_of(tokens: tuple[int, ...], salt: str = "") -> list[bytes]:
     return chain_hashes(tokens, PAGE, parent=chain_seed(salt))
+
+
+def make_link(record: WorkerRecord, bytes_per_s: float, **changes: Any) -> LinkReport:
+    """What another worker says of its link to this one."""
+    return LinkReport(peer=record.view.incarnation, bytes_per_s=bytes_per_s, **changes)
 
 
 class Fleet:

@@ -4,7 +4,7 @@
 --   role B (1 prefill, 2 decode, 3 both), offered B (0 while draining or stalled)
 --   page_size I4, context_length I4, model c8, compat c16
 --   queue_tokens d, token_s d (seconds to compute a prompt token), sequences d, step_s d, room_tokens d,
---   max_sequences d, transfer_token_s d   packed with the line before by registry.py; 90 bytes
+--   max_sequences d, transfer_token_s d (seconds to move a token over a typical link from here)   packed with the line before by registry.py; 90 bytes
 --   then any number of reservations: load that routing added and the report does not cover yet
 --     bucket d (start in ms), queue tokens I4, sequences I4, room tokens I4
 --
@@ -59,7 +59,7 @@ local function decode_row(incarnation, row, now)
     incarnation = incarnation, row = row, role = role, page_size = page_size, context_length = context_length, model = model, compat = compat,
     queue_tokens = queue_tokens, token_s = token_s, sequences = sequences, step_s = step_s,
     room_tokens = room_tokens, max_sequences = max_sequences, transfer_token_s = transfer_token_s,
-    matched = 0, compute_s = 0, hold_s = 0, receive_s = 0, alone_s = 0,
+    matched = 0, compute_s = 0, send_s = 0, hold_s = 0, receive_s = 0, alone_s = 0,
   }
 end
 

@@ -3,7 +3,8 @@
 
 local function retire(state, incarnation)
   redis.call('HDEL', state.fleet, incarnation)
-  redis.call('UNLINK', state.prefix .. 'blocks:' .. incarnation, state.prefix .. 'cursor:' .. incarnation)
+  redis.call('UNLINK', state.prefix .. 'blocks:' .. incarnation, state.prefix .. 'cursor:' .. incarnation,
+    state.prefix .. 'links:' .. incarnation)
   redis.call('ZADD', state.fenced, state.now + FENCED_MEMORY_MS, incarnation)
   redis.call('PEXPIRE', state.fenced, FENCED_MEMORY_MS)
   local worker_id = worker_of(incarnation)
@@ -74,6 +75,14 @@ local function stranger(state, deployment)
   return nil
 end
 
+-- `links`: {receiver, seconds to move a token to it, …}. Replaces what was there.
+local function write_links(key, links)
+  redis.call('UNLINK', key)
+  if #links == 0 then return end
+  redis.call('HSET', key, unpack(links))
+  redis.call('PEXPIRE', key, INDEX_TTL_MS)
+end
+
 local function write_lease(state, args, incarnation, worker_id, number)
   if redis.call('HGET', state.owner, worker_id) ~= incarnation then
     redis.call('HINCRBY', state.meta, 'generation', 1)
@@ -85,10 +94,11 @@ local function write_lease(state, args, incarnation, worker_id, number)
     struct.pack('<dd', state.now + LEASE_MS, report_ms) .. args[6] .. standing)
   local described = state.prefix .. 'worker:' .. worker_id
   redis.call('UNLINK', described)
-  redis.call('HSET', described, 'incarnation', incarnation, 'number', number, unpack(args, 8))
+  redis.call('HSET', described, 'incarnation', incarnation, 'number', number, unpack(args, 9))
   redis.call('PEXPIRE', described, LEASE_MS)
   redis.call('PEXPIRE', state.prefix .. 'blocks:' .. incarnation, INDEX_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'cursor:' .. incarnation, INDEX_TTL_MS)
+  write_links(state.prefix .. 'links:' .. incarnation, cmsgpack.unpack(args[8]))
   for _, key in ipairs({state.fleet, state.owner, state.meta}) do
     redis.call('PEXPIRE', key, FLEET_TTL_MS)
   end
@@ -96,7 +106,8 @@ end
 
 -- heartbeat: register or renew, atomically. The newest number of a worker_id wins.
 -- ARGV: 1 prefix, 2 incarnation, 3 deployment, 4 epoch seed, 5 generation known to the caller, 6 row payload,
---       7 age of the load report in ms, 8… field, value, … of the readable hash
+--       7 age of the load report in ms, 8 links from here (msgpack: receiver, seconds per token, …),
+--       9… field, value, … of the readable hash
 -- Returns msgpack {status = renewed | fenced | foreign, by, epoch, generation, cursor, members, dropped}.
 --   cursor: revision of the index of this incarnation, -1 when there is none; members: incarnations that are
 --   not fenced, only when the generation differs from the caller's.

@@ -45,29 +45,68 @@ local function by_compat(workers)
   return groups
 end
 
--- A decode worker computes the prompt itself when little is missing or when nobody else could.
+-- A decode worker computes the prompt itself when no more than that is missing, or when nobody else could.
 local function may_serve_alone(worker, group, query)
   return worker.role == ROLE_BOTH or #group.prefills == 0
-    or (worker.matched > 0 and query.prompt_tokens - worker.matched <= query.local_prefill_tokens)
+    or (query.local_prefill_tokens > 0 and uncached(worker, query) <= query.local_prefill_tokens)
 end
 
--- Every "alone" and the best pair of each compat hash. A pair costs what its two ends cost, so the best one is
--- the best of both lists, and the product of the lists need not be walked.
-local function options(groups, query)
+-- Seconds to move one token from a prefill worker to each of `decodes`, by its own figures. What it has none for, or
+-- one that makes no sense, costs what its links cost typically.
+local function links_to(state, prefill, decodes, names)
+  local found = redis.pcall('HMGET', state.prefix .. 'links:' .. prefill.incarnation, unpack(names))
+  local token_s = {}
+  for i = 1, #decodes do
+    local figure = tonumber(found[i] or nil)
+    token_s[i] = figure and figure >= 0 and figure <= BROKEN_TOKEN_S and figure or prefill.transfer_token_s
+  end
+  return token_s
+end
+
+-- Ends that a good pair can be made of: cheap by themselves and over the links that they typically have.
+local function promising(group, query)
+  local least = math.huge
+  for _, decode in ipairs(group.decodes) do least = math.min(least, uncached(decode, query)) end
+  for _, prefill in ipairs(group.prefills) do
+    prefill.send_s = prefill.compute_s + least * prefill.transfer_token_s
+  end
+  local prefills = shortlist(group.prefills, 'send_s')
+  local typical = math.huge
+  for _, prefill in ipairs(prefills) do typical = math.min(typical, prefill.transfer_token_s) end
+  for _, decode in ipairs(group.decodes) do
+    decode.receive_s = decode.hold_s + transfer(decode, query, typical)
+  end
+  return prefills, shortlist(group.decodes, 'receive_s')
+end
+
+local function add_pairs(found, state, group, query)
+  local prefills, decodes = promising(group, query)
+  local names = {}
+  for i = 1, #decodes do names[i] = decodes[i].incarnation end
+  for _, prefill in ipairs(prefills) do
+    local token_s = links_to(state, prefill, decodes, names)
+    for i, decode in ipairs(decodes) do
+      -- The same worker at both ends is "alone" with a transfer added, and "alone" is on the list.
+      if prefill ~= decode then
+        found[#found + 1] = {
+          cost = prefill.compute_s + transfer(decode, query, token_s[i]) + decode.hold_s,
+          prefill = prefill, decode = decode, token_s = token_s[i],
+        }
+      end
+    end
+  end
+end
+
+-- Every "alone", and the pairs of the most promising ends of each compat hash.
+local function options(state, groups, query)
   local found = {}
   for _, group in pairs(groups) do
     for _, decode in ipairs(group.decodes) do
       if may_serve_alone(decode, group, query) then
-        found[#found + 1] = {cost = decode.alone_s, decode = decode}
+        found[#found + 1] = {cost = decode.alone_s, decode = decode, degraded = #group.prefills == 0}
       end
     end
-    if #group.prefills > 0 and #group.decodes > 0 then
-      local prefill, decode = cheapest(group.prefills, 'compute_s'), cheapest(group.decodes, 'receive_s')
-      -- The same worker at both ends is "alone" with a transfer added, and "alone" is on the list.
-      if prefill ~= decode then
-        found[#found + 1] = {cost = prefill.compute_s + decode.receive_s, prefill = prefill, decode = decode}
-      end
-    end
+    if #group.prefills > 0 and #group.decodes > 0 then add_pairs(found, state, group, query) end
   end
   return found
 end
@@ -75,10 +114,10 @@ end
 -- {worker, queue tokens, sequences, room tokens} for each worker of the choice.
 local function claims_of(choice, query)
   local computing = choice.prefill or choice.decode
-  local uncached = math.max(1, query.prompt_tokens - computing.matched)
+  local missing = uncached(computing, query)
   local room = query.prompt_tokens + query.output_tokens
-  if not choice.prefill then return {{choice.decode, uncached, 1, room}} end
-  return {{choice.prefill, uncached, 0, query.prompt_tokens}, {choice.decode, 0, 1, room}}
+  if not choice.prefill then return {{choice.decode, missing, 1, room}} end
+  return {{choice.prefill, missing, 0, query.prompt_tokens}, {choice.decode, 0, 1, room}}
 end
 
 local function reserve(state, claims)
@@ -96,18 +135,19 @@ end
 -- ARGV: 1 prefix, 2 model (8-byte digest), 3 prompt tokens, 4 output tokens to keep room for, 5 block size of
 --       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated),
 --       9… incarnations to leave out
--- Returns msgpack {status = chosen | none, decode, prefill, matched, terms, reservation, dropped}.
+-- Returns msgpack {status = chosen | none, decode, prefill, degraded, matched, terms, reservation, dropped}.
 --   matched: prompt tokens found on the worker that computes the prompt.
+--   degraded: the decode worker computes it because no prefill worker could.
 local function route_and_reserve(keys, args)
   local state = open(keys, args)
   math.randomseed(tonumber(args[7]))
   local query = read_query(args)
-  local found = options(by_compat(eligible(state, query)), query)
+  local found = options(state, by_compat(eligible(state, query)), query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
   local choice = cheapest(found, 'cost')
   return cmsgpack.pack({
     status = 'chosen', decode = choice.decode.incarnation,
-    prefill = choice.prefill and choice.prefill.incarnation,
+    prefill = choice.prefill and choice.prefill.incarnation, degraded = choice.degraded or false,
     matched = (choice.prefill or choice.decode).matched, terms = terms_of(choice, query),
     reservation = reserve(state, claims_of(choice, query)), dropped = state.dropped,
   })

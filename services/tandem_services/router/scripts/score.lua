@@ -1,22 +1,36 @@
--- The price of a choice, in seconds. router/scoring.py is the same formula in Python; a property test
--- holds the two together.
+-- The price of a choice, in seconds. router/cost.py is the same model in Python, with the reasons; a property
+-- test holds the two together.
 --
 --   prefill_queue    (tokens queued + reserved) × seconds per token
 --   prefill_compute  uncached prompt tokens × seconds per token; at least one token is always computed
+--   prefill_stall    prefill_compute × sequences that wait meanwhile
 --   transfer         handoff messages + prompt tokens that the decode worker lacks × seconds to move one
 --   decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
 --   decode_room      NO_ROOM_S when the sequence would have to wait for others to end
+
+local function uncached(worker, query)
+  return math.max(1, query.prompt_tokens - worker.matched)
+end
 
 local function prefill_queue(worker)
   return worker.queue_tokens * worker.token_s
 end
 
 local function prefill_compute(worker, query)
-  return math.max(1, query.prompt_tokens - worker.matched) * worker.token_s
+  return uncached(worker, query) * worker.token_s
 end
 
-local function transfer(worker, query)
-  return HANDOFF_S + math.max(0, query.prompt_tokens - worker.matched) * worker.transfer_token_s
+local function waiting_sequences(worker)
+  if worker.role == ROLE_PREFILL then return 0 end
+  return worker.sequences + (worker.role == ROLE_DECODE and COMING or 0)
+end
+
+local function prefill_stall(worker, query)
+  return prefill_compute(worker, query) * waiting_sequences(worker)
+end
+
+local function transfer(worker, query, token_s)
+  return HANDOFF_S + uncached(worker, query) * token_s
 end
 
 local function decode_load(worker)
@@ -29,21 +43,42 @@ local function decode_room(worker, query)
   return full and NO_ROOM_S or 0
 end
 
--- What the worker costs as the end that computes, that holds the sequence, and that also receives its KV.
+-- What the worker costs as the end that computes and as the end that holds the sequence.
 local function price(worker, query)
-  worker.compute_s = prefill_queue(worker) + prefill_compute(worker, query)
+  worker.compute_s = prefill_queue(worker) + prefill_compute(worker, query) * (1 + waiting_sequences(worker))
   worker.hold_s = decode_load(worker) + decode_room(worker, query)
-  worker.receive_s = transfer(worker, query) + worker.hold_s
   worker.alone_s = worker.compute_s + worker.hold_s
 end
 
+-- `token_s` of a pair: seconds to move one token over the link between its ends.
 local function terms_of(choice, query)
   local computing = choice.prefill or choice.decode
   return {
     prefill_queue = prefill_queue(computing), prefill_compute = prefill_compute(computing, query),
-    transfer = choice.prefill and transfer(choice.decode, query) or 0,
+    prefill_stall = prefill_stall(computing, query),
+    transfer = choice.prefill and transfer(choice.decode, query, choice.token_s) or 0,
     decode_load = decode_load(choice.decode), decode_room = decode_room(choice.decode, query),
   }
+end
+
+-- The PAIR_ENDS entries of lowest `field`. Looked at from anywhere on, so that which of equals is left to chance.
+local function shortlist(entries, field)
+  local count = #entries
+  if count <= PAIR_ENDS then return entries end
+  local short, start = {}, math.random(count)
+  for step = 1, count do
+    local entry = entries[(start + step) % count + 1]
+    local value, place = entry[field], #short
+    if place < PAIR_ENDS or value < short[place][field] then
+      if place == PAIR_ENDS then place = place - 1 end
+      while place > 0 and value < short[place][field] do
+        short[place + 1] = short[place]
+        place = place - 1
+      end
+      short[place + 1] = entry
+    end
+  end
+  return short
 end
 
 -- One of the entries within TIE_S of the lowest `field`, at random.

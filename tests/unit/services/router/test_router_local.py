@@ -4,8 +4,8 @@ from random import Random
 import pytest
 
 from tandem_engine.config import Role
+from tandem_services.router.cost import Demand
 from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
-from tandem_services.router.scoring import Demand
 from tandem_testing.router_builders import make_load, make_record
 from tandem_testing.service_clock import ServiceClock
 

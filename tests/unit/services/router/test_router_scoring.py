@@ -6,7 +6,8 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.choice import WorkerView
-from tandem_services.router.scoring import Candidate, Demand, Load, options
+from tandem_services.router.cost import Demand, Load
+from tandem_services.router.scoring import Candidate, options
 
 
 def candidate(name: str, role: Role, *, matched: int = 0, compat: str = "c") -> Candidate:
@@ -34,8 +35,8 @@ PREFILL = candidate("p", Role.PREFILL)
 
 @pytest.mark.parametrize(
     ("matched", "prompt", "may"),
-    [(0, 8, False), (16, 80, True), (16, 81, False), (512, 576, True)],
-    ids=["nothing cached", "64 missing", "65 missing", "long conversation, short turn"],
+    [(0, 64, True), (0, 65, False), (16, 80, True), (16, 81, False), (512, 576, True)],
+    ids=["short prompt", "nothing cached", "64 missing", "65 missing", "long conversation, short turn"],
 )
 def test_a_decode_worker_computes_the_short_rest_of_what_it_has(matched, prompt, may) -> None:
     assert alone(PREFILL, candidate("d", Role.DECODE, matched=matched), prompt=prompt) == (["d"] if may else [])

@@ -1,0 +1,121 @@
+"""The cost model: what a choice is predicted to cost, in seconds. Pure; `scripts/score.lua` is the same in Lua.
+
+Redis decides with the Lua twin, the local fallback with this one, and a property test holds the two together.
+
+    prefill_queue    tokens queued and reserved / prefill rate of the worker that computes the prompt
+    prefill_compute  prompt tokens that it has not cached, at least one / its prefill rate
+    prefill_stall    prefill_compute × the sequences that wait for it meanwhile: those that decode on that worker and,
+                     on a decode worker, one that will come. Nothing on a prefill worker
+    transfer         of a pair: handoff messages + KV bytes that the decode worker lacks / rate of the link between them
+    decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
+    decode_room      NO_ROOM_S when the sequence would have to wait for others to end
+
+A choice is a pair, with all terms, or a worker alone, which has no transfer. So to move a prefix or to compute it
+again, and to compute a prompt remotely or locally, is one question: which sum is lowest. Rates are of further tokens:
+what a step takes whatever it computes is paid wherever the prompt is computed.
+"""
+
+from dataclasses import dataclass
+
+from tandem_engine.config import Role
+
+ASSUMED_PREFILL_RATE = 2_000.0
+"""Tokens per second of a worker that has published no rate: a slow one, so that it is tried but not flooded."""
+
+ASSUMED_TRANSFER_RATE = 1e9
+"""Bytes per second of a worker that has measured no link: a plain 10 Gbit/s network."""
+
+HANDOFF_S = 0.002
+"""Grant, handoff record and commit of one transfer, whatever its size. Keeps a worker that can do both from
+handing over for nothing."""
+
+NO_ROOM_S = 5.0
+"""Assumed wait for running sequences to end. Large against any other term, so that a worker with room is
+preferred, and finite, so that the choice among full workers is still by price."""
+
+BROKEN_TOKEN_S = 1.0
+"""Seconds per token over a link whose last write failed: dearer than computing anything again, and finite."""
+
+COMING = 1
+"""Sequences that a decode worker is expected to get while it computes a prompt. It is there to decode, so even an idle
+one computes only what is over sooner than a handoff."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Load:
+    """What one worker has to do: its own report plus what was reserved since."""
+
+    queue_tokens: float = 0.0
+    prefill_rate: float = ASSUMED_PREFILL_RATE
+    sequences: float = 0.0
+    step_s: float = 0.0
+    room_tokens: float = 0.0
+    max_sequences: float = 1.0
+    token_bytes: float = 0.0
+    transfer_rate: float = ASSUMED_TRANSFER_RATE
+    """Bytes per second of its writes to a peer for which it has no figure: the median of those it has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What one request asks for."""
+
+    prompt_tokens: int
+    output_tokens: int
+    """Output tokens to keep room for."""
+    local_prefill_tokens: int
+    """Most tokens that a decode worker may compute itself while a prefill worker lives; 0 for none."""
+
+
+def uncached(matched: int, demand: Demand) -> int:
+    """Prompt tokens to compute where `matched` are cached; at least one always is."""
+    return max(1, demand.prompt_tokens - matched)
+
+
+def room_needed(demand: Demand) -> int:
+    """Token slots a decode worker needs to take the request."""
+    return demand.prompt_tokens + demand.output_tokens
+
+
+def prefill_queue_s(load: Load) -> float:
+    return load.queue_tokens / load.prefill_rate
+
+
+def prefill_compute_s(load: Load, matched: int, demand: Demand) -> float:
+    return uncached(matched, demand) / load.prefill_rate
+
+
+def prefill_stall_s(load: Load, role: Role, matched: int, demand: Demand) -> float:
+    return prefill_compute_s(load, matched, demand) * waiting_sequences(load, role)
+
+
+def waiting_sequences(load: Load, role: Role) -> float:
+    """Sequences that a prompt computed on this worker keeps waiting."""
+    match role:
+        case Role.PREFILL:
+            return 0.0
+        case Role.DECODE:
+            return load.sequences + COMING
+        case Role.BOTH:
+            return load.sequences
+
+
+def token_s(load: Load, bytes_per_s: float | None) -> float:
+    """Seconds to move one token's KV from a worker over a link: None if it has no figure, 0 if the link is broken."""
+    if bytes_per_s is None:
+        return load.token_bytes / load.transfer_rate
+    return min(load.token_bytes / bytes_per_s, BROKEN_TOKEN_S) if bytes_per_s > 0.0 else BROKEN_TOKEN_S
+
+
+def transfer_s(token_seconds: float, matched: int, demand: Demand) -> float:
+    """To a decode worker that has `matched` tokens; at least one always moves."""
+    return HANDOFF_S + uncached(matched, demand) * token_seconds
+
+
+def decode_load_s(load: Load) -> float:
+    return load.sequences * load.step_s
+
+
+def decode_room_s(load: Load, demand: Demand) -> float:
+    full = load.sequences >= load.max_sequences or room_needed(demand) > load.room_tokens
+    return NO_ROOM_S if full else 0.0
