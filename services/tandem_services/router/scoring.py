@@ -22,7 +22,7 @@ TIE_S = 1e-4
 DECODE_ROOM = "decode_room"
 """Name of the term that `NO_ROOM_S` goes into."""
 
-PAIR_ENDS = 6
+PAIR_ENDS = 4
 """Prefill workers and decode workers of which every pair is priced."""
 
 T = TypeVar("T")

@@ -79,34 +79,48 @@ local function promising(group, query)
   return prefills, shortlist(group.decodes, 'receive_s')
 end
 
-local function add_pairs(found, state, group, query)
+-- The cheapest pair of a group, one of those within TIE_S at random; nil when there is none.
+-- Prices are kept apart from their pairs, which are made into a table once one is chosen.
+local function best_pair(state, group, query)
   local prefills, decodes = promising(group, query)
-  local names = {}
-  for i = 1, #decodes do names[i] = decodes[i].incarnation end
-  for _, prefill in ipairs(prefills) do
-    local token_s = links_to(state, prefill, decodes, names)
-    for i, decode in ipairs(decodes) do
-      -- The same worker at both ends is "alone" with a transfer added, and "alone" is on the list.
-      if prefill ~= decode then
-        found[#found + 1] = {
-          cost = prefill.compute_s + transfer(decode, query, token_s[i]) + decode.hold_s,
-          prefill = prefill, decode = decode, token_s = token_s[i],
-        }
-      end
+  local names, costs, links, best = {}, {}, {}, math.huge
+  for i, decode in ipairs(decodes) do names[i] = decode.incarnation end
+  for p, prefill in ipairs(prefills) do
+    links[p] = links_to(state, prefill, decodes, names)
+    for d, decode in ipairs(decodes) do
+      local cost = prefill.compute_s + transfer(decode, query, links[p][d]) + decode.hold_s
+      -- The same worker at both ends is "alone" with a transfer added, and "alone" is an option of its own.
+      if prefill == decode then cost = math.huge end
+      costs[#costs + 1] = cost
+      if cost < best then best = cost end
     end
   end
+  local ties = {}
+  for i, cost in ipairs(costs) do
+    if cost <= best + TIE_S and cost < math.huge then ties[#ties + 1] = i - 1 end
+  end
+  if #ties == 0 then return nil end
+  local chosen = ties[math.random(#ties)]
+  local p, d = math.floor(chosen / #decodes) + 1, chosen % #decodes + 1
+  return {cost = costs[chosen + 1], prefill = prefills[p], decode = decodes[d], token_s = links[p][d]}
 end
 
--- Every "alone", and the pairs of the most promising ends of each compat hash.
+local function best_alone(group, query)
+  local able = {}
+  for _, decode in ipairs(group.decodes) do
+    if may_serve_alone(decode, group, query) then able[#able + 1] = decode end
+  end
+  if #able == 0 then return nil end
+  local decode = cheapest(able, 'alone_s')
+  return {cost = decode.alone_s, decode = decode, degraded = #group.prefills == 0 and decode.role == ROLE_DECODE}
+end
+
+-- The best "alone" and the best pair of each compat hash.
 local function options(state, groups, query)
   local found = {}
   for _, group in pairs(groups) do
-    for _, decode in ipairs(group.decodes) do
-      if may_serve_alone(decode, group, query) then
-        found[#found + 1] = {cost = decode.alone_s, decode = decode, degraded = #group.prefills == 0}
-      end
-    end
-    if #group.prefills > 0 and #group.decodes > 0 then add_pairs(found, state, group, query) end
+    found[#found + 1] = best_alone(group, query)
+    if #group.prefills > 0 and #group.decodes > 0 then found[#found + 1] = best_pair(state, group, query) end
   end
   return found
 end
