@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem_engine.config import Role
 from tandem_engine.flags import positive_int
+from tandem_services.cli.link_table import links_table
 from tandem_services.cli.numbers import positive_float
 from tandem_services.common.errors import StartupError
 
@@ -21,6 +22,7 @@ examples:
   tandem ctl 127.0.0.1:9101 resume
   tandem ctl 127.0.0.1:9101 abort --all              end every request
   tandem ctl 127.0.0.1:9101 role prefill             compute prompts from now on; running decodes move to others
+  tandem ctl 127.0.0.1:9101 links                    the links to its peers, measured
   tandem ctl 127.0.0.1:9101 profile --steps 20       trace steps into --torch-profiler-dir
 
 The port is the worker's --health-port; its log names it, and the registry as health_endpoint.
@@ -38,6 +40,8 @@ PATHS = {
     "role": "/role",
     "drain": "/drain",
 }
+
+QUESTIONS = {"audit": "/audit", "links": "/links"}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -72,6 +76,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     role = orders.add_parser("role", help="serve in another role, without a restart; running requests go on")
     role.add_argument("role", choices=[role.value for role in Role], help="what routers use the worker for")
     orders.add_parser("drain", help="take no new requests, move running ones to other workers, exit 0")
+    links = orders.add_parser("links", help="how fast the links to its peers are, by what, and what is wrong")
+    links.add_argument("--json", action="store_true", help="as the worker answers it, instead of a table")
     orders.add_parser("audit", help="count the pages and name what is wrong with them")
     parser.set_defaults(run=run, parser=parser)
 
@@ -82,13 +88,16 @@ def run(args: argparse.Namespace) -> int:
     url = args.worker if "://" in args.worker else f"http://{args.worker}"
     try:
         with httpx.Client(base_url=url, timeout=ORDER_TIMEOUT, trust_env=False) as client:
-            if args.order == "audit":
-                response = client.get("/audit")
+            if args.order in QUESTIONS:
+                response = client.get(QUESTIONS[args.order])
             else:
                 response = client.post(PATHS[args.order], json=_body(args))
             answer = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise StartupError(f"no worker answers at {url} ({error}): give the HOST:PORT of its --health-port") from error
+    if args.order == "links" and response.is_success and not args.json:
+        print(links_table(answer["links"]))
+        return 0
     print(json.dumps(answer), file=sys.stdout if response.is_success else sys.stderr)
     return 0 if response.is_success else 1
 

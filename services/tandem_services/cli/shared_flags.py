@@ -62,7 +62,8 @@ def add_local_prefill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local-prefill-tokens",
         type=non_negative_int,
-        default=64,
+        default=2048,
         metavar="N",
-        help="a decode worker with the beginning of a prompt computes up to N more tokens itself (default 64)",
+        help="a decode worker computes up to N tokens of a prompt itself where that is predicted to be faster than a "
+        "prefill worker and a transfer; 0: only when no prefill worker lives (default 2048)",
     )

@@ -23,8 +23,8 @@ class GatewayConfig:
     """Separates deployments in one Redis."""
     curve_keys: Path | None = None
     """Key file of the deployment; None only where every socket is on loopback."""
-    local_prefill_tokens: int = 64
-    """A decode worker with the beginning of a prompt in its cache computes up to this many more tokens itself."""
+    local_prefill_tokens: int = 2048
+    """Most tokens that a decode worker may compute itself where that is predicted to be faster; 0 for none."""
     request_timeout_s: float = 600.0
     session_ttl_s: float = 600.0
     """An unused session is forgotten after this long; the workers' --session-ttl."""

@@ -36,7 +36,7 @@ from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.session_turns import SessionTurn, session_lost
 from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.gateway.token_sequence import Accepted
-from tandem_services.router.choice import Choice, NoWorkersError, RouteQuery, WorkerView
+from tandem_services.router.choice import Choice, NoWorkersError, Placement, RouteQuery, WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -355,7 +355,11 @@ def _query(request: ChoiceRequest, progress: _Progress) -> RouteQuery:
 
 def _one_worker(choice: Choice) -> Choice:
     """A prompt alone is the prefill worker's work, where there is one."""
-    return choice if choice.prefill is None else replace(choice, decode=choice.prefill, prefill=None)
+    return (
+        choice
+        if choice.prefill is None
+        else replace(choice, decode=choice.prefill, prefill=None, placement=Placement.ALONE)
+    )
 
 
 def _with_handoff(

@@ -24,6 +24,8 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     """None: the decode worker computed the prompt itself."""
     source: str
     """redis, local or session: who decided."""
+    placement: str
+    """Who computes the prompt and why: pair, alone, local (predicted faster) or degraded (no prefill worker can)."""
     terms: tuple[ScoreTerm, ...]
     """Predicted seconds that made the choice."""
     matched_tokens: int
@@ -54,6 +56,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
             decode=choice.decode.incarnation,
             prefill=None if choice.prefill is None else choice.prefill.incarnation,
             source=choice.source.value,
+            placement=choice.placement.value,
             terms=choice.terms,
             matched_tokens=choice.matched_tokens,
             resumed_tokens=resumed_tokens,
@@ -159,6 +162,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "prefill": [attempt.prefill for attempt in attempts],
         "decode": [attempt.decode for attempt in attempts],
         "source": [attempt.source for attempt in attempts],
+        "placement": [attempt.placement for attempt in attempts],
         "outcome": [attempt.outcome for attempt in attempts],
         "predicted_s": [round(sum(term.seconds for term in attempt.terms), 6) for attempt in attempts],
         "pages_moved": sum(transfer.pages for transfer in transfers),

@@ -30,6 +30,13 @@ class GatewayMetrics:
             ["outcome"],
             registry=registry,
         )
+        self._placements = Counter(
+            "tandem_gateway_placements_total",
+            "Attempts of finished requests by who computed the prompt: pair, alone, local because that was predicted "
+            "to be faster, degraded because no prefill worker could",
+            ["placement"],
+            registry=registry,
+        )
         self.running = Gauge(
             "tandem_gateway_num_requests_running", "Generation requests being answered", registry=registry
         )
@@ -59,6 +66,8 @@ class GatewayMetrics:
             self._count_choice(choice)
 
     def _count_choice(self, choice: ChoiceRecord) -> None:
+        for attempt in choice.attempts:
+            self._placements.labels(placement=attempt.placement).inc()
         if choice.ttft_s is not None:
             self.ttft.observe(choice.ttft_s)
         if choice.queue_s is not None:

@@ -4,6 +4,7 @@
     GET  /ready     200 when the router may send requests here, else 503 with the reasons
     GET  /metrics   Prometheus exposition
     GET  /audit     the engine counts its pages; 200 with the report, 504 when it does not answer
+    GET  /links     the links to peers, as the engine has measured them
     POST /drain     202; the worker takes no new requests, moves running ones to others, and exits 0
     POST …          an operator's orders; see `operator_routes`
 
@@ -22,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem_engine.messages.control import AuditReport
+from tandem_engine.messages.control import AuditReport, LinkReport
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, render
@@ -40,6 +41,7 @@ class WorkerProbes:
     health: Health
     registry: CollectorRegistry
     stalled_s: Callable[[], float]
+    links: Callable[[], tuple[LinkReport, ...]]
     audit: Callable[[], Awaitable[AuditReport]]
     drain: Callable[[], None]
     operate: Operate
@@ -72,6 +74,10 @@ def build_app(probes: WorkerProbes) -> Starlette:
         except TimeoutError:
             return json_response({"status": "the engine did not answer the audit"}, 504)
 
+    async def links(request: Request) -> Response:
+        del request
+        return json_response({"links": probes.links()})
+
     async def drain(request: Request) -> Response:
         del request
         probes.drain()
@@ -83,6 +89,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/ready", ready),
             Route("/metrics", metrics),
             Route("/audit", audit),
+            Route("/links", links),
             Route("/drain", drain, methods=["POST"]),
             *operator_routes(probes.operate, probes.set_role),
         ]

@@ -4,11 +4,14 @@ The heartbeat comes from this process, so it alone would prove nothing about the
 statistics proves that the scheduler loop turns (RELIABILITY B3.33).
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import Role
-from tandem_engine.messages.control import EngineReady, EngineStats
+from tandem_engine.messages.control import EngineReady, EngineStats, LinkReport
 from tandem_services.router.choice import WorkerView
 from tandem_services.router.cost import Load
 from tandem_services.router.registry import WorkerRecord, WorkerState
@@ -82,9 +85,14 @@ def describe(config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, 
             "evictable_pages": stats.evictable_pages,
             "quarantined_pages": stats.quarantined_pages,
             "loop_count": stats.loop_count,
+            "conditions": _conditions(stats.links),
         }
     return WorkerRecord(
-        view=_view(config, ready, monitor.role), state=monitor.state, load=_load(ready, stats), details=details
+        view=_view(config, ready, monitor.role),
+        state=monitor.state,
+        load=_load(ready, stats),
+        details=details,
+        links=() if stats is None else stats.links,
     )
 
 
@@ -129,8 +137,17 @@ def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
     load.queue_tokens = stats.waiting_tokens
     load.sequences = stats.running + stats.waiting + stats.transferring
     load.step_s = stats.decode_step_s
+    rates = [link.bytes_per_s for link in stats.links if link.bytes_per_s > 0.0]
+    if rates:
+        load.transfer_rate = median(rates)
     load.room_tokens = (stats.free_pages + stats.evictable_pages) * page_size
     return load
+
+
+def _conditions(links: Sequence[LinkReport]) -> str:
+    """What is wrong with how many links, for whoever watches the registry; "" when nothing is."""
+    counts = Counter(link.condition for link in links if link.condition)
+    return "; ".join(f"{count} of {len(links)} links: {text}" for text, count in counts.most_common())
 
 
 def _busy(stats: EngineStats) -> bool:

@@ -1,17 +1,18 @@
 """Prometheus metrics of a worker, computed from the engine's last statistics when they are scraped.
 
 Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. No labels, for one process is one
-engine, but for its role and the reason why requests wait.
+engine, but for its role, the reason why requests wait and the peers of links.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import EngineStats, SpeculationStats
+from tandem_engine.messages.control import EngineStats, LinkReport, SpeculationStats
+from tandem_services.router.keys import worker_id_of
 
 PREFIX = "tandem_worker_"
 
@@ -131,6 +132,7 @@ class WorkerCollector(Collector):
         for name, text, value in _COUNTERS:
             yield _counter(name, text, value(stats))
         yield _head_waits(stats.head_waits)
+        yield from _links(stats.links)
         if stats.speculation is not None:
             yield from _speculation(stats.speculation)
 
@@ -150,6 +152,28 @@ def _head_waits(reason: str) -> Metric:
     if reason:
         metric.add_metric([reason], 1.0)
     return metric
+
+
+def _links(links: Sequence[LinkReport]) -> Iterator[Metric]:
+    """By worker id: at most `MAX_LINKS` of them at a time, and a restarted peer keeps its own."""
+    rate = GaugeMetricFamily(
+        "tandem_link_bytes_per_second", "Bytes per second of KV writes to a peer.", labels=["peer", "transport"]
+    )
+    latency = GaugeMetricFamily(
+        "tandem_link_latency_seconds", "Duration of a write of one KV page to a peer.", labels=["peer"]
+    )
+    broken = GaugeMetricFamily("tandem_link_broken", "1 when the last write to a peer failed.", labels=["peer"])
+    conditions = GaugeMetricFamily(
+        "tandem_link_conditions", "1 when the link to a peer is slower than --expect-transport.", labels=["peer"]
+    )
+    for link in links:
+        peer = worker_id_of(link.peer)
+        if link.bytes_per_s > 0.0:
+            rate.add_metric([peer, link.transport], link.bytes_per_s)
+            latency.add_metric([peer], link.latency_s)
+        broken.add_metric([peer], link.broken)
+        conditions.add_metric([peer], bool(link.condition))
+    yield from (rate, latency, broken, conditions)
 
 
 def _speculation(stats: SpeculationStats) -> Iterator[Metric]:

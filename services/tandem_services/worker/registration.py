@@ -28,6 +28,8 @@ class Consequences:
     """What the answers of the registry set off."""
 
     peer_gone: Callable[[str], None]
+    fleet_changed: Callable[[], None]
+    """Somebody came or went."""
     lost: Callable[[str], None]
     """The lease is lost for good; the sentence says why. The process has to end."""
 
@@ -99,6 +101,8 @@ class Registration:
         self._foreign_since = None
         self._generation = reply.generation
         members = None if reply.members is None else frozenset(reply.members)
+        if members is not None:
+            self.consequences.fleet_changed()
         for incarnation in sorted(self.peers.update(reply.epoch, members)):
             self.consequences.peer_gone(incarnation)
         self.feed.check(reply.cursor, acknowledged)

@@ -48,6 +48,7 @@ from tandem_services.worker.control import EngineLink, OrderRefusedError, Subscr
 from tandem_services.worker.engine_process import EngineChild
 from tandem_services.worker.health import HealthServer, WorkerProbes
 from tandem_services.worker.index_feed import IndexFeed
+from tandem_services.worker.load from tandem_services.worker.introductions import Introductions
 from tandem_services.worker.load import LoadMonitor, describe, drain_summary
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.operator_routes import BUSY
@@ -94,7 +95,7 @@ class WorkerService:
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._feed, self._registration = self._build_registration()
+        self._feed, self._registration, self._introductions = self._build_registration()
         self._health_server = HealthServer(self._probes(), config.health_host, config.health_port)
 
     @property
@@ -136,7 +137,7 @@ class WorkerService:
 
     # Wiring
 
-    def _build_registration(self) -> tuple[IndexFeed, Registration]:
+    def _build_registration(self) -> tuple[IndexFeed, Registration, Introductions]:
         keys, library = Keys(self._config.cluster), FunctionLibrary(self._redis)
         feed = IndexFeed(
             index=BlockIndex(library=library, keys=keys),
@@ -145,8 +146,10 @@ class WorkerService:
             ask_replay=lambda: self._link.order(ReplayCache()),
             reachable=lambda: self._redis.breaker.state is BreakerState.CLOSED,
         )
+        registry = Registry(library=library, keys=keys)
+        introductions = Introductions(registry=registry, own=lambda: self._describe().view, order=self._link.order)
         registration = Registration(
-            registry=Registry(library=library, keys=keys),
+            registry=registry,
             deployment=self.deployment,
             describe=self._describe,
             report_age_s=lambda: self._monitor.report_age_s,
@@ -155,10 +158,11 @@ class WorkerService:
             clock=self._clock,
             consequences=Consequences(
                 peer_gone=self._tell_peer_gone,
+                fleet_changed=introductions.fleet_changed,
                 lost=lambda reason: self._end(Ending(EXIT_FAILED, reason)),
             ),
         )
-        return feed, registration
+        return feed, registration, introductions
 
     def _probes(self) -> WorkerProbes:
         self._health.add_check("engine", lambda: "loading the model" if self._ready is None else None)
@@ -173,6 +177,7 @@ class WorkerService:
             health=self._health,
             registry=metrics,
             stalled_s=lambda: 0.0 if self._ready is None else self._monitor.stalled_s,
+            links=lambda: () if self._monitor.stats is None else self._monitor.stats.links,
             audit=self._link.audit,
             drain=self.drain,
             operate=self._link.operate,
@@ -214,11 +219,13 @@ class WorkerService:
         if again:
             logger.info("engine of %s has other weights: its KV is %s", self.incarnation, ready.compat_hash)
             self._registration.state_changed()
+            self._introductions.fleet_changed()
             return
         logger.info("engine of %s is ready at %s", self.incarnation, ready.request_endpoint)
         self._monitor.begin()
         self._start(self._registration.run(), "registration")
         self._start(self._feed.run(), "index-feed")
+        self._start(self._introductions.run(), "introductions")
 
     def _engine_failed(self, failed: EngineFailed) -> None:
         if self._ready is None:

@@ -1,0 +1,98 @@
+"""Whom a worker gets to know."""
+
+import asyncio
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_engine.messages.control import MAX_LINKS, MeetPeers
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.registry import FleetSnapshot
+from tandem_services.worker.introductions import Introductions, whom_to_meet
+from tandem_testing.router_builders import make_record, make_view
+
+FLEET = [
+    make_view("p1", Role.PREFILL),
+    make_view("p2", Role.PREFILL),
+    make_view("d1", Role.DECODE),
+    make_view("d2", Role.DECODE),
+    make_view("b1", Role.BOTH),
+    make_view("b2", Role.BOTH),
+]
+
+
+@pytest.mark.parametrize(
+    ("own", "known"),
+    [
+        ("p1", {"d1", "d2", "b1", "b2"}),
+        ("d1", {"p1", "p2", "b1", "b2"}),
+        ("b1", {"p1", "p2", "d1", "d2", "b2"}),
+    ],
+)
+def test_workers_of_complementary_roles_meet(own, known):
+    view = next(each for each in FLEET if each.worker_id == own)
+    assert {peer.worker_id for peer in whom_to_meet(view, FLEET)} == known
+
+
+def test_workers_of_another_shape_or_model_and_an_older_self_are_not_met():
+    own = make_view("d", Role.DECODE, number=2)
+    strangers = [
+        make_view("p1", Role.PREFILL, compat_hash="other"),
+        make_view("p2", Role.PREFILL, model="other"),
+        make_view("d", Role.BOTH, number=1),
+    ]
+    assert whom_to_meet(own, strangers) == ()
+
+
+def test_of_a_large_fleet_each_worker_meets_a_bounded_part_and_together_they_meet_all():
+    decodes = [make_view(f"d{number}", Role.DECODE) for number in range(3 * MAX_LINKS)]
+    met = [whom_to_meet(make_view(f"p{number}", Role.PREFILL), decodes) for number in range(20)]
+    assert {len(peers) for peers in met} == {MAX_LINKS}
+    assert len({peer.worker_id for peers in met for peer in peers}) == len(decodes)
+
+
+class ScriptedRegistry:
+    """Answers with one list of workers after the other; None is Redis away."""
+
+    def __init__(self, *answers) -> None:
+        self.answers = [*answers]
+
+    async def snapshot(self) -> FleetSnapshot:
+        records = self.answers.pop(0)
+        if records is None:
+            raise RedisUnavailableError("away")
+        return FleetSnapshot(epoch="e", workers=tuple(records), rubbish=0)
+
+
+async def test_the_engine_is_told_only_when_its_peers_are_others():
+    first, second = make_record("p1", Role.PREFILL), make_record("p2", Role.PREFILL)
+    orders: list[MeetPeers] = []
+
+    async def order(message: MeetPeers) -> None:
+        orders.append(message)
+
+    registry = ScriptedRegistry([], [first], [first], None, [first, second])
+    own = make_view("d", Role.DECODE)
+    introductions = Introductions(registry=registry, own=lambda: own, order=order)
+    for _ in range(5):
+        await introductions.introduce()
+    assert [{peer.worker_id for peer in message.peers} for message in orders] == [{"p1"}, {"p1", "p2"}]
+
+
+async def test_a_change_of_the_fleet_is_answered_without_waiting_for_the_next_round(monkeypatch):
+    monkeypatch.setattr("tandem_services.worker.introductions.WITHIN_S", 0.0)
+    told = asyncio.Event()
+
+    async def order(_message: MeetPeers) -> None:
+        told.set()
+
+    own = make_view("d", Role.DECODE)
+    registry = ScriptedRegistry([], [make_record("p1", Role.PREFILL)])
+    introductions = Introductions(registry=registry, own=lambda: own, order=order)
+    task = asyncio.create_task(introductions.run())
+    await asyncio.sleep(0)
+    introductions.fleet_changed()
+    async with asyncio.timeout(5.0):
+        await told.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
