@@ -20,6 +20,7 @@ from tandem_services.gateway.serve import http_server, listen
 from tandem_services.router.choice import (
     Choice,
     NoWorkersError,
+    Placement,
     Reservation,
     Role,
     RouteQuery,
