@@ -11,7 +11,7 @@ FADE_BYTES = 64 << 20
 FADE_S = 2.0
 """After so many further bytes, or so long a time of writing, what was before counts a third."""
 
-LEAST_SHARE = 0.25
+LEAST_SHARE = 0.5
 """Of a push's time that is put down to its bytes, however short it was against the latency."""
 
 

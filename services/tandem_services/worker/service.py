@@ -48,7 +48,7 @@ from tandem_services.worker.control import EngineLink, OrderRefusedError, Subscr
 from tandem_services.worker.engine_process import EngineChild
 from tandem_services.worker.health import HealthServer, WorkerProbes
 from tandem_services.worker.index_feed import IndexFeed
-from tandem_services.worker.load from tandem_services.worker.introductions import Introductions
+from tandem_services.worker.introductions import Introductions
 from tandem_services.worker.load import LoadMonitor, describe, drain_summary
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.operator_routes import BUSY
@@ -83,7 +83,7 @@ class WorkerService:
 
     def __init__(self, config: WorkerConfig, context: IpcContext, folder: Path, clock: Clock) -> None:
         self.incarnation = new_incarnation(config.worker_id)
-        self.deployment = _deployment(context)
+        self.deployment = deployment_of(context)
         self._config = config
         self._clock = clock
         self._redis = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
@@ -330,7 +330,7 @@ def _refusal(code: str, message: str) -> OrderRefusedError:
     return OrderRefusedError(OrderRefused(nonce=0, code=code, message=message))
 
 
-def _deployment(context: IpcContext) -> str:
+def deployment_of(context: IpcContext) -> str:
     """Two deployments have different keys; without keys there is one, on this machine."""
     key = b"insecure" if context.keys is None else context.keys.public
     return blake2b(key, digest_size=16).hexdigest()

@@ -12,6 +12,7 @@ from tandem_engine.messages.control import (
     DecodeElsewhere,
     EngineStats,
     FlushCache,
+    LinkReport,
     OperatorOrder,
     OrderDone,
     OrderRefused,
@@ -23,6 +24,7 @@ from tandem_engine.messages.control import (
     StartProfile,
     StopProfile,
 )
+from tandem_engine.names import LinkTransport
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.worker.control import OrderRefusedError
@@ -80,6 +82,7 @@ class Probed:
             health=self.health,
             registry=registry,
             stalled_s=lambda: self.stalled_s,
+            links=lambda: (),
             audit=self.audit,
             drain=self.drain,
             operate=self.operate,
@@ -139,7 +142,7 @@ async def test_before_the_engine_reports_only_the_service_speaks(probed, client)
 
 async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(client):
     text = (await client.get("/metrics")).text
-    flat = [name for name in EngineStats.__struct_fields__ if name != "speculation"]
+    flat = [name for name in EngineStats.__struct_fields__ if name not in {"speculation", "links"}]
     assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 1 + len(flat) + 2
     assert "spec_decode" not in text
 
@@ -160,6 +163,18 @@ async def test_a_role_is_passed_on_and_an_unknown_one_is_not(probed, client):
     assert (await client.post("/role", json={"role": "cook"})).status_code == 400
     assert (await client.post("/role", json={})).status_code == 400
     assert probed.roles == [Role.DECODE]
+
+
+async def test_links_are_exported_by_worker_id(probed, client):
+    measured = LinkReport(peer="d1@7", bytes_per_s=2e9, latency_s=0.001, transport=LinkTransport.SHM)
+    slow = LinkReport(peer="d2@7", transport=LinkTransport.TCP, condition="expected rdma, got tcp", broken=True)
+    probed.stats = idle_stats(links=(measured, slow))
+    text = (await client.get("/metrics")).text
+    assert 'tandem_link_bytes_per_second{peer="d1",transport="shm"} 2e+09' in text
+    assert 'tandem_link_bytes_per_second{peer="d2"' not in text
+    assert 'tandem_link_broken{peer="d2"} 1.0' in text
+    assert 'tandem_link_conditions{peer="d2"} 1.0' in text
+    assert 'tandem_link_conditions{peer="d1"} 0.0' in text
 
 
 async def test_an_engine_that_speculates_exports_what_became_of_its_drafts(probed, client):
