@@ -27,7 +27,7 @@ def test_a_small_push_says_little_about_the_bytes_per_second():
     before = rate.bytes_per_s
     for _ in range(20):
         rate.pushed(size=100_000, seconds=0.0006, now=1.0)
-    assert rate.bytes_per_s == pytest.approx(before, rel=0.1)
+    assert rate.bytes_per_s == pytest.approx(before, rel=0.25)
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
