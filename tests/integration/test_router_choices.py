@@ -8,10 +8,10 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import NoWorkersError, RouteQuery, Source
+from tandem_services.router.choice import NoWorkersError, Placement, RouteQuery, Source
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
-from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_load, make_record
+from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_link, make_load, make_record
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
@@ -247,3 +247,66 @@ async def test_a_worker_that_is_lost_while_redis_is_asked_is_not_chosen(fleet, r
     await asyncio.sleep(0)
     router.mark_dead("d1@1")
     assert (await choosing).decode.worker_id == "d2"
+
+
+async def test_a_fast_link_is_preferred_and_a_broken_one_avoided(fleet, router):
+    decode = make_record("d", Role.DECODE)
+    near = make_record("near", Role.PREFILL, links=(make_link(decode, 1e9),))
+    for link in (make_link(decode, 1e6), make_link(decode, 1e9, broken=True)):
+        far = make_record("far", Role.PREFILL, links=(link,))
+        await join(fleet, router, decode, near, far)
+        for _ in range(5):
+            choice = await router.choose(query())
+            assert choice.prefill is not None
+            assert choice.prefill.worker_id == "near"
+            await router.release(choice)
+
+
+async def test_a_link_without_a_figure_costs_what_the_others_of_its_worker_do(fleet, router):
+    decode, gone = make_record("d", Role.DECODE, load=make_load(sequences=2)), make_record("gone", Role.DECODE)
+    slow = make_record("slow", Role.PREFILL, links=(make_link(gone, 1e6),), load=make_load(transfer_rate=1e6))
+    await join(fleet, router, decode, slow)
+    choice = await router.choose(query())
+    terms = {term.name: term.seconds for term in choice.terms}
+    assert choice.placement is Placement.PAIR
+    assert terms["transfer"] == pytest.approx(0.002 + len(PROMPT) * 1000 / 1e6)
+
+
+async def test_figures_of_links_are_replaced_by_each_heartbeat_and_go_with_the_worker(fleet, router, server):
+    decode = make_record("d", Role.DECODE)
+    await join(fleet, router, decode, make_record("p", Role.PREFILL, links=(make_link(decode, 1e6),)))
+    assert server.command("HKEYS", "tandem:{default}:links:p@1").split()[-1] == "d@1"
+    await join(fleet, router, make_record("p", Role.PREFILL))
+    assert server.command("EXISTS", "tandem:{default}:links:p@1").strip() == ":0"
+    await join(fleet, router, make_record("p", Role.PREFILL, links=(make_link(decode, 1e6),)))
+    await fleet.registry.deregister("p@1")
+    assert server.command("EXISTS", "tandem:{default}:links:p@1").strip() == ":0"
+
+
+@pytest.mark.parametrize(
+    "rubbish", [("SET", "x"), ("HSET", "d@1", "nan"), ("HSET", "d@1", "-1"), ("HSET", "d@1", "1e9")]
+)
+async def test_rubbish_in_place_of_link_figures_is_no_figure(fleet, router, server, rubbish):  # RELIABILITY E6.70
+    await join(fleet, router, make_record("d", Role.DECODE), make_record("p", Role.PREFILL))
+    command, *arguments = rubbish
+    server.command(command, "tandem:{default}:links:p@1", *arguments)
+    choice = await router.choose(query())
+    assert choice.source is Source.REDIS
+    assert choice.prefill is not None
+    assert sum(term.seconds for term in choice.terms) < 1.0
+
+
+async def test_a_long_queue_makes_the_decode_worker_compute_and_says_so(fleet, router):
+    decode = make_record("d", Role.DECODE)
+    await join(fleet, router, decode, make_record("p", Role.PREFILL, load=make_load(queue_tokens=5000)))
+    choice = await router.choose(query())
+    assert (choice.prefill, choice.placement) == (None, Placement.LOCAL)
+    await router.release(choice)
+    await join(fleet, router, make_record("p", Role.PREFILL))
+    assert (await router.choose(query())).placement is Placement.PAIR
+
+
+async def test_without_a_prefill_worker_a_choice_is_degraded(fleet, router):  # RELIABILITY B3.12
+    await join(fleet, router, make_record("d", Role.DECODE))
+    assert (await router.choose(query())).placement is Placement.DEGRADED
+    assert router.counters.placements[Placement.DEGRADED] == 1
