@@ -2,6 +2,8 @@ import msgspec
 import pytest
 
 from tandem_engine.config import Role
+from tandem_engine.messages.control import LinkReport
+from tandem_engine.names import LinkTransport
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.registry import (
     ROW,
@@ -27,6 +29,25 @@ def test_a_record_survives_the_hash():
     assert read_record(written()) == record
 
 
+def test_links_survive_the_hash():
+    links = (
+        LinkReport(peer="d1@7", bytes_per_s=1.5e9, latency_s=0.001, transport=LinkTransport.SHM, age_s=3.0),
+        LinkReport(peer="d2@7", broken=True, condition="expected rdma, got tcp", problem="no answer"),
+    )
+    fields = {name: str(value) for name, value in readable_fields(make_record("w1", links=links)).items()}
+    record = read_record(fields | {"incarnation": "w1@1"})
+    assert record is not None
+    assert record.links == links
+
+
+def test_a_worker_of_a_release_without_links_has_none():
+    fields = written()
+    del fields["links"]
+    record = read_record(fields)
+    assert record is not None
+    assert record.links == ()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -39,6 +60,9 @@ def test_a_record_survives_the_hash():
         {"prefill_tokens_per_s": "inf"},
         {"prefill_tokens_per_s": "0"},
         {"room_tokens": "-5"},
+        {"links": "{"},
+        {"links": '[{"peer": "d@1", "bytes_per_s": -1}]'},
+        {"links": "[" + ",".join(['{"peer": "d@1"}'] * 65) + "]"},
         {"decode_step_s": "x" * 1000},
         {"request_endpoint": ""},
         {"request_endpoint": "10.0.0.1:5600"},

@@ -1,6 +1,7 @@
 import pytest
 
 from tandem_engine.config import Role
+from tandem_engine.messages.control import LinkReport
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.registry import WorkerState
 from tandem_services.worker.config import WorkerConfig
@@ -112,3 +113,20 @@ def test_the_log_says_what_became_of_the_requests_of_a_drained_worker():
     after = idle_stats(moved_total=9, move_failures_total=2, running=3)
     assert drain_summary(before, after) == ": 7 requests moved with their KV, 4 to be computed again elsewhere"
     assert drain_summary(None, after) == ""
+
+
+def test_links_are_published_with_their_median_and_their_conditions(monitor):
+    slow = "expected rdma, got tcp"
+    links = (
+        LinkReport(peer="a@1", bytes_per_s=1e9, condition=slow),
+        LinkReport(peer="b@1", bytes_per_s=3e9),
+        LinkReport(peer="c@1", bytes_per_s=2e9, condition=slow),
+        LinkReport(peer="d@1", problem="no answer"),
+        LinkReport(peer="e@1", bytes_per_s=9e9, broken=True),
+    )
+    monitor.update(idle_stats(links=links))
+    record = describe(config(), ready_message("w1@5"), monitor, health_endpoint="http://h:1")
+    assert record.links == links
+    assert record.link_rates == {"a@1": 1e9, "b@1": 3e9, "c@1": 2e9, "e@1": 0.0}
+    assert record.load.transfer_rate == 2.5e9
+    assert record.details["conditions"] == "2 of 5 links: expected rdma, got tcp"

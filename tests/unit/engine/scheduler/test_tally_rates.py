@@ -1,0 +1,29 @@
+"""The rates that routers predict with."""
+
+import pytest
+
+from tandem_engine.scheduler.tally import Tally
+
+BASE_S, TOKEN_S = 0.005, 0.0001
+
+
+def measured(tally: Tally, *steps: int) -> Tally:
+    """Steps of so many prompt tokens on an engine that takes `BASE_S` for any step and `TOKEN_S` for each token."""
+    for tokens in steps:
+        tally.measure_prefill(tokens, BASE_S + tokens * TOKEN_S)
+    return tally
+
+
+def test_the_prefill_rate_is_that_of_further_tokens_whatever_the_steps_were():
+    for steps in ((2000, 1000), (100, 200, 40)):
+        tally = measured(Tally(step_base_s=BASE_S), *steps)
+        assert tally.prefill_tokens_per_s == pytest.approx(1 / TOKEN_S)
+
+
+def test_a_few_tokens_say_little_about_the_rate():
+    tally = measured(Tally(step_base_s=BASE_S), 1000, *(1 for _ in range(20)))
+    assert tally.prefill_tokens_per_s > 0.9 / TOKEN_S
+
+
+def test_without_a_self_test_a_step_is_all_tokens():
+    assert measured(Tally(), 50).prefill_tokens_per_s == pytest.approx(50 / (BASE_S + 50 * TOKEN_S))
