@@ -482,6 +482,7 @@ class Engine:
         finally:
             self.memory.give_back(pages)
         self.scheduler.tally.step_base_s = report.decode_step_s
+        self.scheduler.tally.prefill_tokens_per_s = report.prefill_tokens_per_s
         return report
 
     @property

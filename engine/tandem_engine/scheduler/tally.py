@@ -9,8 +9,11 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 WEIGHT = 0.1
 """Weight of the newest measurement in the moving means."""
 
+LEAST_PREFILL = 32
+"""Prompt tokens of a step from which on it tells something about the rate of prefill; fewer are lost in the rest."""
+
 TYPICAL_PREFILL = 64
-"""A step of this many prompt tokens has half that weight, a longer one more: a few tokens tell little about a rate."""
+"""A step of this many prompt tokens has half the weight, a longer one more."""
 
 LEAST_SHARE = 0.25
 """Of a step's time that is put down to its tokens, however short it was."""
@@ -156,7 +159,7 @@ class Tally:
 
     def measure_prefill(self, tokens: int, compute_s: float) -> None:
         """A step that computed prompt tokens alone. The rate is what each further token costs."""
-        if compute_s > 0.0:
+        if compute_s > 0.0 and (tokens >= LEAST_PREFILL or self.prefill_tokens_per_s == 0.0):
             computing = max(compute_s - self.step_base_s, LEAST_SHARE * compute_s)
             weight = WEIGHT * tokens / (tokens + TYPICAL_PREFILL)
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, tokens / computing, weight)

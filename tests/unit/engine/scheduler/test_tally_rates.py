@@ -20,9 +20,17 @@ def test_the_prefill_rate_is_that_of_further_tokens_whatever_the_steps_were():
         assert tally.prefill_tokens_per_s == pytest.approx(1 / TOKEN_S)
 
 
-def test_a_few_tokens_say_little_about_the_rate():
-    tally = measured(Tally(step_base_s=BASE_S), 1000, *(1 for _ in range(20)))
-    assert tally.prefill_tokens_per_s > 0.9 / TOKEN_S
+def test_a_few_tokens_say_nothing_about_the_rate_unless_nothing_else_is_known():
+    tally = measured(Tally(step_base_s=BASE_S), 1000, *(1 for _ in range(2000)))
+    assert tally.prefill_tokens_per_s == pytest.approx(1 / TOKEN_S)
+    assert measured(Tally(), 1).prefill_tokens_per_s > 0
+
+
+def test_a_changed_rate_is_followed():
+    tally = measured(Tally(step_base_s=BASE_S), 1000)
+    for _ in range(60):
+        tally.measure_prefill(500, BASE_S + 500 * TOKEN_S / 2)
+    assert tally.prefill_tokens_per_s == pytest.approx(2 / TOKEN_S, rel=0.05)
 
 
 def test_without_a_self_test_a_step_is_all_tokens():
