@@ -206,6 +206,7 @@ class WorkerService:
         logger.info("%s serves as %s from now on, until now as %s", self.incarnation, role, self._monitor.role)
         self._monitor.role = role
         self._registration.state_changed()
+        self._introductions.fleet_changed()
         return msgspec.structs.replace(done, message=f"serving as {role}")
 
     # Reports of the engine
