@@ -1,0 +1,143 @@
+"""`make chaos`: break a real system in every way of the fault table and see what its clients notice."""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+
+from tandem_testing.chaos.catalogue import PROMISES
+from tandem_testing.chaos.report import json_line, print_outcome, summary_table
+from tandem_testing.chaos.runner import Outcome, Progress, Runner
+from tandem_testing.chaos.scenario import Result, Scale, Scenario
+from tandem_testing.chaos.suite import scenarios, why_absent
+from tandem_testing.redis_server import REDIS_SERVER
+
+EPILOG = """\
+examples:
+  make chaos                                       everything; on two cores about an hour
+  make chaos CHAOS_ARGS=--quick                    what `make test` runs, a few minutes
+  make chaos CHAOS_ARGS="--only 1,2,16"            three scenarios
+  make chaos CHAOS_ARGS="--only 56 --minutes 60"   an hour of random faults
+  make chaos CHAOS_ARGS=--list                     what there is, and what is absent
+  make chaos CHAOS_ARGS=--json                     the last line is one JSON object
+
+Each scenario starts real processes (gateways, prefill and decode workers with NIXL, Redis), sends streams, breaks
+something, and compares every stream token by token with one that nothing happened to. Afterwards every KV page
+must be free. Recovery is the longest silence that any client met. docs/chaos.md explains the table.
+
+Exit status: 0 every promise that was tested is kept · 1 one is broken · 2 wrong usage · 3 it could not run
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="make chaos", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="show all scenarios and end")
+    parser.add_argument("--only", type=_numbers, metavar="N,N…", help="run these numbers, in this order")
+    parser.add_argument("--quick", action="store_true", help="run those that matter most and take seconds")
+    parser.add_argument("--json", action="store_true", help="end with one JSON line of all counts")
+    parser.add_argument("--streams", type=_positive, default=Scale().streams, metavar="N", help="streams at once")
+    parser.add_argument("--tokens", type=_positive, default=Scale().tokens, metavar="N", help="longest answer")
+    parser.add_argument(
+        "--minutes", type=float, default=1.0, metavar="M", help="length of scenario 56, random faults (default 1)"
+    )
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep logs here (default: a temporary folder)")
+    parser.add_argument("--repeat", type=_positive, default=1, metavar="N", help="run the chosen scenarios N times")
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    known = {line.number for line in PROMISES}
+    numbers = [int(part) for part in text.split(",") if part]
+    for number in numbers:
+        if number not in known:
+            raise argparse.ArgumentTypeError(f"there is no scenario {number}; --list shows all")
+    return numbers
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def chosen(args: argparse.Namespace, available: dict[int, Scenario]) -> list[int]:
+    """Numbers to run or to report as absent. Scenario 0 comes first, because it is the yardstick."""
+    if args.only:
+        numbers = args.only
+    elif args.quick:
+        numbers = [number for number, each in available.items() if each.quick]
+    else:
+        numbers = [line.number for line in PROMISES]
+    return numbers * args.repeat
+
+
+def print_list(console: Console, available: dict[int, Scenario]) -> None:
+    for line in PROMISES:
+        each = available.get(line.number)
+        state = f"[yellow]absent[/] ({why_absent(line.number)})" if each is None else "quick" if each.quick else ""
+        bound = "" if line.bound_s is None else f"{line.bound_s:g} s"
+        console.print(
+            f"{line.number:>3}  {line.title:42} {bound:>5}  {line.promise}  {state}", highlight=False, soft_wrap=True
+        )
+
+
+async def run(args: argparse.Namespace, numbers: Sequence[int], console: Console, folder: Path) -> list[Outcome]:
+    available = scenarios()
+    outcomes: list[Outcome] = []
+    scale = Scale(streams=args.streams, tokens=args.tokens, random_faults_s=60 * args.minutes)
+    for number in numbers:
+        if number not in available:
+            outcomes.append(_absent(number))
+            print_outcome(console, outcomes[-1])
+    wanted = [available[number] for number in numbers if number in available]
+    with console.status("starting") as status:
+        runner = Runner(folder=folder, scale=scale, progress=_progress(status, wanted, outcomes))
+        async for outcome in runner.run_all(wanted):
+            outcomes.append(outcome)
+            print_outcome(console, outcome)
+    return outcomes
+
+
+def _progress(status: Status, wanted: Sequence[Scenario], outcomes: Sequence[Outcome]) -> Progress:
+    def show(text: str) -> None:
+        done = sum(outcome.result is not Result.ABSENT for outcome in outcomes)
+        if done < len(wanted):
+            line = wanted[done].promise
+            status.update(f"{done + 1}/{len(wanted)}  {line.number} {line.title}: {text}")
+
+    return show
+
+
+def _absent(number: int) -> Outcome:
+    line = next(line for line in PROMISES if line.number == number)
+    return Outcome(promise=line, result=Result.ABSENT, notes=(why_absent(number),))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    console = Console(stderr=True) if args.json else Console()
+    available = scenarios()
+    if args.list:
+        print_list(console, available)
+        return 0
+    if REDIS_SERVER is None:
+        console.print("chaos: redis-server is not installed: run 'apt-get install redis-server'")
+        return 3
+    with tempfile.TemporaryDirectory(prefix="tandem-chaos-", ignore_cleanup_errors=True) as temporary:
+        folder = args.run_dir or Path(temporary)
+        outcomes = asyncio.run(run(args, chosen(args, available), console, folder))
+    console.print(summary_table(outcomes))
+    if args.json:
+        sys.stdout.write(json_line(outcomes) + "\n")
+    return int(any(outcome.result is Result.BROKEN for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Every fault that Tandem promises to survive: what it promises, and within how many seconds.
+
+The numbers are those of the design's fault table. A scenario is here whether or not anything tests it: one
+without a test is shown as absent, never as kept.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """One line of the table."""
+
+    number: int
+    title: str
+    promise: str
+    bound_s: float | None = None
+    """Longest silence that a client may meet on a machine with a core for each worker; None: not promised."""
+    absent: str = ""
+    """Why nothing tests it."""
+
+
+def _line(number: int, title: str, promise: str, bound_s: float | None = None, *, absent: str = "") -> Promise:
+    return Promise(number=number, title=title, promise=promise, bound_s=bound_s, absent=absent)
+
+
+PROMISES: tuple[Promise, ...] = (
+    _line(0, "no fault", "the same load without a fault is clean; the yardstick of all others"),
+    _line(1, "kill -9 decode, greedy", "every stream goes on elsewhere from its next token", 1.0),
+    _line(2, "kill -9 decode, seeded", "the same text as without the fault", 1.0),
+    _line(3, "kill -9 decode, grammars", "JSON, regex and tool call go on valid and undoubled", 1.0),
+    _line(4, "kill -9 decode, n=4, logprobs", "all choices clean, logprobs unbroken", 1.0),
+    _line(5, "kill -9 decode before its first token", "clean, the first token comes once", 3.0),
+    _line(6, "kill -9 prefill while it computes", "computed again elsewhere", 3.0),
+    _line(7, "kill -9 prefill during a transfer", "partial pages are dropped, decode survives", 3.0),
+    _line(8, "kill -9 prefill before the transfer", "recomputed; the reserved pages come back", 3.0),
+    _line(9, "restart prefill at the same address", "the next request works", 3.0),
+    _line(10, "freeze decode, thaw it later", "streams move; the zombie's late tokens count nothing", 3.0),
+    _line(11, "freeze prefill during a transfer", "as 7, by the deadline", 10.0),
+    _line(12, "all prefill workers dead", "decode workers prefill themselves; no hang", 3.0),
+    _line(13, "all decode workers dead", "streams wait, end by the deadline, and resume when one is back in time"),
+    _line(14, "kill -9 a gateway", "the workers drop its requests, no page leaks, the other gateway serves on", 5.0),
+    _line(15, "kill -9 the router", "gateways route on", absent="the router is a part of the gateway, no process"),
+    _line(16, "Redis killed, restarted empty", "no error; the index is back", 3.0),
+    _line(17, "Redis hangs", "no request waits for it", 1.0),
+    _line(18, "Redis full, then read-only", "as 16", 1.0),
+    _line(19, "Redis poisoned", "a wrong hint is a miss, never a wrong answer", 1.0),
+    _line(20, "Redis and a decode worker die together", "as 1 and 16", 3.0),
+    _line(21, "gateway cut off from one worker", "streams move; what arrives late is ignored", 3.0),
+    _line(22, "prefill cut off from decode", "another pair, or local prefill", 10.0),
+    _line(23, "loss, delay, a slow line between peers", "slower, clean"),
+    _line(24, "transferred pages corrupted", "seen by digest and recomputed; text clean", 3.0),
+    _line(25, "a push that comes after its grant", "refused by its time; never in another's page"),
+    _line(26, "arrivals lost, doubled, reordered", "idempotent; what is lost is swept"),
+    _line(27, "clients leave at every stage", "aborted everywhere, pages free"),
+    _line(28, "1,000 clients leave at once", "free pages return to the exact number", 5.0),
+    _line(29, "a client reads a byte per second", "bounded memory, other streams unaffected"),
+    _line(30, "a step raises for one request", "this one fails, the others go on"),
+    _line(31, "device error in the engine", "the worker exits, streams move", 3.0),
+    _line(32, "the engine dies, its service lives", "found out at once", 2.0),
+    _line(33, "engine loop blocked", "treated as a frozen worker", 3.0),
+    _line(34, "KV pages exhausted", "retract and recompute; no deadlock between reservations"),
+    _line(35, "a request that kills workers", "two die, no third; the request is refused and remembered"),
+    _line(36, "SIGTERM under load", "streams finish or move; exit 0 within the grace period"),
+    _line(47, "the wall clock jumps by an hour", "leases are monotonic: nothing expires", 1.0),
+    _line(48, "DNS of a peer changes", "known connections live", absent="workers register addresses, not names"),
+    _line(49, "a gateway without file descriptors", "it refuses and recovers"),
+    _line(50, "two workers with one name", "the newest wins, the older is told to exit", 3.0),
+    _line(51, "decode with another page layout", "never paired; equals are", 0.0),
+    _line(52, "decode with other weights", "never paired; equals are", 0.0),
+    _line(54, "every idle connection is cut", "the next request works", 3.0),
+    _line(56, "random faults", "no wrong token, no hang, every request answered", 10.0),
+)
+
+
+def promise(number: int) -> Promise:
+    """Raises `KeyError` for a number that is not in the table."""
+    return {line.number: line for line in PROMISES}[number]

@@ -1,0 +1,157 @@
+"""An engine process that commits faults when told to: `tandem_engine.cli serve` with knobs.
+
+    python -m tandem_testing.chaos.engine_main KNOBS_FILE --model … (the flags of `serve`)
+
+The product's own parts do all the work; these stand around them, at the seams the product defines:
+
+    FaultyTransport   around `KvTransport`, whose contract it keeps
+    FaultyForward     around `ModelRunner.forward`
+"""
+
+import os
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tandem_engine import cli
+from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.nixl import transport as nixl_transport
+from tandem_engine.disaggregation.transport import Arrived, Digests, KvTransport, PagePool, Push, TransportEvent
+from tandem_engine.executor.runner import ModelRunner
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import Hello
+from tandem_engine.names import PageId
+from tandem_testing.chaos.knobs import KnobReader
+
+KILLED = signal.SIGKILL
+
+
+class InjectedFaultError(Exception):
+    """A step failed because a scenario wanted it to."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FaultyTransport:
+    """A real transport with a bad day. Belongs to the scheduler thread."""
+
+    inner: KvTransport
+    pool: PagePool
+    clock: Clock
+    knobs: KnobReader
+    _held: deque[tuple[float, Push]] = field(default_factory=deque)
+
+    def hello(self) -> Hello:
+        return self.inner.hello()
+
+    def rename(self, me: Peer) -> None:
+        self.inner.rename(me)
+
+    def connect(self, hello: Hello) -> None:
+        self.inner.connect(hello)
+
+    def forget(self, incarnation: str) -> None:
+        self.inner.forget(incarnation)
+
+    def push(self, push: Push) -> None:
+        knobs = self.knobs.now()
+        if knobs.die_at == "before-push":
+            self._die("before-push")
+        if knobs.hold_push_s:
+            self.knobs.note("hold_push")
+            self._held.append((self.clock.now() + knobs.hold_push_s, push))
+            return
+        self.inner.push(push)
+        if knobs.die_at == "push":
+            self._die("push")
+
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
+        if self.knobs.take("corrupt"):
+            self.pool.bytes_view()[pages[0]] ^= 0x5A
+        self.inner.digest(room, generation, pages)
+
+    def expect(self, transfers: int) -> None:
+        self.inner.expect(transfers)
+
+    def poll(self) -> list[TransportEvent]:
+        knobs = self.knobs.now()
+        if knobs.block_s and self.knobs.take("block_s"):
+            time.sleep(knobs.block_s)
+        while self._held and self.clock.now() >= self._held[0][0]:
+            self.inner.push(self._held.popleft()[1])
+        events = self.inner.poll()
+        if knobs.die_at == "digest" and any(isinstance(event, Digests) for event in events):
+            self._die("digest")
+        return self._disturbed(events)
+
+    def fileno(self) -> int:
+        return self.inner.fileno()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _disturbed(self, events: list[TransportEvent]) -> list[TransportEvent]:
+        told: list[TransportEvent] = []
+        for event in events:
+            if not isinstance(event, Arrived):
+                told.append(event)
+            elif self.knobs.take("lose_arrivals"):
+                continue
+            else:
+                told += [event] * (3 if self.knobs.take("repeat_arrivals") else 1)
+        if sum(isinstance(event, Arrived) for event in told) > 1 and self.knobs.take("reverse_arrivals"):
+            told.reverse()
+        return told
+
+    def _die(self, at: str) -> None:
+        self.knobs.note(at)
+        os.kill(os.getpid(), KILLED)
+
+
+@dataclass(kw_only=True, slots=True)
+class FaultyForward:
+    """Fails steps that a poisoned request takes part in."""
+
+    knobs: KnobReader
+
+    def before(self, batch: ForwardBatch) -> None:
+        knobs = self.knobs.now()
+        if knobs.poison < 0 or not bool((batch.input_ids == knobs.poison).any()):
+            return
+        self.knobs.note("poison")
+        if knobs.poison_effect == "die":
+            os.kill(os.getpid(), KILLED)
+        if knobs.poison_effect == "device-lost":
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered (injected)")
+        raise InjectedFaultError(f"step {batch.step} has token {knobs.poison}")
+
+
+def install(knobs: KnobReader) -> None:
+    """Put the faulty parts around the real ones. Before anything is built, and for the life of the process."""
+    real_transport, real_forward = nixl_transport.NixlTransport, ModelRunner.forward
+    faulty = FaultyForward(knobs=knobs)
+
+    def build(*, me: Peer, pool: PagePool, clock: Clock) -> FaultyTransport:
+        return FaultyTransport(inner=real_transport(me=me, pool=pool, clock=clock), pool=pool, clock=clock, knobs=knobs)
+
+    def forward(runner: ModelRunner, batch: ForwardBatch) -> ForwardResult:
+        faulty.before(batch)
+        return real_forward(runner, batch)
+
+    nixl_transport.NixlTransport = build  # type: ignore[assignment, misc]
+    ModelRunner.forward = forward  # type: ignore[method-assign]
+
+
+def main(argv: list[str]) -> int:
+    knobs_file, *flags = argv
+    install(KnobReader(path=Path(knobs_file)))
+    return cli.main(["serve", *flags])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,128 @@
+"""Workers that are killed in the middle of something (0 to 6, 9, 32)."""
+
+from tandem_testing.chaos.fleet import Worker
+from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.streams import Ask, Kind, Load
+from tandem_testing.waiting import until
+
+COMPUTING_TIMEOUT_S = 60.0
+LONG_PROMPT = 700
+"""Words: several chunks, so that prefill takes a while."""
+
+
+async def kill_busiest_decode(run: Run, wanted: list[Ask]) -> None:
+    """Load, and the death of the decode worker that has most of it."""
+    lost = await run.lost_attempts()
+
+    async def fault(load: Load) -> None:
+        victim = await run.fleet.busiest("decode")
+        victim.kill()
+
+    await run.under_fault(wanted, fault, speaking=max(2, len(wanted) // 3))
+    run.expect(await run.lost_attempts() > lost, "no stream was on the worker that died")
+
+
+@scenario(0)
+async def nothing_happens(run: Run) -> None:
+    async def fault(load: Load) -> None:
+        return
+
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
+
+
+@scenario(1, quick=True)
+async def a_decode_worker_dies(run: Run) -> None:
+    await kill_busiest_decode(run, run.asks(Kind.GREEDY, Kind.PLAIN))
+
+
+@scenario(2, quick=True)
+async def a_decode_worker_dies_under_seeded_sampling(run: Run) -> None:
+    await kill_busiest_decode(run, run.asks(Kind.SEEDED))
+
+
+@scenario(3)
+async def a_decode_worker_dies_under_grammars(run: Run) -> None:
+    await kill_busiest_decode(run, run.asks(Kind.SCHEMA, Kind.REGEX, Kind.TOOL))
+
+
+@scenario(4)
+async def a_decode_worker_dies_under_choices_with_logprobs(run: Run) -> None:
+    await kill_busiest_decode(run, run.asks(Kind.CHOICES, count=max(2, run.scale.streams // 4)))
+
+
+@scenario(5)
+async def a_decode_worker_dies_between_the_transfer_and_its_first_token(run: Run) -> None:
+    victim = run.fleet.of_role("decode")[0]
+    victim.knobs.turn(die_at="digest")
+    async with run.load() as load:
+        load.send(run.asks(Kind.GREEDY, Kind.CHOICES, count=max(8, run.scale.streams // 2)))
+        await until(lambda: victim.knobs.committed("digest") > 0, COMPUTING_TIMEOUT_S, "a transfer is complete")
+        died = run.now()
+        victim.knobs.turn()
+        await run.judge(await load.gathered(), after=died)
+
+
+@scenario(6, quick=True)
+async def a_prefill_worker_dies_while_it_computes(run: Run) -> None:
+    lost = await run.lost_attempts()
+    async with run.load() as load:
+        load.send(run.asks(Kind.PLAIN, tokens=24, prompt_words=LONG_PROMPT, count=max(4, run.scale.streams // 3)))
+        victim = await computing(run)
+        victim.kill()
+        died = run.now()
+        await run.judge(await load.gathered(), after=died)
+    run.expect(await run.lost_attempts() > lost, "no request was on the worker that died")
+
+
+async def computing(run: Run) -> Worker:
+    """A prefill worker that is in the middle of a prompt."""
+    found: list[Worker] = []
+
+    async def busy() -> bool:
+        for worker in run.fleet.of_role("prefill"):
+            report = await run.fleet.audit(worker)
+            if report is not None and report["private_pages"] > 0:
+                found.append(worker)
+        return bool(found)
+
+    await until(busy, COMPUTING_TIMEOUT_S, "a prefill worker computes")
+    return found[0]
+
+
+@scenario(9, quick=True)
+async def a_prefill_worker_is_restarted_at_the_same_address(run: Run) -> None:
+    """All of them, so that the next request has to use one that was."""
+    victims = run.fleet.of_role("prefill")
+    before = await run.fleet.worker_metric("kv_transfers", "decode")
+    async with run.load() as load:
+        load.send(run.asks(count=4, tokens=8, prompt_words=200))
+        await run.judge(await load.gathered())
+    run.expect(await run.fleet.worker_metric("kv_transfers", "decode") > before, "nothing was transferred before")
+    for victim in victims:
+        victim.kill()
+    await until(lambda: not any(victim.part.alive for victim in victims), 10.0, "they are dead")
+    await run.fleet.all_ready(READY_TIMEOUT_S)
+    before = await run.fleet.worker_metric("kv_transfers", "decode")
+    async with run.load() as load:
+        asked = run.now()
+        load.send(run.asks(count=4, tokens=8, prompt_words=200, first=100))
+        await run.judge(await load.gathered(), after=asked)
+
+    async def transferred() -> bool:
+        return await run.fleet.worker_metric("kv_transfers", "decode") > before
+
+    await until(transferred, 10.0, "the restarted worker has transferred")
+
+
+@scenario(32)
+async def an_engine_dies_and_its_service_lives(run: Run) -> None:
+    lost = await run.lost_attempts()
+    victims: list[Worker] = []
+
+    async def fault(load: Load) -> None:
+        victims.append(await run.fleet.busiest("decode"))
+        victims[0].kill_engine()
+
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault, speaking=max(2, run.scale.streams // 3))
+    run.expect(await run.lost_attempts() > lost, "no stream was on the engine that died")
+    run.expect("engine process exited with status -9" in victims[0].part.said(), "its service did not notice")

@@ -1,0 +1,37 @@
+"""Workers that are told to leave under load (36)."""
+
+import signal
+
+from tandem_testing.chaos.fleet import Worker
+from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.streams import Kind, Load
+from tandem_testing.waiting import until
+
+GRACE_S = 45.0
+"""A pod's grace period: the worker's drain time and the end of its engine fit into it."""
+
+
+@scenario(36)
+async def workers_are_told_to_leave_under_load(run: Run) -> None:
+    for role in ("decode", "prefill"):
+        victims: list[Worker] = []
+        told = 0.0
+
+        async def fault(load: Load, role: str = role, victims: list[Worker] = victims) -> None:
+            nonlocal told
+            busy = ("num_requests_running", "num_requests_waiting", "num_requests_inflight")
+            victims.append(await run.fleet.busiest(role, *busy))
+            victims[0].part.send(signal.SIGTERM)
+            told = run.now()
+
+        run.salt += f"-{role}"
+        words = 60 if role == "decode" else 500
+        starts = {worker.id: worker.part.starts for worker in run.fleet.workers}
+        await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED, prompt_words=words), fault)
+        (victim,) = victims
+        await until(lambda: victim.part.starts > starts[victim.id], READY_TIMEOUT_S, f"{victim.id} has left")  # noqa: B023
+        left = run.now() - told
+        run.expect(victim.part.last_status == 0, f"{victim.id} exited with status {victim.part.last_status}")
+        run.expect(left <= run.slowness.allowed(GRACE_S), f"{victim.id} was gone only after {left:.0f} s")
+        run.notes.append(f"{victim.id} was gone and started again {left:.1f} s after SIGTERM")
+        await run.fleet.all_ready(READY_TIMEOUT_S)

@@ -1,0 +1,72 @@
+"""A role without workers, and memory without room (12, 13, 34)."""
+
+import asyncio
+
+from tandem_testing.chaos.fleet import ENGINE_FLAGS, Shape
+from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.streams import Kind, Load
+from tandem_testing.waiting import until
+
+END_WITHIN_S = 15.0
+"""The gateway waits 8 s for a worker after a failure; then a client is told."""
+SMALL = Shape(engine_flags=("--num-pages", "160"))
+
+
+@scenario(12)
+async def all_prefill_workers_die(run: Run) -> None:
+    async def fault(load: Load) -> None:
+        for worker in run.fleet.of_role("prefill"):
+            worker.kill()
+
+    with run.fleet.no_restarts():
+        await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN, prompt_words=200), fault)
+        async with run.load() as load:
+            asked = run.now()
+            load.send(run.asks(Kind.PLAIN, count=4, tokens=16, prompt_words=200, first=200))
+            await run.judge(await load.gathered(), after=asked)
+
+
+@scenario(13)
+async def all_decode_workers_die(run: Run) -> None:
+    """Held down, every stream ends soon and says why; brought back, they serve as before."""
+    died = 0.0
+    async with run.load() as load:
+        load.send(run.asks(Kind.GREEDY, Kind.PLAIN))
+        await until(lambda: load.speaking >= 2, 60.0, "streams speak")
+        with run.fleet.no_restarts():
+            for worker in run.fleet.of_role("decode"):
+                worker.kill()
+            died = run.now()
+            answers = await load.gathered()
+            load.send(run.asks(Kind.PLAIN, count=2, first=300))
+            late = (await load.gathered())[-2:]
+    cut = [answer for answer in answers if answer.error is not None]
+    run.expect(cut, "no stream was cut: the fault came too late")
+    for answer in cut:
+        run.expect("No worker can take" in str(answer.error), f"a stream was not told why: {answer.error}")
+        run.expect(answer.error_events <= 1, f"{answer.error_events} error events in one stream")
+        waited = answer.ended - died
+        allowed = run.slowness.allowed(END_WITHIN_S)
+        run.expect(waited < allowed, f"a stream hung for {waited:.0f} s, {allowed:.0f} s are allowed")
+    await run.judge([answer for answer in answers if answer.error is None])
+    for answer in late:
+        run.expect(answer.status == 503, f"a new request got {answer.status} instead of 503: {answer.error}")
+    await run.fleet.all_ready(READY_TIMEOUT_S)
+    await run.works(8)
+
+
+@scenario(34, shape=SMALL)
+async def kv_pages_are_exhausted(run: Run) -> None:
+    """Together the streams need several times the pages of a decode worker."""
+    page = 16
+    load = run.asks(Kind.GREEDY, Kind.PLAIN, Kind.SEEDED, count=max(24, run.scale.streams))
+    needed = sum(len(ask.prompt.split()) + ask.max_tokens for ask in load) // page
+    run.notes.append(f"about {needed} pages needed, {2 * 159} there; flags {' '.join(ENGINE_FLAGS[2:4])} overridden")
+    async with run.load() as clients:
+        clients.send(load)
+        await run.judge(await clients.gathered())
+    retracted = await run.fleet.worker_metric("num_preemptions_total")
+    waited = needed > 2 * 159
+    run.expect(retracted > 0 or waited, "memory never was short")
+    run.notes.append(f"{retracted:g} retractions")
+    await asyncio.sleep(0)

@@ -1,0 +1,137 @@
+"""Redis killed, hanging, full, read-only, poisoned (16 to 20)."""
+
+import asyncio
+
+import redis.asyncio
+
+from tandem_services.router.keys import Keys
+from tandem_testing.chaos.scenario import Run, scenario
+from tandem_testing.chaos.streams import Kind, Load
+from tandem_testing.waiting import until
+
+INDEX_BACK_S = 30.0
+POISONINGS = 6
+
+
+async def steady(run: Run, load: Load) -> None:
+    """More requests while the fault lasts: they are routed without Redis."""
+    load.send(run.asks(Kind.PLAIN, count=8, tokens=32, first=400))
+    await until(lambda: load.begun >= len(load.answers), 90.0, "the new ones speak")
+
+
+async def routed_by_redis(run: Run) -> bool:
+    """Whether every gateway asks Redis where to send a request."""
+    sources = [attempt["source"] for answer in await run.works(4) for attempt in await run.attempts(answer)]
+    return bool(sources) and set(sources) == {"redis"}
+
+
+async def back_in_use(run: Run) -> None:
+    began = run.now()
+    await until(lambda: routed_by_redis(run), 90.0, "Redis is asked again")
+    took, allowed = run.now() - began, run.slowness.allowed(INDEX_BACK_S)
+    run.expect(took <= allowed, f"Redis was used again after {took:.0f} s, {allowed:.0f} s are allowed")
+    run.notes.append(f"Redis is asked again after {took:.1f} s")
+
+
+@scenario(16, quick=True)
+async def redis_is_killed_and_comes_back_empty(run: Run) -> None:
+    async def fault(load: Load) -> None:
+        run.fleet.redis.kill()
+        await steady(run, load)
+        await asyncio.to_thread(run.fleet.redis.restart)
+
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
+    await back_in_use(run)
+
+
+@scenario(17)
+async def redis_hangs(run: Run) -> None:
+    async def fault(load: Load) -> None:
+        run.fleet.redis.pause()
+        await steady(run, load)
+        run.fleet.redis.resume()
+
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
+    await back_in_use(run)
+
+
+@scenario(18)
+async def redis_is_full_then_read_only(run: Run) -> None:
+    server = run.fleet.redis
+
+    async def fault(load: Load) -> None:
+        server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        server.command("CONFIG", "SET", "maxmemory", "1")
+        await steady(run, load)
+        server.command("CONFIG", "SET", "maxmemory", "0")
+        server.command("REPLICAOF", "127.0.0.1", "1")
+        load.send(run.asks(Kind.PLAIN, count=8, tokens=32, first=440))
+        await until(lambda: load.begun >= len(load.answers), 90.0, "the new ones speak")
+        server.command("REPLICAOF", "NO", "ONE")
+
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
+    run.notes.append("a failover with MOVED needs a Redis cluster and is not tested")
+    await back_in_use(run)
+
+
+@scenario(19)
+async def redis_is_poisoned(run: Run) -> None:
+    starts = [part.starts for part in run.fleet.parts()]
+
+    async def fault(load: Load) -> None:
+        client = redis.asyncio.Redis(port=run.fleet.redis.port)
+        try:
+            for step in range(POISONINGS):
+                await poison(client, Keys("chaos"), step)
+                load.send(run.asks(Kind.PLAIN, count=2, tokens=16, first=450 + 2 * step))
+                await asyncio.sleep(0.5)
+        finally:
+            await client.aclose()
+
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
+    run.expect([part.starts for part in run.fleet.parts()] == starts, "a process died of what Redis said")
+    await back_in_use(run)
+
+
+async def poison(client: "redis.asyncio.Redis", keys: Keys, step: int) -> None:
+    """One kind of rubbish after the other, where the router and the workers read."""
+    fleet, owner, _, meta = keys.shared
+    incarnations = [name.decode() for name in await client.hkeys(fleet)] if await client.type(fleet) == b"hash" else []
+    match step:
+        case 0:  # everybody seems to have everybody's blocks
+            sets = [keys.blocks(name) for name in incarnations]
+            for name in sets:
+                await client.sunionstore(name, *sets)
+        case 1:  # wrong types
+            for name in incarnations:
+                await client.delete(keys.blocks(name))
+                await client.rpush(keys.blocks(name), "x", "y")
+                await client.set(keys.cursor(name), "rubbish")
+        case 2:  # rows that mean nothing, and workers that never were
+            for name in [*incarnations, "ghost-0@9999999999999999999", "no incarnation", ""]:
+                await client.hset(fleet, name, b"\xff" * 400)
+            await client.hset(owner, "decode-0", "ghost-0@1")
+        case 3:  # an epoch of another time
+            await client.hset(meta, mapping={"epoch": "rubbish", "generation": "-7", "last_call": "1e300"})
+        case 4:  # huge
+            await client.hset(fleet, mapping={f"many-{number}@1": b"x" for number in range(20_000)})
+            await client.hset(keys.worker("decode-0"), mapping={f"f{number}": "x" * 50 for number in range(5_000)})
+        case _:  # not even a hash
+            await client.delete(fleet)
+            await client.rpush(fleet, "a", "list")
+
+
+@scenario(20)
+async def redis_and_a_decode_worker_die_together(run: Run) -> None:
+    lost = await run.lost_attempts()
+
+    async def fault(load: Load) -> None:
+        victim = await run.fleet.busiest("decode")
+        run.fleet.redis.kill()
+        victim.kill()
+        await steady(run, load)
+        await asyncio.to_thread(run.fleet.redis.restart)
+
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED), fault, speaking=max(2, run.scale.streams // 3))
+    run.expect(await run.lost_attempts() > lost, "no stream was on the worker that died")
+    await back_in_use(run)

@@ -1,0 +1,76 @@
+"""KV on its way from prefill to decode (7, 8, 24 to 26)."""
+
+from collections.abc import Sequence
+
+from tandem_testing.chaos.fleet import Worker
+from tandem_testing.chaos.scenario import Run, scenario
+from tandem_testing.chaos.streams import Ask, Kind
+from tandem_testing.waiting import until
+
+FAULT_TIMEOUT_S = 60.0
+
+
+def prompts(run: Run) -> list[Ask]:
+    """Prompts of several pages and chunks, so that there is something to transfer."""
+    return run.asks(Kind.GREEDY, Kind.PLAIN, tokens=32, prompt_words=400, count=max(8, run.scale.streams // 2))
+
+
+async def with_knobs(run: Run, workers: Sequence[Worker], fault: str, **knobs: int | float | str) -> None:
+    """Load while `workers` have these knobs; the first `fault` committed is the moment that silences count from."""
+    before = sum(worker.knobs.committed(fault) for worker in workers)
+
+    def happened() -> bool:
+        return sum(worker.knobs.committed(fault) for worker in workers) > before
+
+    for worker in workers:
+        worker.knobs.turn(**knobs)
+    async with run.load() as load:
+        load.send(prompts(run))
+        await until(lambda: happened() or load.finished, FAULT_TIMEOUT_S, fault)
+        since = run.now()
+        if "die_at" in knobs:
+            # One death is the scenario; the worker that takes its place shall live.
+            for worker in workers:
+                worker.knobs.turn()
+        await run.judge(await load.gathered(), after=since)
+    for worker in workers:
+        worker.knobs.turn()
+    run.expect(happened(), f"the fault never happened: {fault}")
+
+
+@scenario(7)
+async def a_prefill_worker_dies_during_a_transfer(run: Run) -> None:
+    starts = {worker.id: worker.part.starts for worker in run.fleet.of_role("decode")}
+    await with_knobs(run, run.fleet.of_role("prefill")[:1], "push", die_at="push")
+    for worker in run.fleet.of_role("decode"):
+        run.expect(worker.part.starts == starts[worker.id], f"{worker.id} died with its peer")
+
+
+@scenario(8)
+async def a_prefill_worker_dies_before_a_transfer(run: Run) -> None:
+    await with_knobs(run, run.fleet.of_role("prefill")[:1], "before-push", die_at="before-push")
+
+
+@scenario(24)
+async def transferred_pages_are_corrupt(run: Run) -> None:
+    before = await run.fleet.worker_metric("kv_digest_mismatches", "decode")
+    await with_knobs(run, run.fleet.of_role("decode"), "corrupt", corrupt=3)
+    seen = await run.fleet.worker_metric("kv_digest_mismatches", "decode") - before
+    committed = sum(worker.knobs.committed("corrupt") for worker in run.fleet.of_role("decode"))
+    run.expect(seen > 0, "no digest mismatch was counted")
+    run.notes.append(f"{committed} transfers corrupted in all, {seen:g} mismatches counted in this run")
+
+
+@scenario(25)
+async def a_push_comes_after_its_grant(run: Run) -> None:
+    """Held back longer than a grant is valid and a hold lasts."""
+    await with_knobs(run, run.fleet.of_role("prefill"), "hold_push", hold_push_s=12.0)
+    await run.works()
+
+
+@scenario(26)
+async def arrivals_are_lost_doubled_and_reordered(run: Run) -> None:
+    receivers = run.fleet.of_role("decode")
+    await with_knobs(run, receivers, "repeat_arrivals", repeat_arrivals=20, reverse_arrivals=20)
+    run.salt += "-lost"
+    await with_knobs(run, receivers, "lose_arrivals", lose_arrivals=2)

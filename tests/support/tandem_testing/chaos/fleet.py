@@ -1,0 +1,385 @@
+"""A whole Tandem of real processes that can be hurt one at a time.
+
+    start     Redis, workers, gateways, each by the command that a pod runs; ready when every gateway routes
+    use       over HTTP as clients do; hurt by pid, by knob, by proxy
+    keep      a keeper restarts what died, half a second later, as a kubelet does; `no_restarts` stops it
+    close     SIGKILL by pid, for everything that was started here
+
+`tandem up` starts the same processes. It is not used here because it restarts with pauses that double, starts one
+gateway, and lets nobody stand between two processes.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.ipc.parent import die_with_parent
+from tandem_services.cli.bundled import bundled_model
+from tandem_services.common.ports import free_port
+from tandem_testing.chaos.knobs import KnobFile
+from tandem_testing.chaos.worker_main import WorkerSettings
+from tandem_testing.redis_server import RedisServer
+from tandem_testing.system import tandem_command
+from tandem_testing.tcp_proxy import TcpProxy
+from tandem_testing.waiting import until
+
+START_TIMEOUT_S = 120.0
+RESTART_AFTER_S = 0.5
+KEEPER_POLL_S = 0.05
+ENGINE_FLAGS = (
+    *("--threads", "1"),
+    *("--num-pages", "2048"),
+    *("--dtype", "float32"),
+    # A long prompt takes several steps, so that there is a middle to interrupt.
+    *("--chunked-prefill-size", "256"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a fleet consists of."""
+
+    prefill: int = 2
+    decode: int = 2
+    both: int = 0
+    gateways: int = 2
+    proxied: bool = False
+    """Proxies stand before every worker and before Redis."""
+    engine_flags: tuple[str, ...] = ()
+    """Added to `ENGINE_FLAGS`."""
+
+    @property
+    def workers(self) -> int:
+        return self.prefill + self.decode + self.both
+
+
+@dataclass(kw_only=True, slots=True)
+class Part:
+    """One process and the command that starts it again."""
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    kept: bool = True
+    """The keeper restarts it."""
+    process: "subprocess.Popen[bytes] | None" = None
+    starts: int = 0
+    last_status: int | None = None
+    """Exit status of the process before this one."""
+    before_exec: Callable[[], None] = die_with_parent
+
+    def start(self) -> None:
+        if self.process is not None:
+            self.last_status = self.process.returncode
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=self.before_exec,  # noqa: PLW1509  only prctl and setrlimit run between fork and exec
+            )
+        self.starts += 1
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, f"{self.name} has not been started"
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        if self.alive:
+            os.kill(self.pid, number)
+
+    def log_size(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def said(self, since: int = 0) -> str:
+        """Its log from byte `since` on."""
+        return self.log.read_bytes()[since:].decode("utf-8", "replace") if self.log.exists() else ""
+
+
+@dataclass(kw_only=True, slots=True)
+class Worker:
+    """One worker: a service process with an engine process below it."""
+
+    part: Part
+    role: str
+    url: str
+    knobs: KnobFile
+    settings: WorkerSettings
+    request_line: TcpProxy | None = None
+    """From gateways to its engine, in a proxied fleet."""
+    peer_line: TcpProxy | None = None
+
+    @property
+    def id(self) -> str:
+        return self.part.name
+
+    def engine_pids(self) -> list[int]:
+        """Of the engine; more than one with several ranks."""
+        try:
+            children = Path(f"/proc/{self.part.pid}/task/{self.part.pid}/children").read_text("ascii")
+        except FileNotFoundError:
+            return []
+        return [int(pid) for pid in children.split()]
+
+    def signal_engine(self, number: signal.Signals) -> None:
+        for pid in self.engine_pids():
+            os.kill(pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL both processes, as when a pod vanishes."""
+        engines = self.engine_pids()
+        self.part.send(signal.SIGKILL)
+        for pid in engines:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill_engine(self) -> None:
+        self.signal_engine(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        self.part.send(signal.SIGSTOP)
+        self.signal_engine(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.signal_engine(signal.SIGCONT)
+        self.part.send(signal.SIGCONT)
+
+
+@dataclass(kw_only=True, slots=True)
+class Gateway:
+    part: Part
+    url: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Fleet:
+    """Belongs to one event loop. Use `Fleet.running`."""
+
+    folder: Path
+    shape: Shape
+    redis: RedisServer
+    redis_line: TcpProxy | None = None
+    workers: list[Worker] = field(default_factory=list)
+    gateways: list[Gateway] = field(default_factory=list)
+    http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=httpx.Timeout(10.0, pool=None)))
+    model: str = "tandem-mini"
+    _keeper: "asyncio.Task[None] | None" = None
+    _restarting: bool = True
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(cls, folder: Path, shape: Shape) -> "AsyncIterator[Fleet]":
+        """Raises `AssertionError` with the logs when it does not come up."""
+        fleet = cls(folder=folder, shape=shape, redis=await asyncio.to_thread(RedisServer.start))
+        try:
+            await fleet.launch()
+            await fleet.all_ready(START_TIMEOUT_S)
+            yield fleet
+        finally:
+            await fleet.close()
+
+    async def launch(self) -> None:
+        """Start every process without waiting for any."""
+        KeyPair.generate().save(self._keys)
+        if self.shape.proxied:
+            self.redis_line = await TcpProxy.open(lambda: ("127.0.0.1", self.redis.port))
+        for role in ("prefill", "decode", "both"):
+            for number in range(getattr(self.shape, role)):
+                await self.add_worker(f"{role}-{number}", role)
+        for number in range(self.shape.gateways):
+            self.add_gateway(f"gateway-{number}")
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def add_worker(self, name: str, role: str, *, kept: bool = True, **settings: Any) -> Worker:
+        """One more worker; `settings` replace fields of `WorkerSettings`."""
+        knobs = KnobFile(path=self.folder / f"{len(self.workers)}-{name}.knobs")
+        configured = WorkerSettings(
+            worker_id=name,
+            role=role,
+            model=str(bundled_model()),
+            model_name=self.model,
+            redis_url=self.redis_url,
+            cluster="chaos",
+            curve_keys=str(self._keys),
+            health_port=free_port(),
+            request_port=free_port(),
+            peer_port=free_port(),
+            engine_flags=(*ENGINE_FLAGS, *self.shape.engine_flags, "--crash-dump-folder", str(self.folder)),
+            knobs=str(knobs.path),
+            clock_file=str(self.clock_file),
+        )
+        request_line, peer_line = None, None
+        if self.shape.proxied:
+            request_line = await TcpProxy.open(lambda: ("127.0.0.1", configured.request_port))
+            peer_line = await TcpProxy.open(lambda: ("127.0.0.1", configured.peer_port))
+            settings |= {"request_proxy": request_line.port, "peer_proxy": peer_line.port}
+        configured = msgspec.structs.replace(configured, **settings)
+        file = knobs.path.with_suffix(".json")
+        file.write_bytes(msgspec.json.encode(configured))
+        argv = [sys.executable, "-m", "tandem_testing.chaos.worker_main", str(file)]
+        part = Part(name=name, argv=argv, log=file.with_suffix(".log"), kept=kept)
+        worker = Worker(
+            part=part,
+            role=role,
+            url=f"http://127.0.0.1:{configured.health_port}",
+            knobs=knobs,
+            settings=configured,
+            request_line=request_line,
+            peer_line=peer_line,
+        )
+        part.start()
+        self.workers.append(worker)
+        return worker
+
+    def add_gateway(self, name: str, *, before_exec: Callable[[], None] = die_with_parent) -> Gateway:
+        port = free_port()
+        argv = tandem_command(
+            *("gateway", "--port", str(port), "--redis-url", self.redis_url, "--cluster", "chaos"),
+            *("--curve-keys", str(self._keys), "--model", str(bundled_model()), "--served-model-name", self.model),
+        )
+        part = Part(name=name, argv=argv, log=self.folder / f"{name}.log", before_exec=before_exec)
+        part.start()
+        gateway = Gateway(part=part, url=f"http://127.0.0.1:{port}")
+        self.gateways.append(gateway)
+        return gateway
+
+    async def remove_worker(self, worker: Worker) -> None:
+        """Kill a worker that `add_worker` has added and forget it."""
+        self.workers.remove(worker)
+        worker.thaw()
+        worker.kill()
+        for line in (worker.request_line, worker.peer_line):
+            if line is not None:
+                await line.close()
+
+    def remove_gateway(self, gateway: Gateway) -> None:
+        self.gateways.remove(gateway)
+        gateway.part.send(signal.SIGKILL)
+
+    @property
+    def redis_url(self) -> str:
+        port = self.redis.port if self.redis_line is None else self.redis_line.port
+        return f"redis://127.0.0.1:{port}/0"
+
+    def of_role(self, role: str) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role == role]
+
+    @contextlib.contextmanager
+    def no_restarts(self) -> Iterator[None]:
+        """What dies stays dead until the end of the block."""
+        self._restarting = False
+        try:
+            yield
+        finally:
+            self._restarting = True
+
+    # What it says of itself
+
+    async def metric(self, url: str, name: str) -> float:
+        """Sum of a metric's series; 0 while the process does not answer."""
+        try:
+            text = (await self.http.get(f"{url}/metrics")).text
+        except httpx.TransportError:
+            return 0.0
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+    async def gateway_metric(self, name: str) -> float:
+        return sum([await self.metric(gateway.url, name) for gateway in self.gateways])
+
+    async def worker_metric(self, name: str, role: str = "") -> float:
+        chosen = self.of_role(role) if role else self.workers
+        return sum([await self.metric(worker.url, f"tandem_worker_{name}") for worker in chosen])
+
+    async def busiest(self, role: str, *metrics: str) -> Worker:
+        """The worker of `role` with most requests in the named gauges (default: running)."""
+        names = metrics or ("num_requests_running",)
+        loads = {
+            worker.id: sum([await self.metric(worker.url, f"tandem_worker_{name}") for name in names])
+            for worker in self.of_role(role)
+        }
+        return max(self.of_role(role), key=lambda worker: loads[worker.id])
+
+    async def is_ready(self, url: str) -> bool:
+        try:
+            return (await self.http.get(f"{url}/ready")).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def audit(self, worker: Worker) -> dict[str, Any] | None:
+        """What the engine of this worker counts; None while it cannot tell."""
+        try:
+            response = await self.http.get(f"{worker.url}/audit")
+        except httpx.HTTPError:
+            return None
+        return dict(response.json()) if response.status_code == 200 else None
+
+    async def all_ready(self, timeout_s: float) -> None:
+        """Every process lives, is registered, and every gateway sees every worker."""
+
+        async def ready() -> bool:
+            parts = [part.alive for part in self.parts()]
+            urls = [owner.url for owner in (*self.workers, *self.gateways)]
+            return all(parts) and all(await asyncio.gather(*map(self.is_ready, urls)))
+
+        await until(ready, timeout_s, "every process ready", self.logs)
+
+    def parts(self) -> list[Part]:
+        return [owner.part for owner in (*self.workers, *self.gateways)]
+
+    def logs(self, lines: int = 12) -> str:
+        """The end of every log."""
+        tails = {part.name: part.said().splitlines()[-lines:] for part in self.parts()}
+        return "\n".join(f"--- {name}\n" + "\n".join(tail) for name, tail in tails.items())
+
+    async def close(self) -> None:
+        """End everything. Idempotent."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        for gateway in [*self.gateways]:
+            self.remove_gateway(gateway)
+        for worker in [*self.workers]:
+            await self.remove_worker(worker)
+        if self.redis_line is not None:
+            await self.redis_line.close()
+        self.redis.resume()
+        self.redis.stop()
+        await self.http.aclose()
+
+    @property
+    def clock_file(self) -> Path:
+        """Seconds by which the wall clock of the worker services is wrong; absent: none."""
+        return self.folder / "clock"
+
+    @property
+    def _keys(self) -> Path:
+        return self.folder / "keys.json"
+
+    async def _keep(self) -> None:
+        died: dict[int, float] = {}
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(KEEPER_POLL_S)
+            for part in self.parts():
+                if part.alive or not part.kept or not self._restarting:
+                    continue
+                if loop.time() - died.setdefault(id(part), loop.time()) >= RESTART_AFTER_S:
+                    del died[id(part)]
+                    part.start()

@@ -1,0 +1,56 @@
+"""How much slower than promised this machine may be.
+
+Promises of recovery are made for a machine on which every worker has a core of its own. Recovery is computing
+(prompts are prefilled again), so on fewer cores, or beside other programs, it takes longer by
+
+    slowness = max(1, workers / cores) * contention
+
+`contention` is measured before every scenario: a second's worth of work spread over all cores, its time on the
+wall divided by its time on a processor. 1 on an idle machine; the fleet is idle when it is measured.
+A recovery is in time when it is below `bound * slowness + quiet`, with `quiet` the longest silence of the same
+kind of load without any fault (scenario 0). Reports always show the measured seconds and the bare bound.
+"""
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+
+WORK_S = 0.3
+PROBE = f"""
+import time
+wall, cpu = time.perf_counter(), time.process_time()
+while time.process_time() - cpu < {WORK_S}:
+    pass
+print((time.perf_counter() - wall) / (time.process_time() - cpu))
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slowness:
+    """What stretches the bounds of one scenario."""
+
+    cores: int
+    workers: int
+    contention: float
+    quiet_s: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        return max(1.0, self.workers / self.cores) * max(1.0, self.contention)
+
+    def allowed(self, bound_s: float) -> float:
+        """Seconds that a recovery promised within `bound_s` may take here."""
+        return bound_s * self.factor + self.quiet_s
+
+
+async def measure(workers: int, quiet_s: float) -> Slowness:
+    cores = len(os.sched_getaffinity(0))
+    contention = await asyncio.gather(*(_probe() for _ in range(cores)))
+    return Slowness(cores=cores, workers=workers, contention=max(contention), quiet_s=quiet_s)
+
+
+async def _probe() -> float:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", PROBE, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    return float(out)

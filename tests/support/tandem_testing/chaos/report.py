@@ -1,0 +1,93 @@
+"""Outcomes for people and for machines."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem_testing.chaos.compare import Damage
+from tandem_testing.chaos.runner import Outcome
+from tandem_testing.chaos.scenario import Result
+
+COLOURS = {Result.KEPT: "green", Result.BROKEN: "bold red", Result.ABSENT: "yellow"}
+
+
+def print_outcome(console: Console, outcome: Outcome) -> None:
+    """One line, and a line for each reason why a promise is broken."""
+    colour = COLOURS[outcome.result]
+    line = outcome.promise
+    console.print(
+        f"[{colour}]{outcome.result.value:7}[/] {line.number:>3}  {line.title:42} {_recovery(outcome):>9}"
+        f"   {outcome.requests:4d} requests   {outcome.seconds:5.0f} s",
+        highlight=False,
+    )
+    for problem in outcome.problems:
+        console.print(f"             {problem}", style="red", markup=False, highlight=False)
+    for note in outcome.notes:
+        console.print(f"             {note}", style="dim", markup=False, highlight=False)
+
+
+def summary_table(outcomes: Sequence[Outcome]) -> Table:
+    """Promise, result, recovery and bound of each scenario."""
+    table = Table(title="Promises under faults", title_justify="left", header_style="bold")
+    for heading in ("#", "scenario", "promise", "result"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("recovery", "bound", "here"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        line = outcome.promise
+        table.add_row(
+            str(line.number),
+            line.title,
+            line.promise,
+            f"[{COLOURS[outcome.result]}]{outcome.result.value}[/]",
+            _recovery(outcome),
+            _seconds(line.bound_s),
+            _seconds(outcome.allowed_s),
+        )
+    return table
+
+
+def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What `--json` prints: every count that must be zero, and how long clients had to wait."""
+    damage = sum((outcome.damage for outcome in outcomes), Damage())
+    stalls = sorted(stall for outcome in outcomes for stall in outcome.stalls)
+    results = [outcome.result for outcome in outcomes]
+    return {
+        "scenarios": len(outcomes),
+        "kept": results.count(Result.KEPT),
+        "broken": [outcome.promise.number for outcome in outcomes if outcome.result is Result.BROKEN],
+        "absent": [outcome.promise.number for outcome in outcomes if outcome.result is Result.ABSENT],
+        "requests": sum(outcome.requests for outcome in outcomes),
+        "wrong": damage.wrong,
+        "missing": damage.missing,
+        "doubled": damage.doubled,
+        "failed": damage.failed,
+        "leaked": damage.leaked,
+        "recovery": {
+            "p50": _percentile(stalls, 0.50),
+            "p99": _percentile(stalls, 0.99),
+            "max": _percentile(stalls, 1.0),
+        },
+    }
+
+
+def json_line(outcomes: Sequence[Outcome]) -> str:
+    return json.dumps(totals(outcomes))
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float | None:
+    """The smallest value that `share` of all do not exceed; None without any."""
+    if not ordered:
+        return None
+    return round(ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)], 3)
+
+
+def _recovery(outcome: Outcome) -> str:
+    return _seconds(outcome.recovery_s)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"

@@ -1,0 +1,172 @@
+"""Runs scenarios one after the other and judges them.
+
+    1. fleet      of the scenario's shape; the last one is used again when it is healthy and has that shape
+    2. measure    how slow the machine is now (`machine`)
+    3. scenario   within its time limit
+    4. calm       knobs back, processes thawed, Redis back, proxies calm; every process ready
+    5. settle     every page free again, every audit clean
+    6. judge      kept, or broken with every reason; a fleet that was not well afterwards is replaced
+
+The reference, one worker alone, runs beside all fleets and is never hurt.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem_testing.chaos import machine
+from tandem_testing.chaos.catalogue import Promise
+from tandem_testing.chaos.compare import Damage
+from tandem_testing.chaos.fleet import START_TIMEOUT_S, Fleet, Shape
+from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Reference, Result, Run, Scale, Scenario
+from tandem_testing.tcp_proxy import CALM
+
+REFERENCE = Shape(prefill=0, decode=0, both=1, gateways=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of one promise."""
+
+    promise: Promise
+    result: Result
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    damage: Damage = field(default_factory=Damage)
+    stalls: tuple[float, ...] = ()
+    requests: int = 0
+    allowed_s: float | None = None
+    """The bound as stretched for this machine."""
+    factor: float = 1.0
+    seconds: float = 0.0
+
+    @property
+    def recovery_s(self) -> float | None:
+        """The longest stall of any stream."""
+        return max(self.stalls) if self.stalls else None
+
+
+Progress = Callable[[str], None]
+
+
+@dataclass(kw_only=True, slots=True)
+class Runner:
+    """Use `run_all`. Belongs to one event loop."""
+
+    folder: Path
+    scale: Scale
+    progress: Progress
+    quiet_s: float = 0.0
+    """Longest silence without a fault, learned from scenario 0."""
+    _fleets: int = 0
+    _runs: int = 0
+    _current: Fleet | None = None
+    _stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+
+    async def run_all(self, wanted: Iterable[Scenario]) -> AsyncIterator[Outcome]:
+        """An outcome for each of `wanted`, as they come."""
+        async with contextlib.AsyncExitStack() as always:
+            self.progress("starting the reference")
+            alone = Fleet.running(new_folder(self.folder / "reference"), REFERENCE)
+            reference = Reference(fleet=await always.enter_async_context(alone))
+            try:
+                for scenario in wanted:
+                    yield await self._run(scenario, reference)
+            finally:
+                await self._drop_fleet()
+
+    async def _run(self, scenario: Scenario, reference: Reference) -> Outcome:
+        began = time.monotonic()
+        self.progress("starting a fleet" if self._current is None else "waiting for the fleet")
+        fleet = await self._fleet_of(scenario.shape)
+        self._runs += 1
+        run = Run(
+            fleet=fleet,
+            reference=reference,
+            scale=self.scale,
+            slowness=await machine.measure(scenario.shape.workers, self.quiet_s),
+            salt=f"chaos-{self._runs}",
+        )
+        self.progress("running")
+        healthy = await self._guarded(scenario.body(run), scenario.timeout_s, run)
+        self.progress("recovering")
+        healthy &= await self._guarded(self._calm(fleet), READY_TIMEOUT_S, run)
+        if healthy:
+            self.progress("counting pages")
+            healthy = await self._guarded(run.settled(), READY_TIMEOUT_S, run)
+        outcome = self._judge(scenario, run, time.monotonic() - began)
+        if not healthy or run.damage.leaked:
+            await self._drop_fleet()
+        return outcome
+
+    async def _guarded(self, work: Awaitable[None], limit: float, run: Run) -> bool:
+        """Whether `work` came to its end; an error of it is a broken promise, told in the report."""
+        try:
+            async with asyncio.timeout(limit):
+                await work
+        except TimeoutError:
+            run.expect(False, f"not over after {limit:g} s: something hangs")
+        except Exception as error:  # noqa: BLE001  # the boundary of a scenario: the others still run
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}:{place.lineno}"
+            run.expect(False, f"{type(error).__name__}: {str(error)[:400]} ({where})")
+        else:
+            return True
+        return False
+
+    async def _fleet_of(self, shape: Shape) -> Fleet:
+        if self._current is None or self._current.shape != shape:
+            await self._drop_fleet()
+            self._fleets += 1
+            folder = new_folder(self.folder / f"fleet-{self._fleets}")
+            self._current = await self._stack.enter_async_context(Fleet.running(folder, shape))
+        return self._current
+
+    async def _drop_fleet(self) -> None:
+        self._current = None
+        await self._stack.aclose()
+
+    async def _calm(self, fleet: Fleet) -> None:
+        fleet.redis.resume()
+        for worker in fleet.workers:
+            worker.knobs.turn()
+            worker.thaw()
+            for line in (worker.request_line, worker.peer_line):
+                if line is not None:
+                    line.weather = CALM
+        if fleet.redis_line is not None:
+            fleet.redis_line.weather = CALM
+        await fleet.all_ready(START_TIMEOUT_S)
+
+    def _judge(self, scenario: Scenario, run: Run, seconds: float) -> Outcome:
+        bound = scenario.promise.bound_s
+        allowed = None if bound is None else run.slowness.allowed(bound)
+        longest = max(run.stalls, default=0.0)
+        if scenario.promise.number == 0:
+            self.quiet_s = longest
+        if allowed is not None:
+            run.expect(longest <= allowed, f"a stream was silent for {longest:.1f} s, {allowed:.1f} s are allowed")
+        return Outcome(
+            promise=scenario.promise,
+            result=Result.BROKEN if run.problems or run.damage else Result.KEPT,
+            problems=tuple(run.problems),
+            notes=tuple(run.notes),
+            damage=run.damage,
+            stalls=tuple(run.stalls),
+            requests=run.requests,
+            allowed_s=allowed,
+            factor=run.slowness.factor,
+            seconds=seconds,
+        )
+
+
+def new_folder(path: Path) -> Path:
+    """Made, absolute, without what an earlier run has left."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path.resolve()

@@ -1,0 +1,211 @@
+"""What a scenario is given, and what it leaves behind.
+
+    @scenario(1, quick=True)
+    async def a_decode_worker_dies(run: Run) -> None:
+        ...                              # `run` sends load, compares answers, and keeps the account
+
+A scenario breaks things and says what must hold. It raises nothing for a broken promise: `run.expect` notes it,
+so that one report tells everything that went wrong.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from tandem_testing.chaos.catalogue import Promise, promise
+from tandem_testing.chaos.compare import Damage, compare_answers
+from tandem_testing.chaos.fleet import Fleet, Shape, Worker
+from tandem_testing.chaos.machine import Slowness
+from tandem_testing.chaos.streams import Answer, Ask, Kind, Load, asks
+from tandem_testing.waiting import until
+
+SPEAK_TIMEOUT_S = 90.0
+SETTLE_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 180.0
+SHOWN_PROBLEMS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How much load."""
+
+    streams: int = 24
+    tokens: int = 160
+    prompt_words: int = 60
+    random_faults_s: float = 60.0
+    """Scenario 56."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Reference:
+    """One worker that nothing happens to. Each distinct ask is answered once; its answer is the right one."""
+
+    fleet: Fleet
+    _answers: dict[Ask, Answer] = field(default_factory=dict)
+
+    async def answers(self, wanted: Sequence[Ask]) -> list[Answer]:
+        bare = [ask.unsalted for ask in wanted]
+        missing = [ask for ask in dict.fromkeys(bare) if ask not in self._answers]
+        if missing:
+            async with Load(urls=[gateway.url for gateway in self.fleet.gateways], model=self.fleet.model) as load:
+                load.send(missing)
+                for answer in await load.gathered():
+                    assert answer.error is None, f"the reference failed: {answer.error}"
+                    self._answers[answer.ask] = answer
+        return [self._answers[ask] for ask in bare]
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """One run of one scenario."""
+
+    fleet: Fleet
+    reference: Reference
+    scale: Scale
+    slowness: Slowness
+    salt: str
+    """Keeps this run's prompts out of every prefix cache."""
+    damage: Damage = field(default_factory=Damage)
+    stalls: list[float] = field(default_factory=list)
+    """The longest silence after the fault, of each stream."""
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    requests: int = 0
+
+    @staticmethod
+    def now() -> float:
+        """The clock that answers carry their times in."""
+        return time.monotonic()
+
+    def expect(self, kept: object, sentence: str) -> None:
+        """`sentence` tells what is wrong when `kept` is false."""
+        if not kept and len(self.problems) < SHOWN_PROBLEMS:
+            self.problems.append(sentence)
+
+    def asks(self, *kinds: Kind, count: int = 0, tokens: int = 0, prompt_words: int = 0, first: int = 0) -> list[Ask]:
+        """Asks of this run; sizes default to the scale's."""
+        return asks(
+            *(kinds or (Kind.GREEDY,)),
+            count=count or self.scale.streams,
+            prompt_words=prompt_words or self.scale.prompt_words,
+            max_tokens=tokens or self.scale.tokens,
+            salt=self.salt,
+            first=first,
+        )
+
+    def load(self, gateways: int | None = None) -> Load:
+        """Clients of the first `gateways` gateways, or of all."""
+        return Load(urls=[gateway.url for gateway in self.fleet.gateways[:gateways]], model=self.fleet.model)
+
+    async def under_fault(
+        self, wanted: Sequence[Ask], fault: Callable[[Load], Awaitable[None]], *, speaking: int = 2
+    ) -> list[Answer]:
+        """Send all of `wanted`; `fault` happens once `speaking` streams speak; then judge every answer."""
+        async with self.load() as load:
+            load.send(wanted)
+            await until(lambda: load.speaking >= speaking, SPEAK_TIMEOUT_S, f"{speaking} streams speak")
+            started = self.now()
+            await fault(load)
+            self.expect(not load.finished, "the fault came too late: every stream had ended")
+            answers = await load.gathered()
+        await self.judge(answers, after=started)
+        return answers
+
+    async def judge(self, answers: Sequence[Answer], *, after: float | None = None) -> None:
+        """Compare with the reference; silences count from `after` on, if it is given."""
+        expected = await self.reference.answers([answer.ask for answer in answers])
+        self.requests += len(answers)
+        for right, mine in zip(expected, answers, strict=True):
+            damage = compare_answers(right, mine)
+            self.damage += damage
+            if damage:
+                self.expect(False, f"{mine.ask.kind.value} stream {mine.id or '?'}: {mine.error or damage}")
+        if after is not None:
+            self.stalls += [answer.longest_silence(after) for answer in answers]
+
+    async def works(self, count: int = 4) -> list[Answer]:
+        """A few more requests, which must be clean: whatever happened, it still serves."""
+        async with self.load() as load:
+            load.send(self.asks(Kind.PLAIN, count=count, tokens=16, first=500))
+            answers = await load.gathered()
+        await self.judge(answers)
+        return answers
+
+    async def attempts(self, answer: Answer) -> list[dict[str, Any]]:
+        """All attempts at a request, as its gateway explains them."""
+        for gateway in self.fleet.gateways:
+            response = await self.fleet.http.get(f"{gateway.url}/v1/requests/{answer.id}/explain")
+            if response.status_code == 200:
+                return [attempt for choice in response.json()["choices"] for attempt in choice["attempts"]]
+        return []
+
+    async def lost_attempts(self) -> float:
+        """Attempts so far that neither ended by themselves nor were stopped by their client."""
+        ended = [
+            await self.fleet.gateway_metric(f'tandem_gateway_attempts_total{{outcome="{outcome}"}}')
+            for outcome in ("finished", "stopped")
+        ]
+        return await self.fleet.gateway_metric("tandem_gateway_attempts_total") - sum(ended)
+
+    async def settled(self, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+        """Wait until every engine is idle and empty its cache: every page must be free then."""
+        for worker in self.fleet.workers:
+            leaked, problems = await _leaked_pages(self.fleet, worker, timeout_s)
+            self.damage += Damage(leaked=leaked)
+            self.expect(leaked == 0, f"{worker.id} leaked {leaked} pages")
+            self.expect(not problems, f"{worker.id}: {problems}")
+
+
+async def _leaked_pages(fleet: Fleet, worker: Worker, timeout_s: float) -> tuple[int, list[str]]:
+    """Pages that are not free though nobody uses them, and what the engine's audit complains of."""
+    report: dict[str, object] = {}
+
+    async def empty() -> bool:
+        report.update(await fleet.audit(worker) or {"idle": False})
+        return bool(report["idle"]) and report["private_pages"] == report["held_pages"] == 0
+
+    try:
+        await until(empty, timeout_s, f"{worker.id} idle", report.copy)
+    except AssertionError as error:
+        return int(str(report.get("private_pages", 0))) + int(str(report.get("held_pages", 0))), [str(error)]
+    await fleet.http.post(f"{worker.url}/flush_cache")
+    after = await fleet.audit(worker) or {}
+    dummy = 1
+    total = await fleet.metric(worker.url, "tandem_worker_kv_pages_total")
+    return int(total) - dummy - int(after.get("free_pages", 0)), list(after.get("problems", ["no audit"]))
+
+
+Body = Callable[[Run], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """A promise and the test of it."""
+
+    promise: Promise
+    body: Body
+    shape: Shape
+    quick: bool
+    timeout_s: float
+
+
+class Result(Enum):
+    KEPT = "kept"
+    BROKEN = "BROKEN"
+    ABSENT = "absent"
+
+
+STANDARD = Shape()
+
+
+def scenario(
+    number: int, *, shape: Shape = STANDARD, quick: bool = False, timeout_s: float = 300.0
+) -> Callable[[Body], Scenario]:
+    """Make a coroutine function the test of a promise. Families hold scenarios; `suite` collects them."""
+
+    def attach(body: Body) -> Scenario:
+        return Scenario(promise=promise(number), body=body, shape=shape, quick=quick, timeout_s=timeout_s)
+
+    return attach

@@ -1,0 +1,52 @@
+"""All scenarios there are, by number."""
+
+from types import ModuleType
+
+from tandem_testing.chaos.catalogue import PROMISES
+from tandem_testing.chaos.families import (
+    clients,
+    crashes,
+    drains,
+    endurance,
+    freezes,
+    identities,
+    networks,
+    outages,
+    redis_faults,
+    steps,
+    transfers,
+)
+from tandem_testing.chaos.scenario import Scenario
+
+FAMILIES: tuple[ModuleType, ...] = (
+    crashes,
+    transfers,
+    freezes,
+    outages,
+    clients,
+    redis_faults,
+    networks,
+    steps,
+    drains,
+    identities,
+    endurance,
+)
+
+
+def scenarios() -> dict[int, Scenario]:
+    """Raises `AssertionError` when two test one promise, or one tests what is called absent."""
+    found: dict[int, Scenario] = {}
+    for family in FAMILIES:
+        for value in vars(family).values():
+            if isinstance(value, Scenario):
+                number = value.promise.number
+                assert number not in found, f"scenario {number} is tested twice"
+                assert not value.promise.absent, f"scenario {number} is called absent: {value.promise.absent}"
+                found[number] = value
+    return dict(sorted(found.items()))
+
+
+def why_absent(number: int) -> str:
+    """Why a promise has no test."""
+    line = next(line for line in PROMISES if line.number == number)
+    return line.absent or "no test yet"
