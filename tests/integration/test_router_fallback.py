@@ -136,6 +136,29 @@ async def test_poisoned_keys_cost_no_request(server, fleet, router, key):  # B3.
     await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
 
 
+@pytest.mark.parametrize("rubbish", ["another type", "too many", "rows"])
+async def test_a_registry_that_a_heartbeat_repairs_first_is_not_an_empty_one(server, fleet, router, rubbish):  # B3.19
+    """Whoever drops rubbish is told of it; the gateway, which asks later, must learn of the loss all the same."""
+    name = fleet.keys.prefix + "fleet"
+    match rubbish:
+        case "another type":
+            server.command("DEL", name)
+            server.command("RPUSH", name, "rubbish")
+        case "too many":
+            for first in range(0, 5000, 1000):
+                fields = [word for number in range(first, first + 1000) for word in (f"many-{number}@1", "x")]
+                server.command("HSET", name, *fields)
+        case _:
+            for worker in router.workers():
+                server.command("HSET", name, worker.incarnation, "rubbish")
+            # Swept at most once a second.
+            await asyncio.sleep(1.1)
+    await fleet.beat(RECORDS[0])
+    await router.refresh()
+    assert (await router.choose(query())).decode.worker_id in {"d1", "d2"}
+    await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
+
+
 @pytest.mark.parametrize("field", ["request_endpoint", "peer_endpoint"])
 async def test_a_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(server, fleet, router, field):  # B3.19
     def malformed(record):

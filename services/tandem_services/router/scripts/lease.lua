@@ -38,6 +38,7 @@ local function sweep_fleet(state)
     local kind, lease_ms = lease_state(rows[i + 1], state.now)
     if kind == 'rubbish' then
       redis.call('HDEL', state.fleet, rows[i])
+      if state.dropped == 0 then lost_entries(state.meta) end
       state.dropped = state.dropped + 1
       budget = budget - 1
     elseif kind == 'lapsed' and may_fence and state.now - lease_ms > FENCE_AFTER_MS - LEASE_MS then

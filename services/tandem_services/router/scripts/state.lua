@@ -23,6 +23,13 @@ local function drop_unless(key, expected)
   return 1
 end
 
+-- Entries were lost that nobody took back, as in a wipe. Whoever dropped them is the only one that can tell, so
+-- the registry gets a new epoch: gateways keep their old view until the living have registered again.
+local function lost_entries(meta)
+  local epoch = redis.call('HGET', meta, 'epoch')
+  if epoch then redis.call('HSET', meta, 'epoch', redis.sha1hex(epoch .. now_ms())) end
+end
+
 -- The registry as one table. A key that somebody filled with another type is dropped and counted.
 local function open(keys, args)
   local dropped = 0
@@ -33,6 +40,7 @@ local function open(keys, args)
     redis.call('UNLINK', keys[1])
     dropped = dropped + 1
   end
+  if dropped > 0 then lost_entries(keys[4]) end
   return {
     fleet = keys[1], owner = keys[2], fenced = keys[3], meta = keys[4],
     prefix = args[1], now = now_ms(), dropped = dropped,

@@ -39,7 +39,9 @@ RESTART_AFTER_S = 0.5
 KEEPER_POLL_S = 0.05
 ENGINE_FLAGS = (
     *("--threads", "1"),
-    *("--num-pages", "2048"),
+    # One decode worker alone can carry every stream: what a client waits for is recovery, not room.
+    *("--num-pages", "4096"),
+    *("--max-running-requests", "128"),
     *("--dtype", "float32"),
     # A long prompt takes several steps, so that there is a middle to interrupt.
     *("--chunked-prefill-size", "256"),

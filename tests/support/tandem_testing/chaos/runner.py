@@ -94,6 +94,8 @@ class Runner:
         )
         self.progress("running")
         healthy = await self._guarded(scenario.body(run), scenario.timeout_s, run)
+        if (bound := scenario.promise.bound_s) is not None and max(run.stalls, default=0.0) > bound:
+            await run.explain_slowest()
         self.progress("recovering")
         healthy &= await self._guarded(self._calm(fleet), READY_TIMEOUT_S, run)
         if healthy:

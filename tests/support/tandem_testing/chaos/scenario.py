@@ -31,8 +31,8 @@ SHOWN_PROBLEMS = 6
 class Scale:
     """How much load."""
 
-    streams: int = 24
-    tokens: int = 160
+    streams: int = 64
+    tokens: int = 256
     prompt_words: int = 60
     random_faults_s: float = 60.0
     """Scenario 56."""
@@ -73,6 +73,7 @@ class Run:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     requests: int = 0
+    _slowest: tuple[float, Answer] | None = None
 
     @staticmethod
     def now() -> float:
@@ -122,8 +123,13 @@ class Run:
             self.damage += damage
             if damage:
                 self.expect(False, f"{mine.ask.kind.value} stream {mine.id or '?'}: {mine.error or damage}")
-        if after is not None:
-            self.stalls += [answer.longest_silence(after) for answer in answers]
+        if after is None:
+            return
+        for answer in answers:
+            stall = answer.longest_silence(after)
+            self.stalls.append(stall)
+            if self._slowest is None or stall > self._slowest[0]:
+                self._slowest = stall, answer
 
     async def works(self, count: int = 4) -> list[Answer]:
         """A few more requests, which must be clean: whatever happened, it still serves."""
@@ -140,6 +146,19 @@ class Run:
             if response.status_code == 200:
                 return [attempt for choice in response.json()["choices"] for attempt in choice["attempts"]]
         return []
+
+    async def explain_slowest(self) -> None:
+        """Note what the stream with the longest silence went through."""
+        if self._slowest is None:
+            return
+        stall, answer = self._slowest
+        story = [
+            f"{attempt['prefill'] or 'alone'} > {attempt['decode']} after {attempt['resumed_tokens']} "
+            f"({attempt['source']}): {attempt['outcome']}"
+            for attempt in await self.attempts(answer)
+        ]
+        began = f"{len(answer.heard)} pieces heard"
+        self.notes.append(f"slowest, {stall:.2f} s, {answer.ask.kind.value} {answer.id} ({began}): {'; '.join(story)}")
 
     async def lost_attempts(self) -> float:
         """Attempts so far that neither ended by themselves nor were stopped by their client."""

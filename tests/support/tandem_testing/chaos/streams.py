@@ -96,10 +96,10 @@ class Ask:
 def asks(
     *kinds: Kind, count: int, prompt_words: int, max_tokens: int, salt: str = "", first: int = 0, spread: float = 0.3
 ) -> list[Ask]:
-    """`count` asks, the kinds in turn, with prompts and lengths that are a function of their number."""
+    """`count` asks, the kinds in turn, up to `spread` longer than asked for; a function of their number alone."""
     drawn = []
     for number in range(first, first + count):
-        share = 1 - spread * (number % 7) / 6
+        share = 1 + spread * (number % 7) / 6
         words = block_words(77_000 + number, max(1, round(prompt_words * share)))
         kind = kinds[number % len(kinds)]
         drawn.append(Ask(kind=kind, prompt=" ".join(words), max_tokens=max(1, round(max_tokens * share)), salt=salt))

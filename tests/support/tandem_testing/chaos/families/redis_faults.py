@@ -11,6 +11,8 @@ from tandem_testing.waiting import until
 
 INDEX_BACK_S = 30.0
 POISONINGS = 6
+POISON_TURNS = 6
+"""Requests go out at several moments between two heartbeats."""
 
 
 async def steady(run: Run, load: Load) -> None:
@@ -83,8 +85,13 @@ async def redis_is_poisoned(run: Run) -> None:
         try:
             for step in range(POISONINGS):
                 await poison(client, Keys("chaos"), step)
-                load.send(run.asks(Kind.PLAIN, count=2, tokens=16, first=450 + 2 * step))
-                await asyncio.sleep(0.5)
+                for turn in range(POISON_TURNS):
+                    first = 450 + 2 * (POISON_TURNS * step + turn)
+                    asked = run.asks(Kind.PLAIN, count=2, tokens=16, first=first)
+                    load.send(asked)
+                    await asyncio.sleep(0.3)
+                    refused = [load.answers[ask].error for ask in asked if load.answers[ask].error]
+                    run.expect(not refused, f"poison {step}, {0.3 * turn:.1f} s after it: {refused[:1]}")
         finally:
             await client.aclose()
 

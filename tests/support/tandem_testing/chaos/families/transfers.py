@@ -53,11 +53,17 @@ async def a_prefill_worker_dies_before_a_transfer(run: Run) -> None:
 
 @scenario(24)
 async def transferred_pages_are_corrupt(run: Run) -> None:
-    before = await run.fleet.worker_metric("kv_digest_mismatches", "decode")
+    before = await run.fleet.worker_metric("kv_digest_mismatches_total", "decode")
     await with_knobs(run, run.fleet.of_role("decode"), "corrupt", corrupt=3)
-    seen = await run.fleet.worker_metric("kv_digest_mismatches", "decode") - before
+    seen = 0.0
+
+    async def counted() -> bool:
+        nonlocal seen
+        seen = await run.fleet.worker_metric("kv_digest_mismatches_total", "decode") - before
+        return seen > 0
+
+    await until(counted, 10.0, "a digest mismatch is counted")
     committed = sum(worker.knobs.committed("corrupt") for worker in run.fleet.of_role("decode"))
-    run.expect(seen > 0, "no digest mismatch was counted")
     run.notes.append(f"{committed} transfers corrupted in all, {seen:g} mismatches counted in this run")
 
 
