@@ -44,6 +44,7 @@ def engine_stats(
         evictable_pages=memory.cache.evictable_pages(),
         total_pages=total_pages,
         quarantined_pages=0 if handoff is None else handoff.quarantined_pages(),
+        quarantined_for=() if handoff is None else handoff.quarantined_for(),
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
         prompt_tokens_total=stats.prompt_tokens_total,

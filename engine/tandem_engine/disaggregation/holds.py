@@ -157,6 +157,11 @@ class HoldTable:
     def quarantined_pages(self) -> int:
         return sum(len(hold.pages) for hold in self._holds.values() if hold.state is HoldState.QUARANTINED)
 
+    def quarantined_for(self) -> tuple[str, ...]:
+        """The writers of quarantined holds, each once."""
+        quarantined = (hold for hold in self._holds.values() if hold.state is HoldState.QUARANTINED)
+        return tuple(dict.fromkeys(hold.writer.incarnation for hold in quarantined))
+
     def _live(self, key: RoomKey, writer: str) -> TransferHold | None:
         """The hold of a transfer from `writer` that has not ended."""
         hold = self._holds.get(key)

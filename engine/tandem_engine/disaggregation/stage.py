@@ -171,6 +171,10 @@ class HandoffStage:
     def quarantined_pages(self) -> int:
         return self.decode.holds.quarantined_pages() + self.links.targets.holds.quarantined_pages()
 
+    def quarantined_for(self) -> tuple[str, ...]:
+        """Incarnations whose silence keeps those pages."""
+        return self.decode.holds.quarantined_for()
+
     def _on_peer(self, event: PeerEvent) -> None:
         if self.links.on_peer(event):
             return

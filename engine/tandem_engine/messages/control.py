@@ -113,6 +113,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     evictable_pages: int
     total_pages: int
     quarantined_pages: int
+    quarantined_for: tuple[str, ...] = ()
+    """The silent writers that they wait for, by incarnation."""
     prefill_tokens_per_s: float
     decode_step_s: float
     """Recent mean duration of a decode step."""

@@ -3,8 +3,12 @@
 A list names every incarnation that is not fenced, so one that is missing from the next list is fenced for
 good: its lease ran out long ago, a newer one took its name, or it left. A wiped registry (new epoch) proves
 nothing: its old members get one fencing period to come back before they count as gone.
+
+A member may come and go between two lists. Nobody notices, except an engine that holds pages for it: whom an
+engine waits for in vain, and no list names for a fencing period, is gone as well.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tandem_engine.clock import Clock
@@ -20,7 +24,7 @@ class PeerWatch:
     _epoch: str = ""
     _known: frozenset[str] = frozenset()
     _missing: dict[str, float] = field(default_factory=dict)
-    """Members from before a wipe that have not come back, and when they count as gone."""
+    """Members from before a wipe that have not come back, and suspects; and when they count as gone."""
 
     def update(self, epoch: str, members: frozenset[str] | None) -> frozenset[str]:
         """Incarnations that are gone since the last call. `members` is None when nothing has changed."""
@@ -32,6 +36,12 @@ class PeerWatch:
             lost = frozenset()
         self._epoch, self._known = epoch, members
         return lost | self._give_up(members)
+
+    def suspect(self, silent: Iterable[str]) -> None:
+        """The engine waits in vain for these incarnations. `update` tells which of them are gone."""
+        for incarnation in silent:
+            if incarnation not in self._known:
+                self._missing.setdefault(incarnation, self.clock.now() + FENCE_AFTER_MS / 1000)
 
     def _give_up(self, members: frozenset[str]) -> frozenset[str]:
         """Missing ones whose time is over or whose name has a new incarnation."""

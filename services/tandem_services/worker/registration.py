@@ -43,6 +43,8 @@ class Registration:
     """Digest of the deployment's key: tells two deployments with one cluster name apart."""
     describe: Callable[[], WorkerRecord]
     report_age_s: Callable[[], float]
+    silent_peers: Callable[[], tuple[str, ...]]
+    """Incarnations that the engine waits for in vain."""
     feed: IndexFeed
     peers: PeerWatch
     clock: Clock
@@ -103,6 +105,7 @@ class Registration:
         members = None if reply.members is None else frozenset(reply.members)
         if members is not None:
             self.consequences.fleet_changed()
+        self.peers.suspect(self.silent_peers())
         for incarnation in sorted(self.peers.update(reply.epoch, members)):
             self.consequences.peer_gone(incarnation)
         self.feed.check(reply.cursor, acknowledged)

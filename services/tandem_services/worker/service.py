@@ -153,6 +153,7 @@ class WorkerService:
             deployment=self.deployment,
             describe=self._describe,
             report_age_s=lambda: self._monitor.report_age_s,
+            silent_peers=lambda: () if self._monitor.stats is None else self._monitor.stats.quarantined_for,
             feed=feed,
             peers=PeerWatch(clock=self._clock, own=self.incarnation),
             clock=self._clock,

@@ -118,6 +118,7 @@ def test_without_an_ack_pages_are_quarantined_and_not_given_back(table):  # T60
     table.holds.quarantine(hold)
     assert hold.state is HoldState.QUARANTINED
     assert table.holds.quarantined_pages() == 2
+    assert table.holds.quarantined_for() == (WRITER.incarnation,)
     assert table.free == []
 
 

@@ -54,3 +54,30 @@ def test_after_a_wipe_a_member_that_came_back_is_not_gone_later(watch, clock):
 def test_after_a_wipe_a_new_incarnation_proves_the_old_one_gone(watch):
     watch.update("first", members("a@1"))
     assert watch.update("second", members("a@2")) == members("a@1")
+
+
+def test_a_member_that_no_list_ever_named_is_gone_when_the_engine_waits_for_it_in_vain(watch, clock):
+    """It lived between two heartbeats; its pages would stay in quarantine for ever (B3.35)."""
+    watch.update("e", members("a@1"))
+    watch.suspect(["short-lived@7", "a@1"])
+    assert watch.update("e", None) == members()
+    clock.advance(5)
+    watch.suspect(["short-lived@7", "a@1"])
+    clock.advance(6)
+    assert watch.update("e", None) == members("short-lived@7")
+    clock.advance(60)
+    assert watch.update("e", None) == members()
+
+
+def test_a_suspect_that_registers_late_is_not_gone(watch, clock):
+    watch.update("e", members())
+    watch.suspect(["late@1"])
+    watch.update("e", members("late@1"))
+    clock.advance(60)
+    assert watch.update("e", None) == members()
+
+
+def test_a_suspect_is_gone_as_soon_as_its_name_has_a_new_incarnation(watch):
+    watch.update("e", members())
+    watch.suspect(["p@1"])
+    assert watch.update("e", members("p@2")) == members("p@1")
