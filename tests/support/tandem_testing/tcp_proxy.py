@@ -66,7 +66,7 @@ class TcpProxy:
     @classmethod
     async def open(cls, target: Callable[[], Address], *, port: int = 0) -> "TcpProxy":
         proxy = cls(target=target)
-        proxy._server = await asyncio.start_server(proxy._serve, "127.0.0.1", port, limit=PIECE)
+        proxy._server = await asyncio.start_server(proxy._accept, "127.0.0.1", port, limit=PIECE)
         return proxy
 
     @property
@@ -89,17 +89,19 @@ class TcpProxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of our own: asyncio's streams report one of theirs that is cancelled as an error.
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         self._open.add(writer)
         try:
             await self._connect(reader, writer)
         finally:
             self._open.discard(writer)
-            self._tasks.discard(task)
             writer.close()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

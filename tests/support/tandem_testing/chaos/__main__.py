@@ -98,10 +98,10 @@ async def run(args: argparse.Namespace, numbers: Sequence[int], console: Console
             print_outcome(console, outcomes[-1])
     wanted = [available[number] for number in numbers if number in available]
     with console.status("starting") as status:
-        runner = Runner(folder=folder, scale=scale, progress=_progress(status, wanted, outcomes))
-        async for outcome in runner.run_all(wanted):
-            outcomes.append(outcome)
-            print_outcome(console, outcome)
+        async with Runner(folder=folder, scale=scale, progress=_progress(status, wanted, outcomes)) as runner:
+            for scenario in wanted:
+                outcomes.append(await runner.run(scenario))
+                print_outcome(console, outcomes[-1])
     return outcomes
 
 

@@ -152,6 +152,9 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def kill_service(self) -> None:
+        self.part.send(signal.SIGKILL)
+
     def kill_engine(self) -> None:
         self.signal_engine(signal.SIGKILL)
 

@@ -15,9 +15,10 @@ import contextlib
 import shutil
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from tandem_testing.chaos import machine
 from tandem_testing.chaos.catalogue import Promise
@@ -56,38 +57,40 @@ Progress = Callable[[str], None]
 
 @dataclass(kw_only=True, slots=True)
 class Runner:
-    """Use `run_all`. Belongs to one event loop."""
+    """Use as `async with`; belongs to one event loop."""
 
     folder: Path
     scale: Scale
-    progress: Progress
+    progress: Progress = lambda _: None
     quiet_s: float = 0.0
     """Longest silence without a fault, learned from scenario 0."""
     _fleets: int = 0
     _runs: int = 0
     _current: Fleet | None = None
+    _reference: Reference | None = None
     _stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    _always: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
-    async def run_all(self, wanted: Iterable[Scenario]) -> AsyncIterator[Outcome]:
-        """An outcome for each of `wanted`, as they come."""
-        async with contextlib.AsyncExitStack() as always:
-            self.progress("starting the reference")
-            alone = Fleet.running(new_folder(self.folder / "reference"), REFERENCE)
-            reference = Reference(fleet=await always.enter_async_context(alone))
-            try:
-                for scenario in wanted:
-                    yield await self._run(scenario, reference)
-            finally:
-                await self._drop_fleet()
+    async def __aenter__(self) -> Self:
+        self.progress("starting the reference")
+        alone = Fleet.running(new_folder(self.folder / "reference"), REFERENCE)
+        self._reference = Reference(fleet=await self._always.enter_async_context(alone))
+        return self
 
-    async def _run(self, scenario: Scenario, reference: Reference) -> Outcome:
+    async def __aexit__(self, *_: object) -> None:
+        await self._drop_fleet()
+        await self._always.aclose()
+
+    async def run(self, scenario: Scenario) -> Outcome:
+        """Run it and judge it. Raises nothing for what the scenario finds."""
+        assert self._reference is not None, "use the runner as `async with`"
         began = time.monotonic()
         self.progress("starting a fleet" if self._current is None else "waiting for the fleet")
         fleet = await self._fleet_of(scenario.shape)
         self._runs += 1
         run = Run(
             fleet=fleet,
-            reference=reference,
+            reference=self._reference,
             scale=self.scale,
             slowness=await machine.measure(scenario.shape.workers, self.quiet_s),
             salt=f"chaos-{self._runs}",

@@ -1,5 +1,7 @@
 """Workers that are killed in the middle of something (0 to 6, 9, 32)."""
 
+from collections.abc import Callable
+
 from tandem_testing.chaos.fleet import Worker
 from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Ask, Kind, Load
@@ -12,16 +14,29 @@ LONG_PROMPT = 700
 """Words: several chunks, so that prefill takes a while."""
 
 
-async def kill_busiest_decode(run: Run, wanted: list[Ask]) -> None:
+async def kill_busiest_decode(run: Run, wanted: list[Ask], kill: Callable[[Worker], None] = Worker.kill) -> Worker:
     """Load, and the death of the decode worker that has most of it."""
     lost = await run.lost_attempts()
+    victims: list[Worker] = []
 
     async def fault(load: Load) -> None:
-        victim = await run.fleet.busiest("decode")
-        victim.kill()
+        victims.append(await run.fleet.busiest("decode"))
+        kill(victims[0])
 
     await run.under_fault(wanted, fault, speaking=max(2, len(wanted) // 3))
     run.expect(await run.lost_attempts() > lost, "no stream was on the worker that died")
+    return victims[0]
+
+
+async def serves_again(run: Run, victim: Worker) -> None:
+    """A worker of that name is back and gets requests."""
+    await run.fleet.all_ready(READY_TIMEOUT_S)
+
+    async def used() -> bool:
+        attempts = [attempt for answer in await run.works(8) for attempt in await run.attempts(answer)]
+        return any(str(attempt["decode"]).startswith(f"{victim.id}@") for attempt in attempts)
+
+    await until(used, READY_TIMEOUT_S, f"{victim.id} is used again")
 
 
 @scenario(0)
@@ -34,12 +49,14 @@ async def nothing_happens(run: Run) -> None:
 
 @scenario(1, quick=True)
 async def a_decode_worker_dies(run: Run) -> None:
-    await kill_busiest_decode(run, run.asks(Kind.GREEDY, Kind.PLAIN))
+    victim = await kill_busiest_decode(run, run.asks(Kind.GREEDY, Kind.PLAIN))
+    await serves_again(run, victim)
 
 
 @scenario(2, quick=True)
 async def a_decode_worker_dies_under_seeded_sampling(run: Run) -> None:
-    await kill_busiest_decode(run, run.asks(Kind.SEEDED))
+    """Its service alone is killed: the engine must not outlive it."""
+    await kill_busiest_decode(run, run.asks(Kind.SEEDED), Worker.kill_service)
 
 
 @scenario(3)
@@ -119,13 +136,5 @@ async def transferred(run: Run, *, first: int) -> None:
 
 @scenario(32)
 async def an_engine_dies_and_its_service_lives(run: Run) -> None:
-    lost = await run.lost_attempts()
-    victims: list[Worker] = []
-
-    async def fault(load: Load) -> None:
-        victims.append(await run.fleet.busiest("decode"))
-        victims[0].kill_engine()
-
-    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault, speaking=max(2, run.scale.streams // 3))
-    run.expect(await run.lost_attempts() > lost, "no stream was on the engine that died")
-    run.expect("engine process exited with status -9" in victims[0].part.said(), "its service did not notice")
+    victim = await kill_busiest_decode(run, run.asks(Kind.GREEDY, Kind.PLAIN), Worker.kill_engine)
+    run.expect("engine process exited with status -9" in victim.part.said(), "its service did not notice")

@@ -95,7 +95,7 @@ async def redis_is_poisoned(run: Run) -> None:
         finally:
             await client.aclose()
 
-    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN, tokens=5 * run.scale.tokens), fault)
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN, count=8, tokens=1500), fault)
     run.expect([part.starts for part in run.fleet.parts()] == starts, "a process died of what Redis said")
     await back_in_use(run)
 

@@ -1,0 +1,130 @@
+"""The chaos suite itself: it sees what it is there to see, and calls nothing kept that was not tested."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tandem_testing.chaos import __main__ as command
+from tandem_testing.chaos.catalogue import PROMISES, promise
+from tandem_testing.chaos.compare import Damage, compare_answers, compare_sequences
+from tandem_testing.chaos.families.crashes import a_decode_worker_dies
+from tandem_testing.chaos.knobs import KnobFile, KnobReader
+from tandem_testing.chaos.machine import Slowness
+from tandem_testing.chaos.report import totals
+from tandem_testing.chaos.runner import Outcome
+from tandem_testing.chaos.scenario import Result
+from tandem_testing.chaos.streams import Answer, ChoiceText, Kind, asks
+from tandem_testing.chaos.suite import scenarios
+
+ROOT = Path(__file__).resolve().parents[2]
+RIGHT = list("abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("got", "damage"),
+    [
+        ("abcdefgh", Damage()),
+        ("abXdefgh", Damage(wrong=1)),
+        ("abdefgh", Damage(missing=1)),
+        ("abcdef", Damage(missing=2)),
+        ("abccdefgh", Damage(doubled=1)),
+        ("abcdbcdefgh", Damage(doubled=3)),
+        ("abcXdefgh", Damage(wrong=1)),
+        ("", Damage(missing=8)),
+    ],
+)
+def test_lost_doubled_and_wrong_tokens_are_told_apart(got, damage):
+    assert compare_sequences(RIGHT, list(got)) == damage
+
+
+def answer(tokens: str, *, error: str | None = None, finishes: tuple[str, ...] = ("length",), shift: float = 0.0):
+    (ask,) = asks(Kind.GREEDY, count=1, prompt_words=3, max_tokens=8)
+    choice = ChoiceText(text=tokens, tokens=list(tokens), logprobs=[shift - 0.5] * len(tokens), finishes=list(finishes))
+    return Answer(ask=ask, began=0.0, choices={0: choice}, usage={"completion_tokens": len(tokens)}, error=error)
+
+
+def test_equal_answers_have_no_damage():
+    assert not compare_answers(answer("abc"), answer("abc"))
+
+
+def test_a_stream_that_broke_off_is_failed_and_its_beginning_still_counts():
+    assert compare_answers(answer("abcdef"), answer("abc", error="gone", finishes=())) == Damage(failed=1)
+    assert compare_answers(answer("abcdef"), answer("aXc", error="gone", finishes=())) == Damage(failed=1, wrong=1)
+
+
+def test_two_finish_reasons_or_broken_logprobs_are_wrong():
+    assert compare_answers(answer("abc"), answer("abc", finishes=("length", "length"))) == Damage(wrong=1)
+    assert compare_answers(answer("abc"), answer("abc", shift=0.01)) == Damage(wrong=3)
+
+
+def test_a_missing_choice_is_missing_tokens():
+    half = answer("abc")
+    half.choices = {}
+    damage = compare_answers(answer("abc"), half)
+    assert damage.missing == 3
+
+
+def test_only_silence_after_the_fault_is_recovery():
+    heard = Answer(ask=answer("a").ask, began=0.0, heard=[5.0, 6.0, 9.0, 9.5])
+    assert heard.longest_silence(after=5.5) == 3.0
+    assert heard.longest_silence(after=8.0) == 1.0
+    assert heard.longest_silence(after=20.0) == 0.0
+
+
+def test_a_slow_machine_stretches_bounds_and_an_idle_one_with_a_core_each_does_not():
+    assert Slowness(cores=8, workers=4, contention=1.0).allowed(3.0) == 3.0
+    assert Slowness(cores=2, workers=4, contention=1.5, quiet_s=0.5).allowed(3.0) == 9.5
+
+
+def test_every_scenario_keeps_a_promise_of_the_table_and_none_that_is_called_absent():
+    available = scenarios()
+    assert {line.number for line in PROMISES} >= set(available)
+    assert {line.number for line in PROMISES if line.absent} == {line.number for line in PROMISES} - set(available)
+    assert {1, 2, 6, 9, 16, 27} <= {number for number, each in available.items() if each.quick}
+    assert a_decode_worker_dies.promise == promise(1)
+
+
+def test_an_absent_promise_is_counted_as_absent_and_not_as_kept():
+    line = next(line for line in PROMISES if line.absent)
+    kept = Outcome(promise=promise(1), result=Result.KEPT, stalls=(0.1, 0.5), requests=2)
+    broken = Outcome(promise=promise(2), result=Result.BROKEN, damage=Damage(wrong=3, failed=1))
+    figures = totals([kept, broken, Outcome(promise=line, result=Result.ABSENT)])
+    assert (figures["kept"], figures["broken"], figures["absent"]) == (1, [2], [line.number])
+    assert (figures["wrong"], figures["failed"], figures["leaked"]) == (3, 1, 0)
+    assert figures["recovery"] == {"p50": 0.1, "p99": 0.5, "max": 0.5}
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_list_shows_every_number(capsys):
+    assert command.main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    assert [int(line.split()[0]) for line in shown.splitlines()] == [line.number for line in PROMISES]
+    assert "absent" in shown
+
+
+def test_an_unknown_number_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--only", "1,99"])
+    assert ended.value.code == 2
+    assert "no scenario 99" in capsys.readouterr().err
+
+
+def test_knobs_count_down_and_leave_evidence(tmp_path):
+    file, reader = KnobFile(path=tmp_path / "w.knobs"), KnobReader(path=tmp_path / "w.knobs")
+    assert not reader.take("corrupt")
+    file.turn(corrupt=2, poison=7)
+    os.utime(file.path, ns=(1, 1))
+    assert [reader.take("corrupt") for _ in range(3)] == [True, True, False]
+    assert reader.now().poison == 7
+    assert file.committed("corrupt") == 2
+    file.turn()
+    assert not reader.take("corrupt")
+    assert reader.now().poison == -1
+
+
+def test_no_product_code_knows_of_the_knobs():
+    sources = [path for part in ("engine", "services", "operator") for path in (ROOT / part).rglob("*.py")]
+    assert len(sources) > 100
+    assert [path for path in sources if "tandem_testing" in path.read_text("utf-8")] == []

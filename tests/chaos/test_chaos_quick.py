@@ -1,0 +1,36 @@
+"""The scenarios of `make chaos` that matter most and take seconds, with less load."""
+
+import pytest
+import pytest_asyncio
+
+from tandem_testing.chaos.runner import Outcome, Runner
+from tandem_testing.chaos.scenario import Result, Scale
+from tandem_testing.chaos.suite import scenarios
+from tandem_testing.redis_server import REDIS_SERVER
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("system"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
+]
+
+QUICK = {number: scenario for number, scenario in scenarios().items() if scenario.quick}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def runner(tmp_path_factory):
+    """One fleet and one reference for all of them."""
+    folder = tmp_path_factory.mktemp("chaos")
+    async with Runner(folder=folder, scale=Scale(streams=16, tokens=96)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("number", QUICK, ids=[each.promise.title for each in QUICK.values()])
+async def test_a_promise_is_kept(runner, number):
+    outcome: Outcome = await runner.run(QUICK[number])
+    assert outcome.problems == ()
+    assert not outcome.damage
+    assert outcome.result is Result.KEPT
+    assert outcome.requests > 0
