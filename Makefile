@@ -4,9 +4,10 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+CHAOS_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit verify bench clean
+.PHONY: help up test setup check format lint types imports unit verify bench chaos clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -43,6 +44,9 @@ verify: setup ## Compare Tandem with transformers token by token on the bundled 
 
 bench: setup ## Offline throughput and single-stream latency against transformers
 	$(BIN)/tandem bench offline $(ARGS)
+
+chaos: setup ## Break a real system in every way it promises to survive (CHAOS_ARGS="--only 1,2", --list, --help)
+	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.chaos $(CHAOS_ARGS)
 
 clean: ## Remove caches (not the virtual environment)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .tandem

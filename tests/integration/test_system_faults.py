@@ -1,7 +1,7 @@
 """Processes that die or leave under load: what the clients see, and what is left behind.
 
 Streams must say what they would have said without the fault. Where nobody can carry them on, each ends with
-an error in OpenAI's shape, soon.
+an error in OpenAI's shape, soon. Deaths of single workers are in tests/chaos.
 """
 
 import asyncio
@@ -14,22 +14,15 @@ import pytest
 
 from tandem_services.loadgen.stream_client import Measurement
 from tandem_services.loadgen.workload import Lengths, RequestSpec, fixed_workload
-from tandem_testing.system import System
 from tandem_testing.system_client import GREEDY, Reference, Sampling, SystemClient
 from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
 
-SEEDED = Sampling(temperature=1.0, seed=7)
 LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=150, spread=0.4), 16, rate=None, seed=11)
 NO_WORKER = ("error event: No worker can take", 'HTTP 503: {"error":{"message":"No worker can take')
 """After the first token, and before it."""
 ERROR_WITHIN_S = 10.0
-
-
-def long_prompts(seed: int) -> list[RequestSpec]:
-    """Prompts of several chunks that no prefix cache has seen: prefill workers are busy for a while."""
-    return fixed_workload(Lengths(prompt=700, output=20, spread=0.3), 16, rate=None, seed=seed)
 
 
 async def attempts_lost(client: SystemClient) -> float:
@@ -55,49 +48,6 @@ async def assert_unharmed(answers: list[Measurement], reference: Reference, samp
     assert [answer.error for answer in answers] == [None] * len(answers)
     assert [answer.text for answer in answers] == expected
     assert all(answer.output_tokens == answer.spec.max_tokens for answer in answers)
-
-
-async def assert_serves_again(client: SystemClient, worker_id: str, dead: int) -> None:
-    """The worker that `dead` belonged to is restarted and gets requests."""
-    await client.all_ready(instead_of=[dead])
-
-    async def used() -> bool:
-        specs = long_prompts(seed=time.monotonic_ns() % 10_000)[:4]
-        answers = await asyncio.gather(*[client.complete(spec.prompt) for spec in specs])
-        attempts = [attempt for a in answers for attempt in await client.attempts(a["id"])]
-        chosen = [attempt[side] for attempt in attempts for side in ("prefill", "decode") if attempt[side]]
-        return any(incarnation.startswith(f"{worker_id}@") for incarnation in chosen)
-
-    await until(used, 30.0, f"{worker_id} serves")
-
-
-@pytest.mark.parametrize(("worker_id", "pid_of"), [("prefill-0", System.engine_pid), ("prefill-1", System.service_pid)])
-async def test_a_killed_prefill_worker_costs_no_request(fleet, reference, worker_id, pid_of):
-    dead = pid_of(fleet.system, worker_id)
-    lost_before = await attempts_lost(fleet)
-    specs = long_prompts(seed=dead)
-    answers = await run_with_fault(fleet, specs, GREEDY, lambda: fleet.system.kill(dead))
-    await assert_unharmed(answers, reference, GREEDY)
-    assert await attempts_lost(fleet) > lost_before
-    await fleet.settled()
-    await assert_serves_again(fleet, worker_id, dead)
-
-
-@pytest.mark.parametrize(
-    ("worker_id", "sampling", "pid_of"),
-    [("decode-0", GREEDY, System.engine_pid), ("decode-1", SEEDED, System.service_pid)],
-    ids=["greedy", "seeded"],
-)
-async def test_streams_of_a_killed_decode_worker_go_on_elsewhere_token_by_token(
-    fleet, reference, worker_id, sampling, pid_of
-):
-    dead = pid_of(fleet.system, worker_id)
-    lost_before = await attempts_lost(fleet)
-    answers = await run_with_fault(fleet, LONG_ANSWERS, sampling, lambda: fleet.system.kill(dead))
-    await assert_unharmed(answers, reference, sampling)
-    assert await attempts_lost(fleet) > lost_before
-    await fleet.settled()
-    await assert_serves_again(fleet, worker_id, dead)
 
 
 async def test_without_any_decode_worker_every_stream_ends_soon_and_says_why(fleet, reference):

@@ -117,37 +117,6 @@ async def test_embeddings_of_prefill_workers_are_those_of_one_that_does_both(fle
     await fleet.settled()
 
 
-async def test_a_client_that_leaves_in_the_middle_gives_its_pages_back(fleet):
-    left_before = await fleet.metric("tandem_gateway_client_disconnects_total")
-    async with fleet.open_stream("Once upon a time there was a fox. " * 20, max_tokens=3000) as response:
-        assert response.status_code == 200
-        lines = response.aiter_lines()
-        while not (await anext(lines)).startswith("data: "):
-            pass
-    await fleet.settled()
-    assert await fleet.metric("tandem_gateway_client_disconnects_total") == left_before + 1
-
-
-async def test_a_client_that_leaves_during_prefill_gives_its_pages_back(fleet):
-    prompt = await fleet.tokens(" ".join(f"number {i}" for i in range(2000)))
-
-    async def ask() -> None:
-        async with fleet.open_stream(prompt[:3900], max_tokens=100) as response:
-            await response.aread()
-
-    request = asyncio.create_task(ask())
-
-    async def computing() -> bool:
-        reports = [await fleet.audit(worker_id) for worker_id in ("prefill-0", "prefill-1")]
-        return any(report["private_pages"] > 0 for report in reports)
-
-    await until(computing, 10.0, "a prefill worker computes")
-    assert not request.done()
-    request.cancel()
-    await asyncio.gather(request, return_exceptions=True)
-    await fleet.settled()
-
-
 async def test_an_operator_operates_one_worker_while_the_others_serve(fleet, capsys):
     worker = fleet.system.workers["decode-0"].removeprefix("http://")
 
@@ -178,28 +147,6 @@ async def test_an_operator_operates_one_worker_while_the_others_serve(fleet, cap
     assert (await order("resume"))[0] == 0
     await fleet.all_ready()
     assert (await fleet.chat(QUESTIONS[0])).text == before
-
-
-async def test_nothing_fails_while_redis_is_gone_and_it_is_used_again_when_it_is_back(fleet, reference):
-    specs = fixed_workload(Lengths(prompt=60, output=60, spread=0.5), 24, rate=None, seed=5)
-    expected = await reference.texts(specs)
-    already = fleet.chunks.speaking
-
-    running = asyncio.create_task(fleet.streams(specs[:16]))
-    await until(lambda: fleet.chunks.speaking >= already + 4, 30.0, "streams speak")
-    fleet.system.kill(fleet.system.redis_pid())
-    answer = await fleet.complete("Where is the fox?")
-    answers = [*await running, *await fleet.streams(specs[16:])]
-
-    assert [a.error for a in answers] == [None] * len(specs)
-    assert [a.text for a in answers] == expected
-    assert (await fleet.attempts(answer["id"]))[0]["source"] == "local"
-
-    async def routed_by_redis() -> bool:
-        answer = await fleet.complete("Where is the bear?")
-        return (await fleet.attempts(answer["id"]))[0]["source"] == "redis"
-
-    await until(routed_by_redis, 30.0, "routing asks Redis again")
 
 
 def structured(client: SystemClient, question: list[dict[str, str]], schema: dict[str, object]) -> dict[str, object]:

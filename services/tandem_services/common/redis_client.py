@@ -259,7 +259,11 @@ class RedisClient:
         await self._redis.aclose()
 
     async def _send(self, *args: Argument) -> Reply:
-        reply: Reply = await self._redis.execute_command(*args)  # type: ignore[no-untyped-call]
+        try:
+            reply: Reply = await self._redis.execute_command(*args)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            # uvloop's word for a connection that was reset while it lay in the pool.
+            raise ConnectionResetError(str(error)) from error
         return reply
 
     def _failed(self, error: Exception) -> RedisUnavailableError:

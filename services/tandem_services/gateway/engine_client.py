@@ -6,6 +6,8 @@ Life of a connection
     3. watched    while requests are open, a ping goes out each interval
     4. dead       the socket went away, pings stay unanswered, or the engine sends what is no message:
                   the router and every listener are told at once, the socket is closed
+       or reopened  it went away while nobody used it. Firewalls and restarted networks close what is idle, so this
+                  says nothing about the engine: one more connection is tried, and a dead engine refuses it
 
 Silence is judged in unanswered pings, not in seconds: an event loop that was itself blocked sends none in
 that time, and a long queue on the engine answers them, so neither looks like death.
@@ -47,7 +49,7 @@ class Listener(Protocol):
 
 
 class EngineConnection:
-    """The socket to one incarnation. `on_dead` is called once, before the listeners are told.
+    """The socket to one incarnation. `on_dead` is called once, while the listeners are still there.
 
     Raises `WireError` for an endpoint that cannot be one: it came from the registry.
     """
@@ -105,6 +107,15 @@ class EngineConnection:
         if not self._closed:
             self._channel.send(message)
 
+    @property
+    def answered(self) -> bool:
+        """Whether the engine has ever said anything here."""
+        return self.heard_at > float("-inf")
+
+    def greet(self) -> None:
+        """Make the engine say something."""
+        self._channel.send(Ping(nonce=0))
+
     def close(self) -> None:
         """Close the socket without telling anybody. Idempotent."""
         if self._closed:
@@ -153,8 +164,8 @@ class EngineConnection:
         if self._closed:
             return
         self.close()
-        listeners, self._listeners = self._listeners, {}
         self._on_dead(self, reason)
+        listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.on_lost()
 
@@ -193,5 +204,9 @@ class EnginePool:
     def _bury(self, connection: EngineConnection, reason: str) -> None:
         incarnation = connection.worker.incarnation
         self._connections.pop(incarnation, None)
+        if connection.idle and connection.answered:
+            logger.info("connecting again", extra={"fields": {"worker": incarnation, "reason": reason}})
+            self.connect(connection.worker).greet()
+            return
         self.on_dead(incarnation)
         logger.warning("worker lost", extra={"fields": {"worker": incarnation, "reason": reason}})

@@ -131,9 +131,9 @@ class Run:
             if self._slowest is None or stall > self._slowest[0]:
                 self._slowest = stall, answer
 
-    async def works(self, count: int = 4) -> list[Answer]:
+    async def works(self, count: int = 4, *, gateways: int | None = None) -> list[Answer]:
         """A few more requests, which must be clean: whatever happened, it still serves."""
-        async with self.load() as load:
+        async with self.load(gateways) as load:
             load.send(self.asks(Kind.PLAIN, count=count, tokens=16, first=500))
             answers = await load.gathered()
         await self.judge(answers)

@@ -14,7 +14,9 @@ from tandem_services.common.errors import StartupError
 from tandem_services.gateway.serve import listen
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.tcp_proxy import TcpProxy
 from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.waiting import until
 
 TOKEN = hash_tokens(3, 250)
 OVERLOADED = Finish(reason=FinishReason.ERROR, code="queue_full", retryable=True)
@@ -302,6 +304,34 @@ async def test_a_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty,
         answer = (await gateway.complete(max_tokens=9, seed=1)).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
     assert gateway.chooser.dead == {"broken@1"}
+
+
+async def test_an_idle_connection_that_is_cut_is_not_the_death_of_its_worker(rack, faulty, reference):  # B3.54
+    """Every worker's connection at once: nobody else could take the next request."""
+    worker = rack.add("only", healthy())
+    address = worker.view.request_endpoint.removeprefix("tcp://").split(":")
+    proxy = await TcpProxy.open(lambda: (address[0], int(address[1])))
+    try:
+        async with faulty() as gateway:
+            gateway.chooser.fleet[0] = replace(worker.view, request_endpoint=f"tcp://127.0.0.1:{proxy.port}")
+            for taken in (1, 2):
+                answer = (await gateway.complete(max_tokens=9, seed=1)).json()
+                assert answer["choices"][0]["text"] == (await reference(9))[0][0]
+                proxy.cut()
+                await until(lambda taken=taken: proxy.connections > taken, 5.0, "it connects again")
+            assert (await gateway.complete(max_tokens=9, seed=1)).status_code == 200
+            assert gateway.chooser.dead == set()
+    finally:
+        await proxy.close()
+
+
+async def test_a_worker_that_dies_idle_is_known_to_be_dead_before_the_next_request(rack, faulty):
+    worker = rack.add("only", healthy())
+    async with faulty() as gateway:
+        assert (await gateway.complete(max_tokens=3, seed=1)).status_code == 200
+        await asyncio.to_thread(worker.stop)
+        await asyncio.wait_for(gateway.chooser.death.wait(), 5.0)
+        assert gateway.chooser.dead == {"only@1"}
 
 
 async def test_a_long_queue_is_not_death(rack, faulty):
