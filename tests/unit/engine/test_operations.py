@@ -13,6 +13,7 @@ from tandem_engine.config import CacheConfig, EngineConfig
 from tandem_engine.engine import Engine, LoadedModel, load
 from tandem_engine.messages.control import (
     AbortRequests,
+    DecodeElsewhere,
     FlushCache,
     OrderDone,
     OrderRefused,
@@ -235,3 +236,12 @@ def test_a_trace_has_bounds(desk, steps, seconds, text):
 def test_without_a_folder_nothing_is_traced(loaded):
     with Engine.build(loaded, loaded.config) as engine, pytest.raises(Exception, match="--torch-profiler-dir"):
         engine.profiler(None).start(launched=0, steps=1, seconds=1.0)
+
+
+def test_an_engine_that_cannot_send_answers_that_nobody_leaves(desk):
+    desk.engine.add(request("r"))
+    desk.turn(3)
+    desk.operations.handle(DecodeElsewhere(nonce=4, wanted=True))
+    assert (desk.answers[-1].nonce, desk.answers[-1].figures) == (4, {"leaving": 0})
+    desk.run()
+    assert len(desk.tokens("r")) == 12
