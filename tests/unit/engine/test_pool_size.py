@@ -47,6 +47,7 @@ def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, int]
     footprint = Footprint(
         weight_bytes=50 * MIB,
         page_bytes=page_bytes[parallel.rank],
+        host_page_bytes=page_bytes[parallel.rank],
         threads=1,
         forward_over=lambda _: lambda batch: ForwardResult(step=batch.step, next_token_ids=()),
     )
