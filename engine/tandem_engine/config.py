@@ -447,7 +447,7 @@ class DisaggConfig:
     """Prefill keeps finished pages this long for a grant, or for word that decode still waits for memory."""
     drain_timeout: float = 5.0
     """After an abort decode waits this long for the writer's drain-ack before it quarantines the pages."""
-    stall_timeout: float = 60.0
+    stall_timeout: float = 10.0
     """A decode engine in which nothing has moved for this long lets go of the finished prompts that wait for its
     memory: the way out when engines wait for each other in a circle."""
 

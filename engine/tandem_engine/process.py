@@ -41,7 +41,7 @@ from tandem_engine.messages.control import (
     WorkerToEngine,
 )
 from tandem_engine.messages.kv_events import KvEvent, KvEventBatch
-from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, TokenOutput
+from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_engine.names import RequestId
 from tandem_engine.operations import Operations
@@ -182,6 +182,7 @@ class EngineProcess:
         match message:
             case GenerateRequest():
                 self._engine.add(message, client)
+                self._requests.send(client, Taken(rid=message.rid))
             case AbortRequest():
                 self._engine.abort(RequestId(message.rid))
             case CloseSession():

@@ -8,6 +8,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.router import keys
 from tandem_services.router.cost import Demand
+from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import LeaseStatus, WorkerState
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
@@ -211,4 +212,9 @@ async def test_a_user_with_only_the_documented_commands_can_do_everything(server
     await user.index.release(routed.reservation)
     assert await names(user) == {"w1@1"}
     await user.registry.deregister("w1@1")
+    board = QuarantineBoard(client=user.client, keys=user.keys)
+    await board.put("aa", ttl_s=60, capacity=8)
+    assert list(await board.digests()) == ["aa"]
+    assert await board.clear("aa") == 1
+    await board.clear()
     await user.close()

@@ -20,7 +20,7 @@ from tandem_engine.engine import Engine, load
 from tandem_engine.ipc.channels import AsyncDealerChannel, AsyncPairServer, IpcContext
 from tandem_engine.launch import launched_engine
 from tandem_engine.messages.control import EngineFailed, EngineReady, EngineToWorker, WorkerToEngine
-from tandem_engine.messages.outputs import EngineReply, FinishReason, OutputBatch, TokenOutput
+from tandem_engine.messages.outputs import EngineReply, FinishReason, OutputBatch, Taken, TokenOutput
 from tandem_engine.messages.requests import EngineRequest
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
@@ -158,6 +158,8 @@ async def test_an_idle_engine_notices_a_lost_rank_too(checkpoint, tmp_path):
 async def test_sigterm_ends_both_in_order_while_a_request_runs(checkpoint, tmp_path):
     async with serving(checkpoint, tmp_path) as served:
         served.client.send(make_message("long", PROMPTS[1], max_tokens=400))
+        # Before anything is computed it is said who would be the cause if that went wrong (B2.9).
+        assert await served.client.receive() == Taken(rid="long")
         await served.first()
         # A service manager may signal every process of the group; the further rank leaves with rank 0 all the same.
         served.rank.send(signal.SIGTERM)

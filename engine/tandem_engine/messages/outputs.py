@@ -87,9 +87,16 @@ class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     outputs: tuple[TokenOutput, ...]
 
 
+class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
+    """The engine has request `rid` in hand: said before the first step that may compute it. When the engine is lost
+    after that, the request may be the reason."""
+
+    rid: str
+
+
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
     nonce: int
     incarnation: str
 
 
-EngineReply = OutputBatch | Pong
+EngineReply = OutputBatch | Taken | Pong

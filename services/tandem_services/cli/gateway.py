@@ -2,6 +2,7 @@
 
 import argparse
 
+from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_model
@@ -41,6 +42,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="S",
         help="seconds that an unused conversation is known; as the workers' flag of this name (default 600)",
     )
+    parser.add_argument(
+        "--max-waiting-requests",
+        type=non_negative_int,
+        default=256,
+        metavar="N",
+        help="while no worker lives, up to N new choices wait 10 s for one before they are refused with 503 "
+        "(default 256)",
+    )
+    parser.add_argument(
+        "--prefill-fallback",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let decode workers compute prompts when no prefill worker lives (default); otherwise such requests wait "
+        "and then get 503",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -62,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
             local_prefill_tokens=args.local_prefill_tokens,
             session_ttl_s=args.session_ttl,
             drain_notice_s=args.drain_notice,
+            max_waiting=args.max_waiting_requests,
+            prefill_fallback=args.prefill_fallback,
             log_format=LogFormat(args.log_format),
             log_level=read_settings().log_level,
         )

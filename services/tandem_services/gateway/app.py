@@ -9,10 +9,12 @@
 /live /ready /health /metrics /version     operations
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib.metadata import version
 
 from fastapi import FastAPI
@@ -45,9 +47,12 @@ from tandem_services.gateway.generation import Generator
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.models import ServedModel
 from tandem_services.gateway.prompts import PromptEncoder
+from tandem_services.gateway.quarantine import Board, Quarantine
+from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.session_routes import SessionRoutes
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
 from tandem_services.gateway.tokenization import Tokenization
+from tandem_services.gateway.waiting_room import WaitingRoom
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
@@ -88,16 +93,25 @@ def build_gateway(
     *,
     clock: Clock,
     health: Health,
+    quarantine: Board | None = None,
 ) -> Gateway:
-    """Compose the parts. The caller owns `chooser`, `sessions` and `context`, and closes them after the gateway."""
+    """Compose the parts. The caller owns what it passes, and closes it after the gateway."""
     registry = new_registry()
     metrics = GatewayMetrics(registry, model=config.model_name)
     model = ServedModel(name=config.model_name, tokenizer=tokenizer, workers=chooser.workers)
     executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
     timing = LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings)
     engines = EnginePool(context=context, timing=timing, on_dead=chooser.mark_dead, clock=clock)
-    retry = RetryPolicy(max_attempts=config.max_attempts, recovery_s=config.recovery_s, silence_s=config.silence_s)
-    dispatcher = Dispatcher(chooser=chooser, engines=engines, clock=clock, policy=retry, metrics=metrics)
+    dispatcher = Dispatcher(
+        chooser=chooser,
+        engines=engines,
+        clock=clock,
+        policy=_retry_policy(config),
+        metrics=metrics,
+        budget=RetryBudget(clock=clock),
+        waiting=WaitingRoom(seats=config.max_waiting, metrics=metrics),
+        quarantine=Quarantine(clock=clock, metrics=metrics, salt=_salt(context, config.cluster), board=quarantine),
+    )
     generator = Generator(dispatcher=dispatcher, vocabulary=tokenizer.vocabulary, clock=clock, metrics=metrics)
     desk = SessionDesk(directory=sessions, ttl_s=config.session_ttl_s, turn_s=config.request_timeout_s)
     answering = Answering(
@@ -123,6 +137,22 @@ def build_gateway(
     )
 
 
+def _retry_policy(config: GatewayConfig) -> RetryPolicy:
+    return RetryPolicy(
+        max_attempts=config.max_attempts,
+        recovery_s=config.recovery_s,
+        queue_s=config.queue_s,
+        silence_s=config.silence_s,
+        prefill_fallback=config.prefill_fallback,
+    )
+
+
+def _salt(context: IpcContext, cluster: str) -> bytes:
+    """The same on all gateways of a deployment."""
+    secret = b"" if context.keys is None else context.keys.secret
+    return blake2b(cluster.encode(), key=secret, digest_size=16).digest()
+
+
 def create_app(
     config: GatewayConfig,
     chooser: PairChooser,
@@ -132,18 +162,29 @@ def create_app(
     *,
     health: Health | None = None,
     clock: Clock | None = None,
+    quarantine: Board | None = None,
 ) -> FastAPI:
-    """The ASGI application. `chooser` must be started; it, `sessions` and `context` outlive the application.
+    """The ASGI application. `chooser` must be started; it, `sessions`, `quarantine` and `context` outlive it.
 
     Whoever ends the application calls `health.drain()` some time before.
     """
     gateway = build_gateway(
-        config, chooser, sessions, context, tokenizer, clock=clock or MonotonicClock(), health=health or Health()
+        config,
+        chooser,
+        sessions,
+        context,
+        tokenizer,
+        clock=clock or MonotonicClock(),
+        health=health or Health(),
+        quarantine=quarantine,
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(gateway.dispatcher.quarantine.run(), name="quarantine")
         yield
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         await gateway.close()
 
     boundary = Middleware(

@@ -35,6 +35,9 @@ DEADLINE_EXCEEDED = "deadline_exceeded"
 
 class FailureCause(StrEnum):
     WORKER_LOST = "worker_lost"
+    """With the request in hand."""
+    UNREACHABLE = "unreachable"
+    """Lost before it took the request in."""
     WORKER_ERROR = "worker_error"
     OVERLOADED = "overloaded"
     OUTPUT_LOST = "output_lost"
@@ -46,7 +49,13 @@ class AttemptFailedError(Exception):
     """This attempt is over. When `retryable`, another one can continue after the tokens received so far."""
 
     def __init__(
-        self, cause: FailureCause, incarnation: str, *, code: str | None = None, retryable: bool = True
+        self,
+        cause: FailureCause,
+        incarnation: str,
+        *,
+        code: str | None = None,
+        retryable: bool = True,
+        by_abort: bool = False,
     ) -> None:
         super().__init__(f"{cause.value} on {incarnation}")
         self.cause = cause
@@ -55,6 +64,8 @@ class AttemptFailedError(Exception):
         self.code = code
         """The engine's own code, when it gave one."""
         self.retryable = retryable
+        self.by_abort = by_abort
+        """The worker ended it in order, because it leaves."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,8 +75,13 @@ class Side:
     attempt: "Attempt"
     connection: EngineConnection
     is_prefill: bool
+    taken: bool = False
+    """The worker is known to have the request in hand."""
     spoke: bool = False
     ended: bool = False
+
+    def on_taken(self) -> None:
+        self.taken = True
 
     def on_output(self, output: TokenOutput) -> None:
         self.attempt.arrived(self, output)
@@ -97,7 +113,7 @@ class Attempt:
         """Send `request` to one worker. Raises `AttemptFailedError` when it cannot be sent."""
         side = Side(self, connection, is_prefill)
         if not connection.submit(request, side):
-            raise AttemptFailedError(FailureCause.WORKER_LOST, connection.worker.incarnation)
+            raise AttemptFailedError(FailureCause.UNREACHABLE, connection.worker.incarnation)
         self._sides.append(side)
 
     def arrived(self, side: Side, output: TokenOutput | None) -> None:
@@ -147,7 +163,7 @@ class Attempt:
         accepted = Accepted([], [], None)
         while self._arrivals and accepted.finish is None:
             side, output = self._arrivals[0]
-            failure = _failure(output, side.connection.worker.incarnation)
+            failure = _failure(output, side)
             if failure is not None and accepted.token_ids:
                 break
             self._arrivals.popleft()
@@ -181,10 +197,12 @@ class Attempt:
         return AttemptFailedError(FailureCause.OUTPUT_LOST, self._sides[-1].connection.worker.incarnation)
 
 
-def _failure(output: TokenOutput | None, incarnation: str) -> Exception | None:
+def _failure(output: TokenOutput | None, side: Side) -> Exception | None:
     """What an arrival means for the choice when it is not tokens: the worker is lost, or gives up."""
+    incarnation = side.connection.worker.incarnation
     if output is None:
-        return AttemptFailedError(FailureCause.WORKER_LOST, incarnation)
+        cause = FailureCause.WORKER_LOST if side.taken or side.spoke else FailureCause.UNREACHABLE
+        return AttemptFailedError(cause, incarnation)
     if output.finish is None or output.finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
         return None
     return _finish_failure(output.finish, incarnation)
@@ -195,7 +213,7 @@ def _finish_failure(finish: Finish, incarnation: str) -> Exception:
         return timed_out("The request did not finish before its deadline.")
     if finish.reason is FinishReason.ABORT:
         # Nobody listens to an attempt that the gateway aborted itself: this worker is shutting down.
-        return AttemptFailedError(FailureCause.WORKER_ERROR, incarnation, code=finish.code)
+        return AttemptFailedError(FailureCause.WORKER_ERROR, incarnation, code=finish.code, by_abort=True)
     if finish.code == "invalid_request":
         return bad_request(finish.error or "The model worker refused the request.", finish.param)
     if finish.code == SessionLostError.code:

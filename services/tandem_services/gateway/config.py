@@ -1,6 +1,7 @@
 """Configuration of a gateway: frozen, from flags. Durations are seconds."""
 
 import logging
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,9 +30,15 @@ class GatewayConfig:
     session_ttl_s: float = 600.0
     """An unused session is forgotten after this long; the workers' --session-ttl."""
     max_attempts: int = 3
-    """Attempts at one choice, on different workers where possible."""
-    recovery_s: float = 8.0
-    """A choice that lost its worker waits this long for another one."""
+    """Attempts in a row that bring one choice no further, on different workers where possible."""
+    recovery_s: float = math.inf
+    """A choice that lost its worker waits this long for another one when there is none; at most until its deadline."""
+    queue_s: float = 10.0
+    """A new choice waits this long for a worker when there is none."""
+    max_waiting: int = 256
+    """Choices that may wait so; others are refused at once."""
+    prefill_fallback: bool = True
+    """Without any prefill worker decode workers compute prompts."""
     silence_s: float = 10.0
     """A choice whose workers say nothing at all, one after the other, fails after this long."""
     ping_interval_s: float = 1.0

@@ -6,16 +6,20 @@
     4. retry     on a lost worker or a retryable error: the attempt is aborted everywhere, the worker is
                  excluded, and the tokens received so far are sent along as `resume_ids`. Sampling noise is a
                  function of (seed, position), so the text goes on as if nothing had happened (B2.1)
+                 A retry that a living worker made necessary is paid from the gateway's `RetryBudget`
     5. move      a worker that is to stop, or to do other work, asks for its request to go on elsewhere: as above, but
                  it sends its KV to whoever takes over. With no place to go to, it goes on where it is
-    6. give up   after `max_attempts`, or when workers that say nothing at all have used up `silence_s`
-    7. release   the reservation, on every path
+    6. wait      for a worker when there is none: until the deadline once it has begun, else a while in `WaitingRoom`
+    7. give up   after `max_attempts` that brought it no further, when two workers died of it (`Quarantine`), or when
+                 workers that say nothing at all have used up `silence_s`
+    8. release   the reservation, on every path
 
 Whatever ends the iteration, a client that leaves included, runs the `finally` that aborts the attempt.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -23,6 +27,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem_engine.clock import Clock
+from tandem_engine.config import Role
 from tandem_engine.errors import DrainingError, PausedError, TransferError, WireError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.pooling import PoolingParams
@@ -33,9 +38,14 @@ from tandem_services.gateway.attempt import Attempt, AttemptFailedError, Failure
 from tandem_services.gateway.engine_client import EngineConnection, EnginePool
 from tandem_services.gateway.explain import ChoiceRecord
 from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.progress import LOST, Progress
+from tandem_services.gateway.quarantine import Quarantine, quarantined
+from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.session_turns import SessionTurn, session_lost
 from tandem_services.gateway.shared_route import SharedRoute
+from tandem_services.gateway.suspicion import Suspects
 from tandem_services.gateway.token_sequence import Accepted
+from tandem_services.gateway.waiting_room import NoSeatError, WaitingRoom
 from tandem_services.router.choice import Choice, NoWorkersError, Placement, RouteQuery, WorkerView
 
 logger = logging.getLogger(__name__)
@@ -80,11 +90,16 @@ class RetryPolicy:
     """How long a choice fights for its life."""
 
     max_attempts: int = 3
-    recovery_s: float = 8.0
-    """After a failure, wait this long for a worker to appear before giving up."""
+    """In a row, each with fewer than `PROOF_TOKENS` new tokens."""
+    recovery_s: float = math.inf
+    """A choice that has begun waits this long for a worker when there is none; in any case its deadline ends it."""
+    queue_s: float = 10.0
+    """A new choice waits this long."""
     silence_s: float = 10.0
     """Workers that say nothing at all, one after the other, have this long together (RELIABILITY B2.6)."""
     poll_s: float = 0.1
+    prefill_fallback: bool = True
+    """Without prefill workers decode workers compute prompts, instead of nobody (B3.12)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +134,10 @@ class Dispatcher:
     clock: Clock
     policy: RetryPolicy
     metrics: GatewayMetrics
+    budget: RetryBudget
+    waiting: WaitingRoom
+    quarantine: Quarantine
+    suspects: Suspects = field(default_factory=Suspects)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self, request: ChoiceRequest, record: ChoiceRecord) -> AsyncGenerator[Accepted, None]:
@@ -126,7 +145,10 @@ class Dispatcher:
 
         Raises `ApiError` when no attempt succeeded.
         """
-        progress = _Progress()
+        if request.turn is None or request.turn.begins:
+            self.quarantine.check(request)
+        self.budget.choice_began()
+        progress = Progress()
         while len(progress.received) < request.sampling.max_tokens:
             place, progress.place = progress.place, None
             choice = place or await self._choose(request, progress)
@@ -142,11 +164,11 @@ class Dispatcher:
             try:
                 if request.turn is not None:
                     await request.turn.bind(workers.decode.incarnation)
+                await self._enter(attempt, request, workers, progress)
                 self._send(attempt, request, workers, progress, moving=place is not None)
                 while True:
                     accepted = await self._next(attempt, progress)
-                    progress.received += accepted.token_ids
-                    progress.scored = progress.scored or accepted.prompt_logprobs is not None
+                    progress.receive(accepted)
                     if accepted.finish is not None:
                         note.outcome = "finished"
                     yield accepted
@@ -157,7 +179,7 @@ class Dispatcher:
                         break
             except AttemptFailedError as failure:
                 note.outcome = failure.cause.value
-                if failure.cause is FailureCause.WORKER_LOST:
+                if failure.cause in LOST:
                     progress.note_silence(attempt.quiet_since)
                 self._note_failure(request, workers, progress, failure)
             except ApiError:
@@ -165,15 +187,24 @@ class Dispatcher:
                 raise
             finally:
                 attempt.close()
+                progress.end_trial()
                 if note.outcome == "running":
                     note.outcome = "stopped"
                 self.metrics.attempts.labels(outcome=note.outcome).inc()
-                if request.route is None or request.route.let_go(choice):
-                    self._in_background(self.chooser.release(choice))
+                self._release(request, choice)
         # The worker died between its last token and its finish.
         yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
 
-    async def _next(self, attempt: Attempt, progress: "_Progress") -> Accepted:
+    async def _enter(self, attempt: Attempt, request: ChoiceRequest, workers: Choice, progress: Progress) -> None:
+        """Note where an attempt goes whose request may have killed a worker; it may have to wait its turn."""
+        progress.began_at = len(progress.received)
+        both = [worker.incarnation for worker in (workers.decode, workers.prefill) if worker is not None]
+        progress.trial = await self.suspects.enter(progress.suspicion, _attempt_id(request, progress), both)
+        if progress.suspicion.needs_trial:
+            # The wait was no worker's silence.
+            attempt.began, progress.silent_since = self.clock.now(), None
+
+    async def _next(self, attempt: Attempt, progress: Progress) -> Accepted:
         """What `attempt` gives next. After lost workers, one that says nothing has only what they left of the time."""
         if progress.silent_since is None:
             return await attempt.next()
@@ -189,7 +220,7 @@ class Dispatcher:
         progress.silent_since = None
         return accepted
 
-    async def _finds_place(self, attempt: Attempt, request: ChoiceRequest, progress: "_Progress") -> bool:
+    async def _finds_place(self, attempt: Attempt, request: ChoiceRequest, progress: Progress) -> bool:
         """Whether the worker of `attempt` has asked to be left and another one has room: then the next attempt is its.
 
         Without room the request stays where it is, until it is asked again.
@@ -216,7 +247,7 @@ class Dispatcher:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     def _send(
-        self, attempt: Attempt, request: ChoiceRequest, choice: Choice, progress: "_Progress", *, moving: bool
+        self, attempt: Attempt, request: ChoiceRequest, choice: Choice, progress: Progress, *, moving: bool
     ) -> None:
         decode, prefill = choice.decode, choice.prefill
         alone = GenerateRequest(
@@ -244,22 +275,36 @@ class Dispatcher:
             return self.engines.connect(worker)
         except WireError as error:
             self.chooser.mark_dead(worker.incarnation)
-            raise AttemptFailedError(FailureCause.WORKER_LOST, worker.incarnation) from error
+            raise AttemptFailedError(FailureCause.UNREACHABLE, worker.incarnation) from error
 
-    async def _choose(self, request: ChoiceRequest, progress: "_Progress") -> Choice:
-        give_up_at = self.clock.now() + self.policy.recovery_s
-        if progress.silent_since is not None:
-            give_up_at = min(give_up_at, progress.silent_since + self.policy.silence_s)
-        while True:
+    async def _choose(self, request: ChoiceRequest, progress: Progress) -> Choice:
+        await self._pay(progress)
+        try:
+            return await self._choose_once(request, progress)
+        except NoWorkersError as error:
+            if progress.attempts > 0:
+                return await self._await_worker(request, progress, error, self.policy.recovery_s)
+            try:
+                with self.waiting.seat():
+                    return await self._await_worker(request, progress, error, self.policy.queue_s)
+            except NoSeatError:
+                raise _nobody(error) from error
+
+    async def _await_worker(
+        self, request: ChoiceRequest, progress: Progress, error: NoWorkersError, patience_s: float
+    ) -> Choice:
+        # Nobody is there who could be silent.
+        progress.silent_since = None
+        give_up_at = self.clock.now() + patience_s
+        while self.clock.now() < give_up_at:
+            await asyncio.sleep(self.policy.poll_s)
+            if not self.chooser.workers():
+                continue
             try:
                 return await self._choose_once(request, progress)
-            except NoWorkersError as error:
-                # A new request may be refused at once; one that has begun deserves some patience.
-                if progress.attempts == 0 or self.clock.now() >= give_up_at:
-                    raise unavailable(
-                        "No worker can take the request now. Try again later.", retry_after=error.retry_after
-                    ) from error
-            await asyncio.sleep(self.policy.poll_s)
+            except NoWorkersError as again:
+                error = again
+        raise _nobody(error) from error
 
     async def _keeper(self, query: RouteQuery, incarnation: str) -> Choice:
         """Of a session that is continued: nobody else can."""
@@ -268,26 +313,51 @@ class Dispatcher:
         except NoWorkersError as error:
             raise session_lost() from error
 
-    async def _choose_once(self, request: ChoiceRequest, progress: "_Progress") -> Choice:
+    async def _choose_once(self, request: ChoiceRequest, progress: Progress) -> Choice:
         query = _query(request, progress)
         if request.turn is not None and request.turn.keeper is not None:
             return await self._keeper(query, request.turn.keeper)
         try:
             if request.route is not None and progress.attempts == 0:
-                return await request.route.choose(query)
-            return await self.chooser.choose(query)
+                return self._with_prefill(request, await request.route.choose(query))
+            return self._with_prefill(request, await self.chooser.choose(query))
         except NoWorkersError:
             if not progress.failed:
                 raise
         # A live worker that has failed this request once is better than none; the dead stay excluded.
-        return await self.chooser.choose(replace(query, exclude=frozenset()))
+        return self._with_prefill(request, await self.chooser.choose(replace(query, exclude=frozenset())))
+
+    def _with_prefill(self, request: ChoiceRequest, choice: Choice) -> Choice:
+        """`choice`, unless a decode worker would compute its prompt for want of others and that is not wanted."""
+        decode = choice.decode
+        if choice.prefill is not None or decode.role is not Role.DECODE:
+            return choice
+        if any(w.role is not Role.DECODE and w.compat_hash == decode.compat_hash for w in self.chooser.workers()):
+            return choice
+        if self.policy.prefill_fallback:
+            self.metrics.local_prefills.inc()
+            return choice
+        self._release(request, choice)
+        raise NoWorkersError("no prefill worker is left", retry_after=1.0)
+
+    def _release(self, request: ChoiceRequest, choice: Choice) -> None:
+        if request.route is None or request.route.let_go(choice):
+            self._in_background(self.chooser.release(choice))
+
+    async def _pay(self, progress: Progress) -> None:
+        """For another attempt. A stream that has begun waits for its turn; what has not is refused with a 503."""
+        while progress.unpaid and not self.budget.spend():
+            if not progress.received:
+                self.metrics.retries_refused.inc()
+                raise unavailable("The model workers are in trouble. Try again later.", retry_after=self.budget.wait_s)
+            await asyncio.sleep(self.budget.wait_s)
+        progress.unpaid = False
 
     def _note_failure(
-        self, request: ChoiceRequest, choice: Choice, progress: "_Progress", failure: AttemptFailedError
+        self, request: ChoiceRequest, choice: Choice, progress: Progress, failure: AttemptFailedError
     ) -> None:
         """Decide whether there is another attempt; raises `ApiError` when there is none."""
-        progress.attempts += 1
-        progress.number += 1
+        progress.note_failure(failure, alone=self.suspects.alone(failure.incarnation))
         progress.failed.add(_at_fault(choice, failure))
         fields = {
             "request_id": request.request_id,
@@ -300,7 +370,10 @@ class Dispatcher:
         logger.warning("attempt failed", extra={"fields": fields})
         if request.turn is not None and not request.turn.begins:
             raise _turn_failed(failure) from failure
-        if not failure.retryable or progress.attempts >= self.policy.max_attempts:
+        if progress.suspicion.convicted:
+            self.quarantine.convict(request, request_id=request.request_id, workers=progress.suspicion.lost)
+            raise quarantined() from failure
+        if not failure.retryable or progress.exhausted(self.policy.max_attempts):
             raise _gave_up(failure) from failure
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -310,39 +383,15 @@ class Dispatcher:
         task.add_done_callback(self._background.discard)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Progress:
-    """What one choice has achieved so far, over all its attempts."""
-
-    received: list[int] = field(default_factory=list)
-    scored: bool = False
-    """The logprobs of the prompt are here: they must not be computed, nor sent, again."""
-    attempts: int = 0
-    """Attempts that have failed."""
-    number: int = 0
-    """Of the current attempt: those before it have failed or moved."""
-    place: Choice | None = None
-    """Where the next attempt goes, with the KV of the one before."""
-    failed: set[str] = field(default_factory=set)
-    """Incarnations to avoid."""
-    silent_since: float | None = None
-    """Since when lost workers have kept the choice waiting; None while none has."""
-
-    def move_to(self, place: Choice, leaving: WorkerView) -> None:
-        """The next attempt takes over from `leaving`, which has not failed but will not be there much longer."""
-        self.place = place
-        self.number += 1
-        self.failed.add(leaving.incarnation)
-
-    def note_silence(self, since: float) -> None:
-        self.silent_since = since if self.silent_since is None else min(self.silent_since, since)
+def _nobody(error: NoWorkersError) -> ApiError:
+    return unavailable("No worker can take the request now. Try again later.", retry_after=error.retry_after)
 
 
-def _attempt_id(request: ChoiceRequest, progress: _Progress) -> str:
+def _attempt_id(request: ChoiceRequest, progress: Progress) -> str:
     return f"{request.request_id}-{request.index}-{progress.number}"
 
 
-def _query(request: ChoiceRequest, progress: _Progress) -> RouteQuery:
+def _query(request: ChoiceRequest, progress: Progress) -> RouteQuery:
     return RouteQuery(
         request_id=_attempt_id(request, progress),
         model=request.model,
@@ -386,7 +435,7 @@ def _at_fault(choice: Choice, failure: AttemptFailedError) -> str:
 
 def _turn_failed(failure: AttemptFailedError) -> ApiError:
     """Of a turn that only this worker could compute."""
-    gone = failure.cause in (FailureCause.WORKER_LOST, FailureCause.SILENCE) or failure.code == DrainingError.code
+    gone = failure.cause in (*LOST, FailureCause.SILENCE) or failure.code == DrainingError.code
     if gone:
         return session_lost()
     if failure.code == PausedError.code:

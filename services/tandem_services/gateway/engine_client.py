@@ -23,7 +23,7 @@ from typing import Protocol
 from tandem_engine.clock import Clock
 from tandem_engine.errors import WireError
 from tandem_engine.ipc.channels import AsyncDealerChannel, IpcContext
-from tandem_engine.messages.outputs import EngineReply, OutputBatch, TokenOutput
+from tandem_engine.messages.outputs import EngineReply, OutputBatch, Taken, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_services.router.choice import WorkerView
 
@@ -40,6 +40,10 @@ class LivenessTiming:
 
 class Listener(Protocol):
     """Where the outputs of one rid go. Called on the event loop; must not block or raise."""
+
+    def on_taken(self) -> None:
+        """The engine has the request in hand."""
+        ...
 
     def on_output(self, output: TokenOutput) -> None: ...
 
@@ -136,14 +140,22 @@ class EngineConnection:
                 return
             self._unanswered = 0
             self.heard_at = self._clock.now()
-            if isinstance(reply, OutputBatch):
-                self._deliver(reply)
+            match reply:
+                case OutputBatch():
+                    self._deliver(reply)
+                case Taken():
+                    self._note_taken(reply.rid)
 
     def _deliver(self, batch: OutputBatch) -> None:
         for output in batch.outputs:
             listener = self._listeners.get(output.rid)
             if listener is not None:
                 listener.on_output(output)
+
+    def _note_taken(self, rid: str) -> None:
+        listener = self._listeners.get(rid)
+        if listener is not None:
+            listener.on_taken()
 
     async def _watch_socket(self) -> None:
         await self._channel.disconnected()

@@ -49,6 +49,16 @@ class GatewayMetrics:
         self.cached_tokens = total("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
         self.output_tokens = total("generation_tokens", "Tokens generated and accepted")
         self.disconnects = total("client_disconnects", "Requests whose client left before the end")
+        self.waiting_for_worker = Gauge(
+            "tandem_gateway_num_requests_waiting", "New choices that wait for a worker to appear", registry=registry
+        )
+        self.quarantined = Gauge(
+            "tandem_gateway_quarantined_requests", "Digests of requests that are refused", registry=registry
+        )
+        self.convictions = total("requests_quarantined", "Requests convicted here of killing workers")
+        self.quarantine_refusals = total("quarantine_refusals", "Requests refused because they are quarantined")
+        self.retries_refused = total("retries_refused", "Choices given up because the retry budget was spent")
+        self.local_prefills = total("fallback_prefills", "Prompts sent to decode workers for want of prefill workers")
         self.moved_pages = total("transferred_pages", "KV pages moved from prefill to decode workers")
         self.moved_bytes = total("transferred_bytes", "KV bytes moved from prefill to decode workers")
 

@@ -19,6 +19,7 @@ class ServedModel:
     tokenizer: TextTokenizer
     workers: Callable[[], tuple[WorkerView, ...]]
     created: int = field(default_factory=lambda: int(time.time()))
+    _last_length: int | None = None
     longest_token: int = field(init=False)
     """Bytes of the longest token: no token covers more characters than this."""
 
@@ -30,6 +31,12 @@ class ServedModel:
         """Tokens of prompt and output that every live worker can take; None without workers."""
         lengths = [worker.context_length for worker in self.workers() if worker.model == self.name]
         return min(lengths, default=None)
+
+    @property
+    def last_context_length(self) -> int | None:
+        """As `context_length`; while there are no workers, what it was with the last ones."""
+        self._last_length = self.context_length or self._last_length
+        return self._last_length
 
     def check_name(self, name: str | None) -> None:
         """Raises `ApiError` 400 without a name and 404 for any other model."""

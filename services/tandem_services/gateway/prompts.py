@@ -34,8 +34,8 @@ class PromptEncoder:
         return self.model.tokenizer
 
     def context_length(self) -> int:
-        """Raises `ApiError` 503 without workers: nobody could answer anyway."""
-        length = self.model.context_length
+        """Raises `ApiError` 503 as long as there has been no worker: nobody can tell."""
+        length = self.model.last_context_length
         if length is None:
             raise unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKERS_RETRY_S)
         return length

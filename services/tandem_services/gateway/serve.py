@@ -130,7 +130,9 @@ async def _serve(
     try:
         await router.start()
         health = Health()
-        app = create_app(config, router, router.sessions, context, tokenizer, health=health)
+        app = create_app(
+            config, router, router.sessions, context, tokenizer, health=health, quarantine=router.quarantine
+        )
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
         await http_server(app, config, health).serve(sockets=[listener])
     except RedisUnavailableError as error:

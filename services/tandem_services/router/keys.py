@@ -12,6 +12,7 @@ deployment share a slot and one Function may touch them.
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     cursor:<incarnation> STR   revision of the last index update that was applied to the set above
     links:<incarnation>  HASH  receiver's incarnation → seconds to move one token's KV to it
+    quarantine           ZSET  digest of a request that kills workers → when it may be forgotten
     session:<digest>     STR   which worker keeps a conversation, how long it is and what it ends with; lives as long
                                as the session is kept, by the gateway's --session-ttl
 
@@ -21,10 +22,12 @@ routing decision costs a binary search per worker, which starts where the previo
 
 Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HMGET HSET HDEL HGETALL HKEYS HINCRBY
 ZADD ZSCORE ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING, for sessions
-GET, SET and UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For instance:
+GET, SET and UNLINK, for the quarantine TIME ZADD ZRANGE ZREM ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless
+an administrator loads the library (`router.library`). For instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
         +exists +hlen +hget +hmget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore
+        +zrange +zrem +zremrangebyrank
         +sadd +srem +sismember +get +set +unlink +pexpire
 """
 
@@ -101,6 +104,10 @@ class Keys:
 
     def cursor(self, incarnation: str) -> str:
         return f"{self.prefix}cursor:{incarnation}"
+
+    @property
+    def quarantine(self) -> str:
+        return self.prefix + "quarantine"
 
     def session(self, digest: str) -> str:
         return f"{self.prefix}session:{digest}"

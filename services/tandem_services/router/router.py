@@ -39,6 +39,7 @@ from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATI
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
 from tandem_services.router.membership import Membership
+from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import Registry
 from tandem_services.router.scoring import has_to_wait, placement_of
 from tandem_services.router.session_bindings import SessionBindings
@@ -93,6 +94,8 @@ class Router:
         self._background = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
         self.sessions = SessionBindings(client=self._background, keys=keys)
         """Which worker keeps which conversation."""
+        self.quarantine = QuarantineBoard(client=self._background, keys=keys)
+        """Which requests no worker should see again."""
         self._index = BlockIndex(library=FunctionLibrary(self._routing), keys=keys)
         self._registry = Registry(library=FunctionLibrary(self._background), keys=keys)
         self._membership = Membership(clock=self._clock)

@@ -19,6 +19,7 @@ from tandem_engine.messages.outputs import (
     FinishReason,
     OutputBatch,
     Pong,
+    Taken,
     TokenLogprob,
     TokenOutput,
     TransferReport,
@@ -79,6 +80,8 @@ class MockBehaviour:
     cached_tokens: int = 4
     die_after: int | None = None
     """Close the socket after this many output tokens in all."""
+    dies_of: tuple[int, ...] | None = None
+    """Close the socket on a request with this prompt, a moment after it was taken in."""
     refuse: Finish | None = None
     """Answer every request with this finish at once."""
     fail_after: tuple[int, Finish] | None = None
@@ -184,10 +187,17 @@ class MockEngine:
                     continue
                 for client, message in self._channel.receive():
                     self._take(client, message)
+                if self._poisoned():
+                    return
                 if self._busy():
                     self._step()
         finally:
             self._channel.close()
+
+    def _poisoned(self) -> bool:
+        """Whether to die of a request, a moment after it was said to be taken."""
+        poisons = (r for r in self._running.values() if r.request.input_ids == self.behaviour.dies_of)
+        return any(poisons) and not self._stopping.wait(0.05)
 
     def _busy(self) -> bool:
         return bool(self._running) and not self.behaviour.mute and not self.behaviour.deaf
@@ -204,6 +214,7 @@ class MockEngine:
                 self.closed_sessions.append(message.session)
             else:
                 self.received.append(message)
+                self._channel.send(client, Taken(rid=message.rid))
                 self._accept(client, message)
             self._changed.notify_all()
 
@@ -254,6 +265,8 @@ class MockEngine:
             self._stopping.set()
 
     def _may_step(self, running: _Running) -> bool:
+        if running.request.input_ids == self.behaviour.dies_of:
+            return False
         handoff, gate = running.request.handoff, self.behaviour.first_token_gate
         if handoff is None:
             return True

@@ -215,8 +215,9 @@ async def test_one_live_worker_is_tried_again_when_there_is_no_other(rack, fault
 
 
 async def test_attempts_are_bounded(rack, faulty):  # B2.9
+    broken = Finish(reason=FinishReason.ERROR, code="engine_stopped", retryable=True)
     for name in ("a", "b", "c", "d"):
-        rack.add(name, healthy(die_after=0))
+        rack.add(name, healthy(refuse=broken))
     async with faulty() as gateway:
         answer = await gateway.complete(max_tokens=9)
     assert answer.status_code == 500

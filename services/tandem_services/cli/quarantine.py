@@ -1,0 +1,64 @@
+"""`tandem quarantine`: requests that gateways refuse because they kill workers; see and clear them."""
+
+import argparse
+import asyncio
+import json
+
+from tandem_services.cli.shared_flags import add_cluster, add_redis
+from tandem_services.common.errors import StartupError
+
+TIMEOUT_S = 5.0
+
+EXAMPLES = """\
+examples:
+  tandem quarantine list                       digests and the seconds that each is refused for
+  tandem quarantine clear 5f0c…                serve this one again
+  tandem quarantine clear --all
+
+A digest stands for a prompt and its parameters; the gateway's log names it with the request id that was convicted.
+Gateways follow within a second.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "quarantine",
+        help="list or clear requests that are refused because they kill workers",
+        description="Show or clear what the gateways of a deployment refuse because two workers died of it.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_redis(parser, required=True)
+    add_cluster(parser)
+    orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
+    orders.add_parser("list", help="print a JSON object: digest → seconds left")
+    clear = orders.add_parser("clear", help="serve requests again; exit status 1 when there was none")
+    which = clear.add_mutually_exclusive_group(required=True)
+    which.add_argument("digest", nargs="?", metavar="DIGEST", help="as `list` and the gateway's log have it")
+    which.add_argument("--all", action="store_true", help="every one")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
+    from tandem_services.router.keys import Keys
+    from tandem_services.router.quarantine_board import QuarantineBoard
+
+    address = RedisAddress(url=args.redis_url, password_file=args.redis_password_file)
+    client = RedisClient(address, timeout_s=TIMEOUT_S)
+    board = QuarantineBoard(client=client, keys=Keys(args.cluster))
+    try:
+        if args.order == "list":
+            print(json.dumps({digest: round(left) for digest, left in (await board.digests()).items()}))
+            return 0
+        cleared = await board.clear(None if args.all else args.digest)
+        print(json.dumps({"cleared": cleared}))
+        return 0 if cleared else 1
+    except RedisUnavailableError as error:
+        raise StartupError(f"cannot use Redis at {address}: {error}") from error
+    finally:
+        await client.close()

@@ -1,0 +1,65 @@
+"""Digests of requests that no worker should see again, for all gateways of a deployment.
+
+One sorted set holds them, by the time at which they may be forgotten. The time is Redis's own, so that clocks of
+gateways do not matter. It is bounded, and goes by itself when nothing is added.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem_services.common.redis_client import RedisClient, RedisUnavailableError, Reply
+from tandem_services.router.keys import Keys
+
+MAX_DIGEST_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuarantineBoard:
+    """Reads and writes the set. All methods raise `RedisUnavailableError`."""
+
+    client: RedisClient
+    keys: Keys
+
+    async def put(self, digest: str, *, ttl_s: float, capacity: int) -> None:
+        """Remember `digest` for `ttl_s`; beyond `capacity` those that would be forgotten first go."""
+        now = await self._now_ms()
+        key = self.keys.quarantine
+        await self.client.command("ZADD", key, now + int(ttl_s * 1000), digest)
+        await self.client.command("ZREMRANGEBYRANK", key, 0, -capacity - 1)
+        await self.client.command("PEXPIRE", key, int(ttl_s * 1000))
+
+    async def digests(self) -> dict[str, float]:
+        """Digest → seconds left. What is no digest is left out (RELIABILITY E6.70)."""
+        now = await self._now_ms()
+        reply = await self.client.command("ZRANGE", self.keys.quarantine, now, "+inf", "BYSCORE", "WITHSCORES")
+        entries = _list(reply)
+        found = {}
+        for name, score in zip(entries[::2], entries[1::2], strict=False):
+            if (
+                isinstance(name, bytes)
+                and name.isalnum()
+                and len(name) <= MAX_DIGEST_BYTES
+                and isinstance(score, bytes)
+            ):
+                found[name.decode("ascii")] = (float(score) - now) / 1000
+        return found
+
+    async def clear(self, digest: str | None = None) -> int:
+        """Forget one digest, or all; returns how many there were."""
+        if digest is not None:
+            reply = await self.client.command("ZREM", self.keys.quarantine, digest)
+            return reply if isinstance(reply, int) else 0
+        held = len(await self.digests())
+        await self.client.command("UNLINK", self.keys.quarantine)
+        return held
+
+    async def _now_ms(self) -> int:
+        reply = await self.client.command("TIME")
+        match reply:
+            case (int() as seconds, int() as microseconds):
+                return seconds * 1000 + microseconds // 1000
+        raise RedisUnavailableError(f"Redis does not know the time: {reply!r}")
+
+
+def _list(reply: Reply) -> Sequence[Reply]:
+    return reply if isinstance(reply, list) else ()

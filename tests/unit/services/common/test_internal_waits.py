@@ -1,0 +1,112 @@
+"""No wait inside the fabric is longer than ten seconds by default (RELIABILITY B2.6).
+
+Every duration of the fabric's packages is found by its name, so that a new one is judged here too: a constant in
+capitals that ends in _S, _MS or _TIMEOUT, and a dataclass field with such a name and a default.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from types import ModuleType
+
+import tandem_engine.disaggregation
+import tandem_engine.ipc
+import tandem_services.common
+import tandem_services.gateway
+import tandem_services.router
+import tandem_services.worker
+from tandem_engine.config import DisaggConfig
+from tandem_services.router.keys import FENCE_AFTER_MS, HEARTBEAT_S, LEASE_MS, SWEEP_EVERY_MS
+from tandem_services.router.membership import FORGIVE_S
+
+LONGEST_S = 10.0
+PACKAGES = (
+    tandem_engine.disaggregation,
+    tandem_engine.ipc,
+    tandem_services.common,
+    tandem_services.gateway,
+    tandem_services.router,
+    tandem_services.worker,
+)
+DURATION = re.compile(r"(?:^|_)(?:s|ms|timeout|patience)$|_S$|_MS$|TIMEOUT$")
+
+LONGER = {
+    # The client's own time, or an operator's, or that of a process to start or to end.
+    "GatewayConfig.request_timeout_s": "the deadline of a request",
+    "RetryPolicy.recovery_s": "a stream waits for a worker until its deadline when there is none (B3.13)",
+    "GatewayConfig.recovery_s": "the same",
+    "gateway.limits.BODY_TIMEOUT_S": "a client sends its body",
+    "GatewayConfig.keep_alive_s": "an idle connection of a client",
+    "GatewayConfig.drain_timeout_s": "running requests finish before the process ends",
+    "WorkerConfig.drain_timeout_s": "the same",
+    "WorkerConfig.start_timeout_s": "a model is loaded",
+    "WorkerConfig.redis_start_timeout_s": "Redis starts beside the worker",
+    "RouterConfig.start_timeout_s": "Redis starts beside the gateway",
+    "worker.operator_routes.ANSWER_S": "an operator's order",
+    "worker.operator_routes.RELOAD_S": "an operator loads weights",
+    "worker.health.LIVE_S": "a stalled engine, not offered since 3 s, is restarted",
+    # How long something is remembered: nobody waits for its end.
+    "GatewayConfig.session_ttl_s": "an unused conversation is kept",
+    "gateway.quarantine.QUARANTINE_S": "a quarantined request is remembered",
+    "router.keys.FENCED_MEMORY_MS": "a fenced incarnation is recognised",
+    "router.keys.INDEX_TTL_MS": "an index outlives a short loss of Redis",
+    "router.keys.FLEET_TTL_MS": "keys of a cluster that is gone",
+    "common.redis_client.COMPLAIN_EVERY_S": "between two log lines",
+    "RarelyLogged.every_s": "the same",
+}
+
+
+def modules() -> Iterator[ModuleType]:
+    for package in PACKAGES:
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            yield importlib.import_module(found.name)
+
+
+def durations() -> dict[str, float]:
+    """Seconds by the name of a constant or a field."""
+    found: dict[str, float] = {}
+    for module in modules():
+        short = module.__name__.partition(".")[2]
+        for name, value in vars(module).items():
+            if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__:
+                found |= fields_of(value)
+            elif isinstance(value, int | float) and DURATION.search(name) and defined_in(module, name):
+                found[f"{short}.{name}"] = value / 1000 if name.endswith("_MS") else value
+    return found | fields_of(DisaggConfig)
+
+
+def fields_of(kind: type) -> dict[str, float]:
+    return {
+        f"{kind.__name__}.{field.name}": field.default
+        for field in dataclasses.fields(kind)
+        if DURATION.search(field.name) and isinstance(field.default, int | float) and not field.name.startswith("_")
+    }
+
+
+def defined_in(module: ModuleType, name: str) -> bool:
+    assert module.__file__ is not None
+    with open(module.__file__, encoding="utf-8") as source:
+        return any(re.match(rf"{name}(:.*)? = ", line) for line in source)
+
+
+def test_no_wait_is_longer_than_ten_seconds():
+    found = durations()
+    assert len(found) > 40, sorted(found)
+    longer = {name for name, seconds in found.items() if seconds > LONGEST_S}
+    assert longer == set(LONGER), longer ^ set(LONGER)
+
+
+def test_a_writer_that_wakes_after_it_was_fenced_has_no_grant_any_more():  # T60, T62
+    """Its pages are given to others when it is fenced; until then every lease it may hold has run out."""
+    leases = DisaggConfig()
+    assert max(leases.grant_timeout, leases.hold_timeout) < FENCE_AFTER_MS / 1000
+    assert LEASE_MS < FENCE_AFTER_MS
+
+
+def test_everything_of_a_silent_worker_is_gone_within_twelve_seconds():  # T74
+    """Silence is noticed by a sweep, which somebody's heartbeat sets off, and told with the next heartbeat."""
+    assert (FENCE_AFTER_MS + SWEEP_EVERY_MS) / 1000 + HEARTBEAT_S <= 12.0
+    # A gateway gives a worker that it lost another chance only when the registry would have fenced a dead one.
+    assert FORGIVE_S >= FENCE_AFTER_MS / 1000

@@ -1,0 +1,183 @@
+"""When workers are few: who waits, who is refused, who is not sent to another one (B2.9, B3.12, B3.13, B3.35)."""
+
+import asyncio
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_testing.gateway_builders import events, live_gateway
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.waiting import until
+
+TOKEN = hash_tokens(3, 250)
+POISON = (9, 9, 9)
+BROKEN = Finish(reason=FinishReason.ERROR, code="engine_stopped", retryable=True)
+
+
+def healthy(**knobs) -> MockBehaviour:
+    return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
+
+
+@pytest.fixture
+def serving(rack, tokenizer):
+    """A gateway in front of the rack, that does not take a starved thread for a dead worker."""
+    return lambda **config: live_gateway(rack.context, tokenizer, rack.engines, **{"ping_interval_s": 2.0, **config})
+
+
+async def metric(gateway, name: str) -> float:
+    lines = (await gateway.http.get("/metrics")).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+# Poison
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_killed_two_workers_is_refused_and_the_others_live(rack, serving, stream):  # B3.35
+    for name in ("a", "b", "c"):
+        rack.add(name, healthy(dies_of=POISON))
+    async with serving() as gateway:
+        answer = await gateway.complete(list(POISON), max_tokens=9, stream=stream)
+        again = await gateway.complete(list(POISON), max_tokens=9)
+        innocent = await gateway.complete([1, 2], max_tokens=9)
+        assert await metric(gateway, "tandem_gateway_requests_quarantined_total") == 1
+        assert await metric(gateway, "tandem_gateway_quarantine_refusals_total") == 1
+    for refused in (answer, again):
+        assert refused.status_code == 500
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("InternalServerError", "request_quarantined")
+    assert innocent.status_code == 200
+    assert [POISON in [r.input_ids for r in engine.received] for engine in rack.engines] == [True, True, False]
+
+
+async def test_those_who_lost_the_same_workers_go_on(rack, serving):
+    """Nobody knows at first who it was; only the one that dies again at the same place is refused."""
+    for name in ("a", "b", "c"):
+        rack.add(name, healthy(dies_of=POISON, step_s=0.005))
+    async with serving() as gateway:
+        innocents = [asyncio.ensure_future(gateway.complete([5, n], max_tokens=60, seed=n)) for n in range(3)]
+        first = rack.engines[0]
+        assert await asyncio.to_thread(first.wait_until, lambda: first.emitted >= 30)
+        poison = await gateway.complete(list(POISON), max_tokens=9)
+        answers = [await innocent for innocent in innocents]
+    assert poison.status_code == 500
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [60] * 3
+
+
+async def test_those_who_had_no_time_to_prove_themselves_get_a_trial(rack, serving):
+    for name in ("a", "b", "c", "d"):
+        rack.add(name, healthy(dies_of=POISON, step_s=0.05))
+    async with serving() as gateway:
+        innocents = [asyncio.ensure_future(gateway.complete([5, n], max_tokens=9, seed=n)) for n in range(3)]
+        first = rack.engines[0]
+        assert await asyncio.to_thread(first.wait_until, lambda: len(first.received) == 3)
+        poison = await gateway.complete(list(POISON), max_tokens=9)
+        answers = [await innocent for innocent in innocents]
+    assert (poison.status_code, poison.json()["error"]["code"]) == (500, "request_quarantined")
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [9] * 3
+
+
+async def test_a_stream_outlives_any_number_of_workers_that_bring_it_further(rack, serving):
+    for nth in range(5):
+        rack.add(f"w{nth}", healthy(die_after=20))
+    rack.add("last", healthy())
+    async with serving() as gateway:
+        answer = await gateway.complete(max_tokens=110, seed=1)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 110
+    assert all(engine.received for engine in rack.engines)
+
+
+async def test_workers_that_were_dead_before_cost_no_attempt(rack, serving):  # B3.13
+    """All workers die at once; their streams meet dead ones first, and are not blamed."""
+    rack.add("first", healthy(die_after=3))
+    corpses = [rack.add(f"dead-{nth}", healthy()) for nth in range(4)]
+    rack.add("alive", healthy())
+    for corpse in corpses:
+        corpse.stop()
+    async with serving() as gateway:
+        answer = await gateway.complete(max_tokens=9, seed=1)
+        assert await metric(gateway, "tandem_gateway_requests_quarantined_total") == 0
+        assert await metric(gateway, 'tandem_gateway_attempts_total{outcome="unreachable"}') == 4
+    assert answer.status_code == 200
+
+
+# Budget
+
+
+async def test_a_fleet_in_trouble_is_asked_less_and_less(rack, serving):
+    rack.add("broken", healthy(refuse=BROKEN))
+    async with serving() as gateway:
+        codes = [(await gateway.complete(max_tokens=3)).status_code for _ in range(60)]
+        assert await metric(gateway, "tandem_gateway_retries_refused_total") > 0
+    assert codes[0] == 500
+    assert codes[-1] == 503
+    # Without a budget each would be tried three times.
+    assert len(rack.engines[0].received) < 150
+
+
+# Waiting
+
+
+async def test_a_new_request_waits_for_a_worker_to_come_back(rack, serving):  # B3.13
+    worker = rack.add("w", healthy())
+    async with serving() as gateway:
+        assert (await gateway.complete(max_tokens=3)).status_code == 200
+        gateway.chooser.fleet.clear()
+        waiting = asyncio.ensure_future(gateway.complete(max_tokens=3))
+        await until_waiting(gateway, 1)
+        gateway.chooser.fleet.append(worker.view)
+        assert (await waiting).status_code == 200
+        assert await metric(gateway, "tandem_gateway_num_requests_waiting") == 0
+
+
+async def test_only_so_many_wait_and_only_so_long(rack, serving):  # B3.13
+    rack.add("w", healthy())
+    async with serving(max_waiting=1, queue_s=1.0) as gateway:
+        assert (await gateway.complete(max_tokens=3)).status_code == 200
+        gateway.chooser.fleet.clear()
+        waiting = asyncio.ensure_future(gateway.complete(max_tokens=3))
+        await until_waiting(gateway, 1)
+        refused = await gateway.complete(max_tokens=3)
+        assert not waiting.done()
+        for answer in (refused, await waiting):
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "2"
+
+
+async def test_a_stream_that_has_begun_waits_until_its_deadline_and_then_says_so(rack, serving):  # B3.13
+    rack.add("only", healthy(die_after=3))
+    async with serving(recovery_s=float("inf"), request_timeout_s=1.5) as gateway:
+        chunks = events(await gateway.complete([7, 8], max_tokens=30, stream=True))
+    assert chunks[-1]["error"]["type"] == "TimeoutError"
+    assert sum("error" in chunk for chunk in chunks) == 1
+
+
+async def until_waiting(gateway, count: int) -> None:
+    async def waiting() -> bool:
+        return await metric(gateway, "tandem_gateway_num_requests_waiting") == count
+
+    await until(waiting, 10.0, f"{count} wait")
+
+
+# Without prefill workers
+
+
+async def test_without_prefill_workers_decode_workers_compute_prompts(rack, serving):  # B3.12
+    decode = rack.add("d", healthy(), Role.DECODE)
+    async with serving() as gateway:
+        assert (await gateway.complete(max_tokens=3)).status_code == 200
+        assert await metric(gateway, "tandem_gateway_fallback_prefills_total") == 1
+    assert decode.received[0].handoff is None
+
+
+async def test_unless_that_is_not_wanted(rack, serving):  # B3.12
+    decode = rack.add("d", healthy(), Role.DECODE)
+    async with serving(prefill_fallback=False, queue_s=0.2) as gateway:
+        answer = await gateway.complete(max_tokens=3)
+        assert gateway.chooser.open == 0
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
+    assert not decode.received

@@ -1,0 +1,97 @@
+"""Who is blamed for a lost worker, and who is not (B2.9, B3.35)."""
+
+import asyncio
+
+import pytest
+
+from tandem_services.gateway.suspicion import MAX_WORKERS, PROOF_TOKENS, Suspects, Suspicion
+
+
+def lost(*workers: str, alone: bool = True) -> Suspicion:
+    suspicion = Suspicion()
+    for worker in workers:
+        suspicion.note_loss(worker, gained=0, alone=alone)
+    return suspicion
+
+
+def test_two_workers_convict_and_one_does_not():
+    assert not lost("a@1").convicted
+    assert lost("a@1", "b@1").convicted
+
+
+def test_losing_the_connection_to_one_worker_twice_is_one_worker():
+    assert not lost("a@1", "a@1").convicted
+    assert lost("a@1", "a@2").convicted
+
+
+def test_one_that_had_proved_itself_was_not_the_cause():
+    suspicion = lost("a@1")
+    for nth in range(9):
+        suspicion.note_loss(f"w{nth}@1", gained=PROOF_TOKENS, alone=True)
+        suspicion.note_loss(f"v{nth}@1", gained=PROOF_TOKENS - 1, alone=True)
+        assert not suspicion.convicted
+
+
+def test_among_other_suspects_it_takes_a_third_worker():
+    suspicion = lost("a@1", "b@1", alone=False)
+    assert (suspicion.convicted, suspicion.needs_trial) == (False, True)
+    suspicion.note_loss("c@1", gained=0, alone=False)
+    assert suspicion.convicted
+
+
+async def test_each_of_several_suspects_on_a_lost_worker_sees_the_others():
+    suspects = Suspects()
+    first, second = [await suspects.enter(lost("a@1"), rid, ["b@1"]) for rid in ("x", "y")]
+    for trial in (first, second):
+        assert not suspects.alone("b@1")
+        trial.lost("b@1")
+    assert not suspects.alone("b@1")
+
+
+async def test_a_suspect_that_proved_itself_is_none_any_more():
+    suspects = Suspects()
+    first, _ = [await suspects.enter(lost("a@1"), rid, ["b@1", "p@1"]) for rid in ("x", "y")]
+    first.cleared()
+    assert suspects.alone("b@1")
+    assert suspects.alone("p@1")
+
+
+async def test_the_other_worker_of_a_lost_pair_has_one_suspect_less():
+    suspects = Suspects()
+    first, _ = [await suspects.enter(lost("a@1"), rid, ["d@1", "p@1"]) for rid in ("x", "y")]
+    first.lost("d@1")
+    assert not suspects.alone("d@1")
+    assert suspects.alone("p@1")
+
+
+async def test_requests_that_no_worker_was_lost_with_are_not_looked_at():
+    assert await Suspects().enter(Suspicion(), "x", ["b@1"]) is None
+
+
+@pytest.mark.parametrize("end", ["cleared", "lost"])
+async def test_trials_follow_one_another(end):
+    suspects, guilty = Suspects(), lost("a@1", "b@1", alone=False)
+    first = await suspects.enter(guilty, "x", ["c@1"])
+    second = asyncio.ensure_future(suspects.enter(guilty, "y", ["c@1"]))
+    await asyncio.sleep(0)
+    assert not second.done()
+    {"cleared": first.cleared, "lost": lambda: first.lost("c@1")}[end]()
+    (await second).cleared()
+    first.cleared()
+
+
+async def test_a_trial_that_is_given_up_while_it_waits_holds_up_nobody():
+    suspects, guilty = Suspects(), lost("a@1", "b@1", alone=False)
+    first = await suspects.enter(guilty, "x", ["c@1"])
+    leaving = asyncio.ensure_future(suspects.enter(guilty, "y", ["c@1"]))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    first.cleared()
+    (await suspects.enter(guilty, "z", ["c@1"])).cleared()
+
+
+async def test_memory_is_bounded():
+    suspects = Suspects()
+    for nth in range(MAX_WORKERS + 9):
+        (await suspects.enter(lost("a@1"), "x", [f"w{nth}@1"])).lost(f"w{nth}@1")
+    assert len(suspects._unproven) == MAX_WORKERS
