@@ -56,6 +56,7 @@ class Progress:
         self.received += accepted.token_ids
         self.scored = self.scored or accepted.prompt_logprobs is not None
         if self.gained >= PROOF_TOKENS:
+            self.suspicion.proved()
             self.end_trial()
 
     def end_trial(self) -> None:

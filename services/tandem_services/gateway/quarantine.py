@@ -93,7 +93,11 @@ class Quarantine:
     async def run(self) -> None:
         """Keep in step with the other gateways, for ever."""
         while True:
-            await self.sync()
+            try:
+                await self.sync()
+            except Exception:
+                # A task boundary: what other gateways know would never be learned again.
+                logger.exception("the quarantine could not be brought up to date")
             await asyncio.sleep(HEARTBEAT_S)
 
     async def sync(self) -> None:

@@ -41,10 +41,14 @@ class Suspicion:
     def note_loss(self, incarnation: str, *, gained: int, alone: bool) -> None:
         """`gained`: tokens that the lost worker had brought. `alone`: no other suspect was there."""
         if gained >= PROOF_TOKENS:
-            self.lost.clear()
+            self.proved()
             return
         self.lost.add(incarnation)
         self.with_others = not alone
+
+    def proved(self) -> None:
+        """It has got through where workers were lost."""
+        self.lost.clear()
 
     @property
     def convicted(self) -> bool:
