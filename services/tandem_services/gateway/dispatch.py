@@ -27,7 +27,6 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem_engine.clock import Clock
-from tandem_engine.config import Role
 from tandem_engine.errors import DrainingError, PausedError, TransferError, WireError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.pooling import PoolingParams
@@ -329,13 +328,7 @@ class Dispatcher:
 
     def _with_prefill(self, request: ChoiceRequest, choice: Choice) -> Choice:
         """`choice`, unless a decode worker would compute its prompt for want of others and that is not wanted."""
-        decode = choice.decode
-        if choice.prefill is not None or decode.role is not Role.DECODE:
-            return choice
-        if any(w.role is not Role.DECODE and w.compat_hash == decode.compat_hash for w in self.chooser.workers()):
-            return choice
-        if self.policy.prefill_fallback:
-            self.metrics.local_prefills.inc()
+        if choice.placement is not Placement.DEGRADED or self.policy.prefill_fallback:
             return choice
         self._release(request, choice)
         raise NoWorkersError("no prefill worker is left", retry_after=1.0)

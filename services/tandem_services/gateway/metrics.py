@@ -58,7 +58,6 @@ class GatewayMetrics:
         self.convictions = total("requests_quarantined", "Requests convicted here of killing workers")
         self.quarantine_refusals = total("quarantine_refusals", "Requests refused because they are quarantined")
         self.retries_refused = total("retries_refused", "Choices given up because the retry budget was spent")
-        self.local_prefills = total("fallback_prefills", "Prompts sent to decode workers for want of prefill workers")
         self.moved_pages = total("transferred_pages", "KV pages moved from prefill to decode workers")
         self.moved_bytes = total("transferred_bytes", "KV bytes moved from prefill to decode workers")
 

@@ -28,6 +28,7 @@ from tandem_services.router.choice import (
     Source,
     WorkerView,
 )
+from tandem_services.router.scoring import placement_of
 from tandem_services.router.session_bindings import SessionBinding, SessionName
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
 
@@ -50,12 +51,13 @@ class FakeChooser:
         if decode is None:
             raise NoWorkersError("no worker", retry_after=2.0)
         self.open += 1
+        prefill = self._first(query, Role.PREFILL)
         return Choice(
             request_id=query.request_id,
             decode=decode,
-            prefill=self._first(query, Role.PREFILL),
+            prefill=prefill,
             source=Source.LOCAL,
-            placement=Placement.PAIR,
+            placement=placement_of(decode.role, paired=prefill is not None, degraded=True),
             terms=(ScoreTerm("queue", 0.001), ScoreTerm("prefill", 0.002)),
             matched_tokens=4,
             reservation=Reservation(None, ()),

@@ -47,7 +47,9 @@ LONGER = {
     "worker.operator_routes.ANSWER_S": "an operator's order",
     "worker.operator_routes.RELOAD_S": "an operator loads weights",
     "worker.health.LIVE_S": "a stalled engine, not offered since 3 s, is restarted",
-    # How long something is remembered: nobody waits for its end.
+    # Between two of something, or how long something is remembered: nobody waits for its end.
+    "disaggregation.links.REPEAT_S": "a link's self-test is repeated",
+    "worker.introductions.REFRESH_S": "peers are introduced again",
     "GatewayConfig.session_ttl_s": "an unused conversation is kept",
     "gateway.quarantine.QUARANTINE_S": "a quarantined request is remembered",
     "router.keys.FENCED_MEMORY_MS": "a fenced incarnation is recognised",

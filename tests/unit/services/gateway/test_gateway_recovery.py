@@ -169,7 +169,7 @@ async def test_without_prefill_workers_decode_workers_compute_prompts(rack, serv
     decode = rack.add("d", healthy(), Role.DECODE)
     async with serving() as gateway:
         assert (await gateway.complete(max_tokens=3)).status_code == 200
-        assert await metric(gateway, "tandem_gateway_fallback_prefills_total") == 1
+        assert await metric(gateway, 'tandem_gateway_placements_total{placement="degraded"}') == 1
     assert decode.received[0].handoff is None
 
 
