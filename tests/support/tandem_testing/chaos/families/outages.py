@@ -7,8 +7,6 @@ from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
-END_WITHIN_S = 15.0
-"""The gateway waits 8 s for a worker after a failure; then a client is told."""
 SMALL = Shape(engine_flags=("--num-pages", "160"))
 
 
@@ -28,29 +26,20 @@ async def all_prefill_workers_die(run: Run) -> None:
 
 @scenario(13)
 async def all_decode_workers_die(run: Run) -> None:
-    """Held down, every stream ends soon and says why; brought back, they serve as before."""
-    died = 0.0
+    """Held down, what has begun waits and new requests are refused; brought back, every stream goes on."""
     async with run.load() as load:
         load.send(run.asks(Kind.GREEDY, Kind.PLAIN))
         await until(lambda: load.speaking >= 2, 60.0, "streams speak")
         with run.fleet.no_restarts():
             for worker in run.fleet.of_role("decode"):
                 worker.kill()
-            died = run.now()
-            answers = await load.gathered()
-            load.send(run.asks(Kind.PLAIN, count=2, first=300))
-            late = (await load.gathered())[-2:]
-    cut = [answer for answer in answers if answer.error is not None]
-    run.expect(cut, "no stream was cut: the fault came too late")
-    for answer in cut:
-        run.expect("No worker can take" in str(answer.error), f"a stream was not told why: {answer.error}")
-        run.expect(answer.error_events <= 1, f"{answer.error_events} error events in one stream")
-        waited = answer.ended - died
-        allowed = run.slowness.allowed(END_WITHIN_S)
-        run.expect(waited < allowed, f"a stream hung for {waited:.0f} s, {allowed:.0f} s are allowed")
-    await run.judge([answer for answer in answers if answer.error is None])
+            async with run.load() as latecomers:
+                latecomers.send(run.asks(Kind.PLAIN, count=2, first=300))
+                late = await latecomers.gathered()
+        answers = await load.gathered()
     for answer in late:
         run.expect(answer.status == 503, f"a new request got {answer.status} instead of 503: {answer.error}")
+    await run.judge(answers)
     await run.fleet.all_ready(READY_TIMEOUT_S)
     await run.works(8)
 
