@@ -457,6 +457,9 @@ class DisaggConfig:
     """What links to peers should be carried by, or better. None expects nothing."""
     link_probe_mib: int = 16
     """Largest write of a link's self-test. 0 measures only what requests move."""
+    kv_push_layers: int | None = None
+    """Layers that prefill sends at once while later ones compute; 0 sends pages once their chunk is settled. None
+    leaves it to the size of the chunk."""
 
     @property
     def renewal_period(self) -> float:

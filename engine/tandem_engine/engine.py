@@ -375,6 +375,7 @@ class Engine:
             peers=self._peers,
             config=config.disagg,
             page_bytes=self.geometry.page_bytes,
+            layers=self._pool.layout.layers,
         )
         self.scheduler.attach(self._handoff)
 

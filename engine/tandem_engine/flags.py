@@ -527,6 +527,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             kv_digest=DigestKind(args.kv_digest),
             expect_transport=None if args.expect_transport == "any" else LinkTransport(args.expect_transport),
             link_probe_mib=args.link_probe_mib,
+            kv_push_layers=args.kv_push_layers,
         ),
         speculative=_spec_config(args),
         parallel=ParallelConfig(tp_size=args.tensor_parallel_size, timeout=args.dist_timeout),
@@ -587,6 +588,14 @@ def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         help="proof that decode asks of pages it is sent: sampled sees missed, torn, stale and foreign pages at about "
         "1%% of the transfer's time; full covers every byte, so flipped bits too, at about half of it "
         f"(default {disagg.kv_digest})",
+    )
+    group.add_argument(
+        "--kv-push-layers",
+        type=non_negative_int,
+        default=disagg.kv_push_layers,
+        metavar="N",
+        help="prefill sends pages N layers at a time while later layers compute; 0 waits for the end of each chunk "
+        "(default: as many as make 4 MiB, so that a short prompt goes in one piece after its last layer)",
     )
     group.add_argument(
         "--expect-transport",

@@ -11,6 +11,10 @@ class TransferCounters:
     """Grants given and writes arrived: it grows while transfers to here go on."""
     committed: int = 0
     """Transfers received whole and verified."""
+    handed_over: int = 0
+    """Transfers sent whole."""
+    exposed_s: float = 0.0
+    """Of those: from the end of the prompt's computation until everything was out."""
     failed: int = 0
     """Transfers that ended otherwise, on either side, aborts by the gateway excepted."""
     moved: int = 0

@@ -333,6 +333,7 @@ class DecodeStage:
             bytes=pages * self.page_bytes,
             pages_reused=receiving.first_token // self.host.memory.page_size,
             wait_s=self.host.clock.now() - receiving.hold.granted_at,
+            exposed_s=record.exposed_s,
         )
 
     # Every way to end early.

@@ -3,7 +3,8 @@
 Nothing happens by itself: `FakeFabric.advance` moves time by one tick and delivers what is due, so a test
 decides between which two scheduler steps bytes land. Bytes are read from the source pages and written to
 the target pages when the push is delivered, not when it is asked for, so reuse of pages by either side
-while a push is outstanding shows as wrong bytes, exactly as with the real transport (T60).
+while a push is outstanding shows as wrong bytes, exactly as with the real transport (T60). A push that follows a
+step moves at most `Push.least_layers` layers per tick, so other things happen between them.
 """
 
 from collections import deque
@@ -23,6 +24,7 @@ from tandem_engine.disaggregation.transport import (
     PushKey,
     TransportEvent,
 )
+from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import DigestKind, PageId
@@ -52,13 +54,14 @@ Fates = Callable[[Push], Fate]
 """Decides the fate of each push when it starts."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class _Flight:
     sender: "FakeTransport"
     push: Push
     fate: Fate
-    digests: tuple[int, ...]
     due: int
+    layers: int = 0
+    """Written so far."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,20 +86,16 @@ class FakeFabric:
 
     def start(self, sender: "FakeTransport", push: Push) -> None:
         fate = self.fates(push)
-        key = push.key
-        digests = PageDigester(sender.pool).digest(
-            push.source, room=key.room, generation=key.generation, first=key.first, kind=push.digest
-        )
-        flight = _Flight(sender=sender, push=push, fate=fate, digests=digests, due=self.now + fate.delay)
-        self._flights.append(flight)
+        self._flights.append(_Flight(sender=sender, push=push, fate=fate, due=self.now + fate.delay))
 
     def advance(self) -> None:
-        """One tick: deliver every push that is due."""
+        """One tick: deliver every push that is due, or the next of its layers."""
         due = [flight for flight in self._flights if flight.due <= self.now]
-        self._flights = [flight for flight in self._flights if flight.due > self.now]
         self.now += 1
         for flight in due:
-            self._deliver(flight)
+            # A peer that is lost takes its other flights with it.
+            if flight in self._flights and self._deliver(flight):
+                self._flights.remove(flight)
 
     def in_flight(self) -> int:
         return len(self._flights)
@@ -107,26 +106,44 @@ class FakeFabric:
         self._flights = [flight for flight in self._flights if flight not in dropped]
         return [flight.push.key for flight in dropped]
 
-    def _deliver(self, flight: _Flight) -> None:
+    def _deliver(self, flight: _Flight) -> bool:
+        """True when the flight is over."""
         sender, push, fate = flight.sender, flight.push, flight.fate
         receiver = self.endpoints.get(push.peer)
         if receiver is None or fate.lose_peer:
+            self._flights.remove(flight)
             sender.lose(push.peer, push.key)
-            return
-        if fate.fail:
-            sender.events.append(PushFailed(key=push.key, reason="injected fault", peer_lost=False))
-            return
-        self._write(sender, receiver, flight)
-        sender.events.append(PushDone(key=push.key, digests=flight.digests, seconds=fate.seconds))
-        for _ in range(0 if fate.silent else 1 + fate.repeats):
-            receiver.events.append(Arrived(key=push.key, writer=sender.me.incarnation))
+            return False
+        total = sender.pool.layout.layers
+        ready = total if push.progress is None else push.progress.layers
+        if fate.fail or ready == VOID:
+            sender.events.append(PushFailed(key=push.key, reason="injected fault, or a failed step", peer_lost=False))
+            return True
+        layers = min(ready, total if push.progress is None else flight.layers + push.least_layers, total)
+        self._write(sender, receiver, flight, layers)
+        if layers < total:
+            return False
+        self._arrive(sender, receiver, flight)
+        return True
 
-    def _write(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight) -> None:
+    def _write(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight, layers: int) -> None:
         push = flight.push
+        part = sender.pool.page_bytes // sender.pool.layout.layers
+        written = slice(flight.layers * part, layers * part)
         here, there = sender.pool.bytes_view(), receiver.pool.bytes_view()
-        there[list(push.target)] = here[list(push.source)]
+        there[list(push.target), written] = here[list(push.source), written]
+        flight.layers = layers
+
+    def _arrive(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight) -> None:
+        push, key = flight.push, flight.push.key
+        digests = PageDigester(sender.pool).digest(
+            push.source, room=key.room, generation=key.generation, first=key.first, kind=push.digest
+        )
         if flight.fate.corrupt:
-            there[push.target[0]] ^= 1
+            receiver.pool.bytes_view()[push.target[0]] ^= 1
+        sender.events.append(PushDone(key=key, digests=digests, seconds=flight.fate.seconds))
+        for _ in range(0 if flight.fate.silent else 1 + flight.fate.repeats):
+            receiver.events.append(Arrived(key=key, writer=sender.me.incarnation))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -35,6 +35,7 @@ from tandem_engine.disaggregation.transport import (
     PushKey,
     TransportEvent,
 )
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import (
@@ -72,6 +73,7 @@ class HandoffStage:
         peers: PeerLink,
         config: DisaggConfig,
         page_bytes: int,
+        layers: int,
     ) -> Self:
         """Both sides around one transport, one set of peers and one set of counters."""
         counters = TransferCounters()
@@ -81,6 +83,7 @@ class HandoffStage:
             peers=peers,
             config=config,
             page_bytes=page_bytes,
+            layers=layers,
             early=EarlyGrants(clock=host.clock),
             drains=DrainBook(),
             closed=ClosedRooms(),
@@ -130,6 +133,9 @@ class HandoffStage:
         self.links.tick()
         self.transport.expect(self.decode.holds.open_transfers() + self.links.targets.holds.open_transfers())
         return bool(events or outcomes or handed_over or moved)
+
+    def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
+        self.prefill.chunk_launched(req, stop, progress)
 
     def chunk_settled(self, req: Request) -> None:
         self.prefill.chunk_settled(req)

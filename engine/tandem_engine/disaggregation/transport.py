@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.memory.pool import PageLayout
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
@@ -66,6 +67,11 @@ class Push:
     """Of the source pages, for `PushDone`."""
     start_before: float = math.inf
     """Monotonic time. A push that has not been started by then fails instead of writing (T62)."""
+    progress: KvProgress | None = None
+    """Of the step that computes these pages: each layer is written when the step has, and the receiver is told after
+    the last. The push fails with the step. None when the pages are settled."""
+    least_layers: int = 1
+    """With `progress`: write so many layers at once, or all that are left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """A model that reads its KV: any mistake with rows and pages becomes a wrong token.
 
-The "KV" of a token is (token id, position). Attention reads slots [0, seq_len) through the page table,
-as real attention does, and the next token is a hash of what it found. A stale row, a page that two
-requests share, a double free or a late write changes the hash, so a test that compares outputs with
+The "KV" of a token is (token id, position), the same in every layer. Attention reads slots [0, seq_len)
+through the page table, as real attention does, and the next token is a hash of what it found. A stale row, a
+page that two requests share, a double free or a late write changes the hash, so a test that compares outputs with
 `next_token` over the plain history finds it in milliseconds.
 
 Positions are hashed too: a page of the right tokens in the wrong place is also wrong.
@@ -44,11 +44,11 @@ HIDDEN_SIZE = 2
 NO_HIDDEN = torch.zeros(HIDDEN_SIZE, dtype=torch.float64)
 
 
-def make_fake_pool(*, num_pages: int, page_size: int) -> KvPool:
+def make_fake_pool(*, num_pages: int, page_size: int, num_layers: int = 1) -> KvPool:
     """A pool whose K is a token id and whose V is a position. Page-major, so transfers can move its pages."""
     return KvPool(
         num_pages=num_pages,
-        num_layers=1,
+        num_layers=num_layers,
         num_kv_heads=1,
         head_dim=1,
         page_size=page_size,
@@ -142,7 +142,10 @@ class FakeModel:
         assert len({*slots.tolist()}) == slots.numel(), f"step {batch.step} writes a slot twice"
         assert int(slots.min()) // self.pool.page_size > DUMMY_PAGE, f"step {batch.step} writes to the dummy page"
         ids = self._resolved(batch)
-        self.pool.store(0, ids.view(-1, 1, 1), batch.positions.view(-1, 1, 1), slots)
+        for layer in range(self.pool.layout.layers):
+            self.pool.store(layer, ids.view(-1, 1, 1), batch.positions.view(-1, 1, 1), slots)
+            if batch.kv_progress is not None:
+                batch.kv_progress.wrote(layer)
 
     def _resolved(self, batch: ForwardBatch) -> torch.Tensor:
         # torch's repeat_interleave starts a thread team, which costs a tiny batch more than all the rest.
@@ -164,9 +167,11 @@ class FakeModel:
     def _read(self, page_table: torch.Tensor, length: int) -> int:
         """Digest of the KV of one sequence, as it stands in the pool now."""
         pages = page_table[: -(-length // self.pool.page_size)].long()
-        keys, values = self.pool.key_value(0)
-        tokens, positions = keys[pages].view(-1)[:length], values[pages].view(-1)[:length]
-        return _digest(tokens.numpy(), positions.numpy())
+        # [pages, layers, 2, slots] to [layers, 2, tokens]
+        kv = self.pool.data[pages].squeeze(-1).squeeze(-2).permute(1, 2, 0, 3).flatten(2)[..., :length]
+        tokens, positions = kv[0].contiguous().numpy()
+        digest = _digest(tokens, positions)
+        return digest if bool((kv == kv[0]).all()) else digest ^ 1
 
     def _scores(self, batch: ForwardBatch, wanted: PromptPositions) -> PromptScores:
         """Reads the KV before each position, and checks that its predecessor is computed in this step."""

@@ -50,6 +50,8 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of the prompt that the decode worker had in its own prefix cache."""
     wait_s: float
     """From granting the pages to committing them."""
+    exposed_s: float = 0.0
+    """Of the writer's time for the transfer, what came after the prompt was computed."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

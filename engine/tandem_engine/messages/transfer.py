@@ -84,6 +84,8 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     """The token(s) sampled by the sender after the prompt: position resume_len onwards."""
     logprobs: tuple[TokenLogprob, ...] | None
     cached_tokens: int
+    exposed_s: float = 0.0
+    """What the transfer took beyond the computation: from the end of the prompt's last step to this record."""
 
 
 class TransferAborted(msgspec.Struct, frozen=True, kw_only=True, tag="transfer_aborted"):

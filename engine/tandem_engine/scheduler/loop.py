@@ -19,7 +19,7 @@ in flight, as after drafts. Whatever that comes to, a forward waits for them. In
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +27,15 @@ from dataclasses import dataclass
 from tandem_engine.clock import Clock
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.forward.forward_batch import ForwardResult
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.scheduler.mask_filler import fill_masks
 from tandem_engine.scheduler.planner import Hold, Planner, StepPlan
+from tandem_engine.scheduler.retraction import sends_kv
 from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
 from tandem_engine.scheduler.settle import Settlement
 from tandem_engine.scheduler.speculation import NO_DRAFTS, Speculation
+from tandem_engine.scheduler.stage import QueueStage
 from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.tally import Phase, Tally
 
@@ -63,6 +66,8 @@ class Loop:
     steps: Steps
     clock: Clock
     tally: Tally
+    stages: Sequence[QueueStage]
+    """Told of launched steps whose KV goes to another worker."""
     longest_step: float
     """Seconds after which a step that has not come back is taken for hung."""
     speculation: Speculation | None = None
@@ -137,14 +142,29 @@ class Loop:
             drafts = self.speculation.draft(plan.decodes)
         with self._scheduling(Phase.LAUNCH, beside=last):
             batch = ScheduleBatch(step=self.steps.launch(), extends=plan.extends, decodes=plan.decodes, drafts=drafts)
-            view = self.builder.build(batch)
+            progress = self._announce(batch)
+            view = self.builder.build(batch, progress)
             batch.mark_launched()
             self.tally.launched += 1
             masks = view.sampling.masks
             if masks is not None and not self.overlap:
                 fill_masks(masks, batch.sampler_runs)
         # Outside the measured time: in normal mode this is the forward itself.
-        return InFlight(batch=batch, future=self.executor.launch(view), masks=masks)
+        future = self.executor.launch(view)
+        if progress is not None:
+            future.add_done_callback(progress.ended)
+        return InFlight(batch=batch, future=future, masks=masks)
+
+    def _announce(self, batch: ScheduleBatch) -> KvProgress | None:
+        """Tell stages of the prompts in `batch` that are sent elsewhere. None: there are none."""
+        sent = [extend for extend in batch.extends if sends_kv(extend.req)]
+        if not sent:
+            return None
+        progress = KvProgress(self.clock)
+        for stage in self.stages:
+            for extend in sent:
+                stage.chunk_launched(extend.req, extend.stop, progress)
+        return progress
 
     def _settle(self, done: InFlight, current: InFlight | None) -> bool:
         """False when `done` raised: then `current` was waited for, and is void with it."""

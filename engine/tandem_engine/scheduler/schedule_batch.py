@@ -23,6 +23,7 @@ import torch
 
 from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.pooled import PooledTokens
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.scheduler.edit_columns import NO_EDITS, EditColumns
@@ -155,8 +156,8 @@ class BatchBuilder:
     columns: SamplingColumns = field(default_factory=lambda: SamplingColumns.of([]))
     edits: EditColumns = NO_EDITS
 
-    def build(self, batch: ScheduleBatch) -> ForwardBatch:
-        """The device view of `batch`, before `mark_launched`."""
+    def build(self, batch: ScheduleBatch, kv_progress: KvProgress | None = None) -> ForwardBatch:
+        """The device view of `batch`, before `mark_launched`. `kv_progress` is to be told of its KV."""
         rows, starts, lens, sample_index = self._sequences(batch)
         draft_lens = batch.draft_lens
         seq_lens = starts + lens
@@ -180,6 +181,7 @@ class BatchBuilder:
             page_copies=tuple(copy for extend in batch.extends for copy in extend.copies),
             prompt_positions=prompt_positions(batch.extends),
             pooled=_pooled_tokens(batch.extends),
+            kv_progress=kv_progress,
         )
 
     def _sequences(self, batch: ScheduleBatch) -> tuple[Ints, Ints, Ints, Ints]:

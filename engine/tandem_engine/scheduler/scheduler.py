@@ -241,6 +241,7 @@ class Scheduler:
             steps=self._steps,
             clock=self._stopwatch,
             tally=self.tally,
+            stages=self.queues.stages,
             speculation=self._speculation,
         )
 

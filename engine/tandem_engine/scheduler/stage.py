@@ -6,10 +6,14 @@ keep it; a kept request is *live* in the stage and in no other queue.
     ingress ──accept──▶ [stage keeps it: decode waits for KV] ──scheduler.admit_prebuilt──▶ running
        │
        ▼ (not accepted)
-    waiting ─▶ EXTEND chunks ──chunk_settled (per chunk)──▶ last chunk ──prefill_settled──▶ [stage keeps it: inflight]
-                                                                              │ (not kept)            │
-                                                                              ▼                       ▼
-                                                                           running          scheduler.release
+    waiting ─▶ EXTEND chunks ──chunk_launched, then chunk_settled (per chunk)──▶ last chunk ──prefill_settled
+                                                                                        │           │
+                                                                        (not kept)      ▼           ▼
+                                                                                    running    [stage keeps it:
+                                                                                                  inflight]
+                                                                                                    │
+                                                                                                    ▼
+                                                                                            scheduler.release
 
 Every method runs on the scheduler thread and must not block.
 """
@@ -17,6 +21,7 @@ Every method runs on the scheduler thread and must not block.
 from collections.abc import Iterator
 from typing import Protocol
 
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
@@ -31,6 +36,14 @@ class QueueStage(Protocol):
 
     def poll(self) -> bool:
         """Once per loop, before planning: exchange messages, move requests. True if anything happened."""
+        ...
+
+    def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
+        """A step that computes KV of `req` up to token `stop` is about to be launched; `progress` follows it.
+
+        Only of requests whose KV goes to another worker. What the step writes is not settled before
+        `chunk_settled`; if the step fails, `req.kv` gets another identity and the tokens are computed again.
+        """
         ...
 
     def chunk_settled(self, req: Request) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
@@ -42,6 +43,9 @@ class DirectReceiver:
     def poll(self) -> bool:
         moved = [room for room in [*self.waiting] if room in self.arrived and self._admit(room)]
         return bool(moved)
+
+    def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
+        """Nothing is sent before it is settled."""
 
     def chunk_settled(self, req: Request) -> None:
         """Nothing to send."""
@@ -116,6 +120,9 @@ class DirectSender:
         for req in due:
             self._send(req)
         return bool(due)
+
+    def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
+        """Nothing is sent before it is settled."""
 
     def chunk_settled(self, req: Request) -> None:
         self.settled.setdefault(req.rid, []).append(req.held_kv.committed_len)

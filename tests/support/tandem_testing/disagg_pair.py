@@ -57,6 +57,7 @@ def make_side(
         peers=link,
         config=config,
         page_bytes=built.model.pool.page_bytes,
+        layers=built.model.pool.layout.layers,
     )
     built.scheduler.attach(stage)
     return Side(peer=peer, engine=built, stage=stage, transport=transport, link=link)

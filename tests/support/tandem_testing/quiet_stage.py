@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
@@ -25,6 +26,9 @@ class QuietStage:
 
     def poll(self) -> bool:
         return False
+
+    def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
+        """Nothing is sent before it is settled."""
 
     def chunk_settled(self, req: Request) -> None:
         self.chunks.append((req.rid, req.held_kv.committed_len))

@@ -83,6 +83,7 @@ class NixlAgent:
     def write(self, peer: str, descriptors: Descriptors, device: str, notification: bytes) -> Write:
         """Start a WRITE into a peer's pool on `device`. Raises `TransferError` when the peer is lost.
 
+        The peer is notified once everything has arrived; an empty `notification` is none.
         Where the fabric is a memory copy (same host), most of the copying happens inside this call.
         """
         handle = None

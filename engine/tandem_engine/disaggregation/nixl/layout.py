@@ -15,7 +15,7 @@ Ranges: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Region(NamedTuple):
-    """Where a pool lies: page p starts at `address + p * page_bytes`."""
+    """Where a pool lies: page p starts at `address + p * page_bytes`, and layer l of it l equal parts later."""
 
     address: int
     page_bytes: int
@@ -23,6 +23,12 @@ class Region(NamedTuple):
     device: str
     """DRAM or VRAM, NIXL's names."""
     device_id: int
+    layers: int = 1
+    """Equal parts of a page, one after the other."""
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.page_bytes // self.layers
 
 
 class Descriptors(NamedTuple):
@@ -32,8 +38,15 @@ class Descriptors(NamedTuple):
     target: Ranges
 
 
-def describe(here: Region, source: Sequence[PageId], there: Region, target: Sequence[PageId]) -> Descriptors:
-    """One range per run of pages that are neighbours on both sides; small pages gain most."""
+def describe(
+    here: Region, source: Sequence[PageId], there: Region, target: Sequence[PageId], layers: range | None = None
+) -> Descriptors:
+    """One range per run of pages that are neighbours on both sides; small pages gain most.
+
+    `layers`: of these alone, which is one range per page.
+    """
+    if layers is not None and len(layers) < here.layers:
+        return _parts(here, source, there, target, layers)
     sources, targets = (np.fromiter(pages, np.uint64, len(pages)) for pages in (source, target))
     ranges = np.empty((2, len(sources), 3), np.uint64)
     ranges[0, :, 2], ranges[1, :, 2] = here.device_id, there.device_id
@@ -41,6 +54,21 @@ def describe(here: Region, source: Sequence[PageId], there: Region, target: Sequ
         sources, targets, np.uint64(here.address), np.uint64(there.address), np.uint64(here.page_bytes), ranges
     )
     return Descriptors(ranges[0, :count], ranges[1, :count])
+
+
+def _parts(
+    here: Region, source: Sequence[PageId], there: Region, target: Sequence[PageId], layers: range
+) -> Descriptors:
+    first = layers.start * here.layer_bytes
+    sides = []
+    for region, pages in ((here, source), (there, target)):
+        ranges = np.empty((len(pages), 3), np.uint64)
+        ranges[:, 0] = np.fromiter(pages, np.uint64, len(pages)) * np.uint64(region.page_bytes)
+        ranges[:, 0] += np.uint64(region.address + first)
+        ranges[:, 1] = len(layers) * here.layer_bytes
+        ranges[:, 2] = region.device_id
+        sides.append(ranges)
+    return Descriptors(*sides)
 
 
 def _merge_runs(

@@ -5,8 +5,17 @@
     Expect (how closely to listen)                lets writes progress, listens for arrivals
     poll ◀──outbox, wakeup descriptor───────────  PushDone, PushFailed, Arrived, Digests
 
-One turn: take a command, or wait for one as long as nothing is urgent; let outstanding writes progress;
-look for arrivals. An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
+    forward thread
+    Wake (a step is over)         ─inbox──▶       writes what waited for its layers
+
+One turn: take a command, or wait for one as long as nothing is urgent; let outstanding pushes progress;
+look for arrivals.
+
+A push is one WRITE, or one after the other as the step that computes its pages writes layer after layer. The last
+one notifies the receiver, and starts when all before it are done: whatever order the fabric keeps, who is notified
+has everything.
+
+ An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
 B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`.
 """
 
@@ -34,6 +43,7 @@ from tandem_engine.disaggregation.transport import (
     TransportEvent,
 )
 from tandem_engine.errors import TransferError, WireError
+from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import DigestKind, PageId
 
@@ -81,11 +91,16 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
+class Wake:
+    """Look at outstanding pushes now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Command: TypeAlias = Connect | Forget | StartPush | Digest | Expect | Stop
+Command: TypeAlias = Connect | Forget | StartPush | Digest | Expect | Wake | Stop
 
 
 class Outbox:
@@ -112,11 +127,14 @@ class Outbox:
         os.close(self._wakeup)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Outstanding:
     push: Push
-    write: Write
     started: float
+    """When its first write was, or when it began to wait for layers."""
+    layers: int = 0
+    """Layers [0, layers) are written, or being written by `write`."""
+    write: Write | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,6 +204,8 @@ class TransferThread:
                 self._connect(hello)
             case Forget(incarnation):
                 self._lose(incarnation, "the peer was forgotten")
+            case Wake():
+                pass
             case Stop():
                 self._stopped = True
 
@@ -232,16 +252,10 @@ class TransferThread:
         if refusal is not None:
             self.outbox.put(refusal)
             return
-        there = self._peers[push.peer]
-        started = self.clock.now()
-        descriptors = describe(self.region, push.source, there, push.target)
-        try:
-            write = self.agent.write(push.peer, descriptors, there.device, encode_notification(push.key))
-        except TransferError as error:
-            self.outbox.put(PushFailed(key=push.key, reason=str(error), peer_lost=True))
-            self._lose(push.peer, str(error))
-            return
-        self._outstanding[push.key] = _Outstanding(push=push, write=write, started=started)
+        outstanding = _Outstanding(push=push, started=self.clock.now())
+        self._outstanding[push.key] = outstanding
+        if push.progress is not None:
+            push.progress.on_end(lambda: self.inbox.put(Wake()))
 
     def _refusal(self, push: Push) -> PushFailed | None:
         there = self._peers.get(push.peer)
@@ -256,19 +270,62 @@ class TransferThread:
         return None
 
     def _progress(self, outstanding: _Outstanding) -> None:
-        key = outstanding.push.key
-        if key not in self._outstanding:
+        """Take a push as far as it goes without waiting."""
+        while outstanding.push.key in self._outstanding:
+            if outstanding.write is None:
+                if not self._write_more(outstanding):
+                    return
+            elif not self._finish_write(outstanding):
+                return
+
+    def _write_more(self, outstanding: _Outstanding) -> bool:
+        """Start to write the layers that are ready. False: there are too few, or the push has failed."""
+        push, total = outstanding.push, self.region.layers
+        ready = total if push.progress is None else min(push.progress.layers, total)
+        if ready == VOID:
+            self._fail(outstanding, "the step that computed its pages failed", peer_lost=False)
+        elif self.clock.now() >= push.start_before:
+            self._fail(outstanding, "the grant expired", peer_lost=False)
+        elif ready == total or ready >= outstanding.layers + push.least_layers:
+            self._write(outstanding, range(outstanding.layers, ready))
+            return True
+        return False
+
+    def _write(self, outstanding: _Outstanding, layers: range) -> None:
+        push = outstanding.push
+        there = self._peers[push.peer]
+        descriptors = describe(self.region, push.source, there, push.target, layers)
+        notification = encode_notification(push.key) if layers.stop == self.region.layers else b""
+        if layers.start == 0:
+            outstanding.started = self.clock.now()
+        try:
+            outstanding.write = self.agent.write(push.peer, descriptors, there.device, notification)
+        except TransferError as error:
+            self._lose(push.peer, str(error))
             return
+        outstanding.layers = layers.stop
+        self._pause = FIRST_PAUSE
+
+    def _finish_write(self, outstanding: _Outstanding) -> bool:
+        """Whether the write under way is done, and with the last one the push."""
+        assert outstanding.write is not None, f"push {outstanding.push.key} has no write under way"
         try:
             done = self.agent.progress(outstanding.write)
         except TransferError as error:
             self._lose(outstanding.push.peer, str(error))
-            return
+            return False
         if done:
-            del self._outstanding[key]
             self.agent.release(outstanding.write)
-            seconds = self.clock.now() - outstanding.started
-            self.outbox.put(PushDone(key=key, digests=self._digests(outstanding.push), seconds=seconds))
+            outstanding.write = None
+            if outstanding.layers == self.region.layers:
+                self._done(outstanding)
+        return done
+
+    def _done(self, outstanding: _Outstanding) -> None:
+        push = outstanding.push
+        del self._outstanding[push.key]
+        seconds = self.clock.now() - outstanding.started
+        self.outbox.put(PushDone(key=push.key, digests=self._digests(push), seconds=seconds))
 
     def _digests(self, push: Push) -> tuple[int, ...]:
         """Of the source pages, once they are written: on a CPU the write has brought them into its cache."""
@@ -279,7 +336,8 @@ class TransferThread:
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:
         del self._outstanding[outstanding.push.key]
-        self.agent.release(outstanding.write)
+        if outstanding.write is not None:
+            self.agent.release(outstanding.write)
         self.outbox.put(PushFailed(key=outstanding.push.key, reason=reason, peer_lost=peer_lost))
 
     # Arrivals

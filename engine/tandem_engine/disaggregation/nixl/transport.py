@@ -109,4 +109,4 @@ def region_of(pool: PagePool) -> Region:
     """Where a pool lies, in NIXL's terms."""
     device = pool.bytes_view().device
     kind = "VRAM" if device.type == "cuda" else "DRAM"
-    return Region(pool.address, pool.page_bytes, pool.num_pages, kind, device.index or 0)
+    return Region(pool.address, pool.page_bytes, pool.num_pages, kind, device.index or 0, pool.layout.layers)
