@@ -6,17 +6,20 @@ messages, and requests (aborts); pools are small enough that requests wait, and 
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from tandem_engine.config import HostConfig, PreemptionMode, SchedulePolicy
+from tandem_engine.config import DisaggConfig, HostConfig, PreemptionMode, SchedulePolicy
 from tandem_engine.disaggregation.fake import Fate
+from tandem_engine.executor.fake import FakeModel
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.transfer import Hello, TransferAborted
 from tandem_engine.names import RequestId
-from tandem_testing.disagg_pair import DRAIN_TIMEOUT, Pair, Side, make_pair
+from tandem_testing.disagg_pair import CONFIG, DRAIN_TIMEOUT, Pair, Side, make_pair
+from tandem_testing.fake_executors import Computed, LateExecutor
 from tandem_testing.scheduler_builders import expected_prompt_logprobs
 from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 
@@ -178,6 +181,18 @@ def failed(side: Side, rid: str) -> bool:
     return finish is not None and finish.reason is FinishReason.ERROR
 
 
+def raising_now_and_then(model: FakeModel) -> LateExecutor:
+    """Every fifth step raises once it has written its KV, unless its request is alone: twice would convict it."""
+
+    def forward(batch: ForwardBatch) -> ForwardResult:
+        result = model.forward(batch)
+        if batch.step % 5 == 0 and batch.num_sequences > 1:
+            raise RuntimeError("by chance")
+        return result
+
+    return LateExecutor(Computed(forward=forward, copy=model.copy))
+
+
 ENGINES = {
     "plain": {},
     "overlap": {"enable_overlap": True, "chunked_prefill_size": 4},
@@ -194,7 +209,20 @@ ENGINES = {
         "host": HostConfig(enable_cache=True, swap_bytes=256),
     },
     "retracting": {"force_retract_every": 3, "enable_overlap": True, "chunked_prefill_size": 4},
+    "raising": {"executor": raising_now_and_then, "enable_overlap": True, "chunked_prefill_size": 4},
+    "raising, mixed": {
+        "executor": raising_now_and_then,
+        "enable_overlap": True,
+        "enable_mixed_chunk": True,
+        "chunked_prefill_size": 8,
+    },
 }
+LAYERS = 3
+
+
+def push_layers(dice: random.Random) -> DisaggConfig:
+    """Pages leave after their chunk, with it in one piece, or in two or three."""
+    return replace(CONFIG, kv_push_layers=dice.choice([0, None, 2, 1]))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -206,6 +234,8 @@ def test_two_engines_give_the_output_of_one_or_an_error_worth_retrying(engine, t
     prefill, decode = (30, 2) if seed % 2 else (2, 30)
     pair = make_pair(
         **ENGINES[engine],
+        num_layers=LAYERS,
+        config=push_layers(dice),
         prefill={"grammars": ToyGrammars(polls=prefill)},
         decode={"grammars": ToyGrammars(polls=decode)},
     )
@@ -224,6 +254,8 @@ def test_two_engines_give_the_output_of_one_under_every_policy(engine, trouble, 
     dice = random.Random(f"{engine}{trouble}{policy}")
     pair = make_pair(
         **ENGINES[engine],
+        num_layers=LAYERS,
+        config=push_layers(dice),
         schedule_policy=policy,
         priority_preemption_threshold=1,
         max_running_requests=3,

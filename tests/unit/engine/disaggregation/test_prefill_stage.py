@@ -1,6 +1,7 @@
 """The sending side against a receiver that a test plays line by line."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import DrainAck, HandoffRecord, TransferAborted
 from tandem_engine.names import PageId, RequestId
 from tandem_testing.disagg_network import PeerNetwork, make_peer
-from tandem_testing.disagg_pair import HOLD_TIMEOUT, PROMPT, Side, handoff, make_side
+from tandem_testing.disagg_pair import CONFIG, HOLD_TIMEOUT, PROMPT, Side, handoff, make_side
 from tandem_testing.disagg_script import ScriptedPeer, make_scripted_peer
 from tandem_testing.scheduler_builders import VOCAB, expected_output, make_message
 
@@ -153,8 +154,8 @@ def test_cached_pages_are_sent_when_the_receiver_lacks_them(sender):
     assert sender.records()[0].cached_tokens == 8
 
 
-def test_only_settled_chunks_are_pushed():  # T70
-    sender = Sender(chunked_prefill_size=4, enable_overlap=True)
+def test_without_push_layers_only_settled_chunks_are_pushed():  # T70
+    sender = Sender(chunked_prefill_size=4, enable_overlap=True, config=replace(CONFIG, kv_push_layers=0))
     pushed = []
     sender.fabric.fates = lambda push: pushed.append(push) or Fate()
     sender.submit()
@@ -174,7 +175,7 @@ def test_a_long_prompt_goes_in_several_pushes(sender, monkeypatch):
     sender.submit("r", range(1, 24))
     sender.allow((1, 2, 3, 4, 5, 6))
     sender.turn(6)
-    assert starts == [(0, 2), (2, 2), (4, 1), (5, 1)]
+    assert starts == [(0, 2), (2, 2), (4, 2)]
     assert sender.receiver.tokens_at((1, 2, 3, 4, 5, 6), 23) == [*range(1, 24)]
     assert len(sender.records()[0].digests) == 6
 
