@@ -182,12 +182,15 @@ def failed(side: Side, rid: str) -> bool:
 
 
 def raising_now_and_then(model: FakeModel) -> LateExecutor:
-    """Every fifth step raises once it has written its KV, unless its request is alone: twice would convict it."""
+    """Every fifth step raises, before or after it writes its KV, unless a request is alone: twice would convict it."""
 
     def forward(batch: ForwardBatch) -> ForwardResult:
+        unlucky = batch.step % 5 == 0 and batch.num_sequences > 1
+        if unlucky and batch.step % 2:
+            raise RuntimeError("before")
         result = model.forward(batch)
-        if batch.step % 5 == 0 and batch.num_sequences > 1:
-            raise RuntimeError("by chance")
+        if unlucky:
+            raise RuntimeError("after")
         return result
 
     return LateExecutor(Computed(forward=forward, copy=model.copy))
@@ -209,12 +212,13 @@ ENGINES = {
         "host": HostConfig(enable_cache=True, swap_bytes=256),
     },
     "retracting": {"force_retract_every": 3, "enable_overlap": True, "chunked_prefill_size": 4},
-    "raising": {"executor": raising_now_and_then, "enable_overlap": True, "chunked_prefill_size": 4},
+    "raising": {"executor": raising_now_and_then, "enable_overlap": True, "chunked_prefill_size": 3},
     "raising, mixed": {
         "executor": raising_now_and_then,
         "enable_overlap": True,
         "enable_mixed_chunk": True,
-        "chunked_prefill_size": 8,
+        "max_prefill_tokens": 10,
+        "chunked_prefill_size": 7,
     },
 }
 LAYERS = 3
