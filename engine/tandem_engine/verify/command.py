@@ -71,6 +71,7 @@ class Verification:
         if path.restart:
             return self._restarted(path, config, began)
         if path.disaggregated:
+            config = replace(config, disagg=replace(config.disagg, kv_push_layers=path.push_layers))
             with Pair.build(self.model, config) as pair:
                 return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
         if path.drained:

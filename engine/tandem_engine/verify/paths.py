@@ -56,6 +56,7 @@ def make_paths(
         ),
         Path(name="disaggregated over NIXL", cache=warm, scheduler=mixed, disaggregated=True),
         Path(name="drained mid-stream", cache=warm, scheduler=mixed, drained=True),
+        Path(name="disaggregated, layer by layer", cache=cold, scheduler=mixed, disaggregated=True, push_layers=1),
         Path(name="edited: mixed, staggered", cache=warm, scheduler=mixed, stagger=True, edited=True),
     ]
     tiers = tier_paths(cache=warm, short=tight, scheduler=mixed, quick=quick)
@@ -117,6 +118,7 @@ def make_paths(
                 scheduler=replace(config, force_fault_every=5),
                 stagger=True,
                 disaggregated=disaggregated,
+                push_layers=1 if disaggregated else None,
                 edited=edited,
                 expects_faults=True,
             )
