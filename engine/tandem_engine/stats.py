@@ -56,6 +56,8 @@ def engine_stats(
         transfers_total=0 if transfers is None else transfers.committed,
         transfer_failures_total=0 if transfers is None else transfers.failed,
         transfer_bytes_total=0 if transfers is None else transfers.bytes_received,
+        handed_over_total=0 if transfers is None else transfers.handed_over,
+        transfer_exposed_s=0.0 if transfers is None else transfers.exposed_s,
         digest_mismatches_total=0 if transfers is None else transfers.digest_mismatches,
         overlap_hidden_s=stats.overlap_hidden_s,
         schedule_s=stats.schedule_s,

@@ -150,6 +150,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     output_tokens_per_s: float
     """Over the time since the report before."""
     paused: bool
+    handed_over_total: int = 0
+    """Prompts computed here whose KV went to a peer."""
+    transfer_exposed_s: float = 0.0
+    """Of their transfers, what came after the prompt was computed, since start."""
     preempted_total: int = 0
     """Of the retracted: those put back for a more important request."""
     head_waits: str = ""

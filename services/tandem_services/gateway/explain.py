@@ -168,6 +168,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "pages_moved": sum(transfer.pages for transfer in transfers),
         "bytes_moved": sum(transfer.bytes for transfer in transfers),
         "pages_reused": sum(transfer.pages_reused for transfer in transfers),
+        "transfer_exposed_s": sum(transfer.exposed_s for transfer in transfers),
         "finish_reason": [choice.finish_reason for choice in record.choices],
         "queue_s": first.queue_s,
         "prefill_s": first.prefill_s,

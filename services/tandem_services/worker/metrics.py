@@ -73,6 +73,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("kv_transfers", "KV transfers committed.", lambda s: s.transfers_total),
     ("kv_transfer_failures", "KV transfers that failed.", lambda s: s.transfer_failures_total),
     ("kv_transfer_bytes", "Bytes of committed KV transfers.", lambda s: s.transfer_bytes_total),
+    ("kv_handovers", "Prompts computed here whose KV went to a peer.", lambda s: s.handed_over_total),
+    ("kv_exposed_seconds", "Of their transfers, time after the prompt was computed.", lambda s: s.transfer_exposed_s),
     ("kv_digest_mismatches", "Transferred pages whose digest did not match.", lambda s: s.digest_mismatches_total),
     ("requests_moved", "Running requests that moved to another worker with their KV.", lambda s: s.moved_total),
     ("request_moves_failed", "Of those that left, computed again elsewhere.", lambda s: s.move_failures_total),
