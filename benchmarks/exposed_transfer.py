@@ -91,10 +91,11 @@ class Writer:
         before = self.engine.stats()
         began = time.perf_counter()
         self.engine.add(_request(prompt, HandoffSide.SEND, receiver))
-        while self.engine.stats().handed_over_total == before.handed_over_total:
+        while (now := self.engine.stats()).handed_over_total == before.handed_over_total:
+            assert now.transfer_failures_total == before.transfer_failures_total, f"{prompt.rid} was not handed over"
             if not self.engine.step():
                 self.poller.wait(PATIENCE)
-        exposed = self.engine.stats().transfer_exposed_s - before.transfer_exposed_s
+        exposed = now.transfer_exposed_s - before.transfer_exposed_s
         return Measured(self.arrivals.first[prompt.rid] - began, exposed)
 
 

@@ -459,7 +459,7 @@ class DisaggConfig:
     """Largest write of a link's self-test. 0 measures only what requests move."""
     kv_push_layers: int | None = None
     """Layers that prefill sends at once while later ones compute; 0 sends pages once their chunk is settled. None
-    leaves it to the size of the chunk."""
+    goes by bytes: see `disaggregation.prefill.WRITE_BYTES`."""
 
     @property
     def renewal_period(self) -> float:

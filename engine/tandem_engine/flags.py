@@ -595,7 +595,7 @@ def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         default=disagg.kv_push_layers,
         metavar="N",
         help="prefill sends pages N layers at a time while later layers compute; 0 waits for the end of each chunk "
-        "(default: as many as make 4 MiB, so that a short prompt goes in one piece after its last layer)",
+        "(default: as many as make 2 MiB; a chunk with less waits for its end and goes in one shot)",
     )
     group.add_argument(
         "--expect-transport",

@@ -1,15 +1,20 @@
 """Real NIXL on CPU memory: pages move, losses are reported, nothing hangs."""
 
 import select
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import msgspec
 import pytest
 import torch
 
+from tandem_engine.clock import MonotonicClock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.transport import Arrived, Digests, PushDone, PushFailed
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.names import DigestKind, PageId
-from tandem_testing.disagg_nixl import Node, make_push, nixl_node, remote_receiver
+from tandem_testing.disagg_nixl import PATIENCE, Node, make_push, nixl_node, remote_receiver
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +215,70 @@ def test_a_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # E10
         sender.transport.push(make_push(receiver.name, (1,), (1,)))
         (failed,) = sender.wait_for(PushFailed)
         assert failed.peer_lost
+
+
+# Pushes that follow a step
+
+
+def over(error: Exception | None = None) -> Future[None]:
+    step: Future[None] = Future()
+    if error is None:
+        step.set_result(None)
+    else:
+        step.set_exception(error)
+    return step
+
+
+def test_each_layer_moves_once_it_is_written_and_the_receiver_hears_of_the_last(sender, receiver):  # T70
+    progress = KvProgress(MonotonicClock())
+    sender.pool.data[3:5].zero_()
+    sender.transport.push(make_push(receiver.name, (3, 4), (20, 11), room="layers", progress=progress))
+    sender.pool.data[3:5, 0] = 5
+    progress.wrote(0)
+    wait_until(lambda: bool((receiver.pool.data[[20, 11], 0] == 5).all()))
+    assert not receiver.pool.data[[20, 11], 1].any()
+    assert "layers" not in {event.key.room for event in receiver.wait_for(Arrived, 0)}
+    sender.pool.data[3:5, 1] = 6
+    progress.wrote(1)
+    (done,) = sender.wait_for(PushDone)
+    wait_until(lambda: done.key in {event.key for event in receiver.wait_for(Arrived, 0)})
+    assert same(sender, 3, receiver, 20)
+    assert same(sender, 4, receiver, 11)
+    assert done.digests == PageDigester(sender.pool).digest(page_ids(3, 4), room="layers", generation=1, first=0)
+
+
+def test_the_end_of_a_step_sends_what_is_left(sender, receiver):
+    progress = KvProgress(MonotonicClock())
+    sender.transport.push(make_push(receiver.name, (3,), (20,), progress=progress, least_layers=2))
+    progress.ended(over())
+    sender.wait_for(PushDone)
+    receiver.wait_for(Arrived)
+    assert same(sender, 3, receiver, 20)
+
+
+def test_a_push_fails_with_its_step_and_nobody_hears_of_it(sender, receiver):
+    progress = KvProgress(MonotonicClock())
+    sender.transport.push(make_push(receiver.name, (3,), (20,), progress=progress))
+    progress.wrote(0)
+    progress.ended(over(ValueError("no")))
+    (failed,) = sender.wait_for(PushFailed)
+    assert not failed.peer_lost
+    sender.transport.push(make_push(receiver.name, (3,), (20,), first=1))
+    (arrived,) = receiver.wait_for(Arrived)
+    assert arrived.key.first == 1
+
+
+def test_a_push_that_waits_for_its_step_fails_when_the_grant_expires(sender, receiver):  # T62
+    start_before = MonotonicClock().now() + 0.05
+    progress = KvProgress(MonotonicClock())
+    sender.transport.push(make_push(receiver.name, (3,), (20,), progress=progress, start_before=start_before))
+    (failed,) = sender.wait_for(PushFailed)
+    assert failed.reason == "the grant expired"
+    assert not receiver.pool.data.any()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -22,6 +22,7 @@ the peer is told, fails its request as retryable, and the gateway sends prompt a
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
@@ -45,8 +46,9 @@ PUSH_BYTES = 32 << 20
 """Largest push: long enough that what a push costs beside its bytes is lost in it, and short enough that an abort soon
 finds nothing outstanding, after 3 ms at the speed of memory and 27 ms at that of 10 Gbit/s."""
 
-WRITE_BYTES = 4 << 20
-"""Smallest write of some layers: less is left until more layers are done."""
+WRITE_BYTES = 2 << 20
+"""Smallest write beside a computation. Below, what it takes of the interpreter delays the first token by more than is
+left of the transfer after it (`benchmarks/exposed_transfer.py`)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,8 +94,8 @@ class PrefillStage:
             return
         room.progress = progress
         if self.config.kv_push_layers != 0 and self.host.memory.readable(req.held_kv):
-            while (push := room.early_push(stop, progress, self._max_pages)) is not None:
-                self._start(room, replace(push, least_layers=self._least_layers(push.key.count)))
+            while self._pays(push := room.early_push(stop, progress, self._max_pages)):
+                self._start(room, replace(push, least_layers=self._least_layers(push)))
 
     def chunk_settled(self, req: Request) -> None:
         """More of the prompt is settled: push it."""
@@ -240,9 +242,15 @@ class PrefillStage:
         """Of one push."""
         return max(1, PUSH_BYTES // self.page_bytes)
 
-    def _least_layers(self, pages: int) -> int:
-        """How many layers of `pages` pages are worth a write of their own; perhaps more than there are."""
-        return self.config.kv_push_layers or -(-WRITE_BYTES * self.layers // (pages * self.page_bytes))
+    def _pays(self, push: Push | None) -> TypeGuard[Push]:
+        """Whether `push` shall go with its step. What is left to itself goes in one shot when that has settled."""
+        if push is None:
+            return False
+        return self.config.kv_push_layers is not None or push.key.count * self.page_bytes >= WRITE_BYTES
+
+    def _least_layers(self, push: Push) -> int:
+        """How many layers of its pages are worth a write of their own."""
+        return self.config.kv_push_layers or -(-WRITE_BYTES * self.layers // (push.key.count * self.page_bytes))
 
     def _hand_over(self, room: SendRoom) -> None:
         req, grant = room.req, room.grant

@@ -31,7 +31,7 @@ class Path:
     drained: bool = False
     """One engine begins and leaves what runs to another, NIXL between them; some must have moved."""
     push_layers: int | None = None
-    """With `disaggregated`: so many layers are sent at once; None as many as are worth it."""
+    """With `disaggregated`: so many layers are sent at once; None goes by bytes."""
     rising_priority: bool = False
     """Each request is more important than the one before."""
     restart: bool = False

@@ -76,7 +76,7 @@ def nixl_node(worker_id: str, number: int = 1, *, fill: int = 0) -> Iterator[Nod
 
 
 def make_push(
-    peer: str, source: tuple[int, ...], target: tuple[int, ...], *, room: str = "room", first: int = 0, **more: float
+    peer: str, source: tuple[int, ...], target: tuple[int, ...], *, room: str = "room", first: int = 0, **more: object
 ) -> Push:
     return Push(
         key=PushKey(room=room, generation=1, first=first, count=len(source)),

@@ -154,8 +154,8 @@ class ScriptedPeer:
 
 
 def make_scripted_peer(
-    me: Peer, other: Peer, *, fabric: FakeFabric, network: PeerNetwork, num_pages: int = 17
+    me: Peer, other: Peer, *, fabric: FakeFabric, network: PeerNetwork, num_pages: int = 17, num_layers: int = 1
 ) -> ScriptedPeer:
-    pool = make_fake_pool(num_pages=num_pages, page_size=PAGE_SIZE)
+    pool = make_fake_pool(num_pages=num_pages, page_size=PAGE_SIZE, num_layers=num_layers)
     transport = fabric.join(me, pool, ManualClock())
     return ScriptedPeer(me=me, other=other, link=network.join(me), transport=transport, pool=pool)

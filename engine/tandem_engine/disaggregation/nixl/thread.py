@@ -56,6 +56,8 @@ DEVICE_LIMIT = 1 << 16
 FIRST_PAUSE = 50e-6
 LONGEST_PAUSE = 1e-3
 """Seconds between looks at outstanding writes: doubled while nothing happens."""
+LAYERS_PAUSE = 1e-3
+"""While a step computes pages. A look costs the forward a little, as both need the interpreter."""
 EXPECTING_PAUSE = 1e-3
 """While a peer may be writing here: its writes only progress when this side looks."""
 IDLE_PAUSE = 50e-3
@@ -185,10 +187,12 @@ class TransferThread:
 
     def _patience(self) -> float:
         """Seconds to wait for a command before looking at NIXL again."""
-        if self._outstanding:
+        if any(outstanding.write is not None for outstanding in self._outstanding.values()):
             pause = self._pause
             self._pause = min(2 * pause, LONGEST_PAUSE)
             return pause
+        if self._outstanding:
+            return LAYERS_PAUSE
         return EXPECTING_PAUSE if self._expected else IDLE_PAUSE
 
     def _carry_out(self, command: Command) -> None:

@@ -1,11 +1,14 @@
 """The transport that other tests rely on: faults do what they say."""
 
+from concurrent.futures import Future
+
 import pytest
 
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.fake import FakeFabric, FakeTransport, Fate
 from tandem_engine.disaggregation.transport import Arrived, Push, PushDone, PushFailed, PushKey
 from tandem_engine.executor.fake import make_fake_pool
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.scheduler_builders import ManualClock
@@ -16,15 +19,16 @@ TARGET = (PageId(5), PageId(6))
 class Fabric:
     """A sender with two filled pages, and a receiver that it knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 1) -> None:
         self.fabric, self.clock = FakeFabric(), ManualClock()
+        pools = (make_fake_pool(num_pages=8, page_size=4, num_layers=num_layers) for _ in range(2))
         self.sender, self.receiver = (
-            self.fabric.join(make_peer(name), make_fake_pool(num_pages=8, page_size=4), self.clock) for name in "pd"
+            self.fabric.join(make_peer(name), pool, self.clock) for name, pool in zip("pd", pools, strict=True)
         )
         self.sender.pool.bytes_view()[1:3] = 7
         self.sender.connect(self.receiver.hello())
 
-    def push(self, fate: Fate | None = None, *, first: int = 0, start_before: float = 1.0) -> None:
+    def push(self, fate: Fate | None = None, *, first: int = 0, **more: object) -> None:
         self.fabric.fates = lambda _push: fate or Fate()
         self.sender.push(
             Push(
@@ -32,7 +36,7 @@ class Fabric:
                 peer="d@1",
                 source=(PageId(1), PageId(2)),
                 target=TARGET,
-                start_before=start_before,
+                **{"start_before": 1.0, **more},
             )
         )
 
@@ -115,3 +119,36 @@ def test_a_killed_receiver_is_lost(fabric):
     fabric.fabric.advance()
     fabric.fabric.advance()
     assert kinds(fabric.sender) == [PushFailed]
+
+
+def test_a_push_that_follows_a_step_moves_some_layers_a_tick():
+    fabric = Fabric(num_layers=3)
+    progress = KvProgress(fabric.clock)
+    fabric.push(progress=progress)
+    fabric.fabric.advance()
+    assert not fabric.receiver.pool.data.any()
+    progress.ended(over())
+    seen = []
+    for _ in range(3):
+        fabric.fabric.advance()
+        seen.append([bool(fabric.receiver.pool.data[list(TARGET), layer].any()) for layer in range(3)])
+    assert seen == [[True, False, False], [True, True, False], [True, True, True]]
+    assert kinds(fabric.receiver) == [Arrived]
+
+
+def test_a_push_fails_with_its_step(fabric):
+    progress = KvProgress(fabric.clock)
+    fabric.push(progress=progress)
+    progress.ended(over(ValueError("no")))
+    fabric.fabric.advance()
+    assert kinds(fabric.sender) == [PushFailed]
+    assert kinds(fabric.receiver) == []
+
+
+def over(error: Exception | None = None) -> Future[None]:
+    step: Future[None] = Future()
+    if error is None:
+        step.set_result(None)
+    else:
+        step.set_exception(error)
+    return step

@@ -27,11 +27,13 @@ PAGES = (4, 9, 2)
 class Sender:
     """A prefill engine, and the decode engine that the test plays."""
 
-    def __init__(self, **engine: object) -> None:
+    def __init__(self, num_layers: int = 1, **engine: object) -> None:
         self.fabric, self.network = FakeFabric(), PeerNetwork()
-        self.side: Side = make_side(make_peer("p"), fabric=self.fabric, network=self.network, **engine)
+        self.side: Side = make_side(
+            make_peer("p"), fabric=self.fabric, network=self.network, num_layers=num_layers, **engine
+        )
         self.receiver: ScriptedPeer = make_scripted_peer(
-            RECEIVER, self.side.peer, fabric=self.fabric, network=self.network
+            RECEIVER, self.side.peer, fabric=self.fabric, network=self.network, num_layers=num_layers
         )
         self.receiver.greet()
 
@@ -168,6 +170,55 @@ def test_without_push_layers_only_settled_chunks_are_pushed():  # T70
     assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_pages_leave_while_their_chunk_is_computed(layers):
+    sender = Sender(num_layers=3, enable_overlap=True, config=replace(CONFIG, kv_push_layers=layers))
+    pushed = []
+    sender.fabric.fates = lambda push: pushed.append(push) or Fate()
+    sender.submit()
+    sender.allow()
+    sender.side.step()
+    assert [(push.key.count, push.least_layers) for push in pushed] == [(3, layers)]
+    assert pushed[0].progress.layers == 0
+    sender.turn(6)
+    assert len(pushed) == 1
+    assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
+    assert len(sender.records()) == 1
+    sender.side.assert_clean()
+
+
+def test_a_chunk_of_few_bytes_waits_for_its_end():
+    sender = Sender(enable_overlap=True)
+    pushed = []
+    sender.fabric.fates = lambda push: pushed.append(push) or Fate()
+    sender.submit()
+    sender.allow()
+    sender.turn(6)
+    assert {push.progress for push in pushed} == {None}
+
+
+def test_a_chunk_of_many_bytes_goes_with_as_many_layers_as_are_worth_a_write(monkeypatch):
+    monkeypatch.setattr("tandem_engine.disaggregation.prefill.WRITE_BYTES", 3 * 64 * 2)
+    sender = Sender(num_layers=4, enable_overlap=True)
+    pushed = []
+    sender.fabric.fates = lambda push: pushed.append(push) or Fate()
+    sender.submit()
+    sender.allow()
+    sender.turn(6)
+    assert [push.least_layers for push in pushed] == [2]
+
+
+def test_time_between_the_computation_and_the_record_is_exposed():
+    sender = Sender()
+    sender.submit()
+    sender.turn(2)
+    sender.pass_time(0.25)
+    sender.allow()
+    sender.turn(3)
+    assert sender.records()[0].exposed_s == 0.25
+    assert (sender.side.stage.counters.handed_over, sender.side.stage.counters.exposed_s) == (1, 0.25)
+
+
 def test_a_long_prompt_goes_in_several_pushes(sender, monkeypatch):
     monkeypatch.setattr("tandem_engine.disaggregation.prefill.PUSH_BYTES", 2 * 64)
     starts = []
@@ -175,7 +226,7 @@ def test_a_long_prompt_goes_in_several_pushes(sender, monkeypatch):
     sender.submit("r", range(1, 24))
     sender.allow((1, 2, 3, 4, 5, 6))
     sender.turn(6)
-    assert starts == [(0, 2), (2, 2), (4, 2)]
+    assert starts == [(0, 2), (2, 2), (4, 1), (5, 1)]
     assert sender.receiver.tokens_at((1, 2, 3, 4, 5, 6), 23) == [*range(1, 24)]
     assert len(sender.records()[0].digests) == 6
 

@@ -1,16 +1,22 @@
 """Which pages of a sequence may be pushed, and whether what was pushed can be vouched for."""
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem_engine.disaggregation.grants import Grant
 from tandem_engine.disaggregation.room_key import room_key
 from tandem_engine.disaggregation.send_room import SendRoom
 from tandem_engine.disaggregation.transport import Push
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import DigestKind, PageId, ReqPoolIdx, RequestId
 from tandem_engine.scheduler.request import Request
 from tandem_testing.disagg_network import make_peer
+from tandem_testing.scheduler_builders import ManualClock
 
 RECEIVER = make_peer("d")
 KEY = room_key("room", 1)
@@ -117,3 +123,130 @@ def test_a_push_that_outlived_the_requests_kv_is_not_vouched_for():
     (push,) = pushes(room)
     room.req.kv = None
     assert not room.done(push.key, (1, 2))
+
+
+# Early pushes: bound to the step that computes the pages
+
+
+def early(room: SendRoom, stop: int, max_pages: int = 100) -> list[Push]:
+    """Start all that goes with a step up to token `stop`."""
+    progress, started = KvProgress(ManualClock()), []
+    while (push := room.early_push(stop, progress, max_pages)) is not None:
+        room.started(push)
+        started.append(push)
+    return started
+
+
+def fail_step(room: SendRoom) -> None:
+    """As isolation does: the same pages under another identity (T43)."""
+    room.req.kv = replace(room.req.held_kv)
+
+
+def finish(room: SendRoom, *started: Push) -> list[bool]:
+    return [room.done(push.key, (7,) * push.key.count) for push in started]
+
+
+def test_pages_that_a_step_fills_go_with_it_and_not_again():
+    room = make_room(settled=0)
+    (push,) = early(room, 6)
+    assert (push.source, push.progress is not None) == (ids(1), True)
+    room.req.kv.committed_len = 6
+    assert pushes(room) == []
+
+
+def test_the_partial_page_goes_with_the_step_that_ends_the_prompt():
+    room = make_room(settled=0)
+    assert [push.source for push in early(room, 9)] == [ids(1, 2)]
+    assert [push.source for push in early(room, 10)] == [ids(3)]
+
+
+def test_a_grant_that_came_late_finds_earlier_steps_in_the_next_push():
+    room = make_room(settled=4)
+    (push,) = early(room, 10)
+    assert push.source == ids(1, 2, 3)
+
+
+def test_nothing_is_pushed_again_while_a_void_push_may_still_write():  # T60
+    room = make_room(settled=4)
+    (push,) = early(room, 10)
+    fail_step(room)
+    assert early(room, 10) == pushes(room) == []
+    assert finish(room, push) == [True]
+    assert [push.key.first for push in early(room, 10)] == [0]
+
+
+def test_digests_of_a_void_push_do_not_count():
+    room = make_room(settled=4)
+    finish(room, *early(room, 10))
+    fail_step(room)
+    (again,) = early(room, 10)
+    assert not room.complete
+    room.done(again.key, (1, 2, 3))
+    assert room.all_digests() == (1, 2, 3)
+
+
+def test_a_step_above_a_failed_one_is_void_too():
+    room = make_room(settled=0)
+    below, above = *early(room, 4), *early(room, 10)
+    assert room.failed(below.key)
+    assert finish(room, above) == [True]
+    assert room.digests == {}
+    assert [push.key.first for push in early(room, 10)] == [0]
+
+
+def test_settled_pages_stay_pushed_when_a_later_step_fails():
+    room = make_room(settled=4)
+    finish(room, *pushes(room))
+    finish(room, *early(room, 10))
+    fail_step(room)
+    assert [push.key.first for push in early(room, 10)] == [1]
+
+
+def test_a_settled_push_that_fails_is_not_tried_again():
+    room = make_room(settled=4)
+    (push,) = pushes(room)
+    assert not room.failed(push.key)
+
+
+@given(st.data())
+def test_whatever_fails_every_page_ends_with_one_digest_of_what_was_computed_last(data):
+    """Computations of a page are numbered; the digest that counts is the number of the last one."""
+    room = make_room(settled=0)
+    computed = [0, 0, 0]
+    under_way: list[Push] = []
+    for _ in range(data.draw(st.integers(0, 25))):
+        launched = room.req.launched_len
+        match data.draw(st.sampled_from(["launch", "settle", "fail", "end", "break"])):
+            case "launch" if launched < 10:
+                stop = data.draw(st.integers(launched + 1, 10))
+                for page in range(launched // 4, -(-stop // 4)):
+                    computed[page] += 1
+                under_way += early(room, stop)
+                room.req.launched_len = stop
+            case "settle":
+                room.req.held_kv.committed_len = data.draw(st.integers(room.req.held_kv.committed_len, launched))
+                under_way += pushes(room)
+            case "fail":
+                fail_step(room)
+                room.req.launched_len = room.req.held_kv.committed_len
+            case "end" if under_way:
+                push = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
+                first = push.key.first
+                room.done(push.key, tuple(computed[first : first + push.key.count]))
+            case "break" if any(push.progress is not None for push in under_way):
+                push = next(push for push in under_way if push.progress is not None)
+                under_way.remove(push)
+                assert room.failed(push.key)
+    if room.req.launched_len < 10:
+        for page in range(room.req.launched_len // 4, 3):
+            computed[page] += 1
+        under_way += early(room, 10)
+    room.req.held_kv.committed_len, room.keep_until = 10, 6.0
+    under_way += pushes(room)
+    while under_way:
+        for push in under_way:
+            first = push.key.first
+            room.done(push.key, tuple(computed[first : first + push.key.count]))
+        under_way = pushes(room)
+    assert room.complete
+    assert room.all_digests() == tuple(computed)

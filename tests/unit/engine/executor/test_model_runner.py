@@ -6,9 +6,11 @@ import torch
 
 from tandem_engine.attention.cpu import CpuAttention
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.clock import MonotonicClock
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.forward_batch import RESOLVE, PromptPositions
 from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.edit_builders import make_edits, make_request, settled
@@ -181,3 +183,16 @@ def _penalised_by_hand(runner: ModelRunner, params: SamplingParams) -> list[int]
         logits = runner.logits(make_batch([whole]))[0].tolist()
         outputs.append(most_likely_token(edited_logits(logits, params, prompt=PROMPT, outputs=outputs)))
     return outputs
+
+
+@torch.inference_mode()
+def test_whoever_follows_a_step_hears_of_each_layer_when_its_kv_is_there(runner):  # T70
+    told: list[tuple[int, bool]] = []
+
+    class Listener(KvProgress):
+        def wrote(self, layer: int) -> None:
+            told.append((layer, bool(runner.pool.data[PAGES, layer].any(dim=-1)[0].all())))
+
+    batch = make_batch([extend(0, len(PROMPT))])
+    runner.forward(replace(batch, kv_progress=Listener(MonotonicClock())))
+    assert told == [(layer, True) for layer in range(runner.pool.layout.layers)]

@@ -42,3 +42,16 @@ def test_ranges_move_every_page_to_its_place(moves):
         assert size == goal_size
         moved += [((start + i - 1000) // 10, (goal + i - 5000) // 10) for i in range(0, size, 10)]
     assert moved == moves
+
+
+def test_some_layers_of_a_page_are_one_range_each():
+    here, there = HERE._replace(layers=5), THERE._replace(layers=5)
+    parts = describe(here, pages(1, 2), there, pages(7, 8), range(2, 4))
+    assert parts.source.tolist() == [[1014, 4, 0], [1024, 4, 0]]
+    assert parts.target.tolist() == [[5074, 4, 3], [5084, 4, 3]]
+
+
+def test_all_layers_are_the_whole_page():
+    here = HERE._replace(layers=5)
+    everything = describe(here, pages(1, 2), THERE, pages(7, 8), range(5))
+    assert everything.source.tolist() == [[1010, 20, 0]]
