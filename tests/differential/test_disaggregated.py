@@ -196,6 +196,8 @@ def raising_now_and_then(model: FakeModel) -> LateExecutor:
     return LateExecutor(Computed(forward=forward, copy=model.copy))
 
 
+LAYERS = 3
+
 ENGINES = {
     "plain": {},
     "overlap": {"enable_overlap": True, "chunked_prefill_size": 4},
@@ -209,7 +211,7 @@ ENGINES = {
         "force_retract_every": 5,
         "preemption_mode": PreemptionMode.SWAP,
         "host_pages": 20,
-        "host": HostConfig(enable_cache=True, swap_bytes=256),
+        "host": HostConfig(enable_cache=True, swap_bytes=256 * LAYERS),
     },
     "retracting": {"force_retract_every": 3, "enable_overlap": True, "chunked_prefill_size": 4},
     "raising": {"executor": raising_now_and_then, "enable_overlap": True, "chunked_prefill_size": 3},
@@ -221,7 +223,6 @@ ENGINES = {
         "chunked_prefill_size": 7,
     },
 }
-LAYERS = 3
 
 
 def push_layers(dice: random.Random) -> DisaggConfig:

@@ -31,7 +31,7 @@ from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.scheduler.mask_filler import fill_masks
 from tandem_engine.scheduler.planner import Hold, Planner, StepPlan
-from tandem_engine.scheduler.retraction import sends_kv
+from tandem_engine.scheduler.request import sends_kv
 from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
 from tandem_engine.scheduler.settle import Settlement
 from tandem_engine.scheduler.speculation import NO_DRAFTS, Speculation
