@@ -132,8 +132,10 @@ class Outbox:
 @dataclass(kw_only=True, slots=True)
 class _Outstanding:
     push: Push
-    started: float
-    """When its first write was, or when it began to wait for layers."""
+    seconds: float = 0.0
+    """In writes that are done; the wait for layers is not the transfer's."""
+    began: float = 0.0
+    """When `write` was started."""
     layers: int = 0
     """Layers [0, layers) are written, or being written by `write`."""
     write: Write | None = None
@@ -256,8 +258,7 @@ class TransferThread:
         if refusal is not None:
             self.outbox.put(refusal)
             return
-        outstanding = _Outstanding(push=push, started=self.clock.now())
-        self._outstanding[push.key] = outstanding
+        self._outstanding[push.key] = _Outstanding(push=push)
         if push.progress is not None:
             push.progress.on_end(lambda: self.inbox.put(Wake()))
 
@@ -300,8 +301,7 @@ class TransferThread:
         there = self._peers[push.peer]
         descriptors = describe(self.region, push.source, there, push.target, layers)
         notification = encode_notification(push.key) if layers.stop == self.region.layers else b""
-        if layers.start == 0:
-            outstanding.started = self.clock.now()
+        outstanding.began = self.clock.now()
         try:
             outstanding.write = self.agent.write(push.peer, descriptors, there.device, notification)
         except TransferError as error:
@@ -321,6 +321,7 @@ class TransferThread:
         if done:
             self.agent.release(outstanding.write)
             outstanding.write = None
+            outstanding.seconds += self.clock.now() - outstanding.began
             if outstanding.layers == self.region.layers:
                 self._done(outstanding)
         return done
@@ -328,8 +329,7 @@ class TransferThread:
     def _done(self, outstanding: _Outstanding) -> None:
         push = outstanding.push
         del self._outstanding[push.key]
-        seconds = self.clock.now() - outstanding.started
-        self.outbox.put(PushDone(key=push.key, digests=self._digests(push), seconds=seconds))
+        self.outbox.put(PushDone(key=push.key, digests=self._digests(push), seconds=outstanding.seconds))
 
     def _digests(self, push: Push) -> tuple[int, ...]:
         """Of the source pages, once they are written: on a CPU the write has brought them into its cache."""
