@@ -13,6 +13,7 @@ The parts share nothing but the event loop; this module wires them and decides w
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ SETTLE_S = 1.0
 """A request routed here just before the drain may still be on its way: idle counts only after this."""
 
 IDLE_POLL_S = 0.1
+ORDER_TIMEOUT_S = 1.0
 SHUTDOWN_GRACE_S = 10.0
 """The engine closes its transports after `Shutdown`."""
 
@@ -292,7 +294,8 @@ class WorkerService:
             await self._registration.leave()
         if child.process.returncode is None:
             if self._ready is not None:
-                await self._link.order(Shutdown())
+                with contextlib.suppress(TimeoutError):  # an engine that ends by itself takes no order
+                    await asyncio.wait_for(self._link.order(Shutdown()), ORDER_TIMEOUT_S)
                 await child.stop(grace_s=SHUTDOWN_GRACE_S)
             else:
                 await child.stop(grace_s=0.0)

@@ -4,7 +4,7 @@
 
 The product's own parts do all the work; these stand around them, at the seams the product defines:
 
-    FaultyTransport   around `KvTransport`, whose contract it keeps
+    FaultyTransport   the NIXL transport, whose contract it keeps
     FaultyForward     around `ModelRunner.forward`
 """
 
@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,12 +22,12 @@ import torch
 from tandem_engine import cli
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.nixl import transport as nixl_transport
-from tandem_engine.disaggregation.transport import Arrived, Digests, KvTransport, PagePool, Push, TransportEvent
+from tandem_engine.disaggregation.nixl.transport import NixlTransport
+from tandem_engine.disaggregation.transport import Arrived, Digests, PagePool, Push, TransportEvent
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.messages.requests import Peer
-from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import PageId
+from tandem_engine.names import DigestKind, PageId
 from tandem_testing.chaos.knobs import KnobReader
 
 KILLED = signal.SIGKILL
@@ -36,80 +37,57 @@ class InjectedFaultError(Exception):
     """A step failed because a scenario wanted it to."""
 
 
-@dataclass(kw_only=True, slots=True)
-class FaultyTransport:
-    """A real transport with a bad day. Belongs to the scheduler thread."""
+class FaultyTransport(NixlTransport):
+    """The real transport with a bad day. Belongs to the scheduler thread."""
 
-    inner: KvTransport
-    pool: PagePool
-    clock: Clock
-    knobs: KnobReader
-    _held: deque[tuple[float, Push]] = field(default_factory=deque)
-
-    def hello(self) -> Hello:
-        return self.inner.hello()
-
-    def rename(self, me: Peer) -> None:
-        self.inner.rename(me)
-
-    def connect(self, hello: Hello) -> None:
-        self.inner.connect(hello)
-
-    def forget(self, incarnation: str) -> None:
-        self.inner.forget(incarnation)
+    def __init__(self, *, knobs: KnobReader, me: Peer, pool: PagePool, clock: Clock) -> None:
+        super().__init__(me=me, pool=pool, clock=clock)
+        self._knobs, self._bytes, self._time = knobs, pool.bytes_view(), clock
+        self._held: deque[tuple[float, Push]] = deque()
 
     def push(self, push: Push) -> None:
-        knobs = self.knobs.now()
+        knobs = self._knobs.now()
         if knobs.die_at == "before-push":
             self._die("before-push")
         if knobs.hold_push_s:
-            self.knobs.note("hold_push")
-            self._held.append((self.clock.now() + knobs.hold_push_s, push))
+            self._knobs.note("hold_push")
+            self._held.append((self._time.now() + knobs.hold_push_s, push))
             return
-        self.inner.push(push)
+        super().push(push)
         if knobs.die_at == "push":
             self._die("push")
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...]) -> None:
-        if self.knobs.take("corrupt"):
-            self.pool.bytes_view()[pages[0]] ^= 0x5A
-        self.inner.digest(room, generation, pages)
-
-    def expect(self, transfers: int) -> None:
-        self.inner.expect(transfers)
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind) -> None:
+        if self._knobs.take("corrupt"):
+            self._bytes[pages[0]] ^= 0x5A
+        super().digest(room, generation, pages, kind)
 
     def poll(self) -> list[TransportEvent]:
-        knobs = self.knobs.now()
-        if knobs.block_s and self.knobs.take("block_s"):
+        knobs = self._knobs.now()
+        if knobs.block_s and self._knobs.take("block_s"):
             time.sleep(knobs.block_s)
-        while self._held and self.clock.now() >= self._held[0][0]:
-            self.inner.push(self._held.popleft()[1])
-        events = self.inner.poll()
+        while self._held and self._time.now() >= self._held[0][0]:
+            super().push(self._held.popleft()[1])
+        events = super().poll()
         if knobs.die_at == "digest" and any(isinstance(event, Digests) for event in events):
             self._die("digest")
         return self._disturbed(events)
-
-    def fileno(self) -> int:
-        return self.inner.fileno()
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _disturbed(self, events: list[TransportEvent]) -> list[TransportEvent]:
         told: list[TransportEvent] = []
         for event in events:
             if not isinstance(event, Arrived):
                 told.append(event)
-            elif self.knobs.take("lose_arrivals"):
+            elif self._knobs.take("lose_arrivals"):
                 continue
             else:
-                told += [event] * (3 if self.knobs.take("repeat_arrivals") else 1)
-        if sum(isinstance(event, Arrived) for event in told) > 1 and self.knobs.take("reverse_arrivals"):
+                told += [event] * (3 if self._knobs.take("repeat_arrivals") else 1)
+        if sum(isinstance(event, Arrived) for event in told) > 1 and self._knobs.take("reverse_arrivals"):
             told.reverse()
         return told
 
     def _die(self, at: str) -> None:
-        self.knobs.note(at)
+        self._knobs.note(at)
         os.kill(os.getpid(), KILLED)
 
 
@@ -133,17 +111,14 @@ class FaultyForward:
 
 def install(knobs: KnobReader) -> None:
     """Put the faulty parts around the real ones. Before anything is built, and for the life of the process."""
-    real_transport, real_forward = nixl_transport.NixlTransport, ModelRunner.forward
+    real_forward = ModelRunner.forward
     faulty = FaultyForward(knobs=knobs)
-
-    def build(*, me: Peer, pool: PagePool, clock: Clock) -> FaultyTransport:
-        return FaultyTransport(inner=real_transport(me=me, pool=pool, clock=clock), pool=pool, clock=clock, knobs=knobs)
 
     def forward(runner: ModelRunner, batch: ForwardBatch) -> ForwardResult:
         faulty.before(batch)
         return real_forward(runner, batch)
 
-    nixl_transport.NixlTransport = build  # type: ignore[assignment, misc]
+    nixl_transport.NixlTransport = partial(FaultyTransport, knobs=knobs)  # type: ignore[assignment, misc]
     ModelRunner.forward = forward  # type: ignore[method-assign]
 
 
