@@ -107,6 +107,12 @@ class Part:
         if self.alive:
             os.kill(self.pid, number)
 
+    def end(self) -> None:
+        """SIGKILL, and wait until it is gone. Idempotent."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
     def log_size(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
 
@@ -270,13 +276,14 @@ class Fleet:
         self.workers.remove(worker)
         worker.thaw()
         worker.kill()
+        worker.part.end()
         for line in (worker.request_line, worker.peer_line):
             if line is not None:
                 await line.close()
 
     def remove_gateway(self, gateway: Gateway) -> None:
         self.gateways.remove(gateway)
-        gateway.part.send(signal.SIGKILL)
+        gateway.part.end()
 
     @property
     def redis_url(self) -> str:
