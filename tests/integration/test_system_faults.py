@@ -7,7 +7,6 @@ an error in OpenAI's shape, soon. Deaths of single workers are in tests/chaos.
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 
 import pytest

@@ -110,12 +110,12 @@ async def test_workers_that_were_dead_before_cost_no_attempt(rack, serving):  # 
 async def test_a_fleet_in_trouble_is_asked_less_and_less(rack, serving):
     rack.add("broken", healthy(refuse=BROKEN))
     async with serving() as gateway:
-        codes = [(await gateway.complete(max_tokens=3)).status_code for _ in range(60)]
-        assert await metric(gateway, "tandem_gateway_retries_refused_total") > 0
-    assert codes[0] == 500
-    assert codes[-1] == 503
+        answers = await asyncio.gather(*[gateway.complete(max_tokens=3) for _ in range(200)])
+        refused = [answer for answer in answers if answer.status_code == 503]
+        assert await metric(gateway, "tandem_gateway_retries_refused_total") == len(refused) > 0
+    assert all("retry-after" in answer.headers for answer in refused)
     # Without a budget each would be tried three times.
-    assert len(rack.engines[0].received) < 150
+    assert len(rack.engines[0].received) < 600
 
 
 # Waiting
