@@ -7,6 +7,7 @@ from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
+LEASES_END_S = 5.0
 SMALL = Shape(engine_flags=("--num-pages", "160"))
 
 
@@ -33,6 +34,8 @@ async def all_decode_workers_die(run: Run) -> None:
         with run.fleet.no_restarts():
             for worker in run.fleet.of_role("decode"):
                 worker.kill()
+            # Until their leases are over a request may get its first token from a prefill worker, and then waits too.
+            await asyncio.sleep(LEASES_END_S)
             async with run.load() as latecomers:
                 latecomers.send(run.asks(Kind.PLAIN, count=2, first=300))
                 late = await latecomers.gathered()
