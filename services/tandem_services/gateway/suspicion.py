@@ -2,8 +2,8 @@
 
     free         a request that no worker was lost with, or that has proved itself since
     suspected    a worker was lost before the request had proved itself there: it goes on at once, like all others
-    on trial     a second one was lost, and other suspects with it: it goes on when no other trial is under way
-    convicted    two workers were lost with no other suspect there, or three
+    on trial     a second one was lost, and others were on the first: it goes on when no other trial is under way
+    convicted    two workers were lost, and no other unproven request was on the first of them; or three
 
 A worker dies with many requests in hand, and most of them are innocent. What kills a worker does it again, and soon:
 while its prompt or its next tokens are computed. So a request proves itself on a worker by `PROOF_TOKENS` new tokens,
@@ -36,19 +36,21 @@ class Suspicion:
 
     lost: set[str] = field(default_factory=set)
     with_others: bool = False
-    """Of the last one other suspects were possible causes too."""
+    """For the first of them other requests were possible causes too."""
 
     def note_loss(self, incarnation: str, *, gained: int, alone: bool) -> None:
-        """`gained`: tokens that the lost worker had brought. `alone`: no other suspect was there."""
+        """`gained`: tokens that the lost worker had brought. `alone`: no other unproven request was there."""
         if gained >= PROOF_TOKENS:
             self.proved()
             return
+        if not self.lost:
+            self.with_others = not alone
         self.lost.add(incarnation)
-        self.with_others = not alone
 
     def proved(self) -> None:
         """It has got through where workers were lost."""
         self.lost.clear()
+        self.with_others = False
 
     @property
     def convicted(self) -> bool:
@@ -61,16 +63,14 @@ class Suspicion:
 
 @dataclass(kw_only=True, slots=True)
 class Suspects:
-    """Suspects that are on workers and have not proved themselves there. One per gateway."""
+    """Requests that are on workers and have not proved themselves there. One per gateway."""
 
     _unproven: OrderedDict[str, set[str]] = field(default_factory=OrderedDict)
     """Names of attempts by incarnation. Those of a lost worker stay, to be counted by each of them."""
     _court: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def enter(self, suspicion: Suspicion, rid: str, workers: Iterable[str]) -> "Trial | None":
-        """Before attempt `rid` is sent to `workers`. None for a request that is free."""
-        if not suspicion.lost:
-            return None
+    async def enter(self, suspicion: Suspicion, rid: str, workers: Iterable[str]) -> "Trial":
+        """Before attempt `rid` is sent to `workers`. Who is on trial waits for its turn."""
         trial = Trial(suspects=self, rid=rid, workers=tuple(workers))
         if suspicion.needs_trial:
             await self._court.acquire()
@@ -82,7 +82,7 @@ class Suspects:
         return trial
 
     def alone(self, worker: str) -> bool:
-        """Whether at most one suspect was on `worker`."""
+        """Whether at most one unproven request was on `worker`."""
         return len(self._unproven.get(worker, ())) <= 1
 
     def leave(self, rid: str, workers: Iterable[str]) -> None:
@@ -95,7 +95,7 @@ class Suspects:
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """A suspect on its way to prove itself."""
+    """A request on its way to prove itself."""
 
     suspects: Suspects
     rid: str

@@ -64,8 +64,15 @@ async def test_the_other_worker_of_a_lost_pair_has_one_suspect_less():
     assert suspects.alone("p@1")
 
 
-async def test_requests_that_no_worker_was_lost_with_are_not_looked_at():
-    assert await Suspects().enter(Suspicion(), "x", ["b@1"]) is None
+async def test_others_that_were_lost_with_it_the_first_time_keep_it_from_being_convicted_the_second_time():
+    """Two workers that die of something else within a moment convict nobody (B3.13)."""
+    suspicion = lost("a@1", alone=False)
+    suspicion.note_loss("b@1", gained=0, alone=True)
+    assert not suspicion.convicted
+    suspicion.proved()
+    suspicion.note_loss("c@1", gained=0, alone=True)
+    suspicion.note_loss("d@1", gained=0, alone=True)
+    assert suspicion.convicted
 
 
 @pytest.mark.parametrize("end", ["cleared", "lost"])
