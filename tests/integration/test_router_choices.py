@@ -123,9 +123,38 @@ async def test_workers_of_different_geometry_are_never_paired(fleet, router):  #
     )
     for number in range(40):
         choice = await router.choose(query(token_ids=tuple(range(number, number + 100))))
-        hashes = {choice.decode.compat_hash} | ({choice.prefill.compat_hash} if choice.prefill else set())
-        assert len(hashes) == 1
+        # However idle the odd one is: its weights may be others.
+        assert {choice.decode.compat_hash} | ({choice.prefill.compat_hash} if choice.prefill else set()) == {"old"}
         await router.release(choice)
+
+
+async def test_a_decode_worker_of_another_release_serves_alone_until_there_is_one_of_the_new(fleet, router):
+    await join(
+        fleet,
+        router,
+        make_record("p-new", Role.PREFILL, compat_hash="new"),
+        make_record("d-old", Role.DECODE, compat_hash="old"),
+    )
+    choice = await router.choose(query())
+    assert (choice.decode.worker_id, choice.prefill) == ("d-old", None)
+
+
+async def test_an_output_goes_on_with_the_weights_it_began_with(fleet, router):  # B3.52
+    await join(
+        fleet,
+        router,
+        make_record("new", compat_hash="new"),
+        make_record("old", compat_hash="old", load=make_load(sequences=20)),
+    )
+    for _ in range(10):
+        choice = await router.choose(query(compat_hash="old"))
+        assert choice.decode.worker_id == "old"
+        await router.release(choice)
+    with pytest.raises(NoWorkersError):
+        await router.choose(query(compat_hash="older"))
+    # Since the last view, and cheaper than the one it knows.
+    await fleet.beat(make_record("newest", compat_hash="newest"))
+    assert (await router.choose(query(compat_hash="old"))).decode.worker_id == "old"
 
 
 async def test_excluded_and_dead_workers_are_not_chosen(fleet, router):

@@ -109,17 +109,23 @@ def moving_s(prefill: Member, decode: Member) -> float:
     return min(load.token_bytes / rate, BROKEN_TOKEN_S)
 
 
+def ends(fleet: list[Member], like: Member, other: Role) -> list[Member]:
+    """Workers of the kind of `like` whose role is not `other`."""
+    alike = (m for m in fleet if m.record.view.compat_hash == like.record.view.compat_hash)
+    return [m for m in alike if m.record.view.role is not other]
+
+
 def allowed(fleet: list[Member]) -> dict[tuple[str | None, str], float]:
     """Every choice that may be made, with its price."""
     found = {}
+    whole = any(ends(fleet, of, Role.DECODE) and ends(fleet, of, Role.PREFILL) for of in fleet)
     for decode in fleet:
         view = decode.record.view
         if view.role is Role.PREFILL:
             continue
-        alike = [m for m in fleet if m.record.view.compat_hash == view.compat_hash]
-        prefills = [m for m in alike if m.record.view.role is not Role.DECODE]
+        prefills = ends(fleet, decode, Role.DECODE)
         little = max(1, len(PROMPT) - decode.matched) <= DEMAND.local_prefill_tokens
-        if view.role is Role.BOTH or not prefills or little:
+        if view.role is Role.BOTH or not whole or (prefills and little):
             found[None, view.incarnation] = cost(None, decode)
         for prefill in prefills:
             if prefill is not decode:

@@ -167,7 +167,7 @@ class Dispatcher:
                 self._send(attempt, request, workers, progress, moving=place is not None)
                 while True:
                     accepted = await self._next(attempt, progress)
-                    progress.receive(accepted)
+                    progress.receive(accepted, by=workers.decode)
                     if accepted.finish is not None:
                         note.outcome = "finished"
                     yield accepted
@@ -228,7 +228,7 @@ class Dispatcher:
         if leaving is None or len(progress.received) >= request.sampling.max_tokens:
             return False
         try:
-            place = await self.chooser.relocate(_query(request, progress), leaving)
+            place = await self.chooser.relocate(self._query(request, progress), leaving)
         except NoWorkersError:
             return False
         progress.move_to(place, leaving)
@@ -313,7 +313,7 @@ class Dispatcher:
             raise session_lost() from error
 
     async def _choose_once(self, request: ChoiceRequest, progress: Progress) -> Choice:
-        query = _query(request, progress)
+        query = self._query(request, progress)
         if request.turn is not None and request.turn.keeper is not None:
             return await self._keeper(query, request.turn.keeper)
         try:
@@ -325,6 +325,25 @@ class Dispatcher:
                 raise
         # A live worker that has failed this request once is better than none; the dead stay excluded.
         return self._with_prefill(request, await self.chooser.choose(replace(query, exclude=frozenset())))
+
+    def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
+        return RouteQuery(
+            request_id=_attempt_id(request, progress),
+            model=request.model,
+            token_ids=(*request.input_ids, *progress.received),
+            cache_salt=request.cache_salt,
+            max_tokens=request.sampling.max_tokens - len(progress.received),
+            exclude=frozenset(progress.failed),
+            compat_hash=self._kind_wanted(progress),
+        )
+
+    def _kind_wanted(self, progress: Progress) -> str | None:
+        """Weights that begin an output go on with it (B3.52), unless their worker has been given others since."""
+        writer = progress.written_by
+        if writer is None:
+            return None
+        now = next((worker for worker in self.chooser.workers() if worker.incarnation == writer.incarnation), writer)
+        return writer.compat_hash if now.compat_hash == writer.compat_hash else None
 
     def _with_prefill(self, request: ChoiceRequest, choice: Choice) -> Choice:
         """`choice`, unless a decode worker would compute its prompt for want of others and that is not wanted."""
@@ -382,17 +401,6 @@ def _nobody(error: NoWorkersError) -> ApiError:
 
 def _attempt_id(request: ChoiceRequest, progress: Progress) -> str:
     return f"{request.request_id}-{request.index}-{progress.number}"
-
-
-def _query(request: ChoiceRequest, progress: Progress) -> RouteQuery:
-    return RouteQuery(
-        request_id=_attempt_id(request, progress),
-        model=request.model,
-        token_ids=(*request.input_ids, *progress.received),
-        cache_salt=request.cache_salt,
-        max_tokens=request.sampling.max_tokens - len(progress.received),
-        exclude=frozenset(progress.failed),
-    )
 
 
 def _one_worker(choice: Choice) -> Choice:

@@ -23,6 +23,8 @@ class Progress:
     """Kept by the task of the choice."""
 
     received: list[int] = field(default_factory=list)
+    written_by: WorkerView | None = None
+    """The decode worker of the last of them, as it was then."""
     scored: bool = False
     """The logprobs of the prompt are here: they must not be computed, nor sent, again."""
     attempts: int = 0
@@ -52,8 +54,11 @@ class Progress:
         """Tokens of the attempt under way."""
         return len(self.received) - self.began_at
 
-    def receive(self, accepted: Accepted) -> None:
+    def receive(self, accepted: Accepted, *, by: WorkerView) -> None:
+        """`by`: the decode worker of the attempt under way."""
         self.received += accepted.token_ids
+        if self.received:
+            self.written_by = by
         self.scored = self.scored or accepted.prompt_logprobs is not None
         if self.gained >= PROOF_TOKENS:
             self.suspicion.proved()

@@ -68,6 +68,8 @@ class RouteQuery:
     """Output tokens the request may still produce."""
     exclude: frozenset[str] = frozenset()
     """Incarnations that this request has already failed on."""
+    compat_hash: str | None = None
+    """Of the workers whose output is continued: other weights would continue it with other tokens (B3.52)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,16 +141,18 @@ class Router:
 
     async def choose(self, query: RouteQuery) -> Choice:
         """Where to send one attempt. Raises `NoWorkersError` when nobody can take it now."""
-        query = replace(query, exclude=query.exclude | self._membership.dead)
-        choice = await self._choose_in_redis(query) or self._choose_locally(query)
+        choice = await self._find(query)
+        if choice is not None and not _continues(choice, query):
+            # It registered since the last view, and is known from now on.
+            await self.release(self._noted(choice))
+            choice = await self._find(query)
         if choice is None:
             self.counters.none += 1
             raise NoWorkersError(
                 f"no worker for model {query.model[:100]!r} can take a prompt of {len(query.token_ids)} tokens now",
                 retry_after=RETRY_AFTER_S,
             )
-        self._note(choice)
-        return choice
+        return self._noted(choice)
 
     async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
         """This worker and no other, whatever else would be cheaper. Raises `NoWorkersError` when it is gone."""
@@ -171,8 +173,7 @@ class Router:
             matched_tokens=0,
             reservation=Reservation(None, (claim,), self._next_serial()),
         )
-        self._note(choice)
-        return choice
+        return self._noted(choice)
 
     async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
         """A worker that takes over what `leaving` generates, with its KV: the prefill end of the choice is `leaving`.
@@ -199,6 +200,16 @@ class Router:
             await self._index.release(choice.reservation)
         except RedisUnavailableError:
             logger.debug("reservation of %s expires by itself", choice.request_id)
+
+    async def _find(self, query: RouteQuery) -> Choice | None:
+        query = replace(query, exclude=query.exclude | self._membership.dead | self._strangers(query))
+        return await self._choose_in_redis(query) or self._choose_locally(query)
+
+    def _strangers(self, query: RouteQuery) -> frozenset[str]:
+        """Workers that cannot continue what others have begun."""
+        if query.compat_hash is None:
+            return frozenset()
+        return frozenset(each.incarnation for each in self.workers() if each.compat_hash != query.compat_hash)
 
     async def _choose_in_redis(self, query: RouteQuery) -> Choice | None:
         """None when Redis cannot tell: the caller decides locally."""
@@ -287,7 +298,8 @@ class Router:
             local_prefill_tokens=self._config.local_prefill_tokens,
         )
 
-    def _note(self, choice: Choice) -> None:
+    def _noted(self, choice: Choice) -> Choice:
+        """`choice`, which its caller will release."""
         self.counters.placements[choice.placement] += 1
         rates = {}
         for claim in choice.reservation.claims:
@@ -295,6 +307,7 @@ class Router:
             rates[claim.incarnation] = record.load.prefill_rate if record else ASSUMED_PREFILL_RATE
         self._own.add(choice.reservation.claims, rates)
         self._chosen_at[choice.reservation.serial] = self._clock.now()
+        return choice
 
     def _next_serial(self) -> int:
         self._serial += 1
@@ -308,3 +321,8 @@ class Router:
             except Exception:
                 # A task boundary: a view that stops refreshing would go unnoticed until workers are gone.
                 logger.exception("refreshing the view of the fleet failed")
+
+
+def _continues(choice: Choice, query: RouteQuery) -> bool:
+    """Whether the workers of `choice` are of the kind that the query asks for."""
+    return query.compat_hash in (None, choice.decode.compat_hash)

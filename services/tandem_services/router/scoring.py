@@ -90,9 +90,11 @@ def select(candidates: Iterable[Candidate], demand: Demand, random: Random) -> O
 def options(candidates: Iterable[Candidate], demand: Demand, random: Random) -> list[Option]:
     """Every decode worker that may serve alone, and the pairs of the most promising ends of each compat hash."""
     found = []
-    for group in _by_compat(candidates).values():
+    groups = _by_compat(candidates).values()
+    any_whole = any(group.prefills and group.decodes for group in groups)
+    for group in groups:
         for decode in group.decodes:
-            if _may_serve_alone(decode, group, demand):
+            if _may_serve_alone(decode, group, demand, any_whole=any_whole):
                 degraded = not group.prefills
                 found.append(Option(decode=decode, degraded=degraded, terms=_terms(decode, None, decode, demand)))
         found += _pairs(group, demand, random)
@@ -139,13 +141,16 @@ def _by_compat(candidates: Iterable[Candidate]) -> dict[str, _Group]:
     return groups
 
 
-def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand) -> bool:
+def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_whole: bool) -> bool:
+    """A decode worker computes the prompt itself when no more than that is missing, or when nobody else could.
+
+    One that no prefill worker can hand to, while others have prefill workers (`any_whole`), differs from the rest of
+    the fleet: by its weights, perhaps. It waits for its kind instead of answering in its own way (B3.51, B3.52).
+    """
+    if decode.view.role is Role.BOTH or not any_whole:
+        return True
     allowed = demand.local_prefill_tokens
-    return (
-        decode.view.role is Role.BOTH
-        or not group.prefills
-        or (allowed > 0 and cost.uncached(decode.matched, demand) <= allowed)
-    )
+    return bool(group.prefills) and 0 < cost.uncached(decode.matched, demand) <= allowed
 
 
 def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float]:

@@ -46,9 +46,10 @@ local function by_compat(workers)
 end
 
 -- A decode worker computes the prompt itself when no more than that is missing, or when nobody else could.
-local function may_serve_alone(worker, group, query)
-  return worker.role == ROLE_BOTH or #group.prefills == 0
-    or (query.local_prefill_tokens > 0 and uncached(worker, query) <= query.local_prefill_tokens)
+-- One that no prefill worker can hand to, while others have some, differs from the rest of the fleet, and waits.
+local function may_serve_alone(worker, group, query, any_whole)
+  return worker.role == ROLE_BOTH or not any_whole
+    or (#group.prefills > 0 and uncached(worker, query) <= query.local_prefill_tokens)
 end
 
 -- Seconds to move one token from a prefill worker to each of `decodes`, by its own figures. What it has none for, or
@@ -105,10 +106,10 @@ local function best_pair(state, group, query)
   return {cost = costs[chosen + 1], prefill = prefills[p], decode = decodes[d], token_s = links[p][d]}
 end
 
-local function best_alone(group, query)
+local function best_alone(group, query, any_whole)
   local able = {}
   for _, decode in ipairs(group.decodes) do
-    if may_serve_alone(decode, group, query) then able[#able + 1] = decode end
+    if may_serve_alone(decode, group, query, any_whole) then able[#able + 1] = decode end
   end
   if #able == 0 then return nil end
   local decode = cheapest(able, 'alone_s')
@@ -117,9 +118,10 @@ end
 
 -- The best "alone" and the best pair of each compat hash.
 local function options(state, groups, query)
-  local found = {}
+  local found, any_whole = {}, false
+  for _, group in pairs(groups) do any_whole = any_whole or (#group.prefills > 0 and #group.decodes > 0) end
   for _, group in pairs(groups) do
-    found[#found + 1] = best_alone(group, query)
+    found[#found + 1] = best_alone(group, query, any_whole)
     if #group.prefills > 0 and #group.decodes > 0 then found[#found + 1] = best_pair(state, group, query) end
   end
   return found

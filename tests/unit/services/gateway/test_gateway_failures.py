@@ -146,6 +146,20 @@ async def test_the_next_attempt_resumes_after_the_tokens_received(rack, faulty, 
     assert resumed.sampling == original.sampling
     assert gateway.chooser.open == 0
     assert gateway.chooser.queries[-1].token_ids == resumed.input_ids + resumed.resume_ids
+    # Nobody with other weights may go on (B3.52).
+    assert [query.compat_hash for query in gateway.chooser.queries] == [None, first.view.compat_hash]
+
+
+async def test_a_worker_that_was_told_to_reload_may_go_on_with_its_new_weights(rack, faulty):
+    ended = Finish(reason=FinishReason.ERROR, code="reloaded", retryable=True)
+    worker = rack.add("only", healthy(step_s=0.05, fail_after=(4, ended)))
+    async with faulty() as gateway:
+        answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
+        assert await seen(worker, lambda: len(worker.received) == 1)
+        gateway.chooser.fleet[:] = [replace(worker.view, compat_hash="other weights")]
+        await answering
+    assert worker.received[1].resume_ids
+    assert {query.compat_hash for query in gateway.chooser.queries} == {None}
 
 
 async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(rack, faulty, reference):  # B3.6
