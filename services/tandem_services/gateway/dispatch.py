@@ -37,7 +37,7 @@ from tandem_services.gateway.attempt import Attempt, AttemptFailedError, Failure
 from tandem_services.gateway.engine_client import EngineConnection, EnginePool
 from tandem_services.gateway.explain import ChoiceRecord
 from tandem_services.gateway.metrics import GatewayMetrics
-from tandem_services.gateway.progress import LOST, Progress
+from tandem_services.gateway.progress import LEAVING, LOST, Progress
 from tandem_services.gateway.quarantine import Quarantine, quarantined
 from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.session_turns import SessionTurn, session_lost
@@ -49,6 +49,8 @@ from tandem_services.router.choice import Choice, NoWorkersError, Placement, Rou
 
 logger = logging.getLogger(__name__)
 
+AWAY_S = 1.0
+"""Seconds for which a worker that drains or is paused is not asked again: the registry says so too by then."""
 MOVED = "moved"
 """Outcome of an attempt that another worker continues with its KV."""
 
@@ -323,8 +325,11 @@ class Dispatcher:
         except NoWorkersError:
             if not progress.failed:
                 raise
-        # A live worker that has failed this request once is better than none; the dead stay excluded.
-        return self._with_prefill(request, await self.chooser.choose(replace(query, exclude=frozenset())))
+        # A live worker that has failed this request once is better than none; the dead stay excluded, and so do those
+        # that have just sent it away.
+        now = self.clock.now()
+        away = frozenset(incarnation for incarnation, until in progress.sent_away.items() if now < until)
+        return self._with_prefill(request, await self.chooser.choose(replace(query, exclude=away)))
 
     def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
         return RouteQuery(
@@ -371,6 +376,8 @@ class Dispatcher:
         """Decide whether there is another attempt; raises `ApiError` when there is none."""
         progress.note_failure(failure, alone=self.suspects.alone(failure.incarnation))
         progress.failed.add(_at_fault(choice, failure))
+        if failure.code in LEAVING:
+            progress.sent_away[failure.incarnation] = self.clock.now() + AWAY_S
         fields = {
             "request_id": request.request_id,
             "choice": request.index,

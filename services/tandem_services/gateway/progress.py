@@ -35,6 +35,8 @@ class Progress:
     """Where the next attempt goes, with the KV of the one before."""
     failed: set[str] = field(default_factory=set)
     """Incarnations to avoid."""
+    sent_away: dict[str, float] = field(default_factory=dict)
+    """Workers that are well and take no requests for now, and until when they are not asked again."""
     fruitless: int = 0
     """The last attempts that brought the output no further, on workers that had the request."""
     unreached: int = 0
@@ -85,7 +87,7 @@ class Progress:
         self.unpaid = not (failure.cause in LOST or failure.code in LEAVING or failure.by_abort)
         if failure.cause is FailureCause.UNREACHABLE:
             self.unreached += 1
-        else:
+        elif failure.code not in LEAVING:
             self.fruitless += 1
         if failure.cause is FailureCause.WORKER_LOST:
             self._note_loss(failure.incarnation, alone=alone)

@@ -34,7 +34,7 @@ from tandem_testing.system import tandem_command
 from tandem_testing.tcp_proxy import TcpProxy
 from tandem_testing.waiting import until
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 RESTART_AFTER_S = 0.5
 KEEPER_POLL_S = 0.05
 ENGINE_FLAGS = (
