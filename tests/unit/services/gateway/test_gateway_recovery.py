@@ -186,7 +186,7 @@ async def test_unless_that_is_not_wanted(rack, serving):  # B3.12
 async def test_workers_that_send_a_request_away_for_now_are_asked_again_in_a_while(rack, serving):
     paused = Finish(reason=FinishReason.ERROR, code="paused", retryable=True)
     workers = [rack.add(name, healthy(fail_after=(0, paused))) for name in ("a", "b")]
-    async with serving() as gateway:
+    async with serving(recovery_s=10.0) as gateway:
         answering = asyncio.ensure_future(gateway.complete([1, 2], max_tokens=9))
         await until(lambda: all(worker.received for worker in workers), 10.0, "both have sent it away")
         for worker in workers:
