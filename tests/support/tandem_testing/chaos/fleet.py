@@ -34,6 +34,8 @@ from tandem_testing.system import tandem_command
 from tandem_testing.tcp_proxy import TcpProxy
 from tandem_testing.waiting import until
 
+SUPPORT = str(Path(__file__).parents[2])
+"""Where this package is: it is not installed, and the processes of a fleet need it."""
 START_TIMEOUT_S = 240.0
 RESTART_AFTER_S = 0.5
 KEEPER_POLL_S = 0.05
@@ -90,6 +92,7 @@ class Part:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH"))))},
                 preexec_fn=self.before_exec,  # noqa: PLW1509  only prctl and setrlimit run between fork and exec
             )
         self.starts += 1
