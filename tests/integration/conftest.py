@@ -15,6 +15,9 @@ ENGINE_FLAGS = (
     # A long prompt takes several steps, so that there is a middle to interrupt.
     *("--chunked-prefill-size", "256"),
 )
+SHORT_REST = "64"
+"""Tokens up to which the fleet's decode workers may compute themselves; whatever is longer has two workers, at any
+rates of the moment."""
 SYSTEMS: pytest.StashKey[list[System]] = pytest.StashKey()
 
 
@@ -24,7 +27,9 @@ def systems(request, tmp_path_factory) -> Iterator[tuple[System, System]]:
     if REDIS_SERVER is None:
         pytest.skip("redis-server is not installed")
     folder = tmp_path_factory.mktemp("systems")
-    fleet = System.launch(folder / "fleet", "--prefill", "2", "--decode", "2", *ENGINE_FLAGS)
+    fleet = System.launch(
+        folder / "fleet", "--prefill", "2", "--decode", "2", "--local-prefill-tokens", SHORT_REST, *ENGINE_FLAGS
+    )
     both = System.launch(folder / "both", "--prefill", "0", "--decode", "0", "--both", "1", *ENGINE_FLAGS)
     request.config.stash[SYSTEMS] = [fleet, both]
     try:

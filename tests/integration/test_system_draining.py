@@ -94,3 +94,22 @@ async def test_roles_change_under_load_without_a_restart(fleet, reference):
     assert await lost(fleet) == lost_before
     assert fleet.system.engine_pid("decode-1") == engine
     await fleet.settled()
+
+
+async def test_streams_that_nobody_else_can_take_end_where_they_are(fleet, reference):
+    other = fleet.system.workers["decode-1"]
+    assert await asyncio.to_thread(main, ["ctl", other, "pause"]) == 0
+
+    async def withdrawn() -> bool:
+        return await fleet.metric("tandem_worker_offered", other) == 0
+
+    await until(withdrawn, 10.0, "decode-1 is not offered")
+    leaver = fleet.system.service_pid("decode-0")
+    before = await moved(fleet)
+    try:
+        answers = await run_with(fleet, LONG_ANSWERS, GREEDY, lambda: os.kill(leaver, signal.SIGTERM))
+    finally:
+        assert await asyncio.to_thread(main, ["ctl", other, "resume"]) == 0
+    await assert_unharmed(answers, reference, GREEDY)
+    assert await moved(fleet) == before
+    await exits_0(fleet, "decode-0", leaver)

@@ -47,8 +47,10 @@ async def test_every_pair_is_measured_and_the_operator_sees_it(fleet, capsys):
 
 async def test_the_short_rest_of_a_cached_prompt_is_computed_where_it_is_decoded(fleet, reference):
     prompt = tuple(Random(7).choices(range(20, 900), k=40 * PAGE))
-    # Whoever computes it, a decode worker has it then.
-    await fleet.complete(prompt)
+    first = await fleet.complete(prompt)
+    (attempt,) = await fleet.attempts(first["id"])
+    assert attempt["placement"] == "pair"
+
     longer = (*prompt, 33)
     async with SystemClient(system=reference.system) as alone:
         expected = (await alone.complete(longer, max_tokens=16))["choices"][0]["text"]

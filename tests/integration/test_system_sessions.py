@@ -53,7 +53,7 @@ async def test_a_decode_worker_keeps_the_session_whose_first_turn_was_handed_ove
     async with SystemClient(system=systems[1]) as reference:
         answers = await assert_continues(fleet, reference)
     [first], [second], [third] = [await fleet.attempts(answer["id"]) for answer in answers]
-    assert first["prefill"] is None or first["prefill"].startswith("prefill-")
+    assert first["prefill"].startswith("prefill-")
     assert {second["prefill"], third["prefill"]} == {None}
     assert first["decode"] == second["decode"] == third["decode"]
 

@@ -180,8 +180,12 @@ class Router:
 
         Raises `NoWorkersError` when nobody else has room now: who would have to wait is better off where it is.
         """
-        choice = await self.choose(replace(query, exclude=query.exclude | {leaving.incarnation}))
-        if choice.decode.compat_hash != leaving.compat_hash or has_to_wait(choice.terms):
+        choice = await self.choose(
+            replace(query, exclude=query.exclude | {leaving.incarnation}, compat_hash=leaving.compat_hash)
+        )
+        # By a view that is a heartbeat old somebody may seem to have room who has just been withdrawn.
+        outdated = choice.source is Source.LOCAL and self._routing.available
+        if outdated or has_to_wait(choice.terms):
             await self.release(choice)
             raise NoWorkersError(
                 f"nobody has room for a sequence of {len(query.token_ids)} tokens", retry_after=RETRY_AFTER_S

@@ -37,12 +37,15 @@ class LoadMonitor:
         """The engine is ready; its first statistics are due."""
         self._stats_at = self._progress_at = self.clock.now()
 
-    def update(self, stats: EngineStats) -> None:
-        now = self.clock.now()
+    def update(self, stats: EngineStats) -> bool:
+        """Take a report. Returns whether the state has changed by it: then the registry should hear at once, for
+        whoever is sent to a worker that has just been paused is sent away again."""
+        now, before = self.clock.now(), self.state
         if self.stats is None or stats.loop_count != self.stats.loop_count or not _busy(stats):
             self._progress_at = now
         self.stats = stats
         self._stats_at = now
+        return self.state is not before
 
     @property
     def report_age_s(self) -> float:

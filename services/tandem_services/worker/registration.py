@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tandem_engine.clock import Clock
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.keys import HEARTBEAT_S, LEASE_MS
-from tandem_services.router.registry import HeartbeatReply, LeaseStatus, Registry, WorkerRecord
+from tandem_services.router.registry import HeartbeatReply, LeaseStatus, Registry, WorkerRecord, WorkerState
 from tandem_services.worker.index_feed import IndexFeed
 from tandem_services.worker.peers import PeerWatch
 
@@ -51,6 +51,8 @@ class Registration:
     consequences: Consequences
     registered: bool = False
     """At least one heartbeat was accepted since start."""
+    offered: bool = False
+    """The last heartbeat that was accepted said that new work is welcome."""
     _generation: int = 0
     _foreign_since: float | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,15 +74,17 @@ class Registration:
     async def beat(self) -> None:
         """One heartbeat. Redis away is no event: the next one registers again."""
         acknowledged = self.feed.acknowledged
+        record = self.describe()
         try:
             reply = await self.registry.heartbeat(
-                self.describe(),
+                record,
                 deployment=self.deployment,
                 known_generation=self._generation,
                 report_age_s=self.report_age_s(),
             )
         except RedisUnavailableError:
             return
+        self.offered = reply.status is LeaseStatus.RENEWED and record.state is WorkerState.READY
         match reply.status:
             case LeaseStatus.RENEWED:
                 self._renewed(reply, acknowledged)

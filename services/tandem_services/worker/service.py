@@ -31,6 +31,7 @@ from tandem_engine.messages.control import (
     Drain,
     EngineFailed,
     EngineReady,
+    EngineStats,
     OrderDone,
     OrderRefused,
     PeerGone,
@@ -191,7 +192,7 @@ class WorkerService:
         return Subscribers(
             ready=self._engine_ready,
             failed=self._engine_failed,
-            stats=self._monitor.update,
+            stats=self._engine_reported,
             kv_events=self._feed.accept,
         )
 
@@ -231,6 +232,10 @@ class WorkerService:
         self._start(self._feed.run(), "index-feed")
         self._start(self._introductions.run(), "introductions")
 
+    def _engine_reported(self, stats: EngineStats) -> None:
+        if self._monitor.update(stats):
+            self._registration.state_changed()
+
     def _engine_failed(self, failed: EngineFailed) -> None:
         if self._ready is None:
             self._end(Ending(EXIT_ENGINE_REFUSED, f"the engine cannot start ({failed.code}): {failed.message}"))
@@ -244,7 +249,7 @@ class WorkerService:
     def _numbers(self) -> ServiceNumbers:
         return ServiceNumbers(
             registered=self._registration.registered,
-            offered=self._ready is not None and self._monitor.state is WorkerState.READY,
+            offered=self._registration.offered,
             index_replays=self._feed.replays,
             redis_failures=self._redis.failures,
             role=self._monitor.role,

@@ -36,7 +36,7 @@ from tandem_testing.waiting import until
 
 SUPPORT = str(Path(__file__).parents[2])
 """Where this package is: it is not installed, and the processes of a fleet need it."""
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 120.0
 RESTART_AFTER_S = 0.5
 KEEPER_POLL_S = 0.05
 ENGINE_FLAGS = (

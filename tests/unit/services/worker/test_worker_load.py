@@ -42,6 +42,14 @@ def test_a_busy_engine_whose_loop_stands_still_is_stalled(monitor, clock):  # RE
     assert monitor.state is WorkerState.READY
 
 
+def test_a_report_that_changes_the_state_says_so_that_the_registry_hears_at_once(monitor):
+    """A worker paused between two heartbeats was given what others moved away, and sent it away again."""
+    assert not monitor.update(idle_stats())
+    assert monitor.update(idle_stats(paused=True))
+    assert not monitor.update(idle_stats(paused=True))
+    assert monitor.update(idle_stats())
+
+
 def test_an_idle_engine_need_not_turn(monitor, clock):
     report_for(monitor, clock, 60, loop_count=7)
     assert monitor.state is WorkerState.READY
