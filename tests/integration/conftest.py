@@ -1,10 +1,10 @@
-"""Systems that the whole session shares: starting one costs seconds of every core."""
+"""A Redis for each module, and systems that the whole session shares: starting one costs seconds of every core."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tandem_testing.redis_server import REDIS_SERVER
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.system import System
 from tandem_testing.system_client import Reference, SystemClient
 
@@ -19,6 +19,16 @@ SHORT_REST = "64"
 """Tokens up to which the fleet's decode workers may compute themselves; whatever is longer has two workers, at any
 rates of the moment."""
 SYSTEMS: pytest.StashKey[list[System]] = pytest.StashKey()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    """Its data are whatever the module's tests have left: begin with FLUSHALL."""
+    if REDIS_SERVER is None:
+        pytest.skip("redis-server is not installed")
+    process = RedisServer.start()
+    yield process
+    process.stop()
 
 
 @pytest.fixture(scope="session")

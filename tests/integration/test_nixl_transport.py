@@ -3,7 +3,6 @@
 import select
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -15,6 +14,7 @@ from tandem_engine.disaggregation.transport import Arrived, Digests, PushDone, P
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.names import DigestKind, PageId
 from tandem_testing.disagg_nixl import PATIENCE, Node, make_push, nixl_node, remote_receiver
+from tandem_testing.ended_step import over
 
 
 @pytest.fixture(scope="module")
@@ -218,15 +218,6 @@ def test_a_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # E10
 
 
 # Pushes that follow a step
-
-
-def over(error: Exception | None = None) -> Future[None]:
-    step: Future[None] = Future()
-    if error is None:
-        step.set_result(None)
-    else:
-        step.set_exception(error)
-    return step
 
 
 def test_each_layer_moves_once_it_is_written_and_the_receiver_hears_of_the_last(sender, receiver):  # T70

@@ -4,21 +4,11 @@ import pytest
 
 from tandem_services.router.cost import Demand
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
-from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
-
-pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
 PROMPT = tuple(range(10 * PAGE + 5))
 CHAIN = chain_of(PROMPT)
 CLEARED = IndexUpdate(UpdateKind.CLEARED)
-
-
-@pytest.fixture(scope="module")
-def server():
-    process = RedisServer.start()
-    yield process
-    process.stop()
 
 
 @pytest.fixture

@@ -8,17 +8,7 @@ from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
 from tandem_services.router.keys import Keys
 from tandem_services.router.quarantine_board import QuarantineBoard
-from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import PATIENT_S
-
-pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
-
-
-@pytest.fixture(scope="module")
-def server():
-    process = RedisServer.start()
-    yield process
-    process.stop()
 
 
 @pytest.fixture

@@ -10,20 +10,10 @@ from tandem_services.router import keys
 from tandem_services.router.cost import Demand
 from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import LeaseStatus, WorkerState
-from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
-
-pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
 SHORT = {"LEASE_MS": 150, "FENCE_AFTER_MS": 300, "SWEEP_EVERY_MS": 0}
 """Lease and fencing periods that a test can wait for."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    process = RedisServer.start()
-    yield process
-    process.stop()
 
 
 @pytest.fixture

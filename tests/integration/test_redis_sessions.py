@@ -7,21 +7,11 @@ from tandem_services.router.choice import NoWorkersError, RouteQuery, Source
 from tandem_services.router.keys import Keys
 from tandem_services.router.router import Router, RouterConfig
 from tandem_services.router.session_bindings import SessionBinding, SessionBindings, SessionName
-from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PATIENT_S, Fleet, make_record
 from tandem_testing.waiting import until
 
-pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
-
 NAME = SessionName(id="s", cache_salt="mine")
 BOUND = SessionBinding(incarnation="w1@1", tokens=7, last_token=3)
-
-
-@pytest.fixture(scope="module")
-def server():
-    process = RedisServer.start()
-    yield process
-    process.stop()
 
 
 @pytest.fixture

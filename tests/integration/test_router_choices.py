@@ -10,19 +10,10 @@ from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import NoWorkersError, Placement, RouteQuery, Source
 from tandem_services.router.router import Router, RouterConfig
-from tandem_testing.redis_server import REDIS_SERVER, RedisServer
+from tandem_testing.redis_server import RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_link, make_load, make_record
 
-pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
-
 PROMPT = tuple(range(20 * PAGE))
-
-
-@pytest.fixture(scope="module")
-def server():
-    process = RedisServer.start()
-    yield process
-    process.stop()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The transport that other tests rely on: faults do what they say."""
 
-from concurrent.futures import Future
-
 import pytest
 
 from tandem_engine.disaggregation.digest import PageDigester
@@ -11,6 +9,7 @@ from tandem_engine.executor.fake import make_fake_pool
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
+from tandem_testing.ended_step import over
 from tandem_testing.scheduler_builders import ManualClock
 
 TARGET = (PageId(5), PageId(6))
@@ -143,12 +142,3 @@ def test_a_push_fails_with_its_step(fabric):
     fabric.fabric.advance()
     assert kinds(fabric.sender) == [PushFailed]
     assert kinds(fabric.receiver) == []
-
-
-def over(error: Exception | None = None) -> Future[None]:
-    step: Future[None] = Future()
-    if error is None:
-        step.set_result(None)
-    else:
-        step.set_exception(error)
-    return step

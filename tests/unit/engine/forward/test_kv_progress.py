@@ -5,6 +5,7 @@ from concurrent.futures import Future
 import pytest
 
 from tandem_engine.forward.kv_progress import ALL_LAYERS, VOID, KvProgress
+from tandem_testing.ended_step import over
 from tandem_testing.scheduler_builders import ManualClock
 
 
@@ -19,15 +20,6 @@ class Mark:
 
     def query(self) -> bool:
         return self.reached
-
-
-def over(error: Exception | None = None) -> Future[None]:
-    step: Future[None] = Future()
-    if error is None:
-        step.set_result(None)
-    else:
-        step.set_exception(error)
-    return step
 
 
 def test_on_the_host_a_layer_counts_at_once():
