@@ -1,8 +1,8 @@
 """Two engines and a faulty fabric against one engine and none: the same greedy output, or an error worth retrying.
 
 The fake model reads its KV, so a page that is missing, torn, stale or another request's becomes a wrong
-token. Faults hit pushes (delay, reorder, repeat, corrupt, lose the notification, fail, lose the peer), peer
-messages, and requests (aborts); pools are small enough that requests wait, and are retracted, for memory.
+token. Faults hit pushes (delay, reorder, corrupt, fail, lose the peer), peer messages (lose, repeat), and requests
+(aborts); pools are small enough that requests wait, and are retracted, for memory.
 """
 
 import random
@@ -33,7 +33,6 @@ class Trouble:
 
     delay: float = 0.0
     corrupt: float = 0.0
-    silent: float = 0.0
     repeat: float = 0.0
     fail: float = 0.0
     lose_peer: float = 0.0
@@ -46,7 +45,7 @@ class Trouble:
 NONE = Trouble()
 SLOW = Trouble(delay=0.6, repeat=0.3, pause=0.05)
 HOSTILE = Trouble(
-    delay=0.5, corrupt=0.1, silent=0.05, repeat=0.2, fail=0.05, lose_peer=0.05, lose_message=0.05, abort=0.2, pause=0.05
+    delay=0.5, corrupt=0.1, repeat=0.2, fail=0.05, lose_peer=0.05, lose_message=0.05, abort=0.2, pause=0.05
 )
 
 
@@ -58,14 +57,13 @@ def make_trouble(pair: Pair, trouble: Trouble, dice: random.Random) -> None:
         return Fate(
             delay=dice.randrange(1, 12) if happens(trouble.delay) else 0,
             corrupt=happens(trouble.corrupt),
-            silent=happens(trouble.silent),
-            repeats=2 if happens(trouble.repeat) else 0,
             fail=happens(trouble.fail),
             lose_peer=happens(trouble.lose_peer),
         )
 
     pair.fabric.fates = fate
     pair.network.lost = lambda _message: happens(trouble.lose_message)
+    pair.network.repeats = lambda _message: 2 if happens(trouble.repeat) else 0
 
 
 def drive(pair: Pair, trouble: Trouble, dice: random.Random) -> list[str]:

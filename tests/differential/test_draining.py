@@ -51,7 +51,7 @@ def submit_some(fleet: MovingFleet, dice: random.Random) -> None:
 
 
 def slow(dice: random.Random) -> Callable[[object], Fate]:
-    return lambda _push: Fate(delay=dice.randrange(12), repeats=dice.randrange(2))
+    return lambda _push: Fate(delay=dice.randrange(12))
 
 
 def hostile(dice: random.Random) -> Callable[[object], Fate]:

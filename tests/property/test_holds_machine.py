@@ -46,9 +46,9 @@ class Holds(RuleBasedStateMachine):
         self.writable[key] = (writer.incarnation, frozenset(pages))
         return key
 
-    @rule(key=rooms, writer=st.sampled_from(WRITERS), first=st.integers(-1, 4), count=st.integers(0, 4))
-    def arrive(self, key, writer, first, count):
-        self.holds.arrived(key, writer=writer.incarnation, first=first, count=count)
+    @rule(key=rooms, writer=st.sampled_from(WRITERS), pages=st.integers(-1, 5))
+    def write(self, key, writer, pages):
+        self.holds.wrote(key, writer=writer.incarnation, pages=pages)
 
     @rule(key=rooms, writer=st.sampled_from(WRITERS))
     def renew(self, key, writer):
@@ -64,7 +64,7 @@ class Holds(RuleBasedStateMachine):
         hold = self.holds.get(key)
         if hold is not None and hold.complete and not hold.state.owns_pages:
             self.holds.commit(key)
-            # Everything has arrived, so the writer has nothing left to write.
+            # Everything is written, so the writer has nothing left to write.
             del self.writable[key]
 
     @rule(key=rooms)

@@ -8,7 +8,7 @@ class TransferCounters:
     """Monotonic counts of one engine, both sides of transfers together."""
 
     moves: int = 0
-    """Grants given and writes arrived: it grows while transfers to here go on."""
+    """Grants given, and signs that more was written: it grows while transfers to here go on."""
     committed: int = 0
     """Transfers received whole and verified."""
     handed_over: int = 0
@@ -27,4 +27,4 @@ class TransferCounters:
     quarantined: int = 0
     """Holds whose writer did not acknowledge in time."""
     ignored: int = 0
-    """Messages and arrivals for transfers that are not, or no longer, this engine's."""
+    """Messages about transfers that are not, or no longer, this engine's."""

@@ -8,8 +8,8 @@ Life of a request with `handoff.side` RECEIVE
 
     1. waiting     no KV yet. In order of arrival each gets a row, the cached prefix and private pages for
                    the rest, as soon as running requests can spare them (`Scheduler.spare_pages`)
-    2. receiving   the writer has a grant for the private pages. Writes and the handoff record come in
-                   any order, any number of times (T67, T71)
+    2. receiving   the writer has a grant for the private pages, and writes to them until its handoff record says
+                   that it has written all; what it writes may repeat and come in any order (T67, T71)
     3. verifying   everything is here; the transport digests the pages. Until the digests match, no page
                    is committed, so none reaches attention or the prefix cache (T62)
     4. admitted    KV committed and cached; the first token stands in `output_ids` and is streamed again
@@ -32,7 +32,7 @@ from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prealloc import PreallocQueue, Waiting
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
-from tandem_engine.disaggregation.transport import Arrived, Digests, KvTransport
+from tandem_engine.disaggregation.transport import Digests, KvTransport
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, FinishReason, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
@@ -54,7 +54,7 @@ class Receiving:
     first_token: int
     """Where the granted pages start; before it the prefix was cached here."""
     record: HandoffRecord | None = None
-    verifying: bool = False
+    """Set when everything is here and being verified."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,17 +128,8 @@ class DecodeStage:
 
     # What peers and the transport report.
 
-    def on_arrived(self, event: Arrived) -> None:
-        """A writer's notification. Arrivals for a transfer that is over are ignored (T65)."""
-        key = room_key(event.key.room, event.key.generation)
-        if not self.holds.arrived(key, writer=event.writer, first=event.key.first, count=event.key.count):
-            self.counters.ignored += 1
-            return
-        self.counters.moves += 1
-        self._verify_if_complete(self._receiving[key])
-
     def on_record(self, record: HandoffRecord) -> None:
-        """The writer's account of what it pushed, and the first token."""
+        """The writer's account of what it pushed, and the first token. Of a transfer that is over: ignored (T65)."""
         receiving = self._from(record.sender, room_key(record.room, record.generation))
         if receiving is None or receiving.record is not None:
             self.counters.ignored += 1
@@ -147,15 +138,18 @@ class DecodeStage:
         if problem is not None:
             self._fail(receiving, problem)
             return
+        key, writer = receiving.hold.key, record.sender.incarnation
         # The writer is done with the room and renews no more; verifying gets a lease of its own.
-        self.holds.renew(receiving.hold.key, writer=record.sender.incarnation, valid_s=self.config.grant_timeout)
+        self.holds.renew(key, writer=writer, valid_s=self.config.grant_timeout)
+        self.holds.wrote(key, writer=writer, pages=record.pages)
+        self.counters.moves += 1
         receiving.record = record
-        self._verify_if_complete(receiving)
+        self.transport.digest(key.room, key.generation, receiving.hold.pages, self.config.kv_digest)
 
     def on_digests(self, event: Digests) -> None:
         """Commit if every page is what the writer sent, or fail."""
         receiving = self._receiving.get(room_key(event.room, event.generation))
-        if receiving is None or not receiving.verifying or receiving.record is None:
+        if receiving is None or receiving.record is None:
             self.counters.ignored += 1
             return
         wrong = [
@@ -262,13 +256,6 @@ class DecodeStage:
         self._end(waiting.req, finish)
 
     # 2. receiving, 3. verifying
-
-    def _verify_if_complete(self, receiving: Receiving) -> None:
-        if receiving.verifying or receiving.record is None or not receiving.hold.complete:
-            return
-        receiving.verifying = True
-        hold = receiving.hold
-        self.transport.digest(hold.key.room, hold.key.generation, hold.pages, self.config.kv_digest)
 
     def _problem_with_record(self, record: HandoffRecord, receiving: Receiving) -> str | None:
         granted = len(receiving.hold.pages)

@@ -2,8 +2,8 @@
 
 Life of a hold
     1. granted      the request has pages; the write grant is on its way to the writer
-    2. receiving    at least one write has arrived
-    3. committed    every page arrived and every digest matched; the hold is over, the request owns the pages
+    2. receiving    the writer says that it has written some of them
+    3. committed    it has written all and every digest matched; the hold is over, the request owns the pages
     4. draining     the transfer ended early; the pages left the request and wait for the writer's ack
     5. quarantined  no ack in time; the pages wait until the writer acks after all or is fenced
 
@@ -54,12 +54,12 @@ class TransferHold:
     deadline: float
     """Of the writer's next sign of life while the transfer lasts, then of the ack."""
     state: HoldState = HoldState.GRANTED
-    arrived: set[int] = field(default_factory=set)
-    """Indices into `pages`. A set: arrivals may repeat and come in any order (T71)."""
+    written: int = 0
+    """Pages that hold their final bytes, as far as the writer has told."""
 
     @property
     def complete(self) -> bool:
-        return len(self.arrived) == len(self.pages)
+        return self.written == len(self.pages)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,15 +86,13 @@ class HoldTable:
         self._holds[key] = hold
         return hold
 
-    def arrived(self, key: RoomKey, *, writer: str, first: int, count: int) -> bool:
-        """Note that pages [first, first + count) of the grant were written. False: not a live hold's."""
+    def wrote(self, key: RoomKey, *, writer: str, pages: int) -> bool:
+        """The writer has written so many pages. False: not a live hold's, or nothing new (T71)."""
         hold = self._live(key, writer)
-        if hold is None:
-            return False
-        if not 0 <= first < first + count <= len(hold.pages):
+        if hold is None or not hold.written < pages <= len(hold.pages):
             return False
         hold.state = HoldState.RECEIVING
-        hold.arrived.update(range(first, first + count))
+        hold.written = pages
         return True
 
     def renew(self, key: RoomKey, *, writer: str, valid_s: float) -> bool:
@@ -108,7 +106,7 @@ class HoldTable:
     def commit(self, key: RoomKey) -> None:
         """Everything arrived and was verified: the hold is over, its pages are the request's."""
         hold = self._holds.pop(key)
-        assert hold.complete, f"room {key} committed with {len(hold.arrived)} of {len(hold.pages)} pages"
+        assert hold.complete, f"room {key} committed with {hold.written} of {len(hold.pages)} pages"
         assert not hold.state.owns_pages, f"room {key} committed while {hold.state.value}"
         hold.state = HoldState.COMMITTED
 

@@ -7,7 +7,7 @@ silence (a dead, hung or partitioned peer) lets a lease run out.
     receiver (ReceiverLeases)                       writer (SenderLeases)
 
     a request that waits for memory   ◀─ StillOpen ─   rooms not granted: queued or computing
-    a hold: its deadline              ◀─ StillOpen ─   rooms granted: queued, computing or pushing
+    a hold: its deadline              ◀─ StillOpen ─   rooms granted: queued, computing or pushing, and how far
              └─ then ─────────────── GrantsRenewed ─▶  the grant: until when pushes may start
     requests that wait for memory     ── StillOpen ─▶  a computed prompt that is kept for a grant
 
@@ -113,7 +113,8 @@ class SenderLeases:
         """Tell receivers which rooms are queued, computing, kept or being pushed."""
         if self.pulse.due():
             self.pulse.tell(
-                Open(room.peer, _open_room(room.key, granted=room.grant is not None)) for room in self.rooms.values()
+                Open(room.peer, _open_room(room.key, granted=room.grant is not None, written=room.written))
+                for room in self.rooms.values()
             )
 
     def on_still_open(self, message: StillOpen) -> None:
@@ -192,10 +193,11 @@ class ReceiverLeases:
             for key, named in rooms.items()
             if named.granted and self.holds.renew(key, writer=writer, valid_s=lease)
         )
+        self.counters.moves += sum(self.holds.wrote(key, writer=writer, pages=rooms[key].written) for key in rooms)
         if renewed:
             answer = GrantsRenewed(sender=self.peers.me, said_at=message.said_at, valid_s=lease, rooms=renewed)
             self.peers.send(message.sender, answer)
 
 
-def _open_room(key: RoomKey, *, granted: bool = False) -> OpenRoom:
-    return OpenRoom(room=key.room, generation=key.generation, granted=granted)
+def _open_room(key: RoomKey, *, granted: bool = False, written: int = 0) -> OpenRoom:
+    return OpenRoom(room=key.room, generation=key.generation, granted=granted, written=written)

@@ -23,7 +23,7 @@ from tandem_engine.disaggregation.holds import HoldTable
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
-from tandem_engine.disaggregation.transport import Arrived, KvTransport, Push, PushDone, PushFailed, PushKey
+from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, PushFailed, PushKey
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import DrainAck, ProbeGrant, ProbeRefusal, ProbeRequest, TransferAborted
@@ -264,10 +264,6 @@ class ProbeTargets:
         # An unsent grant is asked for like one whose writer has fallen silent.
         if self.peers.send(message.sender, self.transport.hello()):
             self.peers.send(message.sender, grant)
-
-    def on_arrived(self, event: Arrived) -> bool:
-        """False: not a write of a test."""
-        return room_key(event.key.room, event.key.generation) in self.holds
 
     def on_ack(self, message: DrainAck) -> bool:
         """False: not of a test."""

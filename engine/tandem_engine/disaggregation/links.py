@@ -27,7 +27,6 @@ from tandem_engine.disaggregation.link_rate import LinkRate
 from tandem_engine.disaggregation.link_transport import condition_of, transport_between
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink
 from tandem_engine.disaggregation.transport import (
-    Arrived,
     Digests,
     KvTransport,
     PushDone,
@@ -175,8 +174,6 @@ class Links:
                 return self.prober.on_push_done(event)
             case PushFailed():
                 return self.prober.on_push_failed(event)
-            case Arrived():
-                return self.targets.on_arrived(event)
             case Digests():
                 return False
 

@@ -128,6 +128,11 @@ class SendRoom:
         """Every granted page has been written."""
         return self.grant is not None and not self.outstanding and self.pushed == len(self.grant.pages)
 
+    @property
+    def written(self) -> int:
+        """Granted pages that are written for good."""
+        return sum(len(digests) for digests in self.digests.values())
+
     def exposed(self, now: float) -> float:
         """Seconds that the transfer, the wait for its grant included, has taken since the prompt was computed."""
         ended_at = None if self.progress is None else self.progress.ended_at

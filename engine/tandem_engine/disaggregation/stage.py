@@ -27,7 +27,6 @@ from tandem_engine.disaggregation.prealloc import PreallocQueue
 from tandem_engine.disaggregation.prefill import PrefillStage
 from tandem_engine.disaggregation.room_key import room_key
 from tandem_engine.disaggregation.transport import (
-    Arrived,
     Digests,
     KvTransport,
     PushDone,
@@ -216,8 +215,6 @@ class HandoffStage:
             case PushFailed():
                 self._note_lost(event)
                 self.prefill.on_push_failed(event)
-            case Arrived():
-                self.decode.on_arrived(event)
             case Digests():
                 self.decode.on_digests(event)
 

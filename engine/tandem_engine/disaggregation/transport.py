@@ -68,15 +68,16 @@ class Push:
     start_before: float = math.inf
     """Monotonic time. A push that has not been started by then fails instead of writing (T62)."""
     progress: KvProgress | None = None
-    """Of the step that computes these pages: each layer is written when the step has, and the receiver is told after
-    the last. The push fails with the step. None when the pages are settled."""
+    """Of the step that computes these pages: each layer is written when the step has. The push fails with the step.
+    None when the pages are settled."""
     least_layers: int = 1
     """With `progress`: write so many layers at once, or all that are left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushDone:
-    """Sender side: the bytes are out and the sender may reuse its pages. Digests are of the source pages."""
+    """Sender side: the bytes are in the receiver's memory and the sender may reuse its pages. Nobody tells the receiver:
+    the sender's next message to it does. Digests are of the source pages."""
 
     key: PushKey
     digests: tuple[int, ...]
@@ -94,15 +95,6 @@ class PushFailed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arrived:
-    """Receiver side: these pages of the grant hold their final bytes."""
-
-    key: PushKey
-    writer: str
-    """Incarnation that wrote them, as the transport knows it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Digests:
     """Receiver side: answer to `digest`."""
 
@@ -111,11 +103,11 @@ class Digests:
     digests: tuple[int, ...]
 
 
-TransportEvent = PushDone | PushFailed | Arrived | Digests
+TransportEvent = PushDone | PushFailed | Digests
 
 
 class KvTransport(Protocol):
-    """Whole-page WRITEs with arrival notifications."""
+    """Whole-page WRITEs, known to have arrived when they are done."""
 
     def hello(self) -> Hello:
         """What peers need to write into this pool."""
@@ -142,7 +134,7 @@ class KvTransport(Protocol):
         ...
 
     def expect(self, transfers: int) -> None:
-        """How many granted transfers are open now: with none, arrivals are looked for seldom."""
+        """How many granted transfers are open now: writes of peers may need this side's attention to progress."""
         ...
 
     def poll(self) -> list[TransportEvent]:

@@ -17,7 +17,7 @@ MAX_ROOM_BYTES = 256
 MAX_GROUP_BYTES = 256
 MAX_SESSION_BYTES = 256
 MAX_GENERATION = 2**53
-"""Room and generation travel in every transfer notification, which NIXL bounds."""
+"""Room and generation travel in every message about a transfer."""
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
     decode                         prefill
       │ Hello(metadata, pool) ───────▶ │   once per pair of incarnations
       │ WriteGrant(pages)     ───────▶ │   may arrive before, during or after the computation
-      │            ◀── NIXL WRITE, notification "room/generation/first/count" per push
+      │                    ◀── NIXL WRITE of one or more pushes
       │ StillOpen(rooms)    ◀────────▶ │   every quarter of a lease, while either side goes on with rooms
       │ GrantsRenewed(rooms)  ───────▶ │   answers the writer's, for the rooms that have a grant
       │ ◀─────────────── HandoffRecord │   first token, logprobs, digests: after the last push is done
@@ -70,7 +70,7 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
-    """All pages were pushed. The receiver commits when they have arrived and every digest matches."""
+    """All pages are written. The receiver commits when every digest matches."""
 
     room: str
     generation: int
@@ -115,6 +115,8 @@ class OpenRoom(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     granted: bool = False
     """The sender of the message has a write grant for it."""
+    written: int = 0
+    """Pages that it has written so far."""
 
 
 OpenRooms = Annotated[tuple[OpenRoom, ...], msgspec.Meta(max_length=MAX_OPEN_ROOMS)]

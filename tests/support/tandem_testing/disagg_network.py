@@ -32,6 +32,8 @@ class PeerNetwork:
     """Messages for which this holds vanish on the way, as with a connection that breaks."""
     delay: Callable[[PeerMessage], int] = field(default=lambda _message: 0)
     """Ticks (calls of `advance`) that a message takes."""
+    repeats: Callable[[PeerMessage], int] = field(default=lambda _message: 0)
+    """How often a message comes again, at once."""
     now: int = 0
     links: "dict[str, MemoryLink]" = field(default_factory=dict)
     codec: Codec[PeerMessage] = field(default_factory=lambda: Codec(PeerMessage))
@@ -55,7 +57,7 @@ class PeerNetwork:
         if ticks:
             self._late.append((self.now + ticks, target, message))
         else:
-            target.inbox.append(message)
+            target.inbox.extend([message] * (1 + self.repeats(message)))
 
     def advance(self) -> None:
         """One tick: deliver what is due."""

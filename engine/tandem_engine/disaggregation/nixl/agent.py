@@ -4,18 +4,18 @@ Life of an agent
     1. start      named after the incarnation, so a restarted worker is a stranger to its peers; the
                   whole pool is registered once
     2. add_peer   once per peer incarnation (nixl #2109), from the metadata in its `Hello`
-    3. write      WRITE with a notification; `progress` until it is done
+    3. write      a WRITE; `progress` until it is done, which is when it has arrived
     4. remove_peer, close
 
-NIXL's progress thread spins on a core of its own, so it is off. Progress is made inside `progress` and
-`arrivals`: the receiving side of a write must call `arrivals` now and then, or the write does not end.
+NIXL's progress thread spins on a core of its own, so it is off. Progress is made inside `progress` and `attend`. A
+fabric that copies memory or has RDMA needs nothing of the receiving side; over TCP it must call `attend` now and then, or
+the write does not end.
 
 Not thread-safe: one thread calls everything after the constructor. NIXL releases the GIL while it moves
 bytes, so a large write stalls that thread alone.
 """
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,9 @@ class NixlAgent:
         except self._errors as error:
             logger.debug("removing peer %r: %s", name, error)
 
-    def write(self, peer: str, descriptors: Descriptors, device: str, notification: bytes) -> Write:
+    def write(self, peer: str, descriptors: Descriptors, device: str) -> Write:
         """Start a WRITE into a peer's pool on `device`. Raises `TransferError` when the peer is lost.
 
-        The peer is notified once everything has arrived; an empty `notification` is none.
         Where the fabric is a memory copy (same host), most of the copying happens inside this call.
         """
         handle = None
@@ -93,7 +92,6 @@ class NixlAgent:
                 self._agent.get_xfer_descs(descriptors.source, self._region.device),
                 self._agent.get_xfer_descs(descriptors.target, device),
                 peer,
-                notification,
             )
             state = self._agent.transfer(handle)
         except self._errors as error:
@@ -123,16 +121,12 @@ class NixlAgent:
             # The binding keeps the handle and tries again when the agent goes.
             logger.warning("a cancelled WRITE could not be released: %s", error)
 
-    def arrivals(self) -> Iterator[tuple[str, bytes]]:
-        """(writer, notification) of every write that has arrived since the last call."""
+    def attend(self) -> None:
+        """Let writes and connections of peers progress. No writer notifies; what comes all the same is dropped."""
         try:
-            arrived = self._agent.get_new_notifs()
+            self._agent.get_new_notifs()
         except self._errors as error:
-            logger.warning("looking for arrivals failed: %s", error)
-            return
-        for writer, notifications in arrived.items():
-            for notification in notifications:
-                yield writer, notification
+            logger.warning("attending to peers failed: %s", error)
 
     def close(self) -> None:
         """Deregister the pool. The agent's sockets go with it."""

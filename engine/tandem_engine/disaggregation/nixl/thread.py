@@ -2,20 +2,20 @@
 
     scheduler thread                              this thread
     Connect, Forget, StartPush, Digest ─inbox──▶  carries them out in order
-    Expect (how closely to listen)                lets writes progress, listens for arrivals
-    poll ◀──outbox, wakeup descriptor───────────  PushDone, PushFailed, Arrived, Digests
+    Expect (how closely to attend)                lets writes progress, its own and those of peers
+    poll ◀──outbox, wakeup descriptor───────────  PushDone, PushFailed, Digests
 
     forward thread
     Wake (a step is over)         ─inbox──▶       writes what waited for its layers
 
-One turn: take a command, or wait for one as long as nothing is urgent; let outstanding pushes progress;
-look for arrivals.
+One turn: take a command, or wait for one as long as nothing is urgent; let outstanding pushes progress, and those of
+peers.
 
-A push is one WRITE, or one after the other as the step that computes its pages writes layer after layer. The last
-one notifies the receiver, and starts when all before it are done: whatever order the fabric keeps, who is notified
-has everything.
+A push is one WRITE, or one after the other as the step that computes its pages writes layer after layer: each starts
+when the one before it is done. A WRITE that is done has arrived, and no notification goes with it: NIXL's would keep the
+sender waiting until the receiver has looked twice, and the sender has something to tell anyway (`HandoffRecord`).
 
- An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
+An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
 B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`.
 """
 
@@ -32,9 +32,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.agent import NixlAgent, Write
 from tandem_engine.disaggregation.nixl.layout import Region, describe
-from tandem_engine.disaggregation.nixl.notification import decode_notification, encode_notification
 from tandem_engine.disaggregation.transport import (
-    Arrived,
     Digests,
     Push,
     PushDone,
@@ -42,7 +40,7 @@ from tandem_engine.disaggregation.transport import (
     PushKey,
     TransportEvent,
 )
-from tandem_engine.errors import TransferError, WireError
+from tandem_engine.errors import TransferError
 from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import DigestKind, PageId
@@ -184,8 +182,7 @@ class TransferThread:
             self._pause = FIRST_PAUSE
         for outstanding in [*self._outstanding.values()]:
             self._progress(outstanding)
-        for writer, notification in self.agent.arrivals():
-            self._arrived(writer, notification)
+        self.agent.attend()
 
     def _patience(self) -> float:
         """Seconds to wait for a command before looking at NIXL again."""
@@ -300,10 +297,9 @@ class TransferThread:
         push = outstanding.push
         there = self._peers[push.peer]
         descriptors = describe(self.region, push.source, there, push.target, layers)
-        notification = encode_notification(push.key) if layers.stop == self.region.layers else b""
         outstanding.began = self.clock.now()
         try:
-            outstanding.write = self.agent.write(push.peer, descriptors, there.device, notification)
+            outstanding.write = self.agent.write(push.peer, descriptors, there.device)
         except TransferError as error:
             self._lose(push.peer, str(error))
             return
@@ -343,13 +339,3 @@ class TransferThread:
         if outstanding.write is not None:
             self.agent.release(outstanding.write)
         self.outbox.put(PushFailed(key=outstanding.push.key, reason=reason, peer_lost=peer_lost))
-
-    # Arrivals
-
-    def _arrived(self, writer: str, notification: bytes) -> None:
-        try:
-            key = decode_notification(notification)
-        except WireError as error:
-            logger.warning("notification from %r dropped: %s", writer, error)
-            return
-        self.outbox.put(Arrived(key=key, writer=writer))

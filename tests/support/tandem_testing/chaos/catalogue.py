@@ -51,7 +51,7 @@ PROMISES: tuple[Promise, ...] = (
     _line(23, "loss, delay, a slow line between peers", "slower, clean"),
     _line(24, "transferred pages corrupted", "seen by digest and recomputed; text clean", 3.0),
     _line(25, "a push that comes after its grant", "refused by its time; never in another's page"),
-    _line(26, "arrivals lost, doubled, reordered", "idempotent; what is lost is swept"),
+    _line(26, "handoff records lost, doubled, reordered", "idempotent; what is lost is swept"),
     _line(27, "clients leave at every stage", "aborted everywhere, pages free"),
     _line(28, "1,000 clients leave at once", "free pages return to the exact number", 5.0),
     _line(29, "a client reads a byte per second", "bounded memory, other streams unaffected"),

@@ -5,6 +5,7 @@
 The product's own parts do all the work; these stand around them, at the seams the product defines:
 
     FaultyTransport   the NIXL transport, whose contract it keeps
+    FaultyPeers       the channels to peers, the same
     FaultyForward     around `ModelRunner.forward`
 """
 
@@ -13,20 +14,24 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from tandem_engine import cli
+from tandem_engine import cli, engine
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.nixl import transport as nixl_transport
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
-from tandem_engine.disaggregation.transport import Arrived, Digests, PagePool, Push, TransportEvent
+from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, PeerInbound
+from tandem_engine.disaggregation.transport import Digests, PagePool, Push, TransportEvent
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import HandoffRecord
 from tandem_engine.names import DigestKind, PageId
 from tandem_testing.chaos.knobs import KnobReader
 
@@ -71,24 +76,30 @@ class FaultyTransport(NixlTransport):
         events = super().poll()
         if knobs.die_at == "digest" and any(isinstance(event, Digests) for event in events):
             self._die("digest")
-        return self._disturbed(events)
-
-    def _disturbed(self, events: list[TransportEvent]) -> list[TransportEvent]:
-        told: list[TransportEvent] = []
-        for event in events:
-            if not isinstance(event, Arrived):
-                told.append(event)
-            elif self._knobs.take("lose_arrivals"):
-                continue
-            else:
-                told += [event] * (3 if self._knobs.take("repeat_arrivals") else 1)
-        if sum(isinstance(event, Arrived) for event in told) > 1 and self._knobs.take("reverse_arrivals"):
-            told.reverse()
-        return told
+        return events
 
     def _die(self, at: str) -> None:
         self._knobs.note(at)
         os.kill(os.getpid(), KILLED)
+
+
+class FaultyPeers(PeerChannels):
+    """The real channels to peers with a bad day. Belongs to the scheduler thread."""
+
+    def __init__(self, *, knobs: KnobReader, context: IpcContext, inbound: PeerInbound, me: Peer) -> None:
+        super().__init__(context=context, inbound=inbound, me=me)
+        self._knobs = knobs
+
+    def receive(self) -> Iterator[PeerEvent]:
+        told: list[PeerEvent] = []
+        for event in super().receive():
+            if not isinstance(event, HandoffRecord):
+                told.append(event)
+            elif not self._knobs.take("lose_records"):
+                told += [event] * (3 if self._knobs.take("repeat_records") else 1)
+        if len(told) > 1 and self._knobs.take("reverse_messages"):
+            told.reverse()
+        yield from told
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,6 +130,7 @@ def install(knobs: KnobReader) -> None:
         return real_forward(runner, batch)
 
     nixl_transport.NixlTransport = partial(FaultyTransport, knobs=knobs)  # type: ignore[assignment, misc]
+    engine.PeerChannels = partial(FaultyPeers, knobs=knobs)  # type: ignore[assignment, misc, attr-defined]
     ModelRunner.forward = forward  # type: ignore[method-assign]
 
 

@@ -23,12 +23,12 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     """Of the writing: a new one begins new counts."""
     corrupt: int = 0
     """Transfers whose first page is scribbled over after it arrived."""
-    lose_arrivals: int = 0
-    """Arrivals that the receiver is not told."""
-    repeat_arrivals: int = 0
-    """Arrivals that the receiver is told three times."""
-    reverse_arrivals: int = 0
-    """Polls whose arrivals are handed on in reverse order."""
+    lose_records: int = 0
+    """Handoff records that do not reach the receiver."""
+    repeat_records: int = 0
+    """Handoff records that reach it three times."""
+    reverse_messages: int = 0
+    """Looks at what peers say that find it in reverse order."""
     hold_push_s: float = 0.0
     """Every push leaves this much later."""
     die_at: str = ""
@@ -77,7 +77,7 @@ class KnobReader:
             self._knobs = msgspec.json.decode(self.path.read_bytes(), type=Knobs) if stamp else Knobs()
             self._left = {
                 name: getattr(self._knobs, name)
-                for name in ("corrupt", "lose_arrivals", "repeat_arrivals", "reverse_arrivals")
+                for name in ("corrupt", "lose_records", "repeat_records", "reverse_messages")
             }
             self._left["block_s"] = int(self._knobs.block_s > 0)
         return self._knobs

@@ -75,8 +75,8 @@ async def a_push_comes_after_its_grant(run: Run) -> None:
 
 
 @scenario(26)
-async def arrivals_are_lost_doubled_and_reordered(run: Run) -> None:
+async def records_are_lost_doubled_and_reordered(run: Run) -> None:
     receivers = run.fleet.of_role("decode")
-    await with_knobs(run, receivers, "repeat_arrivals", repeat_arrivals=20, reverse_arrivals=20)
+    await with_knobs(run, receivers, "repeat_records", repeat_records=20, reverse_messages=20)
     run.salt += "-lost"
-    await with_knobs(run, receivers, "lose_arrivals", lose_arrivals=2)
+    await with_knobs(run, receivers, "lose_records", lose_records=2)
