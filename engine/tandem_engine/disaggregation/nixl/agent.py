@@ -8,8 +8,8 @@ Life of an agent
     4. remove_peer, close
 
 NIXL's progress thread spins on a core of its own, so it is off. Progress is made inside `progress` and `attend`. A
-fabric that copies memory or has RDMA needs nothing of the receiving side; over TCP it must call `attend` now and then, or
-the write does not end.
+fabric that copies memory or has RDMA needs nothing of the receiving side; over TCP it must call `attend` now and then,
+or the write does not end.
 
 Not thread-safe: one thread calls everything after the constructor. NIXL releases the GIL while it moves
 bytes, so a large write stalls that thread alone.

@@ -12,8 +12,8 @@ One turn: take a command, or wait for one as long as nothing is urgent; let outs
 peers.
 
 A push is one WRITE, or one after the other as the step that computes its pages writes layer after layer: each starts
-when the one before it is done. A WRITE that is done has arrived, and no notification goes with it: NIXL's would keep the
-sender waiting until the receiver has looked twice, and the sender has something to tell anyway (`HandoffRecord`).
+when the one before it is done. A WRITE that is done has arrived, and no notification goes with it: NIXL's would keep
+the sender waiting until the receiver has looked twice, and the sender has something to tell anyway (`HandoffRecord`).
 
 An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
 B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`.
