@@ -75,7 +75,7 @@ def test_both_sides_compute_the_same_digests(sender, receiver):
     paint(sender, 1, 2)
     sender.transport.push(make_push(receiver.name, (1, 2), (8, 4)))
     (done,) = sender.wait_for(PushDone)
-    receiver.transport.digest("room", 1, (PageId(8), PageId(4)), DigestKind.SAMPLED)
+    receiver.transport.digest("room", 1, (PageId(8), PageId(4)), DigestKind.SAMPLED, 0)
     (there,) = receiver.wait_for(Digests)
     assert there.digests == done.digests
     assert done.digests == PageDigester(sender.pool).digest(page_ids(1, 2), room="room", generation=1, first=0)

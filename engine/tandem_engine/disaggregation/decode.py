@@ -144,7 +144,8 @@ class DecodeStage:
         self.holds.wrote(key, writer=writer, pages=record.pages)
         self.counters.moves += 1
         receiving.record = record
-        self.transport.digest(key.room, key.generation, receiving.hold.pages, self.config.kv_digest)
+        tail = len(receiving.tokens) % self.host.memory.page_size
+        self.transport.digest(key.room, key.generation, receiving.hold.pages, self.config.kv_digest, tail)
 
     def on_digests(self, event: Digests) -> None:
         """Commit if every page is what the writer sent, or fail."""

@@ -6,10 +6,10 @@ digests what it has written, the receiver what has arrived; which kind it is say
 
     sampled   words of every layer and group of slots (`sampled_words`): sees whatever a transfer can do to a page
               as a whole, missed, torn, stale, foreign, for a hundredth of the time the transfer takes
-    full      every byte, so that flipped bits are seen too; costs about half as much as the transfer
+    full      every byte (`full_words`), so that flipped bits are seen too; costs up to half as much as the transfer
 
-On a CPU pages are read where they lie. Full digests of pages on a device are made of a copy on the host, sampled
-ones on the device.
+Pages are read where they lie: on a CPU by compiled loops, on a device by its own kernels (`device_digests`), or by
+torch's where Triton is missing. All agree to the bit, so a page may be digested by one here and by another there.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,72 +18,95 @@ import numpy as np
 import torch
 import xxhash
 
-from tandem_engine.disaggregation.sampled_words import Keys, sampled_digests, sampled_digests_torch, word_bytes
+from tandem_engine.disaggregation.full_words import full_digests, full_digests_torch
+from tandem_engine.disaggregation.sampled_words import sampled_digests, sampled_digests_torch, sampled_rows
 from tandem_engine.disaggregation.transport import PagePool
+from tandem_engine.disaggregation.word_mixing import Indices, Keys, word_bytes
+from tandem_engine.memory.pool import PageLayout
 from tandem_engine.names import DigestKind, PageId
 
 _WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-Digester = Callable[[Sequence[PageId], Keys], tuple[int, ...]]
+
+Digester = Callable[[Indices, Keys, int], Keys]
+"""Digests of pages under keys, with so many slots in use."""
 
 
 class PageDigester:
-    """Digests pages of one pool. Compiles its kernel when it is made: a second, once per machine."""
+    """Digests pages of one pool. Compiles its kernels when it is made: a second, once per machine."""
 
     def __init__(self, pool: PagePool) -> None:
-        self._by_kind: dict[DigestKind, Digester] = {
-            DigestKind.SAMPLED: _sampled_digester(pool),
-            DigestKind.FULL: _full_digester(pool),
-        }
+        self._slots = pool.layout.slots
+        words = pool.bytes_view().view(_WORD_TYPES[word_bytes(pool.layout)])
+        make = _on_cpu if words.device.type == "cpu" else _on_device
+        self._by_kind = make(words, pool.layout)
 
     def digest(
-        self, pages: Sequence[PageId], *, room: str, generation: int, first: int, kind: DigestKind = DigestKind.SAMPLED
+        self,
+        pages: Sequence[PageId],
+        *,
+        room: str,
+        generation: int,
+        first: int,
+        kind: DigestKind = DigestKind.SAMPLED,
+        tail: int = 0,
     ) -> tuple[int, ...]:
-        """One unsigned 64-bit digest per page; `pages[i]` has index `first + i` in the grant of the room."""
+        """One unsigned 64-bit digest per page; `pages[i]` has index `first + i` in the grant of the room.
+
+        tail  slots in use of the last of `pages`, or 0 when it is full like the others
+        """
         origin = np.uint64(xxhash.xxh3_64_intdigest(f"{generation}|{room}".encode()))
         keys = origin + np.arange(first, first + len(pages), dtype=np.uint64)
-        return self._by_kind[kind](pages, keys)
-
-
-def _sampled_digester(pool: PagePool) -> Digester:
-    layout = pool.layout
-    words = pool.bytes_view().view(_WORD_TYPES[word_bytes(layout)])
-    if words.device.type != "cpu":
-        return lambda pages, keys: _on_device(words, pages, keys, pool)
-    unsigned = words.numpy().view(f"u{words.dtype.itemsize}")
-
-    def digest(pages: Sequence[PageId], keys: Keys) -> tuple[int, ...]:
-        out = np.empty(len(pages), np.uint64)
         where = np.fromiter(pages, np.int64, len(pages))
-        sampled_digests(unsigned, where, keys, layout.layers, layout.heads, layout.slots, out)
-        return tuple(out.tolist())
-
-    digest((), np.empty(0, np.uint64))
-    return digest
-
-
-def _on_device(words: torch.Tensor, pages: Sequence[PageId], keys: Keys, pool: PagePool) -> tuple[int, ...]:
-    where = torch.tensor(pages, dtype=torch.int64, device=words.device)
-    places = torch.from_numpy(keys.view(np.int64)).to(words.device)
-    found = sampled_digests_torch(words, where, places, pool.layout).cpu().numpy()
-    return tuple(found.view(np.uint64).tolist())
+        digests, full = self._by_kind[kind], len(pages) - (tail > 0)
+        found = digests(where[:full], keys[:full], self._slots).tolist()
+        if tail:
+            found += digests(where[full:], keys[full:], tail).tolist()
+        return tuple(found)
 
 
-def _full_digester(pool: PagePool) -> Digester:
-    read = _reader(pool)
+def _on_cpu(signed_words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:
+    words = signed_words.numpy().view(f"u{signed_words.dtype.itemsize}")
+    row_words = words.shape[1] // layout.rows
+    every_row = sampled_rows(layout, layout.slots)
 
-    def digest(pages: Sequence[PageId], keys: Keys) -> tuple[int, ...]:
-        return tuple(
-            xxhash.xxh3_64_intdigest(read(page), seed=key) for page, key in zip(pages, keys.tolist(), strict=True)
-        )
+    def sampled(pages: Indices, keys: Keys, used: int) -> Keys:
+        rows = every_row if used == layout.slots else sampled_rows(layout, used)
+        out = np.empty(len(pages), np.uint64)
+        sampled_digests(words, pages, keys, rows, layout.heads, layout.slots, row_words, out)
+        return out
 
-    return digest
+    def full(pages: Indices, keys: Keys, _used: int) -> Keys:
+        out = np.empty(len(pages), np.uint64)
+        full_digests(words, pages, keys, out)
+        return out
+
+    nothing = np.empty(0, np.int64)
+    for digester in (sampled, full):
+        digester(nothing, nothing.view(np.uint64), layout.slots)
+    return {DigestKind.SAMPLED: sampled, DigestKind.FULL: full}
 
 
-def _reader(pool: PagePool) -> Callable[[PageId], memoryview]:
-    """A function from a page to its bytes: in place on a CPU, a copy from a device."""
-    everything = pool.bytes_view()
-    if everything.device.type != "cpu":
-        return lambda page: everything[page].cpu().numpy().data
-    # Slicing one buffer costs a tenth of indexing a tensor, which would show with small pages.
-    buffer, size = everything.numpy().reshape(-1).data, pool.page_bytes
-    return lambda page: buffer[page * size : (page + 1) * size]
+def _on_device(words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:
+    device = words.device
+    try:
+        from tandem_engine.disaggregation import device_digests
+    except ImportError:
+        sampled_on, full_on = sampled_digests_torch, full_digests_torch
+    else:
+        sampled_on, full_on = device_digests.sampled_digests, device_digests.full_digests
+
+    def sent(pages: Indices, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(pages).to(device), torch.from_numpy(keys.view(np.int64)).to(device)
+
+    def sampled(pages: Indices, keys: Keys, used: int) -> Keys:
+        rows = torch.from_numpy(sampled_rows(layout, used)).to(device)
+        return _back(sampled_on(words, *sent(pages, keys), layout, rows))
+
+    def full(pages: Indices, keys: Keys, _used: int) -> Keys:
+        return _back(full_on(words, *sent(pages, keys)))
+
+    return {DigestKind.SAMPLED: sampled, DigestKind.FULL: full}
+
+
+def _back(digests: torch.Tensor) -> Keys:
+    return digests.cpu().numpy().view(np.uint64)

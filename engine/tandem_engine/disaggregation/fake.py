@@ -132,7 +132,12 @@ class FakeFabric:
     def _arrive(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight) -> None:
         push, key = flight.push, flight.push.key
         digests = PageDigester(sender.pool).digest(
-            push.source, room=key.room, generation=key.generation, first=key.first, kind=push.digest
+            push.source,
+            room=key.room,
+            generation=key.generation,
+            first=key.first,
+            kind=push.digest,
+            tail=push.tail,
         )
         if flight.fate.corrupt:
             receiver.pool.bytes_view()[push.target[0]] ^= 1
@@ -187,8 +192,8 @@ class FakeTransport:
         else:
             self.fabric.start(self, push)
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind) -> None:
-        digests = PageDigester(self.pool).digest(pages, room=room, generation=generation, first=0, kind=kind)
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind, tail: int) -> None:
+        digests = PageDigester(self.pool).digest(pages, room=room, generation=generation, first=0, kind=kind, tail=tail)
         self.verified.append(Digests(room=room, generation=generation, digests=digests))
 
     def expect(self, transfers: int) -> None:

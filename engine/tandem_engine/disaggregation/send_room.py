@@ -86,6 +86,7 @@ class SendRoom:
             source=tuple(kv.pages[skipped + self.pushed : skipped + end]),
             target=grant.pages[self.pushed : end],
             digest=grant.digest,
+            tail=self.total % kv.page_size if end == len(grant.pages) else 0,
             start_before=grant.expires,
         )
 

@@ -65,6 +65,8 @@ class Push:
     target: tuple[PageId, ...]
     digest: DigestKind = DigestKind.SAMPLED
     """Of the source pages, for `PushDone`."""
+    tail: int = 0
+    """Slots in use of the last page, or 0 when it is full: what lies in the others proves nothing."""
     start_before: float = math.inf
     """Monotonic time. A push that has not been started by then fails instead of writing (T62)."""
     progress: KvProgress | None = None
@@ -129,8 +131,8 @@ class KvTransport(Protocol):
         """Start one push. Exactly one `PushDone` or `PushFailed` follows."""
         ...
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind) -> None:
-        """Compute the digests of local pages; one `Digests` follows."""
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind, tail: int) -> None:
+        """Compute the digests of local pages, with `tail` as in `Push`; one `Digests` follows."""
         ...
 
     def expect(self, transfers: int) -> None:

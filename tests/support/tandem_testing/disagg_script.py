@@ -36,6 +36,8 @@ class ScriptedPeer:
     link: MemoryLink
     transport: FakeTransport
     pool: KvPool
+    filled: int = 0
+    """Tokens of `fill`."""
 
     def send(self, message: PeerMessage) -> None:
         self.link.send(self.other, message)
@@ -76,6 +78,7 @@ class ScriptedPeer:
 
     def fill(self, tokens: tuple[int, ...]) -> None:
         """Compute: page i + 1 of our pool holds tokens [4i, 4i + 4) as the fake model writes them."""
+        self.filled = len(tokens)
         keys, values = self.pool.key_value(0)
         for position, token in enumerate(tokens):
             page, slot = 1 + position // PAGE_SIZE, position % PAGE_SIZE
@@ -97,7 +100,7 @@ class ScriptedPeer:
     def record(self, grant: WriteGrant, token: int, **changed: object) -> None:
         """The account of a complete transfer."""
         digests = PageDigester(self.pool).digest(
-            self._sources(grant), room=grant.room, generation=grant.generation, first=0
+            self._sources(grant), room=grant.room, generation=grant.generation, first=0, tail=self.filled % PAGE_SIZE
         )
         fields: dict[str, object] = {
             "room": grant.room,

@@ -83,6 +83,7 @@ class Digest:
     generation: int
     pages: tuple[PageId, ...]
     kind: DigestKind
+    tail: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +199,8 @@ class TransferThread:
         match command:
             case StartPush(push):
                 self._start(push)
-            case Digest(room, generation, pages, kind):
-                digests = self.digester.digest(pages, room=room, generation=generation, first=0, kind=kind)
+            case Digest(room, generation, pages, kind, tail):
+                digests = self.digester.digest(pages, room=room, generation=generation, first=0, kind=kind, tail=tail)
                 self.outbox.put(Digests(room=room, generation=generation, digests=digests))
             case Expect(transfers):
                 self._expected = transfers
@@ -331,7 +332,12 @@ class TransferThread:
         """Of the source pages, once they are written: on a CPU the write has brought them into its cache."""
         key = push.key
         return self.digester.digest(
-            push.source, room=key.room, generation=key.generation, first=key.first, kind=push.digest
+            push.source,
+            room=key.room,
+            generation=key.generation,
+            first=key.first,
+            kind=push.digest,
+            tail=push.tail,
         )
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:

@@ -81,8 +81,8 @@ class NixlTransport:
     def push(self, push: Push) -> None:
         self._inbox.put(StartPush(push))
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind) -> None:
-        self._inbox.put(Digest(room, generation, pages, kind))
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind, tail: int) -> None:
+        self._inbox.put(Digest(room, generation, pages, kind, tail))
 
     def expect(self, transfers: int) -> None:
         if transfers != self._expected:

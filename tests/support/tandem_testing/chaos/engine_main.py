@@ -62,10 +62,10 @@ class FaultyTransport(NixlTransport):
         if knobs.die_at == "push":
             self._die("push")
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind) -> None:
+    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind, tail: int) -> None:
         if self._knobs.take("corrupt"):
             self._bytes[pages[0]] ^= 0x5A
-        super().digest(room, generation, pages, kind)
+        super().digest(room, generation, pages, kind, tail)
 
     def poll(self) -> list[TransportEvent]:
         knobs = self._knobs.now()

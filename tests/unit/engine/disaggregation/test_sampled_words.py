@@ -1,4 +1,4 @@
-"""Whatever a transfer can do to a page as a whole, a sampled digest sees (T60–T62)."""
+"""Which words a sampled digest reads, and that every way to read them agrees."""
 
 import numpy as np
 import pytest
@@ -9,84 +9,96 @@ from tandem_engine.disaggregation.sampled_words import (
     SLOT_GROUP,
     sampled_digests,
     sampled_digests_torch,
-    word_bytes,
+    sampled_rows,
 )
-from tandem_engine.memory.pool import KvPool, PageLayout
+from tandem_engine.disaggregation.word_mixing import word_bytes
+from tandem_engine.memory.pool import PageLayout
 from tandem_engine.names import PageId
+from tandem_testing.digest_pools import digest_pool, signed_words
 
 PAGE = PageId(1)
 GENERATIONS = range(1, 51)
 """Each reads other words."""
 
 
-def make_pool(page_size: int = 16, dtype: torch.dtype = torch.float32, *, head_dim: int = 8, layers: int = 3) -> KvPool:
-    pool = KvPool(
-        num_pages=4,
-        num_layers=layers,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=dtype,
-        device="cpu",
-    )
-    torch.manual_seed(0)
-    pool.data.copy_(torch.randn(pool.data.shape))
-    return pool
+def digest(pool, generation: int, tail: int = 0) -> int:
+    return PageDigester(pool).digest([PAGE], room="room", generation=generation, first=0, tail=tail)[0]
 
 
-def digest(pool: KvPool, generation: int) -> int:
-    return PageDigester(pool).digest([PAGE], room="room", generation=generation, first=0)[0]
-
-
-def all_notice(pool: KvPool, change) -> bool:
+def all_notice(pool, change, tail: int = 0) -> bool:
     """Whether the digest of every generation changes with `change(page)`."""
     digester = PageDigester(pool)
-    read = [digester.digest([PAGE], room="room", generation=generation, first=0) for generation in GENERATIONS]
+
+    def all_digests() -> list[int]:
+        return [digester.digest([PAGE], room="room", generation=g, first=0, tail=tail)[0] for g in GENERATIONS]
+
+    before = all_digests()
     change(pool.data[PAGE])
-    after = [digester.digest([PAGE], room="room", generation=generation, first=0) for generation in GENERATIONS]
-    return all(one != other for one, other in zip(read, after, strict=True))
+    return all(one != other for one, other in zip(before, all_digests(), strict=True))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_a_page_that_never_came_is_seen(page_size):
-    assert all_notice(make_pool(page_size), lambda page: page.zero_())
+    assert all_notice(digest_pool(page_size), lambda page: page.zero_())
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_one_missed_layer_is_seen(layer):
-    assert all_notice(make_pool(), lambda page: page[layer].zero_())
+    assert all_notice(digest_pool(), lambda page: page[layer].zero_())
 
 
-@pytest.mark.parametrize("group", [0, 1, 7])
+@pytest.mark.parametrize("group", [0, 1, 3])
 def test_one_missed_group_of_slots_is_seen(group):
     slots = slice(group * SLOT_GROUP, (group + 1) * SLOT_GROUP)
-    assert all_notice(make_pool(64), lambda page: page[:, :, :, slots].zero_())
+    assert all_notice(digest_pool(64), lambda page: page[:, :, :, slots].zero_())
 
 
-def test_a_page_of_one_token_that_never_came_is_seen_though_the_rest_of_it_is_as_empty_as_before():
-    pool = make_pool()
-    pool.data[PAGE, :, :, :, 1:].zero_()
-    assert all_notice(pool, lambda page: page.zero_())
+@pytest.mark.parametrize("used", [1, 5, 16, 17, 63])
+def test_a_page_that_never_came_is_seen_though_the_unused_rest_is_as_empty_as_before(used):
+    pool = digest_pool(64)
+    pool.data[PAGE, :, :, :, used:].zero_()
+    assert all_notice(pool, lambda page: page.zero_(), tail=used)
 
 
-def test_a_stale_page_is_seen():
-    stale = torch.randn(make_pool().data[PAGE].shape)
-    assert all_notice(make_pool(), lambda page: page.copy_(stale))
+def test_what_lies_in_unused_slots_proves_nothing():
+    pool = digest_pool(64)
+    before = digest(pool, 1, tail=20)
+    pool.data[PAGE, :, :, :, 20:].zero_()
+    assert digest(pool, 1, tail=20) == before
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 20])
+def test_a_page_is_read_in_the_last_used_slot_of_every_layer_and_group():
+    layout = PageLayout(layers=2, heads=3, slots=40, row_bytes=8)
+    layer = 2 * 3 * 40
+    assert sampled_rows(layout, 40).tolist() == [15, 31, 39, layer + 15, layer + 31, layer + 39]
+    assert sampled_rows(layout, 17).tolist() == [15, 16, layer + 15, layer + 16]
+    assert sampled_rows(layout, 1).tolist() == [0, layer]
+
+
+@pytest.mark.parametrize(("page_size", "used"), [(1, 1), (4, 3), (16, 16), (20, 20), (40, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 8])
-def test_kernel_and_torch_agree_on_every_layout(page_size, dtype, head_dim):
-    pool = make_pool(page_size, dtype, head_dim=head_dim)
-    layout, width = pool.layout, word_bytes(pool.layout)
-    pages = np.array([3, 1, 1], np.int64)
-    keys = np.array([5, 2**64 - 1, 6], np.uint64)
-    signed = pool.bytes_view().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[width])
+def test_kernel_and_torch_agree_on_every_layout(page_size, used, dtype, head_dim):
+    pool = digest_pool(page_size, dtype, head_dim=head_dim)
+    layout, words, rows = pool.layout, signed_words(pool), sampled_rows(pool.layout, used)
+    pages, keys = np.array([3, 1, 1], np.int64), np.array([5, 2**64 - 1, 6], np.uint64)
     out = np.empty(3, np.uint64)
-    sampled_digests(signed.numpy().view(f"u{width}"), pages, keys, layout.layers, layout.heads, layout.slots, out)
-    there = sampled_digests_torch(signed, torch.from_numpy(pages), torch.from_numpy(keys.view(np.int64)), layout)
+    unsigned = words.numpy().view(f"u{words.dtype.itemsize}")
+    sampled_digests(unsigned, pages, keys, rows, layout.heads, layout.slots, words.shape[1] // layout.rows, out)
+    there = sampled_digests_torch(
+        words, torch.from_numpy(pages), torch.from_numpy(keys.view(np.int64)), layout, torch.from_numpy(rows)
+    )
     assert out.tolist() == there.numpy().view(np.uint64).tolist()
+
+
+def test_many_pages_have_the_digests_of_each_alone():
+    """More than are located at once."""
+    pool = digest_pool(num_pages=200)
+    pages = [PageId(page) for page in range(1, 200)]
+    digester = PageDigester(pool)
+    together = digester.digest(pages, room="room", generation=1, first=0)
+    alone = [digester.digest([page], room="room", generation=1, first=i)[0] for i, page in enumerate(pages)]
+    assert [*together] == alone
 
 
 def test_words_are_the_widest_that_divide_a_row():
@@ -95,6 +107,6 @@ def test_words_are_the_widest_that_divide_a_row():
 
 def test_the_digest_is_fixed_across_versions():
     """Workers of two releases compare digests: this function may only change with the wire format."""
-    pool = make_pool(head_dim=2, layers=1)
+    pool = digest_pool(head_dim=2, layers=1)
     pool.data.copy_(torch.arange(pool.data.numel()).view_as(pool.data))
-    assert digest(pool, 1) == 7276531249559261319
+    assert digest(pool, 1) == 8177654503686700425

@@ -1,0 +1,98 @@
+"""Checks of the digest kernels in a process of their own: how Triton runs is decided when it is imported.
+
+TRITON_INTERPRET=1 python -m tandem_testing.triton_digests agree     they equal the compiled loops, here on the CPU
+python -m tandem_testing.triton_digests agree --device cuda          the same on a device
+python -m tandem_testing.triton_digests compile                      they compile for an H100, no device needed
+"""
+
+import argparse
+from itertools import product
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tandem_engine.disaggregation import device_digests
+from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.full_words import full_digests, full_digests_torch
+from tandem_engine.disaggregation.sampled_words import sampled_digests, sampled_digests_torch, sampled_rows
+from tandem_engine.names import DigestKind, PageId
+from tandem_testing.digest_pools import digest_pool, signed_words
+
+SHAPES = [(1, 1), (4, 3), (16, 16), (20, 20), (40, 33), (64, 64)]
+"""Slots, and how many of them are in use."""
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def agree(device: str) -> None:
+    """On every layout: compiled loops, torch's operations and the kernels make the same digests."""
+    for (slots, used), dtype, head_dim in product(SHAPES, (torch.float32, torch.bfloat16), (1, 3, 64)):
+        pool = digest_pool(slots, dtype, head_dim=head_dim)
+        layout, words, rows = pool.layout, signed_words(pool), sampled_rows(pool.layout, used)
+        unsigned = words.numpy().view(f"u{words.dtype.itemsize}")
+        pages, keys = np.array([3, 1, 1], np.int64), np.array([5, 2**64 - 1, 2**63 + 7], np.uint64)
+        sampled, full = np.empty(3, np.uint64), np.empty(3, np.uint64)
+        row_words = words.shape[1] // layout.rows
+        sampled_digests(unsigned, pages, keys, rows, layout.heads, layout.slots, row_words, sampled)
+        full_digests(unsigned, pages, keys, full)
+        there = words.to(device)
+        asked = torch.from_numpy(pages).to(device), torch.from_numpy(keys.view(np.int64)).to(device)
+        rows_there = torch.from_numpy(rows).to(device)
+        for made in (device_digests.sampled_digests, sampled_digests_torch):
+            found = made(there, *asked, layout, rows_there)
+            assert found.cpu().numpy().view(np.uint64).tolist() == sampled.tolist(), (made, layout, used, dtype)
+        for made in (device_digests.full_digests, full_digests_torch):
+            assert made(there, *asked).cpu().numpy().view(np.uint64).tolist() == full.tolist(), (made, layout, dtype)
+
+
+def pools_agree(device: str) -> None:
+    """A pool on the device and one on the CPU have the same digests."""
+    here, there = digest_pool(64), digest_pool(64, device=device)
+    there.data.copy_(here.data)
+    pages = [PageId(3), PageId(1), PageId(2)]
+    for kind, tail in product(DigestKind, (0, 20)):
+        asked = {"room": "room", "generation": 2, "first": 4, "kind": kind, "tail": tail}
+        assert PageDigester(here).digest(pages, **asked) == PageDigester(there).digest(pages, **asked), (kind, tail)
+
+
+def compile_ahead() -> None:
+    """Both kernels become machine code for pages as models have them, in words of 8 and of 2 bytes."""
+    for head_dim, width, pointer in ((64, 8, "*i64"), (1, 2, "*i16")):
+        pool = digest_pool(16, torch.float32 if width == 8 else torch.bfloat16, head_dim=head_dim)
+        page_words = pool.page_bytes // width
+        samples = len(sampled_rows(pool.layout, pool.layout.slots))
+        for kernel, constants, indices in (
+            (
+                device_digests.sampled_kernel,
+                device_digests.sampled_constants(page_words, width, pool.layout, samples),
+                ("pages", "keys", "rows", "out"),
+            ),
+            (
+                device_digests.full_kernel,
+                device_digests.full_constants(page_words, width),
+                ("pages", "keys", "out"),
+            ),
+        ):
+            signature = {"words": pointer} | dict.fromkeys(indices, "*i64") | dict.fromkeys(constants, "constexpr")
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            built = triton.compile(source, target=HOPPER)
+            assert ".target sm_90" in built.asm["ptx"]
+            assert built.asm["cubin"], built.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("check", choices=("agree", "compile"))
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    if args.check == "compile":
+        compile_ahead()
+        return
+    agree(args.device)
+    pools_agree(args.device)
+
+
+if __name__ == "__main__":
+    main()
