@@ -1,65 +1,119 @@
-"""Bytes per second of `NixlTransport` against one raw NIXL WRITE of the same pages, between two processes.
+"""A handoff's transfer against a raw NIXL WRITE of the same pages, between two processes on CPU memory.
 
-    python benchmarks/nixl_write.py [--pages 512] [--page-kib 256] [--rounds 9] [--push-mib 4] [--contiguous]
+    python benchmarks/nixl_write.py [--page-tokens 16,64] [--prompts 512,1024,...,32768] [--rounds 9]
+        [--layers 6 --heads 2 --head-dim 64] [--contiguous]
 
-The sender takes turns: a raw WRITE (one transfer, one descriptor per page, the caller spinning on its
-state), then the transport (pushes of up to `--push-mib` from its own thread, both the page digests and the
-notifications of a real handoff included). Prints one JSON object. `ratio` is transport over raw, from the
-medians of the same run; `best_ratio` from the fastest rounds, which says more on a noisy machine. Pages are
-in shuffled order on both sides unless `--contiguous`.
+For each prompt every round moves the same pages in four ways, in random order, each process on a core of its own:
+
+    bare      one WRITE with one descriptor per page, the sender spinning on its state; nobody tells the receiver
+    raw       the same with NIXL's notification, the receiver spinning, too: until the receiver has been notified
+    sampled   our transport and control channel, both sides asleep until woken: pushes, digests of the sender, the
+              handoff record by ZMQ, digests of the receiver: until it has found all pages to be what was sent
+    full      the same with digests of every byte
+
+and times the digests of both sides alone, of pages that have just been written. Prints one JSON object; milliseconds
+and ratios are medians of the rounds. `ratio` is raw over sampled, `ratio_best` that of the fastest rounds, `of_bare`
+bare over sampled, `digest_share` the digests of both sides over the bare WRITE. Pages are in shuffled order unless
+`--contiguous`, and of the bundled model's shape unless other flags say so.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
 import random
-import select
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 from tandem_engine import environment
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
+from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.prefill import PUSH_BYTES
-from tandem_engine.disaggregation.transport import Arrived, Push, PushDone, PushKey
+from tandem_engine.disaggregation.transport import Digests, Push, PushDone, PushKey
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.ipc.poller import Poller
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.messages.requests import Peer
-from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import PageId
+from tandem_engine.messages.transfer import HandoffRecord, Hello, PeerMessage
+from tandem_engine.names import DigestKind, PageId
+
+PATIENCE = 30.0
+NOTIFIED = b"raw"
 
 
-class RawTarget(msgspec.Struct, frozen=True):
-    """What the raw writer needs of the receiver."""
+class Shape(NamedTuple):
+    """Of a pool, the same on both sides."""
 
-    metadata: bytes
-    address: int
+    pages: int
+    page_tokens: int
+    layers: int
+    heads: int
+    head_dim: int
+
+    def pool(self) -> KvPool:
+        """Filled, so that memory backs it from the start."""
+        pool = KvPool(
+            num_pages=self.pages + 1,
+            num_layers=self.layers,
+            num_kv_heads=self.heads,
+            head_dim=self.head_dim,
+            page_size=self.page_tokens,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        pool.data.copy_(torch.arange(pool.data[0].numel()).view(pool.data[0].shape))
+        return pool
 
 
-def make_pool(pages: int, page_bytes: int) -> KvPool:
-    """`pages` usable pages of the bundled model's shape, 16 KiB a layer. Filled: memory backs them from the start."""
-    pool = KvPool(
-        num_pages=pages + 1,
-        num_layers=page_bytes >> 14,
-        num_kv_heads=2,
-        head_dim=64,
-        page_size=16,
-        dtype=torch.float32,
-        device="cpu",
-    )
-    assert pool.page_bytes == page_bytes, f"page of {pool.page_bytes} bytes, wanted {page_bytes}"
-    pool.data.fill_(1.0)
-    return pool
+class Turn(NamedTuple):
+    """What the receiver shall take part in."""
+
+    way: str
+    room: str
+    target: tuple[PageId, ...]
 
 
-def make_transport(name: str, pool: KvPool) -> NixlTransport:
-    me = Peer(worker_id=name, incarnation=f"{name}@1", endpoint="", compat_hash="")
-    return NixlTransport(me=me, pool=pool, clock=MonotonicClock())
+@dataclass(kw_only=True)
+class End:
+    """One process: a pool, our transport and control channel, and a raw agent."""
+
+    pool: KvPool
+    transport: NixlTransport
+    peers: PeerChannels
+    poller: Poller
+    raw: Any
+    bare: Any
+    """Another agent: a notification would keep the next WRITE waiting."""
+    digester: PageDigester
+
+    @classmethod
+    def build(cls, name: str, shape: Shape) -> "End":
+        pool, context = shape.pool(), IpcContext()
+        inbound: PeerInbound = PeerInbound(context, "127.0.0.1", 0, inbound=PeerMessage, outbound=PeerMessage)
+        me = Peer(worker_id=name, incarnation=f"{name}@1", endpoint=inbound.endpoint, compat_hash="")
+        transport = NixlTransport(me=me, pool=pool, clock=MonotonicClock())
+        return cls(
+            pool=pool,
+            transport=transport,
+            peers=PeerChannels(context=context, inbound=inbound, me=me),
+            poller=Poller([inbound.socket], [transport.fileno()]),
+            raw=make_raw_agent(f"raw-{name}", pool),
+            bare=make_raw_agent(f"bare-{name}", pool),
+            digester=PageDigester(pool),
+        )
+
+    def digest_seconds(self, pages: Sequence[PageId], kind: DigestKind) -> float:
+        began = time.perf_counter()
+        self.digester.digest(pages, room="room", generation=1, first=0, kind=kind)
+        return time.perf_counter() - began
 
 
 def make_raw_agent(name: str, pool: KvPool) -> Any:
@@ -70,150 +124,227 @@ def make_raw_agent(name: str, pool: KvPool) -> Any:
     return agent
 
 
-def receive(parent: Connection, pages: int, page_bytes: int) -> None:
-    """The receiving process: lets writes of both kinds progress until told to stop."""
-    pool = make_pool(pages, page_bytes)
-    transport = make_transport("receiver", pool)
-    raw = make_raw_agent("raw-receiver", pool)
-    transport.expect(1)
-    parent.send_bytes(msgspec.msgpack.encode(transport.hello()))
-    parent.send_bytes(msgspec.msgpack.encode(RawTarget(raw.get_agent_metadata(), pool.address)))
-    arrived = 0
-    while not parent.poll(0.001):
-        raw.get_new_notifs()
-        arrived += sum(event.key.count for event in transport.poll() if isinstance(event, Arrived))
-    arrived += sum(event.key.count for event in transport.poll() if isinstance(event, Arrived))
-    parent.send(arrived)
-    transport.close()
+def keep_to_core(number: int) -> None:
+    """One core for each process: two that spin on one would wait for each other's time slices."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
-class RawWriter:
-    """One WRITE of all pages, spun to its end."""
+# The receiver
 
-    def __init__(self, pool: KvPool, target: RawTarget) -> None:
-        self._pool = pool
-        self._target = target
-        self._agent = make_raw_agent("raw-sender", pool)
-        self._agent.add_remote_agent(target.metadata)
 
-    def write(self, source: list[PageId], goal: list[PageId]) -> float:
-        """Seconds."""
-        size = self._pool.page_bytes
-        start = time.perf_counter()
-        handle = self._agent.initialize_xfer(
+def receive(parent: Connection, shape: Shape) -> None:
+    """Takes part in one turn after the other; answers each with when it was over."""
+    torch.set_num_threads(1)
+    keep_to_core(1)
+    end = End.build("receiver", shape)
+    metadata = [agent.get_agent_metadata() for agent in (end.raw, end.bare)]
+    parent.send((end.transport.hello(), metadata, end.pool.address))
+    while (turn := parent.recv()) is not None:
+        match turn.way:
+            case "bare":
+                parent.send(None)
+                while not parent.poll(0.0005):  # until the sender is done; over TCP it needs this side's progress
+                    end.bare.get_new_notifs()
+                parent.recv()
+                parent.send([end.digest_seconds(turn.target, kind) for kind in DigestKind])
+            case "raw":
+                parent.send(None)
+                while not end.raw.get_new_notifs():
+                    pass
+                parent.send(time.perf_counter())
+            case way:
+                end.transport.expect(1)
+                parent.send(None)
+                parent.send(verified(end, turn, DigestKind(way)))
+                end.transport.expect(0)
+    end.transport.close()
+
+
+def verified(end: End, turn: Turn, kind: DigestKind) -> float:
+    """When all pages were found to be what the handoff record says."""
+    sent: tuple[int, ...] = ()
+    while True:
+        for message in end.peers.receive():
+            assert isinstance(message, HandoffRecord)
+            sent = message.digests
+            end.transport.digest(turn.room, 1, turn.target, kind, 0)
+        for event in end.transport.poll():
+            assert isinstance(event, Digests)
+            assert event.digests == sent, "a page arrived wrong"
+            return time.perf_counter()
+        end.poller.wait(PATIENCE)
+
+
+# The sender
+
+
+@dataclass(kw_only=True)
+class Sender:
+    """The other process, and what it knows of the receiver."""
+
+    end: End
+    receiver: Connection
+    hello: Hello
+    raw_target: int
+    """Address of the receiver's pool."""
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+    _rooms: int = 0
+
+    @classmethod
+    def connect(cls, receiver: Connection, shape: Shape) -> "Sender":
+        end = End.build("sender", shape)
+        hello, metadata, address = receiver.recv()
+        end.transport.connect(hello)
+        for agent, theirs in zip((end.raw, end.bare), metadata, strict=True):
+            agent.add_remote_agent(theirs)
+        return cls(end=end, receiver=receiver, hello=hello, raw_target=address)
+
+    def move(self, way: str, source: tuple[PageId, ...], target: tuple[PageId, ...]) -> tuple[float, list[float]]:
+        """Seconds of one transfer; for a bare one, those of the digests of each kind after it, too."""
+        self._rooms += 1
+        room = f"room-{self._rooms}"
+        self.receiver.send(Turn(way, room, target))
+        self.receiver.recv()
+        began = time.perf_counter()
+        if way == "bare":
+            self._write_raw(self.end.bare, "bare-receiver", source, target, b"")
+            seconds = time.perf_counter() - began
+            here = [self.end.digest_seconds(source, kind) for kind in DigestKind]
+            self.receiver.send(None)
+            return seconds, [mine + theirs for mine, theirs in zip(here, self.receiver.recv(), strict=True)]
+        if way == "raw":
+            self._write_raw(self.end.raw, "raw-receiver", source, target, NOTIFIED)
+        else:
+            self._hand_over(room, source, target, DigestKind(way))
+        return self.receiver.recv() - began, []
+
+    def _write_raw(
+        self, agent: Any, peer: str, source: tuple[PageId, ...], target: tuple[PageId, ...], notification: bytes
+    ) -> None:
+        size = self.end.pool.page_bytes
+        handle = agent.initialize_xfer(
             "WRITE",
-            self._agent.get_xfer_descs([(self._pool.address + page * size, size, 0) for page in source], "DRAM"),
-            self._agent.get_xfer_descs([(self._target.address + page * size, size, 0) for page in goal], "DRAM"),
-            "raw-receiver",
-            b"raw",
+            agent.get_xfer_descs([(self.end.pool.address + page * size, size, 0) for page in source], "DRAM"),
+            agent.get_xfer_descs([(self.raw_target + page * size, size, 0) for page in target], "DRAM"),
+            peer,
+            notification,
         )
-        state = self._agent.transfer(handle)
+        state = agent.transfer(handle)
         while state == "PROC":
-            state = self._agent.check_xfer_state(handle)
-        seconds = time.perf_counter() - start
+            state = agent.check_xfer_state(handle)
         assert state == "DONE", state
-        self._agent.release_xfer_handle(handle)
-        return seconds
+        agent.release_xfer_handle(handle)
 
-
-class TransportWriter:
-    """The same pages through the transport."""
-
-    def __init__(self, pool: KvPool, hello: Hello, push_bytes: int) -> None:
-        self._pool = pool
-        self._push_bytes = push_bytes
-        self._peer = hello.sender.incarnation
-        self._room = 0
-        self.transport = make_transport("sender", pool)
-        self.transport.connect(hello)
-
-    def write(self, source: list[PageId], goal: list[PageId]) -> float:
-        """Seconds until the last push is reported done."""
-        self._room += 1
-        step = max(1, self._push_bytes // self._pool.page_bytes)
-        start = time.perf_counter()
+    def _hand_over(self, room: str, source: tuple[PageId, ...], target: tuple[PageId, ...], kind: DigestKind) -> None:
+        step = max(1, PUSH_BYTES // self.end.pool.page_bytes)
         for first in range(0, len(source), step):
-            pages = tuple(source[first : first + step])
-            key = PushKey(room=f"room-{self._room}", generation=1, first=first, count=len(pages))
-            self.transport.push(Push(key=key, peer=self._peer, source=pages, target=tuple(goal[first : first + step])))
-        done = 0
-        while done < len(source):
-            select.select([self.transport.fileno()], [], [])
-            for event in self.transport.poll():
+            pages = source[first : first + step]
+            key = PushKey(room=room, generation=1, first=first, count=len(pages))
+            goal = target[first : first + step]
+            push = Push(key=key, peer=self.hello.sender.incarnation, source=pages, target=goal, digest=kind)
+            self.end.transport.push(push)
+        digests: dict[int, tuple[int, ...]] = {}
+        while sum(map(len, digests.values())) < len(source):
+            self.end.poller.wait(PATIENCE)
+            for event in self.end.transport.poll():
                 assert isinstance(event, PushDone), event
-                done += event.key.count
-        return time.perf_counter() - start
+                digests[event.key.first] = event.digests
+        record = HandoffRecord(
+            room=room,
+            generation=1,
+            sender=self.end.peers.me,
+            first_token=0,
+            pages=len(source),
+            digests=tuple(digest for first in sorted(digests) for digest in digests[first]),
+            output_ids=(1,),
+            logprobs=None,
+            cached_tokens=0,
+        )
+        assert self.end.peers.send(self.hello.sender, record)
 
 
-def digest_seconds(pool: KvPool, pages: list[PageId]) -> float:
-    start = time.perf_counter()
-    PageDigester(pool).digest(pages, room="room", generation=1, first=0)
-    return time.perf_counter() - start
+WAYS = ("bare", "raw", *DigestKind)
 
 
-def measure(args: argparse.Namespace, parent: Connection) -> dict[str, object]:
-    page_bytes = args.page_kib * 1024
-    pool = make_pool(args.pages, page_bytes)
-    hello = msgspec.msgpack.decode(parent.recv_bytes(), type=Hello)
-    target = msgspec.msgpack.decode(parent.recv_bytes(), type=RawTarget)
-    raw, ours = RawWriter(pool, target), TransportWriter(pool, hello, args.push_mib << 20)
-    source = [PageId(page) for page in range(1, args.pages + 1)]
-    goal = [*source]
+def measure(sender: Sender, shape: Shape, prompt: int, args: argparse.Namespace) -> dict[str, object]:
+    """All rounds of one prompt."""
+    count = -(-prompt // shape.page_tokens)
+    source = [PageId(page) for page in range(1, shape.pages + 1)]
+    target = [*source]
     if not args.contiguous:
-        random.Random(0).shuffle(source)
-        random.Random(1).shuffle(goal)
-    raw.write(source, goal), ours.write(source, goal)
-    times = [(raw.write(source, goal), ours.write(source, goal)) for _ in range(args.rounds)]
-    digests = statistics.median(digest_seconds(pool, source) for _ in range(3))
-    ours.transport.close()
-    return summary(args.pages * page_bytes, times, digests) | {
-        "pages": args.pages,
-        "page_kib": args.page_kib,
-        "push_mib": args.push_mib,
-        "contiguous": args.contiguous,
-    }
+        sender.dice.shuffle(source)
+        sender.dice.shuffle(target)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    digests: list[list[float]] = []
+    for turn in range(args.rounds + 1):
+        for way in sender.dice.sample(WAYS, len(WAYS)):
+            seconds, alone = sender.move(way, tuple(source[:count]), tuple(target[:count]))
+            if turn > 0:
+                times[way].append(seconds)
+                digests += [alone] if alone else []
+    return summary(prompt, count * sender.end.pool.page_bytes, times, digests)
 
 
-def summary(size: int, times: list[tuple[float, float]], digests: float) -> dict[str, object]:
-    raw, ours = (statistics.median(column) for column in zip(*times, strict=True))
-    best_raw, best_ours = (min(column) for column in zip(*times, strict=True))
+def summary(prompt: int, size: int, times: dict[str, list[float]], digests: list[list[float]]) -> dict[str, object]:
+    bare, raw, sampled, full = (statistics.median(times[way]) for way in WAYS)
+    of_digests = [statistics.median(column) for column in zip(*digests, strict=True)]
     return {
-        "benchmark": "nixl_write",
+        "prompt": prompt,
+        "mib": round(size / (1 << 20), 1),
+        **{f"{way}_ms": round(1e3 * statistics.median(times[way]), 3) for way in WAYS},
         "raw_gb_per_s": round(size / raw / 1e9, 2),
-        "transport_gb_per_s": round(size / ours / 1e9, 2),
-        "ratio": round(raw / ours, 3),
-        "best_ratio": round(best_raw / best_ours, 3),
-        "digest_gb_per_s": round(size / digests / 1e9, 2),
-        "ratio_less_digests": round(raw / max(ours - digests, 1e-9), 3),
-        "rounds": len(times),
+        "ratio": round(raw / sampled, 3),
+        "ratio_best": round(min(times["raw"]) / min(times["sampled"]), 3),
+        "of_bare": round(bare / sampled, 3),
+        "ratio_full": round(raw / full, 3),
+        **{
+            f"digest_share{name}": round(seconds / bare, 4)
+            for name, seconds in zip(("", "_full"), of_digests, strict=True)
+        },
     }
+
+
+def with_pages(page_tokens: int, args: argparse.Namespace) -> list[dict[str, object]]:
+    """Every prompt in pages of one size."""
+    shape = Shape(-(-max(args.prompts) // page_tokens), page_tokens, args.layers, args.heads, args.head_dim)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    receiver = context.Process(target=receive, args=(there, shape), daemon=True)
+    cores = os.sched_getaffinity(0)
+    receiver.start()
+    try:
+        keep_to_core(0)
+        sender = Sender.connect(here, shape)
+        rows = [{"page_tokens": page_tokens} | measure(sender, shape, prompt, args) for prompt in args.prompts]
+        here.send(None)
+        sender.end.transport.close()
+    finally:
+        receiver.join(PATIENCE)
+        receiver.kill()
+        os.sched_setaffinity(0, cores)
+    return rows
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", type=int, default=512)
-    parser.add_argument("--page-kib", type=int, default=256)
+    parser.add_argument("--page-tokens", type=numbers, default=[16, 64])
+    parser.add_argument("--prompts", type=numbers, default=[512 << power for power in range(7)])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--push-mib", type=int, default=PUSH_BYTES >> 20)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--contiguous", action="store_true")
     args = parser.parse_args()
     environment.set_default("UCX_LOG_LEVEL", "fatal")
     environment.set_default("NIXL_LOG_LEVEL", "FATAL")
     torch.set_num_threads(1)
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    receiver = context.Process(target=receive, args=(there, args.pages, args.page_kib * 1024), daemon=True)
-    receiver.start()
-    try:
-        report = measure(args, here)
-        here.send(None)
-        expected = args.pages * (args.rounds + 1)
-        arrived = here.recv()
-        assert arrived == expected, f"{arrived} of {expected} pages arrived"
-    finally:
-        receiver.kill()
-        receiver.join()
-    print(json.dumps(report))
+    rows = [row for page_tokens in args.page_tokens for row in with_pages(page_tokens, args)]
+    print(json.dumps({"benchmark": "nixl_write", "rounds": args.rounds, "transfers": rows}))
 
 
 if __name__ == "__main__":

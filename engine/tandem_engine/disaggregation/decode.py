@@ -153,15 +153,10 @@ class DecodeStage:
         if receiving is None or receiving.record is None:
             self.counters.ignored += 1
             return
-        wrong = [
-            index
-            for index, (here, there) in enumerate(zip(event.digests, receiving.record.digests, strict=True))
-            if here != there
-        ]
-        if wrong:
-            self._refuse_pages(receiving, wrong)
-        else:
+        if event.digests == receiving.record.digests:
             self._commit(receiving, receiving.record)
+        else:
+            self._refuse_pages(receiving, receiving.record, event.digests)
 
     def on_abort(self, message: TransferAborted) -> None:
         """The writer is done with the room without having finished the transfer."""
@@ -279,9 +274,11 @@ class DecodeStage:
             return f"{len(record.logprobs or ())} logprobs handed over instead of {wanted}"
         return None
 
-    def _refuse_pages(self, receiving: Receiving, wrong: list[int]) -> None:
+    def _refuse_pages(self, receiving: Receiving, record: HandoffRecord, found: tuple[int, ...]) -> None:
         self.counters.digest_mismatches += 1
         hold = receiving.hold
+        pairs = zip(found, record.digests, strict=True)
+        wrong = [index for index, (here, there) in enumerate(pairs) if here != there]
         logger.error(
             "room %r: %d of %d pages written by %s do not have the bytes that it sent, first is page %d",
             str(hold.key),

@@ -25,8 +25,10 @@ import os
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
@@ -47,6 +49,8 @@ from tandem_engine.names import DigestKind, PageId
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 ADDRESS_LIMIT = 1 << 64
 DEVICE_LIMIT = 1 << 16
 """What a peer claims of its pool must be possible."""
@@ -58,6 +62,9 @@ LAYERS_PAUSE = 1e-3
 """While a step computes pages. A look costs the forward a little, as both need the interpreter."""
 EXPECTING_PAUSE = 1e-3
 """While a peer may be writing here: its writes only progress when this side looks."""
+BUSY_LOOK = 20e-6
+"""Seconds. A look that takes longer has moved bytes, so there is no pause before the next: over TCP, writes progress at
+the pace at which both sides look."""
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
 
@@ -84,6 +91,13 @@ class Digest:
     pages: tuple[PageId, ...]
     kind: DigestKind
     tail: int
+
+    def carried_out(self, digester: PageDigester) -> Digests:
+        """The answer to it."""
+        digests = digester.digest(
+            self.pages, room=self.room, generation=self.generation, first=0, kind=self.kind, tail=self.tail
+        )
+        return Digests(room=self.room, generation=self.generation, digests=digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +168,8 @@ class TransferThread:
     _outstanding: dict[PushKey, _Outstanding] = field(default_factory=dict)
     _expected: int = 0
     _pause: float = FIRST_PAUSE
+    _busy: bool = False
+    """A look of the last turn has moved bytes."""
     _stopped: bool = False
 
     def start(self) -> threading.Thread:
@@ -181,12 +197,15 @@ class TransferThread:
             pass
         else:
             self._pause = FIRST_PAUSE
+        self._busy = False
         for outstanding in [*self._outstanding.values()]:
             self._progress(outstanding)
-        self.agent.attend()
+        self._looked(self.agent.attend)
 
     def _patience(self) -> float:
         """Seconds to wait for a command before looking at NIXL again."""
+        if self._busy:
+            return 0.0
         if any(outstanding.write is not None for outstanding in self._outstanding.values()):
             pause = self._pause
             self._pause = min(2 * pause, LONGEST_PAUSE)
@@ -199,9 +218,8 @@ class TransferThread:
         match command:
             case StartPush(push):
                 self._start(push)
-            case Digest(room, generation, pages, kind, tail):
-                digests = self.digester.digest(pages, room=room, generation=generation, first=0, kind=kind, tail=tail)
-                self.outbox.put(Digests(room=room, generation=generation, digests=digests))
+            case Digest():
+                self.outbox.put(command.carried_out(self.digester))
             case Expect(transfers):
                 self._expected = transfers
             case Connect(hello):
@@ -212,6 +230,13 @@ class TransferThread:
                 pass
             case Stop():
                 self._stopped = True
+
+    def _looked(self, look: Callable[[], T]) -> T:
+        """The answer of a look at NIXL, and whether to look again at once."""
+        began = self.clock.now()
+        answer = look()
+        self._busy |= self.clock.now() - began > BUSY_LOOK
+        return answer
 
     # Peers
 
@@ -311,7 +336,7 @@ class TransferThread:
         """Whether the write under way is done, and with the last one the push."""
         assert outstanding.write is not None, f"push {outstanding.push.key} has no write under way"
         try:
-            done = self.agent.progress(outstanding.write)
+            done = self._looked(partial(self.agent.progress, outstanding.write))
         except TransferError as error:
             self._lose(outstanding.push.peer, str(error))
             return False

@@ -32,6 +32,9 @@ from tandem_engine.names import DigestKind, PageId
 CLOSE_TIMEOUT = 5.0
 """Seconds for the thread to finish the write it is in."""
 
+SHORT_BYTES = 64 << 20
+"""Pages in main memory of so many bytes have sampled digests in less time than it takes to wake another thread."""
+
 
 class NixlTransport:
     """Registers `pool` and serves it to peers under the name of this incarnation."""
@@ -56,9 +59,10 @@ class NixlTransport:
         self._outbox = Outbox()
         self._expected = 0
         self._closed = False
+        self._digester = PageDigester(pool)
         self._thread = TransferThread(
             agent=agent,
-            digester=PageDigester(pool),
+            digester=self._digester,
             region=self._region,
             clock=clock,
             inbox=self._inbox,
@@ -82,7 +86,12 @@ class NixlTransport:
         self._inbox.put(StartPush(push))
 
     def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind, tail: int) -> None:
-        self._inbox.put(Digest(room, generation, pages, kind, tail))
+        order = Digest(room, generation, pages, kind, tail)
+        short = len(pages) * self._region.page_bytes <= SHORT_BYTES
+        if kind is DigestKind.SAMPLED and short and self._region.device == "DRAM":
+            self._outbox.put(order.carried_out(self._digester))
+        else:
+            self._inbox.put(order)
 
     def expect(self, transfers: int) -> None:
         if transfers != self._expected:
