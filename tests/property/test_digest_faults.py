@@ -16,9 +16,9 @@ from tandem_engine.names import PageId
 HERE, THERE = PageId(1), PageId(2)
 """What was sent, and what is in the receiver's page."""
 
-shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 4, 16, 20, 64]), st.integers(1, 3))
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 4, 16, 20, 64, 80]), st.integers(1, 3))
 """Layers, heads, slots, words of a row."""
-tokens = st.lists(st.integers(0, 5), min_size=64, max_size=64)
+tokens = st.lists(st.integers(0, 5), min_size=80, max_size=80)
 
 
 class Pages:
@@ -54,7 +54,7 @@ class Pages:
 
 faults = settings(max_examples=150, deadline=None)
 generations = st.integers(1, 2**53)
-used_slots = st.integers(1, 64)
+used_slots = st.integers(1, 80)
 
 
 @faults

@@ -29,8 +29,8 @@ from tandem_engine.compiled import compiled
 from tandem_engine.disaggregation.word_mixing import GOLDEN, Indices, Keys, Words, mix, mix_torch, signed, widened
 from tandem_engine.memory.pool import PageLayout
 
-SLOT_GROUP = 16
-"""Slots that share a sample."""
+SLOT_GROUP = 64
+"""Slots that share a sample: pages of the usual sizes are one group."""
 
 BLOCK_SAMPLES = 256
 """Samples whose places are known before the first of them is read, so that reads wait for memory together."""

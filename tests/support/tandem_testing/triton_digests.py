@@ -21,7 +21,7 @@ from tandem_engine.disaggregation.sampled_words import sampled_digests, sampled_
 from tandem_engine.names import DigestKind, PageId
 from tandem_testing.digest_pools import digest_pool, signed_words
 
-SHAPES = [(1, 1), (4, 3), (16, 16), (20, 20), (40, 33), (64, 64)]
+SHAPES = [(1, 1), (4, 3), (16, 16), (20, 20), (160, 133), (64, 64)]
 """Slots, and how many of them are in use."""
 HOPPER = GPUTarget("cuda", 90, 32)
 
