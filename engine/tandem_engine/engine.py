@@ -107,8 +107,8 @@ if TYPE_CHECKING:
 
     from tandem_engine.disaggregation.transport import KvTransport
 
-LAYOUT_VERSION = 1
-"""Of `KvPool`: [page, layer, kv, kv_head, slot, head_dim]."""
+LAYOUT_VERSION = 2
+"""Of `KvPool`, [page, layer, kv, kv_head, slot, head_dim], and of the digests of its pages."""
 Executor: TypeAlias = ForwardThread | InlineExecutor
 
 MODEL_REPLACED = Finish(
