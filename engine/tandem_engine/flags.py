@@ -586,7 +586,7 @@ def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         choices=tuple(DigestKind),
         default=disagg.kv_digest,
         help="proof that decode asks of pages it is sent: sampled sees missed, torn, stale and foreign pages at about "
-        "1%% of the transfer's time; full covers every byte, so flipped bits too, at about half of it "
+        "2%% of a long transfer's time; full covers every byte, flipped bits too, at about the transfer's time again "
         f"(default {disagg.kv_digest})",
     )
     group.add_argument(

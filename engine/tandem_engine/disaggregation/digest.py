@@ -5,8 +5,9 @@ another request, another attempt or another position does not verify even where 
 digests what it has written, the receiver what has arrived; which kind it is says the receiver's grant.
 
     sampled   words of every layer and group of slots (`sampled_words`): sees whatever a transfer can do to a page
-              as a whole, missed, torn, stale, foreign, for a hundredth of the time the transfer takes
-    full      every byte (`full_words`), so that flipped bits are seen too; costs up to half as much as the transfer
+              as a whole, missed, torn, stale, foreign, for about a hundredth of the time a long transfer takes
+    full      every byte (`full_words`), so that flipped bits are seen too; on a CPU it takes about as long as the
+              transfer
 
 Pages are read where they lie: on a CPU by compiled loops, on a device by its own kernels (`device_digests`), or by
 torch's where Triton is missing. All agree to the bit, so a page may be digested by one here and by another there.
