@@ -113,6 +113,7 @@ def _config(model: str, longest: int, chunk: int) -> EngineConfig:
         model_path=model,
         dtype="float32",
         threads=1,
+        context_length=longest + OUTPUT_TOKENS + 1,
         cache=CacheConfig(num_pages=2 + longest // 16 * 2, enable_prefix_cache=False),
         scheduler=SchedulerConfig(
             context_length=longest + OUTPUT_TOKENS + 1, chunked_prefill_size=chunk, max_prefill_tokens=chunk
