@@ -1,7 +1,10 @@
 """Functions compiled by numba, their code kept on disk where that is possible."""
 
+import hashlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numba
@@ -9,13 +12,28 @@ import numba
 logger = logging.getLogger(__name__)
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    """`numba.njit` with the interpreter lock let go and the code kept on disk, or in memory alone where no cache
-    folder can be written.
+def compiled(function: Callable[..., Any], *, nogil: bool = True, **options: Any) -> Any:
+    """`numba.njit` with the code kept on disk, or in memory alone where no cache folder can be written.
+
+    `nogil`: let the interpreter lock go meanwhile. To get it back can take as long as another thread's turn.
     """
     try:
-        return numba.njit(cache=True, nogil=True, **options)(function)
+        return numba.njit(cache=True, nogil=nogil, **options)(function)
     except RuntimeError as error:
         # Read-only root file system and no writable home: numba finds "no locator available".
         logger.info("kernels are compiled anew at every start: %s", error)
-        return numba.njit(cache=False, nogil=True, **options)(function)
+        return numba.njit(cache=False, nogil=nogil, **options)(function)
+
+
+def revision_of(*modules: ModuleType, constant: int = 0) -> int:
+    """A number that changes with the source of `modules` and with `constant`, never 0.
+
+    numba keeps compiled code by the file of the function and the constants that it closes over. A kernel that is
+    made of pieces of other files closes over this, or it would be loaded as it was before they changed. `constant` is
+    one of theirs that the machine decides.
+    """
+    digest = hashlib.blake2b(str(constant).encode(), digest_size=4)
+    for module in modules:
+        assert module.__file__ is not None, f"{module.__name__} has no file"
+        digest.update(Path(module.__file__).read_bytes())
+    return 1 + int.from_bytes(digest.digest())

@@ -15,6 +15,7 @@ A window bounds what is read and computed, not only what counts.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from tandem_engine.attention.cpu_kernels import Array
@@ -62,6 +63,13 @@ class CpuPlan:
             part = slice(prompt.start, prompt.stop)
             out[part] = attend_prompt(self.kernels, layer, q[part], k[part], v[part], prompt)
         return out.flatten(1)
+
+    def read_in_place(self) -> View | None:
+        """What all layers compute, if that is the paged kernel's work alone, on one thread, over float32 pages."""
+        view = self.views[0]
+        if len(self.views) > 1 or view.prompts or view.paged is None or self.kernels.worth_threads(view.paged):
+            return None
+        return view if self.kernels.pages.dtype == np.float32 else None
 
 
 class CpuAttention:

@@ -65,7 +65,8 @@ _MANTISSA_BITS = np.int32(23)
 _BFLOAT16_SHIFT = np.uint32(16)
 
 
-def _compiled(function: Callable[..., Any], **extra: bool) -> Any:
+def compiled_kernel(function: Callable[..., Any], **extra: bool) -> Any:
+    """A kernel, which Python code may call."""
     return compiled(function, **_OPTIONS, **extra)
 
 
@@ -74,7 +75,7 @@ def inlined(function: Callable[..., Any]) -> Any:
     return numba.njit(forceinline=True, nogil=True, **_OPTIONS)(function)
 
 
-@_compiled
+@compiled_kernel
 def store(pages: Array, layer: int, k: Array, v: Array, slots: Array) -> None:
     """Write k and v [T, KV, D], of the pages' dtype, to int64 slots [T] of [page, layer, 2, KV, slot, D]."""
     page_size = pages.shape[4]
@@ -133,30 +134,11 @@ def build_attend_serial(head_dim: int, group: int, *, capped: bool) -> AttendKer
         partial: Array,
         out: Array,
     ) -> None:
-        for task in range(tasks.shape[0]):
-            query = queries[tasks[task, QUERY]]
-            begin = tasks[task, TASK_CHUNK] * CHUNK
-            start, stop = max(begin, query[FIRST]), min(begin + CHUNK, query[LENGTH])
-            row = page_table[query[ROW]]
-            _attend_chunk(
-                pages,
-                layer,
-                q[query[TOKEN]],
-                scale,
-                soft_cap,
-                row,
-                start,
-                stop,
-                partial[task],
-                head_dim,
-                group,
-                capped,
-            )
-        for index in range(queries.shape[0]):
-            query = queries[index]
-            _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
+        attend_queries(
+            pages, layer, q, scale, soft_cap, page_table, tasks, queries, partial, out, head_dim, group, capped
+        )
 
-    return _compiled(attend_serial)  # type: ignore[no-any-return]
+    return compiled_kernel(attend_serial)  # type: ignore[no-any-return]
 
 
 def build_attend_parallel(head_dim: int, group: int, *, capped: bool) -> AttendKernel:
@@ -200,7 +182,48 @@ def build_attend_parallel(head_dim: int, group: int, *, capped: bool) -> AttendK
             query = queries[index]
             _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
 
-    return _compiled(attend_parallel, parallel=True)  # type: ignore[no-any-return]
+    return compiled_kernel(attend_parallel, parallel=True)  # type: ignore[no-any-return]
+
+
+@inlined
+def attend_queries(
+    pages: Array,
+    layer: int,
+    q: Array,
+    scale: np.float32,
+    soft_cap: np.float32,
+    page_table: Array,
+    tasks: Array,
+    queries: Array,
+    partial: Array,
+    out: Array,
+    head_dim: int,
+    group: int,
+    capped: bool,
+) -> None:
+    """Every task, then every query's chunks merged; arguments as `build_attend_serial` has them."""
+    for task in range(tasks.shape[0]):
+        query = queries[tasks[task, QUERY]]
+        begin = tasks[task, TASK_CHUNK] * CHUNK
+        start, stop = max(begin, query[FIRST]), min(begin + CHUNK, query[LENGTH])
+        row = page_table[query[ROW]]
+        _attend_chunk(
+            pages,
+            layer,
+            q[query[TOKEN]],
+            scale,
+            soft_cap,
+            row,
+            start,
+            stop,
+            partial[task],
+            head_dim,
+            group,
+            capped,
+        )
+    for index in range(queries.shape[0]):
+        query = queries[index]
+        _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
 
 
 @inlined
@@ -276,7 +299,7 @@ def _cap(scores: Array, decay: Array, exponents: Array, count: int, soft_cap: fl
     """scores[:count] = soft_cap · tanh(scores / soft_cap), by tanh |x| = (1 − e^(−2|x|)) / (1 + e^(−2|x|))."""
     for i in range(count):
         decay[i] = np.float32(-2.0) * np.abs(scores[i]) / soft_cap
-    _exp(decay, exponents, count, np.float32(0.0))
+    exp_shifted(decay, exponents, count, np.float32(0.0))
     for i in range(count):
         bounded = soft_cap * (np.float32(1.0) - decay[i]) / (np.float32(1.0) + decay[i])
         scores[i] = -bounded if scores[i] < 0 else bounded
@@ -289,7 +312,7 @@ def _update_softmax(scores: Array, exponents: Array, count: int, partial: Array,
     maximum = old
     for i in range(count):
         maximum = max(maximum, scores[i])
-    _exp(scores, exponents, count, maximum)
+    exp_shifted(scores, exponents, count, maximum)
     total = np.float32(0.0)
     for i in range(count):
         total += scores[i]
@@ -303,7 +326,7 @@ def _update_softmax(scores: Array, exponents: Array, count: int, partial: Array,
 
 
 @inlined
-def _exp(row: Array, exponents: Array, count: int, maximum: float) -> None:
+def exp_shifted(row: Array, exponents: Array, count: int, maximum: float) -> None:
     """row[:count] = exp(row[:count] − maximum).
 
     2^(n + f) = poly(f), with n added to its exponent bits: plain loops that vectorise, where calls to

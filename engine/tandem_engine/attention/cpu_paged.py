@@ -12,8 +12,6 @@ from torch import Tensor
 
 from tandem_engine.attention import cpu_kernels
 from tandem_engine.attention.cpu_kernels import (
-    CHUNK,
-    FIRST,
     LENGTH,
     QUERY_COLUMNS,
     STATISTICS,
@@ -21,8 +19,10 @@ from tandem_engine.attention.cpu_kernels import (
     Array,
     AttendKernel,
 )
+from tandem_engine.attention.cpu_queries import NO_WINDOW, cut_queries
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.errors import ConfigError
+from tandem_engine.forward.borrowed import borrowed
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.memory.pool import KvPool
 
@@ -64,43 +64,12 @@ def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int
 
     `window` bounds the decodes; `short` queries carry their own bounds.
     """
-    queries = _queries(batch, short, first_decode, window)
-    tasks = _cut(queries, windowed=window is not None)
-    skipped = 0 if window is None else int(queries[:, FIRST].sum())
-    rows_read = int(queries[:, LENGTH].sum()) - skipped
-    return PagedQueries(queries=queries, tasks=tasks, page_table=batch.page_table.numpy(), rows_read=rows_read)
-
-
-def _queries(batch: ForwardBatch, short: Sequence[Query], first_decode: int, window: int | None) -> Array:
-    """[Q, QUERY_COLUMNS] without their tasks."""
-    num_short, num_decode = len(short), batch.num_sequences - batch.num_extend
-    queries = np.empty((num_short + num_decode, QUERY_COLUMNS), np.int64)
+    queries = np.empty((len(short) + batch.num_sequences - batch.num_extend, QUERY_COLUMNS), np.int64)
     if short:
-        queries[:num_short, : LENGTH + 1] = short
-    decode = queries[num_short:]
-    decode[:, TOKEN] = np.arange(first_decode, first_decode + num_decode)
-    decode[:, cpu_kernels.ROW] = np.arange(batch.num_extend, batch.num_sequences)
-    decode[:, LENGTH] = batch.seq_lens.numpy()[batch.num_extend :]
-    decode[:, FIRST] = 0 if window is None else np.maximum(decode[:, LENGTH] - window, 0)
-    return queries
-
-
-def _cut(queries: Array, *, windowed: bool) -> Array:
-    """Cut every query at multiples of `CHUNK`: note its range of tasks, and return the tasks [N, 2]."""
-    chunks = (queries[:, LENGTH] + (CHUNK - 1)) // CHUNK
-    skipped = queries[:, FIRST] // CHUNK if windowed else None
-    if skipped is not None:
-        chunks -= skipped
-    end = np.cumsum(chunks)
-    first = end - chunks
-    queries[:, cpu_kernels.FIRST_TASK] = first
-    queries[:, cpu_kernels.END_TASK] = end
-    tasks = np.empty((int(chunks.sum()), 2), np.int64)
-    tasks[:, cpu_kernels.QUERY] = np.repeat(np.arange(len(queries)), chunks)
-    tasks[:, cpu_kernels.TASK_CHUNK] = np.arange(len(tasks)) - np.repeat(first, chunks)
-    if skipped is not None:
-        tasks[:, cpu_kernels.TASK_CHUNK] += np.repeat(skipped, chunks)
-    return tasks
+        queries[: len(short), : LENGTH + 1] = short
+    bound = NO_WINDOW if window is None else window
+    tasks, rows_read = cut_queries(queries, len(short), borrowed(batch.seq_lens), batch.num_extend, first_decode, bound)
+    return PagedQueries(queries=queries, tasks=tasks, page_table=batch.page_table.numpy(), rows_read=rows_read)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +97,8 @@ class PagedKernels:
         if numba.config.THREADING_LAYER == "default":
             numba.config.THREADING_LAYER = "workqueue"
         self._dtype = pool.data.dtype
-        self._pages = _as_array(pool.data)
+        self.pages = _as_array(pool.data)
+        """[page, layer, 2, KV, slot, D]; bfloat16 as uint16."""
         _, _, _, kv_heads, _, self._head_dim = pool.data.shape
         self._row_bytes = 2 * kv_heads * self._head_dim * self._dtype.itemsize
         self._num_heads = num_heads
@@ -149,6 +119,7 @@ class PagedKernels:
             page_table=np.empty((0, 1), np.int32),
             rows_read=0,
         )
+        cut_queries(nothing.queries, 0, np.empty(0, np.int64), 0, 0, NO_WINDOW)
         q, spec = torch.empty((0, self._num_heads, self._head_dim)), AttentionSpec(scale=1.0)
         for pair in self._pairs.values():
             self._run(pair.serial, 0, q, nothing, spec)
@@ -159,7 +130,7 @@ class PagedKernels:
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Array) -> None:
         """Write k and v [T, kv_heads, head_dim], any float dtype, to int64 slots [T] of one layer."""
         keys, values = (_as_array(rows.to(self._dtype).contiguous()) for rows in (k, v))
-        cpu_kernels.store(self._pages, layer, keys, values, slots)
+        cpu_kernels.store(self.pages, layer, keys, values, slots)
 
     def gather(self, layer: int, pages: Array, begin: int, count: int) -> tuple[Tensor, Tensor]:
         """K and V [kv_heads, count, head_dim] of `count` tokens, in the pool's dtype: a copy.
@@ -168,7 +139,7 @@ class PagedKernels:
         """
         shape = (self._kv_heads, count, self._head_dim)
         keys, values = torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype)
-        cpu_kernels.gather(self._pages, layer, pages, begin, _as_array(keys), _as_array(values))
+        cpu_kernels.gather(self.pages, layer, pages, begin, _as_array(keys), _as_array(values))
         return keys, values
 
     def attend(self, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec) -> Tensor:
@@ -178,8 +149,7 @@ class PagedKernels:
         """
         pair = self._pairs[spec.soft_cap is not None]
         threads = _num_threads()
-        worth_it = threads > 1 and work.rows_read * self._row_bytes >= PARALLEL_BYTES
-        if not worth_it or not _thread_pool.acquire(blocking=False):
+        if not self.worth_threads(work) or not _thread_pool.acquire(blocking=False):
             return self._run(pair.serial, layer, q, work, spec)
         try:
             numba.set_num_threads(threads)
@@ -187,13 +157,17 @@ class PagedKernels:
         finally:
             _thread_pool.release()
 
+    def worth_threads(self, work: PagedQueries) -> bool:
+        """Whether `work` is best shared by several threads, and there are any."""
+        return _num_threads() > 1 and work.rows_read * self._row_bytes >= PARALLEL_BYTES
+
     def _run(self, kernel: AttendKernel, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec) -> Tensor:
         partial = np.empty((len(work.tasks), q.shape[1], self._head_dim + STATISTICS), np.float32)
         out = torch.empty(q.shape)
         q_rows = q.float().contiguous().numpy()
         scale, soft_cap = np.float32(spec.scale), np.float32(spec.soft_cap or 0.0)
         kernel(
-            self._pages,
+            self.pages,
             layer,
             q_rows,
             scale,

@@ -8,9 +8,11 @@ Steps run in launch order on one thread or stream, so a row needs room for one t
 recycled is published anew before anybody resolves it; row 0 is padding.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tandem_engine.forward.borrowed import borrowed
 from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch
 
 _CONSUMED = -1
@@ -27,19 +29,32 @@ class FutureMap:
 
     def __init__(self, max_rows: int, *, device: torch.device | str = "cpu", debug: bool = False) -> None:
         self._tokens = torch.full((max_rows + 1,), _CONSUMED, dtype=torch.int64, device=device)
+        self._on_host = self._tokens.numpy() if self._tokens.device.type == "cpu" else None
+        """The same memory."""
         self._debug = debug
 
     def resolve(self, input_ids: Tensor, token_rows: Tensor) -> Tensor:
         """Input ids [T] with every RESOLVE replaced by the token of its row; `token_rows` is [T]."""
-        pending = input_ids == RESOLVE
-        resolved = torch.where(pending, self._tokens[token_rows], input_ids)
+        resolved = self._resolve_on_host(input_ids, token_rows)
+        if resolved is None:
+            resolved = torch.where(input_ids == RESOLVE, self._tokens[token_rows], input_ids)
         if self._debug:
-            self._consume(token_rows[pending])
+            self._consume(token_rows[input_ids == RESOLVE])
         return resolved
 
     def publish(self, rows: Tensor, token_ids: Tensor) -> None:
         """Remember the sampled `token_ids` [S] of `rows` [S]."""
-        self._tokens[rows] = token_ids
+        if self._on_host is None:
+            self._tokens[rows] = token_ids
+        else:
+            self._on_host[rows.numpy()] = token_ids.numpy()
+
+    def _resolve_on_host(self, input_ids: Tensor, token_rows: Tensor) -> Tensor | None:
+        """By numpy: operations of torch let go of the interpreter lock, see `borrowed`."""
+        if self._on_host is None:
+            return None
+        ids = borrowed(input_ids)
+        return torch.from_numpy(np.where(ids == RESOLVE, self._on_host[borrowed(token_rows)], ids))
 
     def _consume(self, rows: Tensor) -> None:
         missing = rows[self._tokens[rows] == _CONSUMED].tolist()

@@ -19,6 +19,7 @@ from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import ModelConfig, MoeConfig, RopeConfig
 from tandem_engine.model.base import Attend
 from tandem_engine.model.expert_tensors import ROUTER, expert_name
+from tandem_engine.model.fused.stack import FusedStack, fuse, fuse_head
 from tandem_engine.model.layers.activation import GATED
 from tandem_engine.model.layers.attention import SelfAttention
 from tandem_engine.model.layers.embedding import TokenEmbedding
@@ -54,9 +55,14 @@ class Decoder:
     blocks: tuple[Block, ...]
     norm: Norm
     lm_head: Projection
+    fused: FusedStack | None = None
+    """Computes small steps of small models in one call."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
+        step = None if self.fused is None else self.fused.step_of(attend, len(input_ids))
+        if step is not None:
+            return step.forward(input_ids, positions, wanted)
         hidden = self.embedding(input_ids)
         rotations = [table.at(positions) for table in self.rotary]
         last = len(self.blocks) - 1
@@ -93,14 +99,22 @@ def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> D
     table = weights.stacked(EMBEDDING, split=VOCABULARY)
     scores = projection(table if config.tie_embeddings else weights.stacked(LM_HEAD, split=VOCABULARY))
     builder = BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, weights.group.size))
+    specs = attention_specs(config)
+    rotary = tuple(_rotary(rope, config, weights, positions) for rope in _ropes(config))
+    blocks = tuple(builder.block(layer) for layer in range(config.num_layers))
+    norm = rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm)
+    embedding = token_embedding(table, weights.group, scale=config.embedding_scale)
+    fused = fuse(config, weights, embedding=embedding, blocks=blocks, rotary=rotary[0], norm=norm, specs=specs)
+    lm_head = head(scores, config.vocab_size, weights.group)
     return Decoder(
         config=config,
-        attention=attention_specs(config),
-        embedding=token_embedding(table, weights.group, scale=config.embedding_scale),
-        rotary=tuple(_rotary(rope, config, weights, positions) for rope in _ropes(config)),
-        blocks=tuple(builder.block(layer) for layer in range(config.num_layers)),
-        norm=rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm),
-        lm_head=head(scores, config.vocab_size, weights.group),
+        attention=specs,
+        embedding=embedding,
+        rotary=rotary,
+        blocks=blocks,
+        norm=norm,
+        lm_head=lm_head if fused is None else fuse_head(lm_head),
+        fused=fused,
     )
 
 

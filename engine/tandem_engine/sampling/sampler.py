@@ -49,9 +49,9 @@ class Sampler:
         `ahead` as in `LogitEditor.edit`.
         """
         edited = self.editor.edit(logits, sampling.edits, sampling.suppress, masks=sampling.masks, ahead=ahead)
-        token_ids = edited.argmax(dim=1)  # the first of equals, as transformers has it
-        # argmax takes NaN for the largest, so one look at the winners tells of every row.
-        sound = edited.gather(1, token_ids[:, None]).squeeze(1) < torch.inf
+        best, token_ids = edited.max(dim=1)  # the first of equals, as transformers has it
+        # NaN counts as the largest, so one look at the winners tells of every row.
+        sound = best < torch.inf
         if not sampling.all_greedy:
             rows = (sampling.temperature > 0.0).nonzero().squeeze(1)
             if len(rows) == len(logits):

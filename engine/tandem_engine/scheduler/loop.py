@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
 from tandem_engine.executor.interface import ModelExecutor
-from tandem_engine.forward.forward_batch import ForwardResult
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.scheduler.mask_filler import fill_masks
@@ -50,6 +50,10 @@ class InFlight:
     """A launched step."""
 
     batch: ScheduleBatch
+    view: ForwardBatch
+    """Kept until the step has settled, so that this thread frees its tensors. torch lets go of the interpreter lock to
+    free one, and the forward thread is to keep it between a step and the next: whoever gets it then, which is the
+    scheduler with results to settle, would keep the next step waiting."""
     future: Future[ForwardResult]
     masks: TokenMasks | None
 
@@ -153,7 +157,7 @@ class Loop:
         future = self.executor.launch(view)
         if progress is not None:
             future.add_done_callback(progress.ended)
-        return InFlight(batch=batch, future=future, masks=masks)
+        return InFlight(batch=batch, view=view, future=future, masks=masks)
 
     def _announce(self, batch: ScheduleBatch) -> KvProgress | None:
         """Tell stages of the prompts in `batch` that are sent elsewhere. None: there are none."""

@@ -42,6 +42,14 @@ def test_a_token_that_only_the_device_knows_is_resolved_there():  # T41
     assert [batch.input_ids.tolist() for batch in decodes] == [[RESOLVE], [RESOLVE]]
 
 
+def test_the_tensors_of_a_step_are_not_left_to_the_thread_that_computed_it():
+    """To free them it would let go of the interpreter lock, and begin the next step after the scheduler's turn."""
+    engine = overlapped()
+    engine.add(make_message(max_tokens=4))
+    engine.step()
+    assert engine.scheduler._loop.in_flight.view is engine.executor.batches[-1]
+
+
 def test_without_overlap_the_host_knows_every_token():
     engine = make_engine()
     engine.add(make_message(prompt=[1, 2, 3], max_tokens=3))
