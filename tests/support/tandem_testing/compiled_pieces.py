@@ -8,4 +8,8 @@ import numba
 
 def calling(piece: Callable[..., Any]) -> Any:
     """A compiled function that calls `piece`, which takes and returns what `piece` does."""
-    return numba.njit(lambda *arguments: piece(*arguments))
+
+    def call(*arguments: Any) -> Any:
+        return piece(*arguments)
+
+    return numba.njit(call)
