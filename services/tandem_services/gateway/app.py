@@ -49,6 +49,7 @@ from tandem_services.gateway.models import ServedModel
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.quarantine import Board, Quarantine
 from tandem_services.gateway.retry_budget import RetryBudget
+from tandem_services.gateway.revival import Revival
 from tandem_services.gateway.session_routes import SessionRoutes
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
 from tandem_services.gateway.tokenization import Tokenization
@@ -101,7 +102,8 @@ def build_gateway(
     model = ServedModel(name=config.model_name, tokenizer=tokenizer, workers=chooser.workers)
     executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
     timing = LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings)
-    engines = EnginePool(context=context, timing=timing, on_dead=chooser.mark_dead, clock=clock)
+    revival = Revival(context=context, clock=clock, on_alive=chooser.mark_alive)
+    engines = EnginePool(context=context, timing=timing, on_dead=chooser.mark_dead, revival=revival, clock=clock)
     dispatcher = Dispatcher(
         chooser=chooser,
         engines=engines,

@@ -85,6 +85,10 @@ class PairChooser(Protocol):
         """The connection to this worker was lost: do not choose it for a while, whatever the registry says."""
         ...
 
+    def mark_alive(self, incarnation: str) -> None:
+        """It has answered since: choose it again, if the registry has it."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:

@@ -5,7 +5,8 @@ Life of a connection
     2. in use     a reader hands every output to the listener of its rid; unknown rids are ignored (T10)
     3. watched    while requests are open, a ping goes out each interval
     4. dead       the socket went away, pings stay unanswered, or the engine sends what is no message:
-                  the router and every listener are told at once, the socket is closed
+                  the router and every listener are told at once, the socket is closed. An engine that answers
+                  after all is used again (`Revival`), unless it is one that sends what is no message
        or reopened  it went away while nobody used it. Firewalls and restarted networks close what is idle, so this
                   says nothing about the engine: one more connection is tried, and a dead engine refuses it
 
@@ -25,9 +26,12 @@ from tandem_engine.errors import WireError
 from tandem_engine.ipc.channels import AsyncDealerChannel, IpcContext
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, Taken, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
+from tandem_services.gateway.revival import Revival
 from tandem_services.router.choice import WorkerView
 
 logger = logging.getLogger(__name__)
+
+UNREADABLE = "unreadable message"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +140,7 @@ class EngineConnection:
                 reply = await self._channel.receive()
             except WireError as error:
                 logger.warning("engine sent an unreadable message", extra={"fields": {"error": str(error)}})
-                self._die("unreadable message")
+                self._die(UNREADABLE)
                 return
             self._unanswered = 0
             self.heard_at = self._clock.now()
@@ -190,6 +194,7 @@ class EnginePool:
     timing: LivenessTiming
     on_dead: Callable[[str], None]
     """Told the incarnation of every worker that was found dead."""
+    revival: Revival
     clock: Clock
     _connections: dict[str, EngineConnection] = field(default_factory=dict)
 
@@ -203,6 +208,7 @@ class EnginePool:
         return connection
 
     def close(self) -> None:
+        self.revival.close()
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
@@ -221,4 +227,6 @@ class EnginePool:
             self.connect(connection.worker).greet()
             return
         self.on_dead(incarnation)
+        if reason != UNREADABLE:
+            self.revival.ask(connection.worker)
         logger.warning("worker lost", extra={"fields": {"worker": incarnation, "reason": reason}})

@@ -4,8 +4,8 @@
 2. Redis away: the view stays as it is; workers whose heartbeats cannot be seen remain usable.
 3. Redis back but wiped (new epoch), or with new rubbish in the registry: workers of the old view stay for one
    lease, in which the living ones register again; then only the new registry counts.
-4. `mark_dead`: the gateway lost the connection. The worker is left out until it is gone from the registry,
-   or has been there for another `FORGIVE_S`: then it was the network, and it gets another chance.
+4. `mark_dead`: the gateway lost the connection. The worker is left out until `mark_alive`, because it has answered
+   since, until it is gone from the registry, or until it has been there for another `FORGIVE_S`.
 """
 
 from collections import Counter
@@ -56,6 +56,10 @@ class Membership:
     def mark_dead(self, incarnation: str) -> None:
         """The gateway lost its connection to this incarnation."""
         self._marked_dead.setdefault(incarnation, self.clock.now())
+
+    def mark_alive(self, incarnation: str) -> None:
+        """This incarnation has answered the gateway since. What the registry says of it counts again."""
+        self._marked_dead.pop(incarnation, None)
 
     def workers(self) -> tuple[WorkerView, ...]:
         """Everybody in the view but the dead; draining and stalled workers included."""

@@ -139,6 +139,10 @@ class Router:
         """The gateway lost its connection to this worker: do not choose it."""
         self._membership.mark_dead(incarnation)
 
+    def mark_alive(self, incarnation: str) -> None:
+        """A worker that `mark_dead` named has answered this gateway since."""
+        self._membership.mark_alive(incarnation)
+
     async def choose(self, query: RouteQuery) -> Choice:
         """Where to send one attempt. Raises `NoWorkersError` when nobody can take it now."""
         choice = await self._find(query)

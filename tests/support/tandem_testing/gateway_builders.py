@@ -42,6 +42,8 @@ class FakeChooser:
     open: int = 0
     """Choices not released yet."""
     dead: set[str] = field(default_factory=set)
+    revived: list[str] = field(default_factory=list)
+    """Workers marked dead that have answered since."""
     death: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first worker was marked dead."""
 
@@ -93,6 +95,10 @@ class FakeChooser:
     def mark_dead(self, incarnation: str) -> None:
         self.dead.add(incarnation)
         self.death.set()
+
+    def mark_alive(self, incarnation: str) -> None:
+        self.dead.discard(incarnation)
+        self.revived.append(incarnation)
 
     def _first(self, query: RouteQuery, *roles: Role) -> WorkerView | None:
         fit = (w for w in self.workers() if w.role in roles and w.incarnation not in query.exclude)

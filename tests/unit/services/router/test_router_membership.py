@@ -72,6 +72,22 @@ def test_a_dead_worker_is_left_out_until_it_has_shown_life_for_long_enough(membe
     assert names(members) == {"a@1", "b@1"}
 
 
+def test_a_dead_worker_that_has_answered_since_is_used_again(members):  # RELIABILITY B3.54
+    members.update(snapshot(make_record("a"), make_record("b")))
+    members.mark_dead("a@1")
+    members.mark_alive("a@1")
+    assert names(members) == {"a@1", "b@1"}
+    assert len(members.candidates(MODEL, prompt_tokens=1, exclude=frozenset())) == 2
+
+
+def test_an_answer_brings_nobody_back_whom_the_registry_does_not_have(members):
+    members.update(snapshot(make_record("a")))
+    members.mark_dead("a@1")
+    members.update(snapshot())
+    members.mark_alive("a@1")
+    assert names(members) == set()
+
+
 def test_a_dead_worker_that_left_the_registry_is_forgotten(members):
     members.update(snapshot(make_record("a")))
     members.mark_dead("a@1")

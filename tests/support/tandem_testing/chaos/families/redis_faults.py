@@ -5,7 +5,7 @@ import asyncio
 import redis.asyncio
 
 from tandem_services.router.keys import Keys
-from tandem_testing.chaos.scenario import Run, scenario
+from tandem_testing.chaos.scenario import SPEAK_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
@@ -84,6 +84,9 @@ async def redis_is_poisoned(run: Run) -> None:
         client = redis.asyncio.Redis(port=run.fleet.redis.port)
         try:
             for step in range(POISONINGS):
+                # However quick the machine is, somebody speaks while this poison works.
+                load.send(run.asks(Kind.GREEDY, count=1, tokens=1500, first=10 + step))
+                await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "all speak")
                 await poison(client, Keys("chaos"), step)
                 for turn in range(POISON_TURNS):
                     first = 450 + 2 * (POISON_TURNS * step + turn)
@@ -95,7 +98,7 @@ async def redis_is_poisoned(run: Run) -> None:
         finally:
             await client.aclose()
 
-    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN, count=8, tokens=1500), fault)
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN, count=4, tokens=1500), fault)
     run.expect([part.starts for part in run.fleet.parts()] == starts, "a process died of what Redis said")
     await back_in_use(run)
 

@@ -1,0 +1,139 @@
+"""Workers that answer after their connection was lost: the network failed, not they (RELIABILITY B3.21, B3.54)."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+from tandem_engine.ipc.channels import IpcContext
+from tandem_services.gateway.revival import FIRST_PAUSE_S, STEADY_S, Revival
+from tandem_testing.gateway_builders import events, live_gateway
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.service_clock import ServiceClock
+from tandem_testing.tcp_proxy import CALM, TcpProxy, Weather
+from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.waiting import until
+
+TOKEN = hash_tokens(3, 250)
+
+
+@contextlib.asynccontextmanager
+async def proxied(engine):
+    """A view of `engine` behind a proxy, and the proxy."""
+    host, _, port = engine.view.request_endpoint.removeprefix("tcp://").rpartition(":")
+    proxy = await TcpProxy.open(lambda: (host, int(port)))
+    try:
+        yield replace(engine.view, request_endpoint=f"tcp://127.0.0.1:{proxy.port}"), proxy
+    finally:
+        await proxy.close()
+
+
+@pytest.fixture
+def context():
+    context = IpcContext()
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def clock():
+    return ServiceClock()
+
+
+@pytest.fixture
+def alive():
+    return []
+
+
+@pytest.fixture
+def revival(context, clock, alive):
+    return Revival(context=context, clock=clock, on_alive=alive.append, ask_every_s=0.02, ask_for_s=5.0)
+
+
+def behaviour(**knobs) -> MockBehaviour:
+    return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
+
+
+async def test_all_connections_cut_at_once_cost_nobody_anything(rack, tokenizer):
+    """Every worker is lost in the same moment, and none has died: the streams go on where they were."""
+    engines = [rack.add(name, behaviour(step_s=0.01)) for name in ("a", "b")]
+    async with contextlib.AsyncExitStack() as stack:
+        lines = [await stack.enter_async_context(proxied(engine)) for engine in engines]
+        gateway = await stack.enter_async_context(live_gateway(rack.context, tokenizer, engines, recovery_s=20.0))
+        # One stream on each worker: the chooser takes the first of the fleet.
+        asked = []
+        for number in (0, 1):
+            gateway.chooser.fleet[:] = [lines[number][0]]
+            asked.append(asyncio.create_task(gateway.complete([7, 8], max_tokens=60, stream=True, seed=1)))
+            assert await asyncio.to_thread(
+                engines[number].wait_until, lambda number=number: engines[number].emitted >= 5
+            )
+        gateway.chooser.fleet[:] = [view for view, _ in lines]
+        for _, proxy in lines:
+            proxy.cut()
+        answers = [events(answer) for answer in await asyncio.gather(*asked)]
+        await until(lambda: not gateway.chooser.dead, 5.0, "both are trusted again")
+        assert sorted(gateway.chooser.revived) == ["a@1", "b@1"]
+    texts = {"".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) for chunks in answers}
+    assert len(texts) == 1
+    assert all(chunk.get("error") is None for chunks in answers for chunk in chunks)
+
+
+async def test_a_worker_is_asked_until_its_line_is_back(rack, revival, alive):
+    async with proxied(rack.add("w", behaviour())) as (view, proxy):
+        proxy.weather = Weather(refusing=True)
+        revival.ask(view)
+        await until(lambda: proxy.connections >= 2, 5.0, "it was refused")
+        assert alive == []
+        proxy.weather = CALM
+        await until(lambda: alive == ["w@1"], 5.0, "it has answered")
+        assert revival.asking == frozenset()
+
+
+async def test_a_worker_that_hung_and_wakes_is_trusted_again(rack, revival, alive):
+    worker = rack.add("w", behaviour(deaf=True))
+    revival.ask(worker.view)
+    await until(lambda: revival.asking == {"w@1"}, 5.0, "it is asked")
+    worker.behaviour.deaf = False
+    await until(lambda: alive == ["w@1"], 5.0, "it has answered")
+
+
+async def test_another_incarnation_at_the_address_is_not_the_one_that_was_lost(rack, context, clock, alive):  # T72
+    revival = Revival(context=context, clock=clock, on_alive=alive.append, ask_every_s=0.02, ask_for_s=0.2)
+    worker = rack.add("w", behaviour())
+    revival.ask(replace(worker.view, incarnation="w@0"))
+    await until(lambda: worker.pings > 0, 5.0, "it is asked")
+    await until(lambda: not revival.asking, 5.0, "it is asked no longer")
+    assert alive == []
+
+
+async def test_a_dead_worker_is_not_asked_for_ever(rack, context, clock, alive):
+    revival = Revival(context=context, clock=clock, on_alive=alive.append, ask_every_s=0.02, ask_for_s=0.1)
+    worker = rack.add("w", behaviour())
+    await asyncio.to_thread(worker.stop)
+    revival.ask(worker.view)
+    await until(lambda: not revival.asking, 5.0, "it is asked no longer")
+    assert alive == []
+
+
+async def test_a_line_that_does_not_hold_is_tried_less_and_less_often(rack, revival, alive, clock):
+    worker = rack.add("w", behaviour())
+    assert revival.pause_s("w@1") == 0.0
+    revival.ask(worker.view)
+    await until(lambda: alive == ["w@1"], 5.0, "it has answered")
+    assert revival.pause_s("w@1") == FIRST_PAUSE_S
+    clock.advance(1.0)
+    revival.ask(worker.view)
+    await until(lambda: alive == ["w@1"] * 2, 5.0, "it has answered again")
+    assert revival.pause_s("w@1") == 2 * FIRST_PAUSE_S
+    clock.advance(STEADY_S)
+    assert revival.pause_s("w@1") == 0.0
+
+
+async def test_a_closed_gateway_asks_nobody(rack, revival, alive):
+    worker = rack.add("w", behaviour(deaf=True))
+    revival.ask(worker.view)
+    revival.close()
+    await until(lambda: not revival.asking, 5.0, "it is asked no longer")
+    assert alive == []
