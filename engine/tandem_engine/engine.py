@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -529,9 +530,9 @@ class Engine:
         """See `Scheduler.resume`."""
         self._inputs.submit(Resume())
 
-    def decode_elsewhere(self, *, wanted: bool) -> None:
+    def decode_elsewhere(self, *, wanted: bool, within_s: float = inf) -> None:
         """See `Scheduler.decode_elsewhere`."""
-        self._inputs.submit(DecodeElsewhere(wanted=wanted))
+        self._inputs.submit(DecodeElsewhere(wanted=wanted, within_s=within_s))
 
     def flush_cache(self) -> int:
         """Empty the prefix cache; returns the pages it had. Raises `BusyError` while requests hold KV."""

@@ -100,8 +100,8 @@ class Operations:
             case ResumeGeneration():
                 self.engine.resume()
                 return Outcome("resumed")
-            case DecodeElsewhere(wanted=wanted):
-                return self._decode_elsewhere(wanted=wanted)
+            case DecodeElsewhere():
+                return self._decode_elsewhere(order)
             case StartProfile() | StopProfile():
                 return self._profile(order)
 
@@ -112,10 +112,10 @@ class Operations:
         trace = self.profiler.start(launched=launched, steps=order.steps, seconds=order.seconds)
         return Outcome("recording", {"path": str(trace)})
 
-    def _decode_elsewhere(self, *, wanted: bool) -> Outcome:
-        self.engine.decode_elsewhere(wanted=wanted)
+    def _decode_elsewhere(self, order: DecodeElsewhere) -> Outcome:
+        self.engine.decode_elsewhere(wanted=order.wanted, within_s=order.within_s)
         leaving = self.engine.scheduler.stats().leaving
-        return Outcome("running requests leave" if wanted else "running requests stay", {"leaving": leaving})
+        return Outcome("running requests leave" if order.wanted else "running requests stay", {"leaving": leaving})
 
     def _abort(self, rid: str | None) -> Outcome:
         scheduler = self.engine.scheduler

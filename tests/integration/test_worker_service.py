@@ -321,7 +321,10 @@ async def test_a_role_changes_in_the_registry_and_nothing_else_does(server, remo
         assert after.view.incarnation == before.view.incarnation
         assert after.state is WorkerState.READY
         assert (await post_role(worker, "decode")).status_code == 200
-        assert [order["wanted"] for order in remote.orders_of("decode_elsewhere")] == [True, False]
+        orders = remote.orders_of("decode_elsewhere")
+        assert [order["wanted"] for order in orders] == [True, False]
+        # As long as a drain: what nobody has taken by then is computed again elsewhere.
+        assert orders[0]["within_s"] == config.drain_timeout_s
 
 
 async def test_a_role_that_needs_a_transport_is_refused_without_one_and_any_while_draining(worker, fleet):
@@ -348,6 +351,27 @@ async def test_drain_does_not_wait_for_ever(server, remote, tmp_path, fleet):
         await until(lambda: find(fleet))
         remote.tell(stats={"running": 2})
         worker.service.drain()
+        assert await asyncio.wait_for(worker.exit, 15) == 0
+
+
+async def test_a_worker_ends_though_its_engine_takes_no_order_any_more(server, remote, tmp_path, fleet):
+    """The engine was on its way out when the worker was told to end: `Shutdown` could not be sent, for ever."""
+    async with running(config_for(server, remote), remote, tmp_path) as worker:
+        await until(lambda: find(fleet))
+        remote.tell(hang_up=True)
+
+        async def hung_up() -> bool:
+            return bool(remote.orders_of("hung_up"))
+
+        await until(hung_up)
+        worker.service.drain()
+        worker.service.drain()
+
+        async def deregistered() -> bool:
+            return await find(fleet) is None
+
+        await until(deregistered)
+        remote.tell(exit=0)
         assert await asyncio.wait_for(worker.exit, 15) == 0
 
 

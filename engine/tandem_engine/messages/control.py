@@ -5,6 +5,7 @@ worker service's own orders are not answered, but for `Audit`.
 """
 
 from enum import StrEnum
+from math import inf
 from typing import Annotated
 
 import msgspec
@@ -306,6 +307,8 @@ class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_els
 
     nonce: int
     wanted: bool
+    within_s: float = inf
+    """What nobody has taken by then is ended, as worth another attempt elsewhere."""
 
 
 OrderAtOnce = (

@@ -8,7 +8,8 @@ Life of a departure
                  token after it, which the client has before the transfer begins
     4. moved     the other worker has verified the pages and goes on
 
-Nobody has room: it goes on here, and is asked again. Nothing is given up before there is a place to go to.
+Nobody has room: it goes on here, and is asked again. Nothing is given up before there is a place to go to, or the time
+that it has for leaving is over: then it is computed again elsewhere.
 
 Only a few leave at a time. Each costs the step that it joins some prompt tokens, so that the others, and the clients
 that wait for a moved request's next token, hardly notice.
@@ -16,6 +17,7 @@ that wait for a moved request's next token, hardly notice.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from tandem_engine.clock import Clock
 from tandem_engine.messages.requests import GenerateRequest
@@ -45,15 +47,24 @@ class Departures:
     stream: OutputStream
     clock: Clock
     wanted: bool = False
+    within_s: float = inf
+    """Time that each has for leaving, from the moment when it is to leave and runs."""
+    _since: dict[RequestId, float] = field(default_factory=dict)
+    """Since when those who are to leave are."""
     _asked: dict[RequestId, float] = field(default_factory=dict)
     """Running requests that were asked, and when last."""
 
-    def poll(self) -> None:
-        """Once per turn: ask those who have waited longest for it, as long as few are under way."""
+    def poll(self) -> list[Request]:
+        """Once per turn: ask those who have waited longest for it, as long as few are under way.
+
+        Returns those whom nobody has taken within their time.
+        """
         if not self.wanted or not self.queues.running:
-            return
+            self._since.clear()
+            return []
         now = self.clock.now()
         leaving = {req.rid: req for req in self.leaving()}
+        self._since = {rid: self._since.get(rid, now) for rid in leaving}
         self._asked = {rid: at for rid, at in self._asked.items() if rid in leaving}
         free = AT_ONCE - self._moving() - sum(now < at + ASK_AGAIN_S for at in self._asked.values())
         idle = [req for rid, req in leaving.items() if now >= self._asked.get(rid, -ASK_AGAIN_S) + ASK_AGAIN_S]
@@ -61,6 +72,7 @@ class Departures:
         for req in idle[: max(free, 0)]:
             self._asked[req.rid] = now
             self.stream.ask_to_leave(req)
+        return [req for rid, req in leaving.items() if now - self._since[rid] >= self.within_s]
 
     def leaving(self) -> Iterator[Request]:
         """Running requests that are to leave; none when nobody is."""

@@ -190,6 +190,6 @@ def apply(scheduler: Scheduler, item: Input, weights: LoadsWeights | None = None
         case Drain():
             scheduler.drain()
         case DecodeElsewhere():
-            scheduler.decode_elsewhere(wanted=item.wanted)
+            scheduler.decode_elsewhere(wanted=item.wanted, within_s=item.within_s)
         case Stop():
             raise AssertionError("Stop ends the turns and is no business of the scheduler")

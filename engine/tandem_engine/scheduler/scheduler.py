@@ -20,6 +20,7 @@ What a stage calls back, from inside its own methods:
 """
 
 from collections.abc import Callable, Iterable
+from math import inf
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
@@ -69,6 +70,7 @@ from tandem_engine.scheduler.tally import Phase, SchedulerStats, Tally
 
 ABORTED = Finish(reason=FinishReason.ABORT)
 TURNED_AWAY = error_finish(DrainingError("this worker is draining and had not begun with the request"))
+NOT_TAKEN = error_finish(DrainingError("this worker decodes no more, and nobody had room for the request in time"))
 OVERDUE = Finish(reason=FinishReason.ABORT, error="the deadline passed", code="deadline_exceeded")
 
 
@@ -298,7 +300,8 @@ class Scheduler:
         self.sessions.sweep()
         polled = [self.memory.poll(), self._prefetching.poll(), *(stage.poll() for stage in self.queues.stages)]
         polled.append(self._gate.poll())
-        self._departures.poll()
+        for req in self._departures.poll():
+            self._ingress.abort(req.rid, NOT_TAKEN)
         if self._pausing.paused:
             self._loop.stand_still()
         else:
@@ -333,8 +336,12 @@ class Scheduler:
             if req.kv is None and req.swapped is None and req.session is None:
                 self._ingress.abort(req.rid, TURNED_AWAY)
 
-    def decode_elsewhere(self, *, wanted: bool) -> None:
-        """Whether running requests are asked to go on at other workers. They are not while nothing could be sent."""
+    def decode_elsewhere(self, *, wanted: bool, within_s: float = inf) -> None:
+        """Whether running requests are asked to go on at other workers. They are not while nothing could be sent.
+
+        Whom nobody has taken `within_s` seconds after that is ended here, as worth another attempt elsewhere.
+        """
+        self._departures.within_s = inf if self._ingress.draining else within_s
         self._departures.wanted = (wanted or self._ingress.draining) and bool(self.queues.stages)
 
     def abort_all(self) -> int:

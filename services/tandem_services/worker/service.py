@@ -204,8 +204,10 @@ class WorkerService:
             raise _refusal(BUSY, f"{self.incarnation} is draining and takes no other role")
         if self._ready is not None and self._ready.transport == "none" and role is not Role.BOTH:
             raise _refusal(ConfigError.code, f"role {role} needs --transport nixl: nothing could be handed over")
+        within_s = self._config.drain_timeout_s
         done = await self._link.operate(
-            lambda nonce: DecodeElsewhere(nonce=nonce, wanted=role is Role.PREFILL), timeout_s=timeout_s
+            lambda nonce: DecodeElsewhere(nonce=nonce, wanted=role is Role.PREFILL, within_s=within_s),
+            timeout_s=timeout_s,
         )
         logger.info("%s serves as %s from now on, until now as %s", self.incarnation, role, self._monitor.role)
         self._monitor.role = role

@@ -7,6 +7,7 @@ A test holds the other end of `--remote` (`EngineRemote`): it sends instructions
 worker service gave. Unknown flags are accepted, as the worker passes a real engine's flags.
 
     {"store": [hex…]} {"remove": [hex…]} {"skip": true} {"stats": {…}} {"freeze": true} {"exit": status}
+    {"hang_up": true}, which is answered by {"type": "hung_up"}
 """
 
 import argparse
@@ -86,6 +87,8 @@ class MockEngine:
     blocks: dict[bytes, None] = field(default_factory=dict)
     sequence: int = 0
     frozen: bool = False
+    hung_up: bool = False
+    """It lives, and its end of the control channel is closed: it is on its way out."""
     exit_status: int | None = None
 
     def obey(self, order: WorkerToEngine) -> None:
@@ -126,6 +129,10 @@ class MockEngine:
         if "stats" in instruction:
             self.stats = msgspec.structs.replace(self.stats, **instruction["stats"])
         self.frozen = instruction.get("freeze", self.frozen)
+        self.hung_up = instruction.get("hang_up", self.hung_up)
+        if self.hung_up:
+            self.channel.close()
+            self.remote.send(json.dumps({"type": "hung_up"}).encode())
         self.exit_status = instruction.get("exit", self.exit_status)
 
     def publish(self, *events: KvEvent) -> None:
@@ -140,11 +147,11 @@ class MockEngine:
     def run(self) -> int:
         report_at = 0.0
         while self.exit_status is None:
-            for order in self.channel.receive():
+            for order in () if self.hung_up else self.channel.receive():
                 self.obey(order)
             with contextlib.suppress(BlockingIOError):
                 self.follow(json.loads(self.remote.recv(1 << 20)))
-            if time.monotonic() >= report_at:
+            if time.monotonic() >= report_at and not self.hung_up:
                 self.report()
                 report_at = time.monotonic() + STATS_PERIOD_S
             time.sleep(0.002)

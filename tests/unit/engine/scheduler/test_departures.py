@@ -85,6 +85,44 @@ def test_who_has_left_makes_room_for_the_next_to_be_asked(worker):
     assert worker.asked() == rids
 
 
+def test_whom_nobody_has_taken_in_time_is_computed_again_elsewhere(worker):
+    worker.begin("early")
+    worker.engine.scheduler.decode_elsewhere(wanted=True, within_s=25.0)
+    worker.engine.step()
+    worker.pass_time(20.0)
+    worker.begin("late")
+    worker.pass_time(5.0)
+    worker.engine.step(2)
+    finish = worker.engine.finish("early")
+    assert (finish.reason, finish.code, finish.retryable) == (FinishReason.ERROR, "draining", True)
+    worker.engine.run()
+    worker.engine.assert_expected("late")
+    worker.engine.assert_nothing_held()
+
+
+def test_the_time_for_leaving_begins_anew_when_it_is_wanted_again(worker):
+    worker.begin("r")
+    worker.engine.scheduler.decode_elsewhere(wanted=True, within_s=25.0)
+    worker.engine.step()
+    worker.pass_time(20.0)
+    worker.engine.scheduler.decode_elsewhere(wanted=False)
+    worker.pass_time(20.0)
+    worker.engine.scheduler.decode_elsewhere(wanted=True, within_s=25.0)
+    worker.engine.step()
+    worker.pass_time(20.0)
+    worker.engine.run()
+    worker.engine.assert_expected("r")
+
+
+def test_a_drain_ends_nobody_by_itself(worker):
+    """The worker service does, for all at once, when its time is over."""
+    worker.begin("r")
+    worker.engine.scheduler.drain()
+    worker.pass_time(3600.0)
+    worker.engine.run()
+    worker.engine.assert_expected("r")
+
+
 def test_an_output_that_is_nearly_complete_ends_where_it_is(worker):
     worker.begin("short", max_tokens=FEW_TOKENS + 1)
     worker.begin("long")
