@@ -23,6 +23,7 @@ class RedisServer:
     """One process on a loopback port, with nothing on disk but what `extra` asks for."""
 
     port: int
+    host: str = "127.0.0.1"
     extra: tuple[str, ...] = ()
     process: "subprocess.Popen[bytes] | None" = None
 
@@ -34,12 +35,12 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self.host}:{self.port}/0"
 
     def restart(self) -> None:
         """Start again on the same port, empty."""
         assert REDIS_SERVER is not None, "redis-server is not installed"
-        options = ("--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", "/tmp")
+        options = ("--port", str(self.port), "--bind", self.host, "--save", "", "--appendonly", "no", "--dir", "/tmp")
         self.process = subprocess.Popen(
             [REDIS_SERVER, *options, *self.extra], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -67,7 +68,7 @@ class RedisServer:
     def command(self, *args: str) -> str:
         """Send one command over a connection of its own and return the raw first chunk of the reply."""
         request = f"*{len(args)}\r\n" + "".join(f"${len(a.encode())}\r\n{a}\r\n" for a in args)
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+        with socket.create_connection((self.host, self.port), timeout=5) as connection:
             connection.sendall(request.encode())
             return connection.recv(65536).decode("utf-8", "replace")
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from tandem_testing.chaos.catalogue import PROMISES
-from tandem_testing.chaos.report import json_line, print_outcome, summary_table
+from tandem_testing.chaos.catalogue import PROMISES, promise
+from tandem_testing.chaos.report import json_line, print_outcome, summary_line, summary_table
 from tandem_testing.chaos.runner import Outcome, Progress, Runner
 from tandem_testing.chaos.scenario import Result, Scale, Scenario
-from tandem_testing.chaos.suite import scenarios, why_absent
+from tandem_testing.chaos.suite import scenarios
 from tandem_testing.redis_server import REDIS_SERVER
 
 EPILOG = """\
 examples:
-  make chaos                                       everything; on two cores about an hour
+  make chaos                                       everything; on two cores about half an hour
   make chaos CHAOS_ARGS=--quick                    what `make test` runs, a few minutes
   make chaos CHAOS_ARGS="--only 1,2,16"            three scenarios
   make chaos CHAOS_ARGS="--only 56 --minutes 60"   an hour of random faults
@@ -80,8 +80,8 @@ def chosen(args: argparse.Namespace, available: dict[int, Scenario]) -> list[int
 
 def print_list(console: Console, available: dict[int, Scenario]) -> None:
     for line in PROMISES:
-        each = available.get(line.number)
-        state = f"[yellow]absent[/] ({why_absent(line.number)})" if each is None else "quick" if each.quick else ""
+        reason = why_absent(available.get(line.number))
+        state = f"[yellow]absent[/] ({reason})" if reason else "quick" if available[line.number].quick else ""
         bound = "" if line.bound_s is None else f"{line.bound_s:g} s"
         console.print(
             f"{line.number:>3}  {line.title:42} {bound:>5}  {line.promise}  {state}", highlight=False, soft_wrap=True
@@ -92,11 +92,13 @@ async def run(args: argparse.Namespace, numbers: Sequence[int], console: Console
     available = scenarios()
     outcomes: list[Outcome] = []
     scale = Scale(streams=args.streams, tokens=args.tokens, random_faults_s=60 * args.minutes)
+    wanted = []
     for number in numbers:
-        if number not in available:
-            outcomes.append(_absent(number))
-            print_outcome(console, outcomes[-1])
-    wanted = [available[number] for number in numbers if number in available]
+        if not (reason := why_absent(available.get(number))):
+            wanted.append(available[number])
+            continue
+        outcomes.append(_absent(number, reason))
+        print_outcome(console, outcomes[-1])
     with console.status("starting") as status:
         async with Runner(folder=folder, scale=scale, progress=_progress(status, wanted, outcomes)) as runner:
             for scenario in wanted:
@@ -115,9 +117,13 @@ def _progress(status: Status, wanted: Sequence[Scenario], outcomes: Sequence[Out
     return show
 
 
-def _absent(number: int) -> Outcome:
-    line = next(line for line in PROMISES if line.number == number)
-    return Outcome(promise=line, result=Result.ABSENT, notes=(why_absent(number),))
+def why_absent(scenario: Scenario | None) -> str:
+    """Why this machine tests a promise not; "" when it does."""
+    return "no test yet" if scenario is None else scenario.why_not()
+
+
+def _absent(number: int, reason: str) -> Outcome:
+    return Outcome(promise=promise(number), result=Result.ABSENT, notes=(reason,))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = args.run_dir or Path(temporary)
         outcomes = asyncio.run(run(args, chosen(args, available), console, folder))
     console.print(summary_table(outcomes))
+    console.print(summary_line(outcomes), markup=False, highlight=False, soft_wrap=True)
     if args.json:
         sys.stdout.write(json_line(outcomes) + "\n")
     return int(any(outcome.result is Result.BROKEN for outcome in outcomes))

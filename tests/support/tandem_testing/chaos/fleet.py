@@ -11,10 +11,8 @@ gateway, and lets nobody stand between two processes.
 
 import asyncio
 import contextlib
-import os
-import signal
-import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,14 +26,15 @@ from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.cli.bundled import bundled_model
 from tandem_services.common.ports import free_port
 from tandem_testing.chaos.knobs import KnobFile
+from tandem_testing.chaos.names import NameService
+from tandem_testing.chaos.parts import Gateway, Part, Worker
 from tandem_testing.chaos.worker_main import WorkerSettings
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.system import tandem_command
 from tandem_testing.tcp_proxy import TcpProxy
 from tandem_testing.waiting import until
 
-SUPPORT = str(Path(__file__).parents[2])
-"""Where this package is: it is not installed, and the processes of a fleet need it."""
+REDIS_NAME = "redis.chaos.test"
 START_TIMEOUT_S = 120.0
 RESTART_AFTER_S = 0.5
 KEEPER_POLL_S = 0.05
@@ -60,126 +59,14 @@ class Shape:
     gateways: int = 2
     proxied: bool = False
     """Proxies stand before every worker and before Redis."""
+    named: bool = False
+    """Redis is reached by `REDIS_NAME`, whose address a scenario decides."""
     engine_flags: tuple[str, ...] = ()
     """Added to `ENGINE_FLAGS`."""
 
     @property
     def workers(self) -> int:
         return self.prefill + self.decode + self.both
-
-
-@dataclass(kw_only=True, slots=True)
-class Part:
-    """One process and the command that starts it again."""
-
-    name: str
-    argv: Sequence[str]
-    log: Path
-    kept: bool = True
-    """The keeper restarts it."""
-    process: "subprocess.Popen[bytes] | None" = None
-    starts: int = 0
-    last_status: int | None = None
-    """Exit status of the process before this one."""
-    before_exec: Callable[[], None] = die_with_parent
-
-    def start(self) -> None:
-        if self.process is not None:
-            self.last_status = self.process.returncode
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH"))))},
-                preexec_fn=self.before_exec,  # noqa: PLW1509  only prctl and setrlimit run between fork and exec
-            )
-        self.starts += 1
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None, f"{self.name} has not been started"
-        return self.process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-    def send(self, number: signal.Signals) -> None:
-        if self.alive:
-            os.kill(self.pid, number)
-
-    def end(self) -> None:
-        """SIGKILL, and wait until it is gone. Idempotent."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-    def log_size(self) -> int:
-        return self.log.stat().st_size if self.log.exists() else 0
-
-    def said(self, since: int = 0) -> str:
-        """Its log from byte `since` on."""
-        return self.log.read_bytes()[since:].decode("utf-8", "replace") if self.log.exists() else ""
-
-
-@dataclass(kw_only=True, slots=True)
-class Worker:
-    """One worker: a service process with an engine process below it."""
-
-    part: Part
-    role: str
-    url: str
-    knobs: KnobFile
-    settings: WorkerSettings
-    request_line: TcpProxy | None = None
-    """From gateways to its engine, in a proxied fleet."""
-    peer_line: TcpProxy | None = None
-
-    @property
-    def id(self) -> str:
-        return self.part.name
-
-    def engine_pids(self) -> list[int]:
-        """Of the engine; more than one with several ranks."""
-        try:
-            children = Path(f"/proc/{self.part.pid}/task/{self.part.pid}/children").read_text("ascii")
-        except FileNotFoundError:
-            return []
-        return [int(pid) for pid in children.split()]
-
-    def signal_engine(self, number: signal.Signals) -> None:
-        for pid in self.engine_pids():
-            os.kill(pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL both processes, as when a pod vanishes."""
-        engines = self.engine_pids()
-        self.part.send(signal.SIGKILL)
-        for pid in engines:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def kill_service(self) -> None:
-        self.part.send(signal.SIGKILL)
-
-    def kill_engine(self) -> None:
-        self.signal_engine(signal.SIGKILL)
-
-    def freeze(self) -> None:
-        self.part.send(signal.SIGSTOP)
-        self.signal_engine(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self.signal_engine(signal.SIGCONT)
-        self.part.send(signal.SIGCONT)
-
-
-@dataclass(kw_only=True, slots=True)
-class Gateway:
-    part: Part
-    url: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -212,6 +99,9 @@ class Fleet:
     async def launch(self) -> None:
         """Start every process without waiting for any."""
         KeyPair.generate().save(self._keys)
+        if self.shape.named:
+            self.names.start()
+            self.names.point(REDIS_NAME, self.redis.host)
         if self.shape.proxied:
             self.redis_line = await TcpProxy.open(lambda: ("127.0.0.1", self.redis.port))
         for role in ("prefill", "decode", "both"):
@@ -248,7 +138,7 @@ class Fleet:
         file = knobs.path.with_suffix(".json")
         file.write_bytes(msgspec.json.encode(configured))
         argv = [sys.executable, "-m", "tandem_testing.chaos.worker_main", str(file)]
-        part = Part(name=name, argv=argv, log=file.with_suffix(".log"), kept=kept)
+        part = Part(name=name, argv=self._placed(argv), log=file.with_suffix(".log"), kept=kept)
         worker = Worker(
             part=part,
             role=role,
@@ -268,7 +158,7 @@ class Fleet:
             *("gateway", "--port", str(port), "--redis-url", self.redis_url, "--cluster", "chaos"),
             *("--curve-keys", str(self._keys), "--model", str(bundled_model()), "--served-model-name", self.model),
         )
-        part = Part(name=name, argv=argv, log=self.folder / f"{name}.log", before_exec=before_exec)
+        part = Part(name=name, argv=self._placed(argv), log=self.folder / f"{name}.log", before_exec=before_exec)
         part.start()
         gateway = Gateway(part=part, url=f"http://127.0.0.1:{port}")
         self.gateways.append(gateway)
@@ -291,7 +181,12 @@ class Fleet:
     @property
     def redis_url(self) -> str:
         port = self.redis.port if self.redis_line is None else self.redis_line.port
-        return f"redis://127.0.0.1:{port}/0"
+        return f"redis://{REDIS_NAME if self.shape.named else '127.0.0.1'}:{port}/0"
+
+    @property
+    def names(self) -> NameService:
+        """What names mean to the processes of a named fleet."""
+        return NameService(self.folder)
 
     def of_role(self, role: str) -> list[Worker]:
         return [worker for worker in self.workers if worker.role == role]
@@ -387,14 +282,19 @@ class Fleet:
     def _keys(self) -> Path:
         return self.folder / "keys.json"
 
+    def _placed(self, argv: Sequence[str]) -> Sequence[str]:
+        return self.names.around(argv) if self.shape.named else argv
+
     async def _keep(self) -> None:
-        died: dict[int, float] = {}
-        loop = asyncio.get_running_loop()
+        dead: set[int] = set()
         while True:
             await asyncio.sleep(KEEPER_POLL_S)
             for part in self.parts():
                 if part.alive or not part.kept or not self._restarting:
                     continue
-                if loop.time() - died.setdefault(id(part), loop.time()) >= RESTART_AFTER_S:
-                    del died[id(part)]
+                if id(part) not in dead:
+                    dead.add(id(part))
+                    part.ended_at = time.monotonic()
+                elif time.monotonic() - part.ended_at >= RESTART_AFTER_S:
+                    dead.remove(id(part))
                     part.start()

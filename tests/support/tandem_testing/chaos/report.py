@@ -50,6 +50,15 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
+def summary_line(outcomes: Sequence[Outcome]) -> str:
+    """What must be zero, and how long clients had to wait after a fault."""
+    figures = totals(outcomes)
+    counts = ", ".join(f"{figures[name]} {name}" for name in ("wrong", "missing", "doubled", "failed", "leaked"))
+    waits = ", ".join(f"{name} {_seconds(value)}" for name, value in figures["recovery"].items())
+    results = f"{figures['kept']} kept, {len(figures['broken'])} broken, {len(figures['absent'])} absent"
+    return f"{figures['scenarios']} scenarios: {results}. {figures['requests']} requests: {counts}. Recovery: {waits}."
+
+
 def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What `--json` prints: every count that must be zero, and how long clients had to wait."""
     damage = sum((outcome.damage for outcome in outcomes), Damage())
@@ -68,6 +77,7 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "leaked": damage.leaked,
         "recovery": {
             "p50": _percentile(stalls, 0.50),
+            "p90": _percentile(stalls, 0.90),
             "p99": _percentile(stalls, 0.99),
             "max": _percentile(stalls, 1.0),
         },

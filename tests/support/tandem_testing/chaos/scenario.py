@@ -16,8 +16,9 @@ from typing import Any
 
 from tandem_testing.chaos.catalogue import Promise, promise
 from tandem_testing.chaos.compare import Damage, compare_answers
-from tandem_testing.chaos.fleet import Fleet, Shape, Worker
+from tandem_testing.chaos.fleet import Fleet, Shape
 from tandem_testing.chaos.machine import Slowness
+from tandem_testing.chaos.parts import Worker
 from tandem_testing.chaos.streams import Answer, Ask, Kind, Load, asks
 from tandem_testing.waiting import until
 
@@ -208,6 +209,8 @@ class Scenario:
     shape: Shape
     quick: bool
     timeout_s: float
+    why_not: Callable[[], str]
+    """Why this machine cannot run it; "" when it can."""
 
 
 class Result(Enum):
@@ -220,11 +223,18 @@ STANDARD = Shape()
 
 
 def scenario(
-    number: int, *, shape: Shape = STANDARD, quick: bool = False, timeout_s: float = 300.0
+    number: int,
+    *,
+    shape: Shape = STANDARD,
+    quick: bool = False,
+    timeout_s: float = 300.0,
+    why_not: Callable[[], str] = str,
 ) -> Callable[[Body], Scenario]:
     """Make a coroutine function the test of a promise. Families hold scenarios; `suite` collects them."""
 
     def attach(body: Body) -> Scenario:
-        return Scenario(promise=promise(number), body=body, shape=shape, quick=quick, timeout_s=timeout_s)
+        return Scenario(
+            promise=promise(number), body=body, shape=shape, quick=quick, timeout_s=timeout_s, why_not=why_not
+        )
 
     return attach

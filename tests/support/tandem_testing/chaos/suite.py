@@ -2,7 +2,6 @@
 
 from types import ModuleType
 
-from tandem_testing.chaos.catalogue import PROMISES
 from tandem_testing.chaos.families import (
     clients,
     crashes,
@@ -34,19 +33,12 @@ FAMILIES: tuple[ModuleType, ...] = (
 
 
 def scenarios() -> dict[int, Scenario]:
-    """Raises `AssertionError` when two test one promise, or one tests what is called absent."""
+    """Raises `AssertionError` when two test one promise."""
     found: dict[int, Scenario] = {}
     for family in FAMILIES:
         for value in vars(family).values():
             if isinstance(value, Scenario):
                 number = value.promise.number
                 assert number not in found, f"scenario {number} is tested twice"
-                assert not value.promise.absent, f"scenario {number} is called absent: {value.promise.absent}"
                 found[number] = value
     return dict(sorted(found.items()))
-
-
-def why_absent(number: int) -> str:
-    """Why a promise has no test."""
-    line = next(line for line in PROMISES if line.number == number)
-    return line.absent or "no test yet"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tandem_testing.chaos.fleet import Worker
+from tandem_testing.chaos.parts import Worker
 from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Ask, Kind, Load
 from tandem_testing.waiting import until

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tandem_testing.chaos.families.freezes import FROZEN_S
-from tandem_testing.chaos.fleet import Worker
+from tandem_testing.chaos.parts import Worker
 from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Answer, Ask, Kind
 

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.cli.bundled import bundled_model
-from tandem_testing.chaos.fleet import START_TIMEOUT_S, Worker
+from tandem_testing.chaos.fleet import START_TIMEOUT_S
+from tandem_testing.chaos.parts import Worker
 from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until

@@ -67,7 +67,8 @@ async def the_lines_between_peers_are_bad(run: Run) -> None:
 
 
 @scenario(54, shape=PROXIED)
-async def every_idle_connection_is_cut(run: Run) -> None:
+async def every_connection_is_cut(run: Run) -> None:
+    """First while nobody uses them, then in the middle of streams."""
     await run.works(8)
     lines = [line for worker in run.fleet.workers for line in (worker.request_line, worker.peer_line) if line]
     carried = sum(line.connections for line in lines)
@@ -78,3 +79,11 @@ async def every_idle_connection_is_cut(run: Run) -> None:
         since = run.now()
         load.send(run.asks(Kind.GREEDY, count=4, tokens=16, prompt_words=120, first=600))
         await run.judge(await load.gathered(), after=since)
+    lost = await run.lost_attempts()
+
+    async def fault(_: Load) -> None:
+        for line in lines:
+            line.cut()
+
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED), fault, speaking=max(2, run.scale.streams // 3))
+    run.expect(await run.lost_attempts() > lost, "no stream was cut")

@@ -1,15 +1,25 @@
-"""Redis killed, hanging, full, read-only, poisoned (16 to 20)."""
+"""Redis killed, hanging, full, read-only, poisoned, gone for good, or elsewhere (15 to 20, 48)."""
 
 import asyncio
+import ipaddress
+import re
 
 import redis.asyncio
 
 from tandem_services.router.keys import Keys
+from tandem_testing.chaos.fleet import REDIS_NAME, Shape
+from tandem_testing.chaos.names import why_not
 from tandem_testing.chaos.scenario import SPEAK_TIMEOUT_S, Run, scenario
-from tandem_testing.chaos.streams import Kind, Load
+from tandem_testing.chaos.streams import Ask, Kind, Load
+from tandem_testing.redis_server import RedisServer
 from tandem_testing.waiting import until
 
 INDEX_BACK_S = 30.0
+OUTAGE_S = 15.0
+"""Longer than any lease of the registry (`keys.FENCE_AFTER_MS`)."""
+NAMED = Shape(named=True)
+ANOTHER_ADDRESS = "127.0.0.2"
+ADDRESS_FOUND_S = 5.0
 POISONINGS = 6
 POISON_TURNS = 6
 """Requests go out at several moments between two heartbeats."""
@@ -27,12 +37,41 @@ async def routed_by_redis(run: Run) -> bool:
     return bool(sources) and set(sources) == {"redis"}
 
 
-async def back_in_use(run: Run) -> None:
+async def back_in_use(run: Run, within_s: float = INDEX_BACK_S) -> None:
     began = run.now()
     await until(lambda: routed_by_redis(run), 90.0, "Redis is asked again")
-    took, allowed = run.now() - began, run.slowness.allowed(INDEX_BACK_S)
+    took, allowed = run.now() - began, run.slowness.allowed(within_s)
     run.expect(took <= allowed, f"Redis was used again after {took:.0f} s, {allowed:.0f} s are allowed")
     run.notes.append(f"Redis is asked again after {took:.1f} s")
+
+
+@scenario(15)
+async def the_routers_part_in_redis_dies(run: Run) -> None:
+    """The router is a library in each gateway. What it has elsewhere is its functions in Redis, and Redis itself.
+
+    Both go, and Redis stays away for longer than any lease lasts.
+    """
+    asked: list[Ask] = []
+
+    async def fault(load: Load) -> None:
+        run.fleet.redis.command("FUNCTION", "FLUSH")
+        await steady(run, load)
+        run.fleet.redis.kill()
+        gone = run.now()
+        while run.now() - gone < OUTAGE_S:
+            wave = run.asks(Kind.PLAIN, Kind.GREEDY, count=2, tokens=200, first=600 + len(asked))
+            load.send(wave)
+            asked.extend(wave)
+            await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "the new ones speak")
+            await asyncio.sleep(0.5)
+
+    answers = await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
+    late = [answer for answer in answers if answer.ask in asked]
+    sources = {attempt["source"] for answer in late for attempt in await run.attempts(answer)}
+    run.expect(sources == {"local"}, f"without Redis requests were routed by {sources}")
+    run.notes.append(f"{len(late)} requests routed in {OUTAGE_S:g} s without Redis")
+    await asyncio.to_thread(run.fleet.redis.restart)
+    await back_in_use(run)
 
 
 @scenario(16, quick=True)
@@ -129,6 +168,37 @@ async def poison(client: "redis.asyncio.Redis", keys: Keys, step: int) -> None:
         case _:  # not even a hash
             await client.delete(fleet)
             await client.rpush(fleet, "a", "list")
+
+
+@scenario(48, shape=NAMED, why_not=why_not)
+async def a_name_fails_and_then_has_another_address(run: Run) -> None:
+    """Redis is the only process that others find by a name: workers register the addresses that they listen at."""
+    fleet, older = run.fleet, run.fleet.redis
+    listed = [older.command("HGETALL", Keys("chaos").worker(worker.id)) for worker in fleet.workers]
+    endpoints = re.findall(r"tcp://([^\s:]+):", "".join(listed))
+    run.expect(len(endpoints) >= 2 * len(fleet.workers), f"only {len(endpoints)} addresses are registered")
+    run.expect(all(map(_is_address, endpoints)), f"a worker registered a name: {endpoints}")
+    # A quiet moment: what does not answer in 20 ms, as when 64 requests come at once, gets another connection.
+    await until(lambda: routed_by_redis(run), 30.0, "every gateway has a connection")
+    fleet.names.forget()
+    await until(lambda: routed_by_redis(run), 10.0, "the connections that are open live on")
+
+    async def fault(load: Load) -> None:
+        fleet.redis = RedisServer(host=ANOTHER_ADDRESS, port=older.port)
+        await asyncio.to_thread(fleet.redis.restart)
+        older.kill()
+        await steady(run, load)
+
+    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
+    fleet.names.point(REDIS_NAME, ANOTHER_ADDRESS)
+    await back_in_use(run, ADDRESS_FOUND_S)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
 
 
 @scenario(20)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tandem_testing.chaos.fleet import Worker
+from tandem_testing.chaos.parts import Worker
 from tandem_testing.chaos.scenario import Run, scenario
 from tandem_testing.chaos.streams import Ask, Kind
 from tandem_testing.waiting import until
