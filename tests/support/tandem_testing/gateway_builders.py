@@ -188,8 +188,8 @@ class LiveGateway:
 async def live_gateway(
     context: IpcContext, tokenizer: TextTokenizer, engines: list[MockEngine], **config: Any
 ) -> AsyncIterator[LiveGateway]:
-    """Serve until the block ends. Liveness is checked often, so that tests of it are quick."""
-    defaults = {"model_path": Path(), "model_name": "mock", "ping_interval_s": 0.05, "recovery_s": 0.5}
+    """Serve until the block ends. A thread that gets no processor for seconds is not taken for a dead worker."""
+    defaults = {"model_path": Path(), "model_name": "mock", "ping_interval_s": 5.0, "recovery_s": 0.5}
     settings = GatewayConfig(**{**defaults, **config})
     chooser = FakeChooser([engine.view for engine in engines])
     sessions = SessionShelf()

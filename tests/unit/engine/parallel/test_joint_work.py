@@ -52,11 +52,11 @@ def test_a_rank_that_does_not_come_back_is_lost():
         with pytest.raises((ValueError, OtherRankFailedError)):
             together.run(lambda: int("x") if parallel.rank else total(parallel))
         if parallel.rank == 0:
-            with pytest.raises(RankLostError, match="did not meet the others within 0.2 s"):
+            with pytest.raises(RankLostError, match="did not meet the others within 3 s"):
                 together.run(lambda: total(parallel))
             assert parallel.failure.error is not None
 
-    on_ranks(2, work, timeout_s=0.2)
+    on_ranks(2, work, timeout_s=3.0)
 
 
 def test_the_known_end_of_a_rank_cuts_the_wait_for_it_short():

@@ -14,7 +14,7 @@ from tandem_engine.parallel import rank_processes
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.rank_processes import RankProcesses, other_ranks
 
-CONFIG = EngineConfig(model_path="/nowhere", parallel=ParallelConfig(tp_size=2, timeout=20.0))
+CONFIG = EngineConfig(model_path="/nowhere", parallel=ParallelConfig(tp_size=2, timeout=120.0))
 
 READ_ORDER = (
     "import json, sys, pathlib; order = json.loads(sys.stdin.readline()); folder = pathlib.Path(order['folder']);"

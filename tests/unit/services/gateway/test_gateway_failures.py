@@ -279,7 +279,7 @@ async def test_a_stream_waits_for_a_worker_to_come_back(rack, faulty, reference)
 async def test_a_worker_that_answers_nothing_is_given_up(rack, faulty, reference):  # B3.10
     frozen = rack.add("frozen", healthy(deaf=True))
     rack.add("awake", healthy())
-    async with faulty() as gateway:
+    async with faulty(ping_interval_s=0.05, unanswered_pings=20) as gateway:
         answer = (await gateway.complete(max_tokens=9, seed=1)).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
     assert not frozen.received
@@ -302,10 +302,11 @@ async def test_workers_frozen_one_after_the_other_share_one_allowance_of_silence
 async def test_silence_counts_from_the_last_word_of_a_worker(rack, faulty, reference):
     rack.add("dead", healthy(die_after=2))
     busy = rack.add("busy", healthy(mute=True))
-    async with faulty(ping_interval_s=0.01, unanswered_pings=100, silence_s=0.2) as gateway:
+    async with faulty(ping_interval_s=0.02, unanswered_pings=500, silence_s=1.0) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
         assert await seen(busy, lambda: busy.received)
-        await asyncio.sleep(0.4)  # longer than the silence that is allowed
+        # Together longer than the silence that is allowed.
+        assert await asyncio.to_thread(busy.wait_for_pings, 70)
         busy.behaviour.mute = False
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
@@ -351,10 +352,11 @@ async def test_a_worker_that_dies_idle_is_known_to_be_dead_before_the_next_reque
 
 async def test_a_long_queue_is_not_death(rack, faulty):
     busy = rack.add("busy", healthy(mute=True))
-    async with faulty(ping_interval_s=0.01, unanswered_pings=2) as gateway:
+    # A second without a processor would not look like death either.
+    async with faulty(ping_interval_s=0.02, unanswered_pings=50) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=3))
         assert await seen(busy, lambda: busy.received)
-        await asyncio.to_thread(busy.wait_for_pings, 8)
+        assert await asyncio.to_thread(busy.wait_for_pings, 60)
         busy.behaviour.mute = False
         assert (await answering).status_code == 200
     assert len(busy.received) == 1
@@ -398,7 +400,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_it(rack, fa
 async def test_an_unreadable_reply_condemns_the_worker(rack, faulty, reference):  # E10 #100
     liar = rack.add("liar", healthy(mute=True))
     rack.add("honest", healthy())
-    async with faulty() as gateway:
+    async with faulty(ping_interval_s=0.1, unanswered_pings=50) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
         assert await seen(liar, lambda: liar.received)
         liar.send_rubbish = True

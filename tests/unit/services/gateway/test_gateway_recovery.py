@@ -22,8 +22,8 @@ def healthy(**knobs) -> MockBehaviour:
 
 @pytest.fixture
 def serving(rack, tokenizer):
-    """A gateway in front of the rack, that does not take a starved thread for a dead worker."""
-    return lambda **config: live_gateway(rack.context, tokenizer, rack.engines, **{"ping_interval_s": 2.0, **config})
+    """A gateway in front of the rack."""
+    return lambda **config: live_gateway(rack.context, tokenizer, rack.engines, **config)
 
 
 async def metric(gateway, name: str) -> float:

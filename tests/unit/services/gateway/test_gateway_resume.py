@@ -89,7 +89,7 @@ class Reaper:
 @pytest.fixture(params=[False, True], ids=["alone", "pair"])
 async def reaper(request, rack, tokenizer):
     # A busy machine starves the threads of mock engines: only a closed socket is a death here.
-    async with live_gateway(rack.context, tokenizer, [], ping_interval_s=2.0) as gateway:
+    async with live_gateway(rack.context, tokenizer, []) as gateway:
         yield Reaper(rack, gateway, pair=request.param)
 
 
@@ -155,7 +155,7 @@ async def test_tokens_of_an_older_attempt_are_ignored(rack, tokenizer):  # B2.2,
     """A worker that was taken for dead wakes up and says what it had left to say."""
     zombie = rack.add("zombie", healthy(mute=True))
     heir = rack.add("heir", healthy(step_s=0.01))
-    async with live_gateway(rack.context, tokenizer, rack.engines, ping_interval_s=0.2, unanswered_pings=2) as gateway:
+    async with live_gateway(rack.context, tokenizer, rack.engines, ping_interval_s=0.1, unanswered_pings=20) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=40, seed=1))
         assert await asyncio.to_thread(zombie.wait_until, lambda: bool(zombie.received))
         zombie.behaviour.deaf = True
