@@ -3,49 +3,19 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 
 import pytest
 
 from tandem_services.cli.main import main
-from tandem_services.loadgen.stream_client import Measurement
-from tandem_services.loadgen.workload import Lengths, RequestSpec, fixed_workload
-from tandem_testing.system_client import GREEDY, Reference, Sampling, SystemClient
+from tandem_services.loadgen.workload import Lengths, fixed_workload
+from tandem_testing.system_client import GREEDY, Sampling, SystemClient
+from tandem_testing.system_streams import assert_unharmed, lost, moved, run_with
 from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
 
 SEEDED = Sampling(temperature=1.0, seed=7)
 LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=220, spread=0.4), 16, rate=None, seed=23)
-
-
-async def moved(client: SystemClient) -> float:
-    return await client.metric('tandem_gateway_attempts_total{outcome="moved"}')
-
-
-async def lost(client: SystemClient) -> float:
-    """Attempts so far that neither ended by themselves nor moved."""
-    attempts = await client.metric("tandem_gateway_attempts_total")
-    return attempts - await client.metric('tandem_gateway_attempts_total{outcome="finished"}') - await moved(client)
-
-
-async def run_with(
-    client: SystemClient, specs: list[RequestSpec], sampling: Sampling, change: Callable[[], object]
-) -> list[Measurement]:
-    """Answers to `specs` when `change` happens as soon as most of them speak."""
-    already = client.chunks.speaking
-    running = asyncio.create_task(client.streams(specs, sampling))
-    await until(lambda: client.chunks.speaking >= already + len(specs) - 2, 30.0, "streams speak")
-    await asyncio.to_thread(change)
-    assert not running.done(), "the change came too late"
-    return await running
-
-
-async def assert_unharmed(answers: list[Measurement], reference: Reference, sampling: Sampling) -> None:
-    expected = await reference.texts([answer.spec for answer in answers], sampling)
-    assert [answer.error for answer in answers] == [None] * len(answers)
-    assert [answer.text for answer in answers] == expected
-    assert all(answer.output_tokens == answer.spec.max_tokens for answer in answers)
 
 
 async def exits_0(client: SystemClient, worker_id: str, pid: int) -> None:
