@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,14 @@ def test_list_shows_every_number(capsys):
     assert command.main(["--list"]) == 0
     shown = capsys.readouterr().out
     assert [int(line.split()[0]) for line in shown.splitlines()] == [line.number for line in PROMISES]
+
+
+def test_scenarios_that_share_a_fleet_follow_each_other_and_the_yardstick_is_first():
+    order = command.by_shape(list(scenarios().values()))
+    assert order[0].promise.number == 0
+    assert {each.promise.number for each in order} == set(scenarios())
+    changes = sum(one.shape != other.shape for one, other in pairwise(order))
+    assert changes == len({each.shape for each in order}) - 1
 
 
 def test_what_this_machine_cannot_test_is_absent_and_says_why(capsys, monkeypatch):

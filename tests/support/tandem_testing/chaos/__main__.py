@@ -99,12 +99,20 @@ async def run(args: argparse.Namespace, numbers: Sequence[int], console: Console
             continue
         outcomes.append(_absent(number, reason))
         print_outcome(console, outcomes[-1])
+    if not args.only:
+        wanted = by_shape(wanted)
     with console.status("starting") as status:
         async with Runner(folder=folder, scale=scale, progress=_progress(status, wanted, outcomes)) as runner:
             for scenario in wanted:
                 outcomes.append(await runner.run(scenario))
                 print_outcome(console, outcomes[-1])
     return outcomes
+
+
+def by_shape(wanted: Sequence[Scenario]) -> list[Scenario]:
+    """Those that share a fleet one after the other: starting one takes as long as a scenario."""
+    shapes = list(dict.fromkeys(scenario.shape for scenario in wanted))
+    return sorted(wanted, key=lambda scenario: shapes.index(scenario.shape))
 
 
 def _progress(status: Status, wanted: Sequence[Scenario], outcomes: Sequence[Outcome]) -> Progress:
@@ -139,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-", ignore_cleanup_errors=True) as temporary:
         folder = args.run_dir or Path(temporary)
         outcomes = asyncio.run(run(args, chosen(args, available), console, folder))
+    outcomes.sort(key=lambda outcome: outcome.promise.number)
     console.print(summary_table(outcomes))
     console.print(summary_line(outcomes), markup=False, highlight=False, soft_wrap=True)
     if args.json:

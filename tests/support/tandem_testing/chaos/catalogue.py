@@ -41,7 +41,7 @@ PROMISES: tuple[Promise, ...] = (
     _line(15, "the router's part in Redis dies for good", "gateways route on by what they saw last", 1.0),
     _line(16, "Redis killed, restarted empty", "no error; the index is back", 3.0),
     _line(17, "Redis hangs", "no request waits for it", 1.0),
-    _line(18, "Redis full, then read-only", "as 16", 1.0),
+    _line(18, "Redis full, then read-only, then MOVED", "as 16", 1.0),
     _line(19, "Redis poisoned", "a wrong hint is a miss, never a wrong answer", 1.0),
     _line(20, "Redis and a decode worker die together", "as 1 and 16", 3.0),
     _line(21, "gateway cut off from one worker", "streams move; what arrives late is ignored", 3.0),

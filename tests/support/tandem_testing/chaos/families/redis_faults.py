@@ -1,11 +1,15 @@
 """Redis killed, hanging, full, read-only, poisoned, gone for good, or elsewhere (15 to 20, 48)."""
 
 import asyncio
+import contextlib
 import ipaddress
 import re
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import redis.asyncio
 
+from tandem_services.common.ports import free_port
 from tandem_services.router.keys import Keys
 from tandem_testing.chaos.fleet import REDIS_NAME, Shape
 from tandem_testing.chaos.names import why_not
@@ -96,9 +100,30 @@ async def redis_hangs(run: Run) -> None:
     await back_in_use(run)
 
 
-@scenario(18)
-async def redis_is_full_then_read_only(run: Run) -> None:
-    server = run.fleet.redis
+@contextlib.asynccontextmanager
+async def handed_over(folder: Path) -> AsyncIterator[RedisServer]:
+    """A node of a Redis cluster that answers everything with MOVED: another node has all slots."""
+    nodes = []
+    try:
+        for name in ("left", "taker"):
+            flags = ("--cluster-enabled", "yes", "--cluster-config-file", str(folder / f"{name}.conf"))
+            nodes.append(await asyncio.to_thread(RedisServer.start, *flags, "--cluster-port", str(free_port())))
+        left, taker = nodes
+        taker.command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+        left.command("CLUSTER", "MEET", "127.0.0.1", str(taker.port), taker.extra[-1])
+        await until(lambda: left.command("GET", "x").startswith("-MOVED"), 30.0, "the slots are known to be elsewhere")
+        left.command("CONFIG", "RESETSTAT")
+        yield left
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+@scenario(18, shape=Shape(proxied=True))
+async def redis_is_full_then_read_only_then_handed_over(run: Run) -> None:
+    server, line = run.fleet.redis, run.fleet.redis_line
+    assert line is not None, "the fleet is proxied"
+    home = line.target
 
     async def fault(load: Load) -> None:
         server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
@@ -109,9 +134,16 @@ async def redis_is_full_then_read_only(run: Run) -> None:
         load.send(run.asks(Kind.PLAIN, count=8, tokens=32, first=440))
         await until(lambda: load.begun >= len(load.answers), 90.0, "the new ones speak")
         server.command("REPLICAOF", "NO", "ONE")
+        line.target = lambda: ("127.0.0.1", left.port)
+        line.cut()
+        load.send(run.asks(Kind.PLAIN, count=8, tokens=256, first=480))
+        await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "the new ones speak")
+        await until(lambda: "errorstat_MOVED" in left.command("INFO", "errorstats"), 10.0, "MOVED was said")
+        line.target = home
+        line.cut()
 
-    await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
-    run.notes.append("a failover with MOVED needs a Redis cluster and is not tested")
+    async with handed_over(run.fleet.folder) as left:
+        await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
     await back_in_use(run)
 
 
