@@ -104,19 +104,19 @@ class FaultyPeers(PeerChannels):
 
 @dataclass(kw_only=True, slots=True)
 class FaultyForward:
-    """Fails steps that a poisoned request takes part in."""
+    """Fails steps: those that a poisoned request takes part in, or the next one."""
 
     knobs: KnobReader
 
     def before(self, batch: ForwardBatch) -> None:
+        if self.knobs.take("lose_device"):
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered (injected)")
         knobs = self.knobs.now()
         if knobs.poison < 0 or not bool((batch.input_ids == knobs.poison).any()):
             return
         self.knobs.note("poison")
         if knobs.poison_effect == "die":
             os.kill(os.getpid(), KILLED)
-        if knobs.poison_effect == "device-lost":
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered (injected)")
         raise InjectedFaultError(f"step {batch.step} has token {knobs.poison}")
 
 

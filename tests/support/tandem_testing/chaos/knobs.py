@@ -38,7 +38,9 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     poison: int = -1
     """Token id; a step with it does what `poison_effect` says."""
     poison_effect: str = "raise"
-    """`raise`, `die`, or `device-lost`."""
+    """`raise` or `die`."""
+    lose_device: int = 0
+    """Steps that find the device lost, whatever is in them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,7 +79,7 @@ class KnobReader:
             self._knobs = msgspec.json.decode(self.path.read_bytes(), type=Knobs) if stamp else Knobs()
             self._left = {
                 name: getattr(self._knobs, name)
-                for name in ("corrupt", "lose_records", "repeat_records", "reverse_messages")
+                for name in ("corrupt", "lose_records", "repeat_records", "reverse_messages", "lose_device")
             }
             self._left["block_s"] = int(self._knobs.block_s > 0)
         return self._knobs

@@ -9,7 +9,6 @@ from tandem_testing.waiting import until
 
 POISON = "Ж"
 """No prompt and no answer of the bundled model has it."""
-COMMON = " the"
 MOST_DEATHS = 2
 
 
@@ -50,15 +49,14 @@ async def a_step_raises_for_one_request(run: Run) -> None:
 
 @scenario(31)
 async def the_device_of_an_engine_is_lost(run: Run) -> None:
-    token = await token_of(run, COMMON)
     victims: list[Worker] = []
 
     async def fault(load: Load) -> None:
         victim = await run.fleet.busiest("decode")
         victims.append(victim)
-        before = victim.knobs.committed("poison")
-        victim.knobs.turn(poison=token, poison_effect="device-lost")
-        await until(lambda: victim.knobs.committed("poison") > before, 30.0, "the device is lost")
+        before = victim.knobs.committed("lose_device")
+        victim.knobs.turn(lose_device=1)
+        await until(lambda: victim.knobs.committed("lose_device") > before, 30.0, "the device is lost")
         victim.knobs.turn()
 
     starts = {worker.id: worker.part.starts for worker in run.fleet.workers}
