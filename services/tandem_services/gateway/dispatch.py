@@ -378,6 +378,7 @@ class Dispatcher:
         self, request: ChoiceRequest, choice: Choice, progress: Progress, failure: AttemptFailedError
     ) -> None:
         """Decide whether there is another attempt; raises `ApiError` when there is none."""
+        progress.suspicion.acquit(worker.incarnation for worker in self.chooser.workers())
         progress.note_failure(failure, alone=self.suspects.alone(failure.incarnation))
         progress.failed.add(_at_fault(choice, failure))
         if failure.code in LEAVING:

@@ -52,6 +52,12 @@ class Suspicion:
         self.lost.clear()
         self.with_others = False
 
+    def acquit(self, living: Iterable[str]) -> None:
+        """Workers that were lost and are there again did not die: it was the network."""
+        self.lost.difference_update(living)
+        if not self.lost:
+            self.with_others = False
+
     @property
     def convicted(self) -> bool:
         return len(self.lost) >= (CERTAIN_LOSSES if self.with_others else CONVICTING_LOSSES)

@@ -80,6 +80,30 @@ async def test_all_connections_cut_at_once_cost_nobody_anything(rack, tokenizer)
     assert all(chunk.get("error") is None for chunks in answers for chunk in chunks)
 
 
+async def test_a_request_whose_workers_live_is_not_quarantined_for_a_network_that_fails(rack, tokenizer):
+    """Two workers are lost with it in hand, which convicts it of their deaths; but they answer again."""
+    engines = [rack.add(name, behaviour(mute=True)) for name in ("a", "b")]
+    async with contextlib.AsyncExitStack() as stack:
+        lines = [await stack.enter_async_context(proxied(engine)) for engine in engines]
+        pings = {"ping_interval_s": 0.05, "unanswered_pings": 200}
+        gateway = await stack.enter_async_context(
+            live_gateway(rack.context, tokenizer, engines, recovery_s=20.0, **pings)
+        )
+        gateway.chooser.fleet[:] = [view for view, _ in lines]
+        answering = asyncio.create_task(gateway.complete([7, 8], max_tokens=9, seed=1))
+        for engine, (view, proxy) in zip(engines, lines, strict=True):
+            assert await asyncio.to_thread(engine.wait_until, lambda engine=engine: len(engine.received) == 1)
+            # By then the gateway has heard that the engine has taken it.
+            assert await asyncio.to_thread(engine.wait_for_pings, 3)
+            proxy.cut()
+            revived = gateway.chooser.revived
+            await until(lambda view=view, revived=revived: view.incarnation in revived, 5.0, "it answers again")
+        for engine in engines:
+            engine.behaviour.mute = False
+        answer = await answering
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 9)
+
+
 async def test_a_worker_is_asked_until_its_line_is_back(rack, revival, alive):
     async with proxied(rack.add("w", behaviour())) as (view, proxy):
         proxy.weather = Weather(refusing=True)
