@@ -21,7 +21,7 @@ leaves its pages to its hold (`holds`), and tells the writer (T63).
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tandem_engine.config import DisaggConfig
@@ -42,6 +42,9 @@ from tandem_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
+MAX_REPEATS = 2
+"""Of one grant. A connection that broke is there again by then."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Receiving:
@@ -55,6 +58,8 @@ class Receiving:
     """Where the granted pages start; before it the prefix was cached here."""
     record: HandoffRecord | None = None
     """Set when everything is here and being verified."""
+    repeats: int = 0
+    """How often its grant was sent again."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,6 +132,23 @@ class DecodeStage:
         yield from (receiving.req for receiving in self._receiving.values())
 
     # What peers and the transport report.
+
+    def grant_again(self, rooms: Iterable[RoomKey], writer: str) -> None:
+        """Repeat the grants of `rooms` for `writer`, which has none: they were lost, unless they are on their way.
+
+        A writer that gets one twice ignores the second. Whom nothing reaches loses the room when the hold runs out.
+        """
+        old = self.host.clock.now() - self.config.renewal_period / 2
+        for key in rooms:
+            receiving = self._receiving.get(key)
+            if receiving is None or receiving.hold.granted_at > old or receiving.repeats >= MAX_REPEATS:
+                continue
+            # The hold lasts for longer before the writer may write for longer (T62).
+            if self.holds.renew(key, writer=writer, valid_s=self.config.grant_timeout):
+                receiving.repeats += 1
+                # The greeting that went before the grant may be lost as well.
+                self._greeted.discard(writer)
+                self._send_grant(receiving)
 
     def on_record(self, record: HandoffRecord) -> None:
         """The writer's account of what it pushed, and the first token. Of a transfer that is over: ignored (T65)."""

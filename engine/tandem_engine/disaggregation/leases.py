@@ -13,13 +13,14 @@ silence (a dead, hung or partitioned peer) lets a lease run out.
 
 A renewed grant never outlives its hold (T62), whatever is lost or late: the receiver first puts off its
 deadline by `valid_s`, and the writer counts these seconds from when it asked, which was earlier.
-A grant that was lost on its way is never named as granted, so its hold runs out.
+A grant that was lost on its way, because a connection broke, is not named as granted: it is sent again. A room that
+is not named any more has no grant and no renewal, so its hold runs out.
 
 Renewals decide about waiting alone. Whether a page may be reused is decided by commit, ack and fencing.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -153,6 +154,8 @@ class ReceiverLeases:
     counters: TransferCounters
     pulse: Pulse
     standstill: Standstill
+    grant_again: Callable[[Iterable[RoomKey], str], None]
+    """Of the stage: a writer has no grant for these rooms, which may have been granted."""
 
     @classmethod
     def of(cls, stage: DecodeStage) -> Self:
@@ -167,6 +170,7 @@ class ReceiverLeases:
             counters=stage.counters,
             pulse=Pulse(side=HandoffSide.RECEIVE, period=period, clock=clock, peers=stage.peers),
             standstill=Standstill(clock=clock),
+            grant_again=stage.grant_again,
         )
 
     def beat(self) -> None:
@@ -184,7 +188,10 @@ class ReceiverLeases:
             self.pulse.tell(Open(entry.handoff.peer, _open_room(entry.key)) for entry in self.prealloc)
 
     def on_still_open(self, message: StillOpen) -> None:
-        """A writer goes on with these rooms: wait for it, and renew its grants. Other rooms are ignored."""
+        """A writer goes on with these rooms: wait for it, and renew its grants, or repeat them if it has none.
+
+        Other rooms are ignored.
+        """
         writer, lease = message.sender.incarnation, self.config.grant_timeout
         rooms = {room_key(named.room, named.generation): named for named in message.rooms}
         self.prealloc.renew(rooms.keys(), writer=writer, deadline=self.host.clock.now() + lease)
@@ -194,6 +201,7 @@ class ReceiverLeases:
             if named.granted and self.holds.renew(key, writer=writer, valid_s=lease)
         )
         self.counters.moves += sum(self.holds.wrote(key, writer=writer, pages=rooms[key].written) for key in rooms)
+        self.grant_again((key for key, named in rooms.items() if not named.granted), writer)
         if renewed:
             answer = GrantsRenewed(sender=self.peers.me, said_at=message.said_at, valid_s=lease, rooms=renewed)
             self.peers.send(message.sender, answer)

@@ -3,6 +3,7 @@
 import pytest
 
 from tandem_engine.config import DisaggConfig
+from tandem_engine.disaggregation.decode import MAX_REPEATS
 from tandem_engine.disaggregation.fake import FakeFabric, Fate
 from tandem_engine.disaggregation.leases import Open, Pulse, Standstill
 from tandem_engine.disaggregation.room_key import room_key
@@ -15,6 +16,7 @@ from tandem_engine.messages.transfer import (
     MAX_OPEN_ROOMS,
     GrantsRenewed,
     HandoffRecord,
+    Hello,
     OpenRoom,
     PeerMessage,
     StillOpen,
@@ -166,14 +168,47 @@ def test_a_hold_whose_writer_goes_silent_runs_out_on_time():  # T62
     assert receiver.side.finish().retryable
 
 
-def test_a_grant_that_never_reached_its_writer_runs_out_though_the_writer_lives():
+def test_a_grant_that_never_reaches_its_writer_runs_out_though_the_writer_lives():
     receiver = make_receiver()
     receiver.submit()
-    for _ in range(6):
+    for _ in range(8):
         receiver.hears(waiting())
         receiver.pass_time(PERIOD)
     assert receiver.side.finish().retryable
     assert receiver.other.got(GrantsRenewed) == []
+    assert len(receiver.side.link.messages(WriteGrant)) == 1 + MAX_REPEATS
+
+
+def test_a_grant_is_repeated_for_a_writer_that_goes_on_without_it():  # B3.54
+    receiver = make_receiver()
+    receiver.submit()
+    receiver.hears(waiting())
+    assert len(receiver.side.link.messages(WriteGrant)) == 1, "it may be on its way"
+    receiver.pass_time(PERIOD)
+    receiver.hears(waiting())
+    first, second = receiver.side.link.messages(WriteGrant)
+    assert first == second
+    hold = receiver.side.stage.decode.holds.get(room_key("room-r", 1))
+    assert hold.deadline == receiver.side.engine.clock.time + GRANT_TIMEOUT, "put off before the writer is told (T62)"
+
+
+@pytest.mark.parametrize("named", [granted(), waiting("other"), waiting(generation=2)])
+def test_no_grant_is_repeated_for_a_room_that_has_one_or_is_another(named):
+    receiver = make_receiver()
+    receiver.submit()
+    receiver.pass_time(PERIOD)
+    receiver.hears(named)
+    assert len(receiver.side.link.messages(WriteGrant)) == 1
+
+
+def test_no_grant_is_repeated_on_a_strangers_word():
+    receiver = make_receiver()
+    receiver.submit()
+    receiver.pass_time(PERIOD)
+    stranger = make_scripted_peer(make_peer("q"), receiver.side.peer, fabric=receiver.fabric, network=receiver.network)
+    stranger.goes_on(HandoffSide.SEND, waiting(), said_at=0.0)
+    receiver.turn()
+    assert len(receiver.side.link.messages(WriteGrant)) == 1
 
 
 def test_verifying_has_a_lease_of_its_own():
@@ -456,6 +491,24 @@ def test_a_prompt_that_is_queued_for_longer_than_the_lease_is_handed_over():
     assert pair.decode.link.messages(WriteGrant) == []
     pair.run(seconds_per_turn=1.0)
     assert pair.prefill.engine.clock.time > 2 * GRANT_TIMEOUT
+    assert pair.decode.tokens() == pair.expected()
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("kinds", [(WriteGrant,), (Hello, WriteGrant)], ids=["grant", "greeting and grant"])
+def test_a_grant_that_was_lost_with_its_connection_costs_no_request(kinds):  # B3.54
+    pair = make_pair()
+    gone: set[type[PeerMessage]] = set()
+
+    def lost(message: PeerMessage) -> bool:
+        first = type(message) in kinds and type(message) not in gone
+        gone.add(type(message))
+        return first
+
+    pair.network.lost = lost
+    pair.submit()
+    pair.run(seconds_per_turn=0.5)
+    assert gone >= set(kinds)
     assert pair.decode.tokens() == pair.expected()
     pair.assert_clean()
 
