@@ -102,7 +102,12 @@ def build_gateway(
     model = ServedModel(name=config.model_name, tokenizer=tokenizer, workers=chooser.workers)
     executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
     timing = LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings)
-    revival = Revival(context=context, clock=clock, on_alive=chooser.mark_alive)
+
+    def answers_again(incarnation: str) -> None:
+        metrics.workers_answering_again.inc()
+        chooser.mark_alive(incarnation)
+
+    revival = Revival(context=context, clock=clock, on_alive=answers_again)
     engines = EnginePool(context=context, timing=timing, on_dead=chooser.mark_dead, revival=revival, clock=clock)
     dispatcher = Dispatcher(
         chooser=chooser,

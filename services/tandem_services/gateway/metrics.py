@@ -57,6 +57,9 @@ class GatewayMetrics:
         )
         self.convictions = total("requests_quarantined", "Requests convicted here of killing workers")
         self.quarantine_refusals = total("quarantine_refusals", "Requests refused because they are quarantined")
+        self.workers_answering_again = total(
+            "workers_answering_again", "Workers that answered after their connection was lost: the network had failed"
+        )
         self.retries_refused = total("retries_refused", "Choices given up because the retry budget was spent")
         self.moved_pages = total("transferred_pages", "KV pages moved from prefill to decode workers")
         self.moved_bytes = total("transferred_bytes", "KV bytes moved from prefill to decode workers")
