@@ -20,10 +20,12 @@ from starlette.types import Receive, Scope, Send
 
 from tandem_engine.clock import Clock
 from tandem_services.common.errors import timed_out
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage, share_prompt_logprobs
 from tandem_services.gateway.best_of import keep_best
 from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
+from tandem_services.gateway.deadline import deadline_of
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error, error_json
 from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
@@ -42,7 +44,7 @@ class Planner(Protocol):
 
     endpoint: str
 
-    async def plan(self, body: bytes) -> GenerationPlan: ...
+    async def plan(self, body: bytes, caller: Caller) -> GenerationPlan: ...
 
     def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat: ...
 
@@ -71,14 +73,18 @@ class GenerationEndpoint:
         await run_until_disconnect(self._serve(body, identity_of(scope), send), receive)
 
     async def _serve(self, body: bytes, identity: RequestIdentity, send: Send) -> None:
-        plan = await self._planner.plan(body)
+        caller = identity.caller
+        plan = (await self._planner.plan(body, caller)).owned_by(caller)
+        deadline = deadline_of(identity, wanted_s=plan.timeout_s, most_s=self._shared.timeout_s)
+        await caller.reserve(plan.expected_tokens)
         record = _new_record(plan, identity, self._planner.endpoint)
         self._shared.journal.open(record)
         job = Job(
             plan=plan,
             record=record,
             arrived=identity.arrived,
-            deadline=identity.arrived + self._shared.timeout_s,
+            deadline=deadline,
+            caller=caller,
         )
         answer = Answer(job, self._planner.format(plan, identity.request_id, record.created), self._shared, send)
         self._shared.metrics.running.inc()
@@ -94,6 +100,7 @@ class GenerationEndpoint:
             raise
         finally:
             self._shared.metrics.running.dec()
+            caller.used(record.used_tokens)
             record.e2e_s = self._shared.clock.now() - identity.arrived
             self._shared.metrics.finished(record)
             log_finished(record)
@@ -202,6 +209,7 @@ def _new_record(plan: GenerationPlan, identity: RequestIdentity, endpoint: str) 
     return RequestRecord(
         request_id=identity.request_id,
         client_request_id=identity.client_request_id,
+        tenant=identity.caller.tenant.name,
         endpoint=endpoint,
         model=plan.model,
         stream=plan.stream,

@@ -6,16 +6,19 @@
 /v1/models /v1/models/{id}                 what is served
 /tokenize /detokenize (also under /v1)     the tokenizer
 /v1/requests/{id}/explain                  where a request ran and why
-/live /ready /health /metrics /version     operations
+/live /ready /health /version              operations
+/metrics                                   unless there is a port for administrators (`admin`)
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -32,9 +35,14 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import ApiError, not_found
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, new_registry, render
+from tandem_services.gateway.access.access_metrics import AccessMetrics
+from tandem_services.gateway.access.authentication import Access, Authentication
+from tandem_services.gateway.access.key_watch import KeyWatch
+from tandem_services.gateway.access.tenant_limits import Board as UsageBoard
+from tandem_services.gateway.access.tenant_limits import TenantLimits
 from tandem_services.gateway.answer import Answering, GenerationEndpoint
 from tandem_services.gateway.answer_format import encode_json
-from tandem_services.gateway.boundary import RequestBoundary
+from tandem_services.gateway.boundary import RequestBoundary, identity_of
 from tandem_services.gateway.chat import ChatPlanner
 from tandem_services.gateway.completions import CompletionPlanner
 from tandem_services.gateway.config import GatewayConfig
@@ -48,15 +56,23 @@ from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.models import ServedModel
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.quarantine import Board, Quarantine
+from tandem_services.gateway.queueing.admission import Admission, AdmissionPolicy
+from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
+from tandem_services.gateway.queueing.shared_counters import Board as FairBoard
+from tandem_services.gateway.queueing.shared_counters import SharedCounters
 from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.revival import Revival
 from tandem_services.gateway.session_routes import SessionRoutes
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
 from tandem_services.gateway.tokenization import Tokenization
-from tandem_services.gateway.waiting_room import WaitingRoom
+from tandem_services.router.virtual_counters import VirtualCounters
+
+logger = logging.getLogger(__name__)
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
+METRICS_PATH = "/metrics"
 READ = ["GET", "HEAD"]
 LABELLED_PATHS = frozenset({*GENERATION_PATHS, EmbeddingEndpoint.path, *TOKENIZER_PATHS, "/v1/models", "/v1/sessions"})
 """Paths that are metric labels; every other one counts as "other"."""
@@ -75,14 +91,42 @@ class Gateway:
     dispatcher: Dispatcher
     sessions: SessionRoutes
     answering: Answering
+    access: Access | None
+    """None: everybody may do everything."""
     health: Health
     clock: Clock
 
+    def background(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What runs as long as the gateway serves, by name."""
+        work = {
+            "quarantine": self.dispatcher.quarantine.run(),
+            "virtual token counters": self.dispatcher.admission.counters.run(),
+        }
+        if self.access is not None:
+            work["api keys"] = self.access.keys.run()
+            work["leases of requests"] = self.access.limits.run()
+        return work
+
     async def close(self) -> None:
         """Stop what the gateway itself started. Running requests have ended."""
+        await self.dispatcher.admission.close()
         await self.dispatcher.settle()
+        if self.access is not None:
+            await self.access.limits.close()
         self.engines.close()
         self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boards:
+    """What all gateways of a deployment share through Redis. None: this gateway keeps it for itself."""
+
+    quarantine: Board | None = None
+    usage: UsageBoard | None = None
+    fairness: FairBoard | None = None
+
+
+ALONE = Boards()
 
 
 def build_gateway(
@@ -94,9 +138,12 @@ def build_gateway(
     *,
     clock: Clock,
     health: Health,
-    quarantine: Board | None = None,
+    boards: Boards = ALONE,
 ) -> Gateway:
-    """Compose the parts. The caller owns what it passes, and closes it after the gateway."""
+    """Compose the parts. The caller owns what it passes, and closes it after the gateway.
+
+    Raises `ConfigError` for a key file that is no good.
+    """
     registry = new_registry()
     metrics = GatewayMetrics(registry, model=config.model_name)
     model = ServedModel(name=config.model_name, tokenizer=tokenizer, workers=chooser.workers)
@@ -116,8 +163,10 @@ def build_gateway(
         policy=_retry_policy(config),
         metrics=metrics,
         budget=RetryBudget(clock=clock),
-        waiting=WaitingRoom(seats=config.max_waiting, metrics=metrics),
-        quarantine=Quarantine(clock=clock, metrics=metrics, salt=_salt(context, config.cluster), board=quarantine),
+        admission=_admission(config, chooser, boards.fairness, registry, clock),
+        quarantine=Quarantine(
+            clock=clock, metrics=metrics, salt=_salt(context, config.cluster), board=boards.quarantine
+        ),
     )
     generator = Generator(dispatcher=dispatcher, vocabulary=tokenizer.vocabulary, clock=clock, metrics=metrics)
     desk = SessionDesk(directory=sessions, ttl_s=config.session_ttl_s, turn_s=config.request_timeout_s)
@@ -139,8 +188,41 @@ def build_gateway(
         dispatcher=dispatcher,
         sessions=SessionRoutes(desk=desk, chooser=chooser, engines=engines),
         answering=answering,
+        access=_access(config, registry, boards.usage, _salt(context, config.cluster), clock),
         health=health,
         clock=clock,
+    )
+
+
+def _access(
+    config: GatewayConfig, registry: CollectorRegistry, board: UsageBoard | None, secret: bytes, clock: Clock
+) -> Access | None:
+    if config.api_keys is None:
+        logger.info("no --api-keys: everybody who reaches this gateway may use it")
+        return None
+    metrics = AccessMetrics(registry)
+    keys = KeyWatch(path=config.api_keys, metrics=metrics)
+    keys.start()
+    return Access(
+        keys=keys,
+        limits=TenantLimits(clock=clock, metrics=metrics, board=board),
+        metrics=metrics,
+        cache_secret=blake2b(b"prefix cache", key=secret, digest_size=32).digest(),
+        admin_paths=(METRICS_PATH,),
+    )
+
+
+def _admission(
+    config: GatewayConfig, chooser: PairChooser, board: FairBoard | None, registry: CollectorRegistry, clock: Clock
+) -> Admission:
+    counters = VirtualCounters()
+    return Admission(
+        chooser=chooser,
+        clock=clock,
+        queue=FairQueue(seats=config.max_waiting, counters=counters),
+        counters=SharedCounters(counters=counters, board=board),
+        metrics=QueueMetrics(registry),
+        policy=AdmissionPolicy(room_s=config.room_s, worker_s=config.queue_s, worker_wait_s=config.worker_wait_s),
     )
 
 
@@ -148,7 +230,6 @@ def _retry_policy(config: GatewayConfig) -> RetryPolicy:
     return RetryPolicy(
         max_attempts=config.max_attempts,
         recovery_s=config.recovery_s,
-        queue_s=config.queue_s,
         silence_s=config.silence_s,
         prefill_fallback=config.prefill_fallback,
     )
@@ -169,12 +250,9 @@ def create_app(
     *,
     health: Health | None = None,
     clock: Clock | None = None,
-    quarantine: Board | None = None,
+    boards: Boards = ALONE,
 ) -> FastAPI:
-    """The ASGI application. `chooser` must be started; it, `sessions`, `quarantine` and `context` outlive it.
-
-    Whoever ends the application calls `health.drain()` some time before.
-    """
+    """A gateway and its application: see `build_gateway` and `api_app`."""
     gateway = build_gateway(
         config,
         chooser,
@@ -183,40 +261,54 @@ def create_app(
         tokenizer,
         clock=clock or MonotonicClock(),
         health=health or Health(),
-        quarantine=quarantine,
+        boards=boards,
     )
+    return api_app(gateway, metrics=config.admin_port is None)
+
+
+def api_app(gateway: Gateway, *, metrics: bool) -> FastAPI:
+    """The ASGI application of users; `metrics`: with /metrics. Its life is the gateway's.
+
+    What the gateway was built with must be started, and outlives the application. Whoever ends it calls
+    `health.drain()` some time before.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(gateway.dispatcher.quarantine.run(), name="quarantine")
+        background = [asyncio.create_task(work, name=name) for name, work in gateway.background().items()]
         yield
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await gateway.close()
 
-    boundary = Middleware(
+    app = FastAPI(
+        title="Tandem",
+        version=version("tandem"),
+        lifespan=lifespan,
+        middleware=[boundary_of(gateway), Middleware(Authentication, access=gateway.access)],
+        # A redirect would answer `/v1/models/` differently from what access rules see.
+        redirect_slashes=False,
+        openapi_url=None,
+    )
+    app.add_exception_handler(HTTPException, http_error)
+    app.router.routes.extend(_generation_routes(gateway))
+    app.router.routes.extend(_tokenizer_routes(gateway))
+    app.router.routes.extend(gateway.sessions.routes())
+    _add_model_routes(app, gateway)
+    app.router.routes.extend(operations_routes(gateway, metrics=metrics))
+    return app
+
+
+def boundary_of(gateway: Gateway) -> Middleware:
+    """The outermost layer of each of its applications."""
+    return Middleware(
         RequestBoundary,
         clock=gateway.clock,
         metrics=gateway.metrics,
         health=gateway.health,
         endpoints=LABELLED_PATHS,
     )
-    app = FastAPI(
-        title="Tandem",
-        version=version("tandem"),
-        lifespan=lifespan,
-        middleware=[boundary],
-        # A redirect would answer `/v1/models/` differently from what access rules see.
-        redirect_slashes=False,
-        openapi_url=None,
-    )
-    app.add_exception_handler(HTTPException, _http_error)
-    app.router.routes.extend(_generation_routes(gateway))
-    app.router.routes.extend(_tokenizer_routes(gateway))
-    app.router.routes.extend(gateway.sessions.routes())
-    _add_model_routes(app, gateway)
-    _add_operations_routes(app, gateway)
-    return app
 
 
 def _generation_routes(gateway: Gateway) -> list[Route]:
@@ -239,47 +331,50 @@ def _tokenizer_routes(gateway: Gateway) -> list[Route]:
 
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.api_route("/v1/models", methods=READ)
-    async def list_models() -> Response:
-        return _json(gateway.model.listing())
+    async def list_models(request: Request) -> Response:
+        return json_response(gateway.model.listing(identity_of(request.scope).caller))
 
     @app.api_route("/v1/models/{name:path}", methods=READ)
-    async def get_model(name: str) -> Response:
-        gateway.model.check_name(name)
-        return _json(gateway.model.card())
+    async def get_model(name: str, request: Request) -> Response:
+        gateway.model.check_name(name, identity_of(request.scope).caller)
+        return json_response(gateway.model.card())
 
     @app.api_route("/v1/requests/{request_id}/explain", methods=READ)
-    async def explain(request_id: str) -> Response:
-        record = gateway.answering.journal.find(request_id)
+    async def explain(request_id: str, request: Request) -> Response:
+        tenant = identity_of(request.scope).caller.tenant.name
+        record = gateway.answering.journal.find(request_id, tenant=tenant)
         if record is None:
             raise not_found(f"No recent request has the id '{quoted(request_id)}'.", "request_id")
-        return _json(record)
+        return json_response(record)
 
 
-def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.api_route("/live", methods=READ)
-    async def live() -> Response:
-        return _json({"status": "ok"})
+def operations_routes(gateway: Gateway, *, metrics: bool) -> list[Route]:
+    """What probes and Prometheus ask; `metrics`: with /metrics."""
 
-    @app.api_route("/ready", methods=READ)
-    @app.api_route("/health", methods=READ)
-    async def ready() -> Response:
+    async def live(_: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
         report = gateway.health.report()
-        return _json(report, report.http_status)
+        return json_response(report, report.http_status)
 
-    @app.api_route("/version", methods=READ)
-    async def get_version() -> Response:
-        return _json({"version": app.version})
+    async def get_version(_: Request) -> Response:
+        return json_response({"version": version("tandem")})
 
-    @app.api_route("/metrics", methods=READ)
-    async def get_metrics() -> Response:
+    async def get_metrics(_: Request) -> Response:
         return Response(render(gateway.registry), headers={"content-type": CONTENT_TYPE})
 
+    answers = {"/live": live, "/ready": ready, "/health": ready, "/version": get_version}
+    if metrics:
+        answers[METRICS_PATH] = get_metrics
+    return [Route(path, answer, methods=READ) for path, answer in answers.items()]
 
-def _json(document: object, status: int = 200) -> Response:
+
+def json_response(document: object, status: int = 200) -> Response:
     return Response(encode_json(document), status, media_type="application/json")
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def http_error(_: Request, error: Exception) -> Response:
     """Routing's own refusals (404, 405) in OpenAI's shape."""
     assert isinstance(error, HTTPException), type(error)
     kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"

@@ -12,7 +12,7 @@ import logging
 import re
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from tandem_engine.clock import Clock
 from tandem_services.common.errors import ApiError
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error, send_error
 from tandem_services.gateway.limits import (
@@ -33,6 +34,7 @@ from tandem_services.gateway.metrics import GatewayMetrics
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+TIMEOUT_HEADER = "X-Request-Timeout"
 _SANE_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 _SCOPE_KEY = "tandem_request"
 
@@ -44,12 +46,20 @@ class RequestIdentity:
     request_id: str
     client_request_id: str | None
     arrived: float
+    timeout: str | None = None
+    """The client's `TIMEOUT_HEADER`, as it was sent."""
+    caller: Caller = field(default_factory=Caller)
 
 
 def identity_of(scope: Scope) -> RequestIdentity:
     """The identity that `RequestBoundary` gave to this request."""
     identity: RequestIdentity = scope[_SCOPE_KEY]
     return identity
+
+
+def identify_caller(scope: Scope, caller: Caller) -> None:
+    """From now on the request is known to be `caller`'s."""
+    scope[_SCOPE_KEY] = replace(identity_of(scope), caller=caller)
 
 
 class RequestBoundary:
@@ -70,7 +80,7 @@ class RequestBoundary:
             return
         identity = _identify(scope, self._clock.now())
         scope[_SCOPE_KEY] = identity
-        answer = _Answer(send, identity, self._health)
+        answer = _Answer(send, scope, self._health)
         try:
             _check_head(scope)
             await self._app(scope, receive, answer.send)
@@ -98,10 +108,10 @@ class RequestBoundary:
 class _Answer:
     """Watches what is sent, and adds headers that every answer has."""
 
-    def __init__(self, send: Send, identity: RequestIdentity, health: Health) -> None:
+    def __init__(self, send: Send, scope: Scope, health: Health) -> None:
         self._send = send
+        self._scope = scope
         self._health = health
-        self._id = (identity.client_request_id or identity.request_id).encode("ascii")
         self.started = False
         self.status = 500
 
@@ -110,17 +120,25 @@ class _Answer:
             self.started = True
             self.status = message["status"]
             closing = [(b"connection", b"close")] if self._health.draining else []
-            message = {**message, "headers": [*message["headers"], (b"x-request-id", self._id), *closing]}
+            identity = identity_of(self._scope)
+            request_id = (identity.client_request_id or identity.request_id).encode("ascii")
+            ours = [(b"x-request-id", request_id), *identity.caller.headers(), *closing]
+            message = {**message, "headers": [*message["headers"], *ours]}
         await self._send(message)
 
 
 def _identify(scope: Scope, now: float) -> RequestIdentity:
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    given = _header(scope, b"x-request-id") or ""
     return RequestIdentity(
         request_id=uuid.uuid4().hex,
         client_request_id=given if _SANE_ID.fullmatch(given) else None,
         arrived=now,
+        timeout=_header(scope, TIMEOUT_HEADER.lower().encode("ascii")),
     )
+
+
+def _header(scope: Scope, wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
 
 
 def _check_head(scope: Scope) -> None:

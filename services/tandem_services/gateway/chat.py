@@ -7,6 +7,7 @@ from tandem_engine.logs import quoted
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway import logprobs
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, encode_json, stop_reason
 from tandem_services.gateway.choice_text import ChoicePiece, ScoredToken
 from tandem_services.gateway.limits import MAX_OUTPUT_TOKENS, check_context
@@ -46,11 +47,11 @@ class ChatPlanner:
         self._sessions = sessions
         self._decoder = msgspec.json.Decoder(ChatRequest)
 
-    async def plan(self, body: bytes) -> GenerationPlan:
+    async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         request = decode_body(self._decoder, body)
         model = self._prompts.model
-        model.check_name(request.model)
+        model.check_name(request.model, caller)
         check_common_fields(request)
         if request.echo:
             raise bad_request("echo is not supported for chat", "echo")
@@ -66,7 +67,7 @@ class ChatPlanner:
             tokenizer=self._prompts.tokenizer,
         )
         turn = await self._sessions.take(
-            request.session_params, cache_salt=request.cache_salt or "", choices=counts.generated
+            request.session_params, cache_salt=caller.cache_salt(request.cache_salt or ""), choices=counts.generated
         )
         input_ids = await self._encode(request, turn)
         context_length = self._prompts.context_length() - (0 if turn is None else turn.history)

@@ -11,6 +11,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway import logprobs
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, encode_json, stop_reason
 from tandem_services.gateway.choice_text import ChoicePiece, ScoredToken
 from tandem_services.gateway.limits import (
@@ -55,10 +56,10 @@ class CompletionPlanner:
         self._sessions = sessions
         self._decoder = msgspec.json.Decoder(CompletionRequest)
 
-    async def plan(self, body: bytes) -> GenerationPlan:
+    async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         request = decode_body(self._decoder, body)
-        self._prompts.model.check_name(request.model)
+        self._prompts.model.check_name(request.model, caller)
         check_common_fields(request)
         prompts = split_prompts(request.prompt, param="prompt", most=MAX_PROMPTS)
         counts = choice_counts(request, prompts=len(prompts))
@@ -73,7 +74,9 @@ class CompletionPlanner:
             tokenizer=self._prompts.tokenizer,
         )
         turn = await self._sessions.take(
-            request.session_params, cache_salt=request.cache_salt or "", choices=counts.generated * len(prompts)
+            request.session_params,
+            cache_salt=caller.cache_salt(request.cache_salt or ""),
+            choices=counts.generated * len(prompts),
         )
         choices = [await self._choice(request, prompt, wanted, sampling, turn) for prompt in prompts]
         return generation_plan(request, self._prompts.model.name, choices, counts, generate=wanted != 0, turn=turn)

@@ -29,14 +29,23 @@ class GatewayConfig:
     request_timeout_s: float = 600.0
     session_ttl_s: float = 600.0
     """An unused session is forgotten after this long; the workers' --session-ttl."""
+    api_keys: Path | None = None
+    """File or folder that says who may use the gateway; None: everybody."""
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    """Where administrators' routes are; None: /metrics is on the API's port, and there is no other."""
     max_attempts: int = 3
     """Attempts in a row that bring one choice no further, on different workers where possible."""
     recovery_s: float = math.inf
     """A choice that lost its worker waits this long for another one when there is none; at most until its deadline."""
     queue_s: float = 10.0
     """A new choice waits this long for a worker when there is none."""
-    max_waiting: int = 256
-    """Choices that may wait so; others are refused at once."""
+    room_s: float = 60.0
+    """A new choice waits this long for room while there are workers."""
+    worker_wait_s: float = 1.0
+    """A worker has room for a prompt that waits no longer than this behind others."""
+    max_waiting: int = 1024
+    """Choices that may wait; others are refused at once."""
     prefill_fallback: bool = True
     """Without any prefill worker decode workers compute prompts."""
     silence_s: float = 10.0

@@ -9,7 +9,8 @@
                  A retry that a living worker made necessary is paid from the gateway's `RetryBudget`
     5. move      a worker that is to stop, or to do other work, asks for its request to go on elsewhere: as above, but
                  it sends its KV to whoever takes over. With no place to go to, it goes on where it is
-    6. wait      for a worker when there is none: until the deadline once it has begun, else a while in `WaitingRoom`
+    6. wait      for a worker when there is none: until the deadline once it has begun; before that for one with room,
+                 in the gateway's queue (`Admission`)
     7. give up   after `max_attempts` that brought it no further, when two workers died of it (`Quarantine`), or when
                  workers that say nothing at all have used up `silence_s`
     8. release   the reservation, on every path
@@ -22,6 +23,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -33,18 +35,19 @@ from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, internal_error, unavailable
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.attempt import Attempt, AttemptFailedError, FailureCause
 from tandem_services.gateway.engine_client import EngineConnection, EnginePool
 from tandem_services.gateway.explain import ChoiceRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.progress import LEAVING, LOST, Progress
 from tandem_services.gateway.quarantine import Quarantine, quarantined
+from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.session_turns import SessionTurn, session_lost
 from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.gateway.suspicion import Suspects
 from tandem_services.gateway.token_sequence import Accepted
-from tandem_services.gateway.waiting_room import NoSeatError, WaitingRoom
 from tandem_services.router.choice import Choice, NoWorkersError, Placement, RouteQuery, WorkerView
 
 logger = logging.getLogger(__name__)
@@ -98,8 +101,6 @@ class RetryPolicy:
     """In a row, each with fewer than `PROOF_TOKENS` new tokens."""
     recovery_s: float = math.inf
     """A choice that has begun waits this long for a worker when there is none; in any case its deadline ends it."""
-    queue_s: float = 10.0
-    """A new choice waits this long."""
     silence_s: float = 10.0
     """Workers that say nothing at all, one after the other, have this long together (RELIABILITY B2.6)."""
     poll_s: float = 0.1
@@ -128,6 +129,7 @@ class ChoiceRequest:
     """The session that it continues."""
     deadline: float
     """Monotonic time of the gateway's clock."""
+    caller: Caller = field(default_factory=Caller)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,7 +142,7 @@ class Dispatcher:
     policy: RetryPolicy
     metrics: GatewayMetrics
     budget: RetryBudget
-    waiting: WaitingRoom
+    admission: Admission
     quarantine: Quarantine
     suspects: Suspects = field(default_factory=Suspects)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
@@ -156,7 +158,7 @@ class Dispatcher:
         progress = Progress()
         while len(progress.received) < request.sampling.max_tokens:
             place, progress.place = progress.place, None
-            choice = place or await self._choose(request, progress)
+            choice = place or await self._choose(request, progress, record)
             workers = choice if request.pooling is None else _one_worker(choice)
             note = record.begin_attempt(workers, resumed_tokens=len(progress.received))
             attempt = Attempt(
@@ -174,6 +176,7 @@ class Dispatcher:
                 while True:
                     accepted = await self._next(attempt, progress)
                     progress.receive(accepted, by=workers.decode)
+                    self.admission.charge_output(request.caller.tenant, len(accepted.token_ids))
                     if accepted.finish is not None:
                         note.outcome = "finished"
                     yield accepted
@@ -193,12 +196,24 @@ class Dispatcher:
             finally:
                 attempt.close()
                 progress.end_trial()
+                self._correct_charge(request, choice, progress, record)
                 if note.outcome == "running":
                     note.outcome = "stopped"
                 self.metrics.attempts.labels(outcome=note.outcome).inc()
                 self._release(request, choice)
         # The worker died between its last token and its finish.
         yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
+
+    def _correct_charge(self, request: ChoiceRequest, choice: Choice, progress: Progress, record: ChoiceRecord) -> None:
+        """The tenant was charged for the prompt by what the router predicted to be cached. Once, for the first attempt;
+        choices that share a prompt share that charge."""
+        if progress.number == 0 and request.route is None and record.cached_tokens is not None:
+            self.admission.correct_prompt(
+                request.caller.tenant,
+                len(request.input_ids),
+                predicted=choice.matched_tokens,
+                cached=record.cached_tokens,
+            )
 
     async def _enter(self, attempt: Attempt, request: ChoiceRequest, workers: Choice, progress: Progress) -> None:
         """Note where an attempt goes whose request may have killed a worker; it may have to wait its turn."""
@@ -282,25 +297,21 @@ class Dispatcher:
             self.chooser.mark_dead(worker.incarnation)
             raise AttemptFailedError(FailureCause.UNREACHABLE, worker.incarnation) from error
 
-    async def _choose(self, request: ChoiceRequest, progress: Progress) -> Choice:
+    async def _choose(self, request: ChoiceRequest, progress: Progress, record: ChoiceRecord) -> Choice:
         await self._pay(progress)
+        asked = self.clock.now()
         try:
-            return await self._choose_once(request, progress)
+            choice = await self._choose_once(request, progress)
         except NoWorkersError as error:
-            if progress.attempts > 0:
-                return await self._await_worker(request, progress, error, self.policy.recovery_s)
-            try:
-                with self.waiting.seat():
-                    return await self._await_worker(request, progress, error, self.policy.queue_s)
-            except NoSeatError:
-                raise _nobody(error) from error
+            return await self._await_worker(request, progress, error)
+        if progress.attempts == 0:
+            record.admission_s = self.clock.now() - asked
+        return choice
 
-    async def _await_worker(
-        self, request: ChoiceRequest, progress: Progress, error: NoWorkersError, patience_s: float
-    ) -> Choice:
+    async def _await_worker(self, request: ChoiceRequest, progress: Progress, error: NoWorkersError) -> Choice:
         # Nobody is there who could be silent.
         progress.silent_since = None
-        give_up_at = self.clock.now() + patience_s
+        give_up_at = self.clock.now() + self.policy.recovery_s
         while self.clock.now() < give_up_at:
             await asyncio.sleep(self.policy.poll_s)
             if not self.chooser.workers():
@@ -322,10 +333,10 @@ class Dispatcher:
         query = self._query(request, progress)
         if request.turn is not None and request.turn.keeper is not None:
             return await self._keeper(query, request.turn.keeper)
+        if progress.attempts == 0:
+            return await self._admitted(request, query)
         try:
-            if request.route is not None and progress.attempts == 0:
-                return self._with_prefill(request, await request.route.choose(query))
-            return self._with_prefill(request, await self.chooser.choose(query))
+            return await self._choose_suitable(query)
         except NoWorkersError:
             if not progress.failed:
                 raise
@@ -333,7 +344,20 @@ class Dispatcher:
         # that have just sent it away.
         now = self.clock.now()
         away = frozenset(incarnation for incarnation, until in progress.sent_away.items() if now < until)
-        return self._with_prefill(request, await self.chooser.choose(replace(query, exclude=away)))
+        return await self._choose_suitable(replace(query, exclude=away))
+
+    async def _admitted(self, request: ChoiceRequest, query: RouteQuery) -> Choice:
+        """For the first attempt; together with the other choices of its prompt, if there are any."""
+
+        async def enter(asked: RouteQuery) -> Choice:
+            return await self.admission.admit(
+                partial(self._choose_suitable, asked),
+                tenant=request.caller.tenant,
+                priority=request.priority,
+                prompt_tokens=len(asked.token_ids),
+            )
+
+        return await (enter(query) if request.route is None else request.route.choose(query, enter))
 
     def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
         return RouteQuery(
@@ -354,16 +378,18 @@ class Dispatcher:
         now = next((worker for worker in self.chooser.workers() if worker.incarnation == writer.incarnation), writer)
         return writer.compat_hash if now.compat_hash == writer.compat_hash else None
 
-    def _with_prefill(self, request: ChoiceRequest, choice: Choice) -> Choice:
-        """`choice`, unless a decode worker would compute its prompt for want of others and that is not wanted."""
+    async def _choose_suitable(self, query: RouteQuery) -> Choice:
+        """Not one whose decode worker would compute the prompt for want of others, when that is not wanted."""
+        choice = await self.chooser.choose(query)
         if choice.placement is not Placement.DEGRADED or self.policy.prefill_fallback:
             return choice
-        self._release(request, choice)
+        self._in_background(self.chooser.release(choice))
         raise NoWorkersError("no prefill worker is left", retry_after=1.0)
 
     def _release(self, request: ChoiceRequest, choice: Choice) -> None:
         if request.route is None or request.route.let_go(choice):
             self._in_background(self.chooser.release(choice))
+        self.admission.freed()
 
     async def _pay(self, progress: Progress) -> None:
         """For another attempt. A stream that has begun waits for its turn; what has not is refused with a 503."""

@@ -21,6 +21,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    timeout: float | None = None
+    """Seconds."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):

@@ -22,9 +22,11 @@ from starlette.types import Receive, Scope, Send
 from tandem_engine.messages.pooling import Pooling, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import bad_request, internal_error
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer import Answering, time_limit
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
+from tandem_services.gateway.deadline import deadline_of
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.dispatch import ChoiceRequest
 from tandem_services.gateway.embedding_schemas import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
@@ -59,6 +61,8 @@ class EmbeddingPlan:
     as_base64: bool
     cache_salt: str
     priority: int
+    timeout_s: float | None
+    """The longest that the client wants to wait."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -72,10 +76,10 @@ class EmbeddingPlanner:
         self._prompts = prompts
         self._decoder = msgspec.json.Decoder(EmbeddingRequest)
 
-    async def plan(self, body: bytes) -> EmbeddingPlan:
+    async def plan(self, body: bytes, caller: Caller) -> EmbeddingPlan:
         """Raises `ApiError` naming the field at fault."""
         request = decode_body(self._decoder, body)
-        self._prompts.model.check_name(request.model)
+        self._prompts.model.check_name(request.model, caller)
         check_user(request.user)
         check_cache_salt(request.cache_salt)
         check_priority(request.priority or 0)
@@ -91,8 +95,9 @@ class EmbeddingPlanner:
                 dimensions=request.dimensions,
             ),
             as_base64=request.encoding_format == "base64",
-            cache_salt=request.cache_salt or "",
-            priority=request.priority or 0,
+            cache_salt=caller.cache_salt(request.cache_salt or ""),
+            priority=caller.priority(request.priority or 0),
+            timeout_s=request.timeout,
         )
 
     async def _encode(self, request: EmbeddingRequest, prompt: Prompt) -> tuple[int, ...]:
@@ -120,12 +125,15 @@ class EmbeddingEndpoint:
         await run_until_disconnect(self._serve(body, identity_of(scope), send), receive)
 
     async def _serve(self, body: bytes, identity: RequestIdentity, send: Send) -> None:
-        plan = await self._planner.plan(body)
+        caller = identity.caller
+        plan = await self._planner.plan(body, caller)
+        deadline = deadline_of(identity, wanted_s=plan.timeout_s, most_s=self._shared.timeout_s)
+        await caller.reserve(plan.prompt_tokens)
         record = _new_record(plan, identity, self.path)
         self._shared.journal.open(record)
         self._shared.metrics.running.inc()
         try:
-            vectors = await self._vectors(plan, record, identity)
+            vectors = await self._vectors(plan, record, deadline, caller)
             record.status = 200
             await send_json(send, 200, _response(plan, vectors))
         except asyncio.CancelledError:
@@ -137,18 +145,20 @@ class EmbeddingEndpoint:
             raise
         finally:
             self._shared.metrics.running.dec()
+            caller.used(record.used_tokens)
             record.e2e_s = self._shared.clock.now() - identity.arrived
             self._shared.metrics.finished(record)
             log_finished(record)
 
-    async def _vectors(self, plan: EmbeddingPlan, record: RequestRecord, identity: RequestIdentity) -> list[bytes]:
+    async def _vectors(
+        self, plan: EmbeddingPlan, record: RequestRecord, deadline: float, caller: Caller
+    ) -> list[bytes]:
         """One per input, in their order. The first failure ends all of them."""
-        deadline = identity.arrived + self._shared.timeout_s
         seats = asyncio.Semaphore(CONCURRENT_INPUTS)
 
         async def vector(index: int) -> bytes:
             async with seats:
-                return await self._vector(_choice(plan, record, index, deadline), record.choices[index])
+                return await self._vector(_choice(plan, record, index, deadline, caller), record.choices[index])
 
         tasks = [asyncio.create_task(vector(index)) for index in range(len(plan.inputs))]
         try:
@@ -168,7 +178,7 @@ class EmbeddingEndpoint:
         raise internal_error("The model worker ended without an embedding. Try again.")
 
 
-def _choice(plan: EmbeddingPlan, record: RequestRecord, index: int, deadline: float) -> ChoiceRequest:
+def _choice(plan: EmbeddingPlan, record: RequestRecord, index: int, deadline: float, caller: Caller) -> ChoiceRequest:
     return ChoiceRequest(
         request_id=record.request_id,
         index=index,
@@ -179,6 +189,7 @@ def _choice(plan: EmbeddingPlan, record: RequestRecord, index: int, deadline: fl
         cache_salt=plan.cache_salt,
         priority=plan.priority,
         deadline=deadline,
+        caller=caller,
     )
 
 
@@ -186,6 +197,7 @@ def _new_record(plan: EmbeddingPlan, identity: RequestIdentity, endpoint: str) -
     return RequestRecord(
         request_id=identity.request_id,
         client_request_id=identity.client_request_id,
+        tenant=identity.caller.tenant.name,
         endpoint=endpoint,
         model=plan.model,
         stream=False,

@@ -36,7 +36,7 @@ def error_json(error: ApiError) -> bytes:
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    headers = []
+    headers = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
     if error.retry_after is not None:
         seconds = max(1, math.ceil(error.retry_after))
         headers.append((b"retry-after", str(seconds).encode("ascii")))

@@ -45,6 +45,8 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache of the worker that computed the prompt."""
     transfer: TransferReport | None = None
+    admission_s: float | None = None
+    """In the gateway's queue, before there was a worker with room."""
     queue_s: float | None = None
     prefill_s: float | None = None
     ttft_s: float | None = None
@@ -82,6 +84,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     request_id: str
     client_request_id: str | None
     """X-Request-Id of the client, when it sent one."""
+    tenant: str = ""
+    """Whose it is; "" without a key file."""
     endpoint: str
     model: str
     stream: bool
@@ -95,6 +99,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """HTTP status; 499 when the client went away, None while running."""
     error: str | None = None
     e2e_s: float | None = None
+
+    @property
+    def used_tokens(self) -> int:
+        """What counts against its tenant's token limit: nothing, when no worker was asked."""
+        asked = any(choice.attempts for choice in self.choices)
+        return self.prompt_tokens + self.output_tokens if asked else 0
 
     @property
     def output_tokens(self) -> int:
@@ -112,28 +122,37 @@ class RequestJournal:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._aliases: dict[str, str] = {}
+        self._aliases: dict[tuple[str, str], str] = {}
+        """Tenant and its own id → ours: tenants cannot take each other's ids."""
 
     def open(self, record: RequestRecord) -> None:
         self._records[record.request_id] = record
         if record.client_request_id is not None:
-            self._aliases[record.client_request_id] = record.request_id
+            self._aliases[record.tenant, record.client_request_id] = record.request_id
         while len(self._records) > self._capacity:
             _, oldest = self._records.popitem(last=False)
             self._drop_alias(oldest)
 
-    def find(self, request_id: str) -> RequestRecord | None:
-        """By our id, by the id of the response (`chatcmpl-…`, `cmpl-…`), or by the client's own id.
+    def find(self, request_id: str, *, tenant: str = "") -> RequestRecord | None:
+        """Of one tenant: by our id, by the id of the response (`chatcmpl-…`, `cmpl-…`), or by the client's own id.
 
         Of several requests with the same client id, the newest.
         """
         bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
-        record = self._records.get(bare)
-        return record or self._records.get(self._aliases.get(request_id, ""))
+        record = self._records.get(bare) or self._records.get(self._aliases.get((tenant, request_id), ""))
+        return record if record is not None and record.tenant == tenant else None
+
+    def find_anybodys(self, request_id: str) -> RequestRecord | None:
+        """As `find`, for whoever may see all."""
+        tenants = {record.tenant for record in self._records.values()}
+        found = (self.find(request_id, tenant=tenant) for tenant in tenants)
+        return next((record for record in found if record is not None), None)
 
     def _drop_alias(self, record: RequestRecord) -> None:
-        alias = record.client_request_id
-        if alias is not None and self._aliases.get(alias) == record.request_id:
+        if record.client_request_id is None:
+            return
+        alias = (record.tenant, record.client_request_id)
+        if self._aliases.get(alias) == record.request_id:
             del self._aliases[alias]
 
 
@@ -149,6 +168,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
     return {
         "request_id": record.request_id,
         "client_request_id": record.client_request_id,
+        "tenant": record.tenant,
         "endpoint": record.endpoint,
         "model": record.model,
         "stream": record.stream,
@@ -170,6 +190,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "pages_reused": sum(transfer.pages_reused for transfer in transfers),
         "transfer_exposed_s": sum(transfer.exposed_s for transfer in transfers),
         "finish_reason": [choice.finish_reason for choice in record.choices],
+        "admission_s": first.admission_s,
         "queue_s": first.queue_s,
         "prefill_s": first.prefill_s,
         "ttft_s": first.ttft_s,

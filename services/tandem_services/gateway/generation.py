@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tandem_engine.clock import Clock
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import ApiError
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece, ChoiceText
 from tandem_services.gateway.dispatch import ChoiceRequest, Dispatcher
 from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
@@ -31,6 +32,7 @@ class Job:
     record: RequestRecord
     arrived: float
     deadline: float
+    caller: Caller
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,7 +78,7 @@ class Generator:
         prompts = len(plan.choices) // plan.n
         if plan.n == 1:
             return [None] * prompts
-        return [SharedRoute(chooser=self.dispatcher.chooser, choices=plan.n) for _ in range(prompts)]
+        return [SharedRoute(choices=plan.n) for _ in range(prompts)]
 
     async def _feed(
         self,
@@ -165,6 +167,7 @@ def _choice_request(job: Job, choice: PlannedChoice, route: SharedRoute | None) 
         route=route,
         turn=job.plan.turn,
         deadline=job.deadline,
+        caller=job.caller,
     )
 
 

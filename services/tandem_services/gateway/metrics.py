@@ -49,9 +49,6 @@ class GatewayMetrics:
         self.cached_tokens = total("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
         self.output_tokens = total("generation_tokens", "Tokens generated and accepted")
         self.disconnects = total("client_disconnects", "Requests whose client left before the end")
-        self.waiting_for_worker = Gauge(
-            "tandem_gateway_num_requests_waiting", "New choices that wait for a worker to appear", registry=registry
-        )
         self.quarantined = Gauge(
             "tandem_gateway_quarantined_requests", "Digests of requests that are refused", registry=registry
         )

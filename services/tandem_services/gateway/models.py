@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem_engine.logs import quoted
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.common.errors import bad_request, not_found
+from tandem_services.common.errors import bad_request
+from tandem_services.gateway.access.caller import Caller, no_such_model
 from tandem_services.gateway.openai_schemas import ModelCard, ModelList
 from tandem_services.router.choice import WorkerView
 
@@ -38,15 +38,16 @@ class ServedModel:
         self._last_length = self.context_length or self._last_length
         return self._last_length
 
-    def check_name(self, name: str | None) -> None:
-        """Raises `ApiError` 400 without a name and 404 for any other model."""
+    def check_name(self, name: str | None, caller: Caller) -> None:
+        """Raises `ApiError` 400 without a name and 404 for any model that is not there for `caller`."""
         if not name:
             raise bad_request("model is required", "model")
         if name != self.name:
-            raise not_found(f"The model '{quoted(name)}' does not exist.", "model", reason="model_not_found")
+            raise no_such_model(name)
+        caller.check_model(name)
 
     def card(self) -> ModelCard:
         return ModelCard(id=self.name, created=self.created, root=self.name, max_model_len=self.context_length)
 
-    def listing(self) -> ModelList:
-        return ModelList(data=[self.card()])
+    def listing(self, caller: Caller) -> ModelList:
+        return ModelList(data=[self.card()] if caller.may_use(self.name) else [])

@@ -54,6 +54,8 @@ class GenerationFields(StructuredOutputFields, kw_only=True):
     session_params: SessionParams | None = None
     """The prompt is the next turn of a session; see docs/features.md."""
     priority: int | None = None
+    timeout: float | None = None
+    """Seconds."""
     """Greater is more important; see docs/scheduling.md."""
     user: str | None = None
     metadata: dict[str, str] | None = None

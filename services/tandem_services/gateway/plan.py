@@ -1,9 +1,14 @@
 """A validated request: everything that was asked for, checked and in token ids. Nothing has been sent yet."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.session_turns import SessionTurn
+
+EXPECTED_OUTPUT = 512
+"""Few requests use all of a generous max_tokens: a tenant's token limit counts no more than this many output tokens
+of a choice before they are there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +42,8 @@ class GenerationPlan:
     """False: the answer is the echo alone (max_tokens 0), with the logprobs of the prompt if they are wanted."""
     cache_salt: str = ""
     priority: int = 0
+    timeout_s: float | None = None
+    """The longest that the client wants to wait."""
     skip_special_tokens: bool = True
     keep_stop: bool = False
     prompt_logprobs: int | None = None
@@ -56,3 +63,13 @@ class GenerationPlan:
         """Each prompt counts once, however many choices it has; a session's with all that came before."""
         history = 0 if self.turn is None else self.turn.history
         return history + sum(len(choice.input_ids) for choice in self.choices[:: self.n])
+
+    @property
+    def expected_tokens(self) -> int:
+        """What it is expected to use of its tenant's tokens."""
+        return self.prompt_tokens + sum(min(choice.sampling.max_tokens, EXPECTED_OUTPUT) for choice in self.choices)
+
+    def owned_by(self, caller: Caller) -> "GenerationPlan":
+        """As it is carried out for `caller`: apart from what other tenants cache, no more important than it may be."""
+        salt, priority = caller.cache_salt(self.cache_salt), caller.priority(self.priority)
+        return replace(self, cache_salt=salt, priority=priority)

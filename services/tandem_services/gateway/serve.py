@@ -14,20 +14,23 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from starlette.applications import Starlette
 
+from tandem_engine.clock import MonotonicClock
 from tandem_engine.ipc.channels import IpcContext, KeyPair
 from tandem_engine.logs import configure_logging
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.app import create_app
+from tandem_services.gateway.admin import create_admin_app
+from tandem_services.gateway.app import Boards, Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.router.router import Router, RouterConfig
 
@@ -44,8 +47,12 @@ def serve(config: GatewayConfig) -> int:
     configure_logging(config.log_format, level=config.log_level)
     tokenizer = TextTokenizer.load(config.model_path)
     keys = None if config.curve_keys is None else KeyPair.load(config.curve_keys)
-    with listen(config.host, config.port) as listener:
-        uvloop.run(_serve(config, tokenizer, keys, listener))
+    with ExitStack() as listeners:
+        api = listeners.enter_context(listen(config.host, config.port))
+        admin = None
+        if config.admin_port is not None:
+            admin = listeners.enter_context(listen(config.admin_host, config.admin_port))
+        uvloop.run(_serve(config, tokenizer, keys, api, admin))
     return 0
 
 
@@ -89,7 +96,15 @@ class GatewayServer(uvicorn.Server):
         if self._health.draining:
             self.handle_exit(number, None)
             return
-        logger.info("gateway drains", extra={"fields": {"signal": number.name, "notice_s": self._notice_s}})
+        self._drain(number.name)
+
+    def end_by_order(self) -> None:
+        """What an administrator's order to drain does: a second one nothing more."""
+        if not self._health.draining:
+            self._drain("order")
+
+    def _drain(self, cause: str) -> None:
+        logger.info("gateway drains", extra={"fields": {"cause": cause, "notice_s": self._notice_s}})
         self._health.drain()
         asyncio.get_running_loop().call_later(self._notice_s, self._close)
 
@@ -99,25 +114,56 @@ class GatewayServer(uvicorn.Server):
 
 def http_server(app: FastAPI, config: GatewayConfig, health: Health) -> GatewayServer:
     """The HTTP server of a gateway; run it with `serve(sockets=[...])`. `health` is the application's."""
-    return GatewayServer(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=config.keep_alive_s,
-            timeout_graceful_shutdown=int(config.drain_timeout_s),
-        ),
-        health,
-        notice_s=config.drain_notice_s,
+    return GatewayServer(_uvicorn_config(app, config), health, notice_s=config.drain_notice_s)
+
+
+def _uvicorn_config(app: Starlette, config: GatewayConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=config.keep_alive_s,
+        timeout_graceful_shutdown=int(config.drain_timeout_s),
     )
 
 
+class AdminServer(uvicorn.Server):
+    """The server of the administrators' port. It knows no signals: it ends after the API's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _admin_server(
+    gateway: Gateway, server: GatewayServer, config: GatewayConfig, listener: socket.socket | None
+) -> AsyncIterator[None]:
+    """Serves the administrators' port, if there is one, for as long as the block lasts."""
+    if listener is None:
+        yield
+        return
+    admin = AdminServer(_uvicorn_config(create_admin_app(gateway, drain=server.end_by_order), config))
+    serving = asyncio.create_task(admin.serve(sockets=[listener]), name="admin")
+    fields = {"host": config.admin_host, "port": config.admin_port}
+    logger.info("administrators' routes are served", extra={"fields": fields})
+    try:
+        yield
+    finally:
+        admin.should_exit = True
+        await serving
+
+
 async def _serve(
-    config: GatewayConfig, tokenizer: TextTokenizer, keys: KeyPair | None, listener: socket.socket
+    config: GatewayConfig,
+    tokenizer: TextTokenizer,
+    keys: KeyPair | None,
+    listener: socket.socket,
+    admin_listener: socket.socket | None,
 ) -> None:
     router = Router(
         RouterConfig(
@@ -127,14 +173,18 @@ async def _serve(
         )
     )
     context = IpcContext(keys)
+    boards = Boards(quarantine=router.quarantine, usage=router.usage, fairness=router.fairness)
+    health = Health()
     try:
-        await router.start()
-        health = Health()
-        app = create_app(
-            config, router, router.sessions, context, tokenizer, health=health, quarantine=router.quarantine
+        # A key file that is no good is told at once, without waiting for Redis.
+        gateway = build_gateway(
+            config, router, router.sessions, context, tokenizer, clock=MonotonicClock(), health=health, boards=boards
         )
+        await router.start()
+        server = http_server(api_app(gateway, metrics=admin_listener is None), config, health)
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
-        await http_server(app, config, health).serve(sockets=[listener])
+        async with _admin_server(gateway, server, config, admin_listener):
+            await server.serve(sockets=[listener])
     except RedisUnavailableError as error:
         raise StartupError(str(error)) from error
     finally:

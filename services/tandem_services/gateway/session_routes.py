@@ -18,6 +18,7 @@ from starlette.routing import Route
 from tandem_engine.errors import WireError
 from tandem_engine.messages.requests import CloseSession
 from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.dispatch import PairChooser
 from tandem_services.gateway.engine_client import EnginePool
 from tandem_services.gateway.limits import check_cache_salt
@@ -78,25 +79,25 @@ class SessionRoutes:
 
     async def delete(self, request: Request) -> Response:
         session_id: str = request.path_params["session_id"]
-        await self._close(session_id, request.query_params.get("cache_salt"))
+        await self._close(request, session_id, request.query_params.get("cache_salt"))
         return _json(ClosedSession(id=session_id))
 
     async def close_as_sglang(self, request: Request) -> Response:
         asked = decode_body(msgspec.json.Decoder(CloseRequest), await read_body(request))
-        await self._close(asked.session_id, asked.cache_salt)
+        await self._close(request, asked.session_id, asked.cache_salt)
         return Response()
 
     async def _open(self, request: Request) -> SessionName:
         asked = decode_body(msgspec.json.Decoder(OpenRequest), await read_body(request))
         check_cache_salt(asked.cache_salt)
         session_id = secrets.token_hex(16) if asked.session_id is None else asked.session_id
-        name = session_name(session_id, asked.cache_salt or "", param="session_id")
+        name = session_name(session_id, _salt(request, asked.cache_salt), param="session_id")
         await self.desk.open(name)
         return name
 
-    async def _close(self, session_id: str, cache_salt: str | None) -> None:
+    async def _close(self, request: Request, session_id: str, cache_salt: str | None) -> None:
         check_cache_salt(cache_salt)
-        name = session_name(session_id, cache_salt or "", param="session_id")
+        name = session_name(session_id, _salt(request, cache_salt), param="session_id")
         incarnation = await self.desk.close(name)
         keeper = next((w for w in self.chooser.workers() if w.incarnation == incarnation), None)
         if keeper is None:
@@ -105,6 +106,11 @@ class SessionRoutes:
             self.engines.connect(keeper).close_session(CloseSession(session=name.id, cache_salt=name.cache_salt))
         except WireError:
             self.chooser.mark_dead(keeper.incarnation)
+
+
+def _salt(request: Request, cache_salt: str | None) -> str:
+    """Sessions of two tenants with the same id are two sessions."""
+    return identity_of(request.scope).caller.cache_salt(cache_salt or "")
 
 
 def _json(document: object) -> Response:

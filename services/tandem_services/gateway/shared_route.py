@@ -9,33 +9,29 @@ Only first attempts go by it. A choice that has failed asks the router on its ow
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from tandem_services.router.choice import Choice, RouteQuery
 
-
-class Chooser(Protocol):
-    """What a route needs of the router."""
-
-    async def choose(self, query: RouteQuery) -> Choice: ...
+Ask = Callable[[RouteQuery], Awaitable[Choice]]
+"""Asks the router, and reserves what it names."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SharedRoute:
     """One decision of the router for `choices` choices of one prompt."""
 
-    chooser: Chooser
     choices: int
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _choice: Choice | None = None
     _holders: int = 0
 
-    async def choose(self, query: RouteQuery) -> Choice:
-        """As `Router.choose`, with room for the output of all choices."""
+    async def choose(self, query: RouteQuery, ask: Ask) -> Choice:
+        """What `ask` answers, with room for the output of all choices."""
         async with self._asking:
             if self._choice is None:
-                self._choice = await self.chooser.choose(replace(query, max_tokens=query.max_tokens * self.choices))
+                self._choice = await ask(replace(query, max_tokens=query.max_tokens * self.choices))
         self._holders += 1
         return self._choice
 

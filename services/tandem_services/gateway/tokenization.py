@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.limits import check_token_ids
 from tandem_services.gateway.openai_schemas import (
     DetokenizeRequest,
@@ -28,7 +29,7 @@ class Tokenization:
     async def tokenize(self, request: Request) -> Response:
         """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
         asked = decode_body(self._tokenize, await read_body(request))
-        self._check_model(asked.model)
+        self._check_model(asked.model, request)
         ids = list(await self._encode(asked))
         vocabulary = self._prompts.tokenizer.vocabulary
         answer = TokenizeResponse(
@@ -44,7 +45,7 @@ class Tokenization:
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, control tokens included; U+FFFD for bytes that are not UTF-8."""
         asked = decode_body(self._detokenize, await read_body(request))
-        self._check_model(asked.model)
+        self._check_model(asked.model, request)
         check_token_ids(asked.tokens, self._prompts.tokenizer.vocab_size, "tokens")
         text = self._prompts.tokenizer.decode(asked.tokens, skip_special_tokens=False)
         return Response(encode_json(DetokenizeResponse(prompt=text)), media_type="application/json")
@@ -61,6 +62,6 @@ class Tokenization:
             variables=asked.chat_template_kwargs,
         )
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None:
-            self._prompts.model.check_name(name)
+    def _check_model(self, name: str | None, request: Request) -> None:
+        model = self._prompts.model
+        model.check_name(model.name if name is None else name, identity_of(request.scope).caller)

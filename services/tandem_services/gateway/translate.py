@@ -153,6 +153,7 @@ def generation_plan(
         generate=generate,
         cache_salt=request.cache_salt or "",
         priority=request.priority or 0,
+        timeout_s=request.timeout,
         skip_special_tokens=request.skip_special_tokens is not False,
         keep_stop=bool(request.include_stop_str_in_output),
         prompt_logprobs=request.prompt_logprobs,

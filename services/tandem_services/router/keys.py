@@ -13,6 +13,10 @@ deployment share a slot and one Function may touch them.
     cursor:<incarnation> STR   revision of the last index update that was applied to the set above
     links:<incarnation>  HASH  receiver's incarnation → seconds to move one token's KV to it
     quarantine           ZSET  digest of a request that kills workers → when it may be forgotten
+    usage:<tenant>       HASH  requests and tokens of one API key's last minute, by second (scripts/usage.lua)
+    running:<tenant>     ZSET  request of it that runs → end of its lease
+    fair                 HASH  tenant → virtual tokens it has had (scripts/fair.lua)
+    backlog              ZSET  tenant that waits at some gateway → until when that counts
     session:<digest>     STR   which worker keeps a conversation, how long it is and what it ends with; lives as long
                                as the session is kept, by the gateway's --session-ttl
 
@@ -21,13 +25,13 @@ UNLINK or one expiry instead of a sweep over millions of keys; publishing n bloc
 routing decision costs a binary search per worker, which starts where the previous worker's match ended.
 
 Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HMGET HSET HDEL HGETALL HKEYS HINCRBY
-ZADD ZSCORE ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING, for sessions
-GET, SET and UNLINK, for the quarantine TIME ZADD ZRANGE ZREM ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless
-an administrator loads the library (`router.library`). For instance:
+ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING,
+for sessions GET, SET and UNLINK, for the quarantine TIME ZADD ZRANGE ZREM ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION
+LOAD unless an administrator loads the library (`router.library`). For instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
         +exists +hlen +hget +hmget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore
-        +zrange +zrem +zremrangebyrank
+        +zcard +zrange +zrem +zremrangebyrank
         +sadd +srem +sismember +get +set +unlink +pexpire
 """
 
@@ -72,6 +76,12 @@ SWEEP_STEP = 64
 MAX_WORKERS = 4_096
 """A fleet hash with more fields is rubbish (RELIABILITY E6.70) and is dropped; workers come back by heartbeat."""
 
+LEASE_OF_REQUEST_MS = 30_000
+"""A running request of a gateway that died counts against its tenant's concurrency for at most this long."""
+
+BACKLOG_MS = 2_000
+"""A tenant counts as waiting this long after a gateway last said so: ten of its reports."""
+
 MAX_CHAIN_BLOCKS = 65_536
 """Longest chain one routing call looks at (1 MiB of digests)."""
 
@@ -108,6 +118,15 @@ class Keys:
     @property
     def quarantine(self) -> str:
         return self.prefix + "quarantine"
+
+    def usage_of(self, tenant: str) -> tuple[str, str]:
+        """KEYS of the usage functions."""
+        return f"{self.prefix}usage:{tenant}", f"{self.prefix}running:{tenant}"
+
+    @property
+    def fairness(self) -> tuple[str, str]:
+        """KEYS of the fairness function."""
+        return self.prefix + "fair", self.prefix + "backlog"
 
     def session(self, digest: str) -> str:
         return f"{self.prefix}session:{digest}"

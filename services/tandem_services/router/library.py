@@ -13,9 +13,9 @@ from hashlib import blake2b
 from importlib.resources import files
 
 from tandem_services.common.redis_client import Argument, FunctionMissingError, RedisClient, Reply
-from tandem_services.router import cost, keys, scoring
+from tandem_services.router import cost, keys, scoring, usage_windows, virtual_counters
 
-SCRIPTS = ("state", "fleet_row", "index", "lease", "score", "route")
+SCRIPTS = ("state", "fleet_row", "index", "lease", "score", "route", "usage", "fair")
 
 CONSTANTS: Mapping[str, float] = {
     "LEASE_MS": keys.LEASE_MS,
@@ -29,6 +29,9 @@ CONSTANTS: Mapping[str, float] = {
     "SWEEP_STEP": keys.SWEEP_STEP,
     "MAX_WORKERS": keys.MAX_WORKERS,
     "MAX_CHAIN_BLOCKS": keys.MAX_CHAIN_BLOCKS,
+    "BACKLOG_MS": keys.BACKLOG_MS,
+    "USAGE_WINDOW_S": usage_windows.WINDOW_S,
+    "MAX_TENANTS": virtual_counters.MAX_TENANTS,
     "HANDOFF_S": cost.HANDOFF_S,
     "NO_ROOM_S": cost.NO_ROOM_S,
     "BROKEN_TOKEN_S": cost.BROKEN_TOKEN_S,

@@ -34,6 +34,7 @@ from tandem_services.router.choice import (
     WorkerView,
 )
 from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Demand, room_needed
+from tandem_services.router.fair_board import FairBoard
 from tandem_services.router.index import BlockIndex, Routed
 from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATION_MS, Keys
 from tandem_services.router.library import FunctionLibrary
@@ -43,6 +44,7 @@ from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import Registry
 from tandem_services.router.scoring import has_to_wait, placement_of
 from tandem_services.router.session_bindings import SessionBindings
+from tandem_services.router.usage_board import UsageBoard
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +98,10 @@ class Router:
         """Which worker keeps which conversation."""
         self.quarantine = QuarantineBoard(client=self._background, keys=keys)
         """Which requests no worker should see again."""
+        self.usage = UsageBoard(library=FunctionLibrary(self._routing), keys=keys)
+        """What tenants have used of their limits."""
+        self.fairness = FairBoard(library=FunctionLibrary(self._background), keys=keys)
+        """What tenants have had of the fleet."""
         self._index = BlockIndex(library=FunctionLibrary(self._routing), keys=keys)
         self._registry = Registry(library=FunctionLibrary(self._background), keys=keys)
         self._membership = Membership(clock=self._clock)

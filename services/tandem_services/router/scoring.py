@@ -22,6 +22,8 @@ TIE_S = 1e-4
 DECODE_ROOM = "decode_room"
 """Name of the term that `NO_ROOM_S` goes into."""
 
+PREFILL_QUEUE = "prefill_queue"
+
 PAIR_ENDS = 4
 """Prefill workers and decode workers of which every pair is priced."""
 
@@ -106,6 +108,11 @@ def has_to_wait(terms: Iterable[ScoreTerm]) -> bool:
     return any(term.name == DECODE_ROOM and term.seconds > 0.0 for term in terms)
 
 
+def prefill_wait_s(terms: Iterable[ScoreTerm]) -> float:
+    """How long its prompt is predicted to wait for the prompts before it."""
+    return sum(term.seconds for term in terms if term.name == PREFILL_QUEUE)
+
+
 def _pairs(group: _Group, demand: Demand, random: Random) -> Iterable[Option]:
     if not group.prefills or not group.decodes:
         return
@@ -174,7 +181,7 @@ def _terms(
     load, room = _decode(decode, demand)
     transfer = 0.0 if token_seconds is None else cost.transfer_s(token_seconds, decode.matched, demand)
     return (
-        ScoreTerm("prefill_queue", queue),
+        ScoreTerm(PREFILL_QUEUE, queue),
         ScoreTerm("prefill_compute", compute),
         ScoreTerm("prefill_stall", stall),
         ScoreTerm("transfer", transfer),

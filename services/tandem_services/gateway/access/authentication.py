@@ -1,0 +1,93 @@
+"""Who may come in: ASGI middleware inside `RequestBoundary`.
+
+Every path needs a key but those of probes; a path that is not known needs one too, so that nobody without a key learns
+which there are. The path is the one of the request line, byte by byte: no header has a say in it (Starlette
+CVE-2026-48710).
+
+    1. who      the `Authorization` header, exactly one, `Bearer KEY`. Anything else is a 401
+    2. what     administrators' paths need a tenant that is one: 403
+    3. how much requests that may cost something are counted, and take a place until they end: 429
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem_services.common.errors import ApiError
+from tandem_services.gateway.access.access_metrics import AccessMetrics
+from tandem_services.gateway.access.api_key import MAX_KEY_CHARACTERS
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.access.key_watch import KeyWatch
+from tandem_services.gateway.access.tenant_limits import TenantLimits
+from tandem_services.gateway.access.tenants import Tenant
+from tandem_services.gateway.boundary import identify_caller, identity_of
+
+PROBES = frozenset({"/live", "/ready", "/health"})
+
+_BEARER = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +([\x21-\x7e]{1,%d}) *" % MAX_KEY_CHARACTERS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """What decides about requests. One per gateway."""
+
+    keys: KeyWatch
+    limits: TenantLimits
+    metrics: AccessMetrics
+    cache_secret: bytes
+    open_paths: frozenset[str] = PROBES
+    admin_paths: Collection[str] | None = ()
+    """Paths that only administrators may use; None: every path."""
+
+
+class Authentication:
+    """The middleware. `access` None: everybody may do everything."""
+
+    def __init__(self, app: ASGIApp, *, access: Access | None) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        access = self._access
+        if access is None or scope["type"] != "http" or scope["path"] in access.open_paths:
+            await self._app(scope, receive, send)
+            return
+        tenant = self._tenant(access, scope)
+        if (access.admin_paths is None or scope["path"] in access.admin_paths) and not tenant.admin:
+            access.metrics.refused("forbidden")
+            raise ApiError(403, "This key may not use administrators' routes.", kind="PermissionDeniedError")
+        caller = Caller(
+            tenant=tenant,
+            cache_secret=access.cache_secret,
+            limits=access.limits,
+            request_id=identity_of(scope).request_id,
+        )
+        identify_caller(scope, caller)
+        try:
+            if scope["method"] == "POST":
+                await caller.arrive()
+            await self._app(scope, receive, send)
+        finally:
+            caller.leave()
+
+    def _tenant(self, access: Access, scope: Scope) -> Tenant:
+        """Raises `ApiError` 401."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not given:
+            access.metrics.refused("missing")
+            raise _unauthorized("You didn't provide an API key. Send it as Authorization: Bearer KEY.")
+        found = _BEARER.fullmatch(given[0]) if len(given) == 1 else None
+        if found is None:
+            access.metrics.refused("malformed")
+            raise _unauthorized("The Authorization header must be given once, as Bearer and an API key.")
+        tenant = access.keys.ring.find(found[1].decode("ascii"))
+        if tenant is None:
+            access.metrics.refused("unknown")
+            raise _unauthorized("Incorrect API key provided.")
+        return tenant
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(401, message, kind="AuthenticationError", reason="invalid_api_key")

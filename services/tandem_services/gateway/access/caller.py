@@ -1,0 +1,106 @@
+"""Who sent one request, and what they may do. Made by `authentication`, kept for as long as the request lives."""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from tandem_engine.logs import quoted
+from tandem_services.common.errors import ApiError, not_found
+from tandem_services.gateway.access.rate_headers import rate_headers, refusal
+from tandem_services.gateway.access.tenant_limits import Taken, TenantLimits
+from tandem_services.gateway.access.tenants import EVERYBODY, Tenant
+from tandem_services.router.usage_windows import Ask, Refused, Usage
+
+UNKNOWN = Tenant(name=EVERYBODY, sha256=(), admin=True)
+"""The one tenant of a gateway without a key file."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Caller:
+    """One request's view of its tenant."""
+
+    tenant: Tenant = UNKNOWN
+    cache_secret: bytes = b""
+    """Of the deployment, at most 64 bytes: nobody can make up the salt of another tenant."""
+    limits: TenantLimits | None = None
+    """None: there are none."""
+    request_id: str = ""
+    _arrival: Taken | None = field(default=None, init=False)
+    """The request itself."""
+    _reserved: Taken | None = field(default=None, init=False)
+    """Its tokens."""
+    _reserved_tokens: int = field(default=0, init=False)
+    _used_tokens: int = field(default=0, init=False)
+    _usage: Usage | None = field(default=None, init=False)
+
+    @property
+    def known(self) -> bool:
+        """False where no keys are required."""
+        return self.tenant is not UNKNOWN
+
+    def may_use(self, model: str) -> bool:
+        return self.tenant.models is None or model in self.tenant.models
+
+    def check_model(self, model: str) -> None:
+        """Raises `ApiError` 404, as for a model that is not there."""
+        if not self.may_use(model):
+            raise no_such_model(model)
+
+    def priority(self, wanted: int) -> int:
+        """What a request that asks for `wanted` gets: no more than its tenant may."""
+        return min(wanted, self.tenant.priority) if self.known else wanted
+
+    def cache_salt(self, wanted: str) -> str:
+        """What separates its prefixes and sessions from those of others; `wanted` separates its own from each other."""
+        if not self.known or (self.tenant.share_cache and not wanted):
+            return wanted
+        whose = "shared" if self.tenant.share_cache else f"tenant {self.tenant.name}"
+        text = f"{whose}\0{wanted}".encode("utf-8", "surrogatepass")
+        return blake2b(text, key=self.cache_secret, digest_size=16).hexdigest()
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """For the answer."""
+        return [] if self._usage is None else rate_headers(self.tenant, self._usage)
+
+    async def arrive(self) -> None:
+        """Count the request and its place among those that run. Raises `ApiError` 429."""
+        tenant = self.tenant
+        if self.limits is None or not (tenant.requests_per_minute or tenant.concurrency):
+            return
+        lease = self.request_id if tenant.concurrency else ""
+        self._arrival = await self._take(self.limits, Ask(requests=1, lease=lease))
+
+    async def reserve(self, tokens: int) -> None:
+        """Count the tokens that the request is expected to use. Raises `ApiError` 429."""
+        if self.limits is None or not self.tenant.tokens_per_minute:
+            return
+        self._reserved = await self._take(self.limits, Ask(tokens=tokens))
+        self._reserved_tokens = tokens
+
+    def used(self, tokens: int) -> None:
+        """The tokens that it has used in fact."""
+        self._used_tokens = tokens
+
+    def leave(self) -> None:
+        """The request has ended, however it ended."""
+        if self.limits is None:
+            return
+        if self.known and self._used_tokens:
+            self.limits.metrics.used(self.tenant.name, self._used_tokens)
+        if self._reserved is not None:
+            beyond = self._used_tokens - self._reserved_tokens
+            self.limits.settle(self.tenant, self._reserved, tokens=beyond, lease="")
+        if self._arrival is not None and self.tenant.concurrency:
+            self.limits.settle(self.tenant, self._arrival, tokens=0, lease=self.request_id)
+
+    async def _take(self, limits: TenantLimits, ask: Ask) -> Taken:
+        taken = await limits.take(self.tenant, ask)
+        self._usage = taken.usage
+        if taken.usage.refused is not Refused.NOTHING:
+            limits.metrics.limited(self.tenant.name, taken.usage.refused.value)
+            raise refusal(self.tenant, taken.usage, ask)
+        return taken
+
+
+def no_such_model(model: str) -> ApiError:
+    """404."""
+    return not_found(f"The model '{quoted(model)}' does not exist.", "model", reason="model_not_found")

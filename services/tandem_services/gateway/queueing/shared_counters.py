@@ -1,0 +1,75 @@
+"""Virtual token counters that all gateways share: charged here at once, reported to Redis a few times a second.
+
+Redis adds up what gateways report and says where tenants stand, so that a tenant that asks several gateways gets no
+more than one that asks one. No request waits for a report. Redis away: the counters of this gateway decide, and what it
+has charged meanwhile is reported when Redis is back.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.fair_board import Charge, Standing
+from tandem_services.router.virtual_counters import VirtualCounters
+
+logger = logging.getLogger(__name__)
+
+SYNC_S = 0.2
+
+
+class Board(Protocol):
+    """Counters that all gateways share; see `FairBoard`."""
+
+    async def sync(self, charges: Iterable[Charge]) -> Standing:
+        """Raises `RedisUnavailableError`."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class SharedCounters:
+    """One per gateway; belongs to its event loop."""
+
+    counters: VirtualCounters
+    board: Board | None = None
+    _pending: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Charged since the last report."""
+    _told_waiting: frozenset[str] = frozenset()
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """`cost`: virtual tokens over the tenant's weight."""
+        self.counters.charge(tenant, cost)
+        if self.board is not None:
+            self._pending[tenant] += cost
+
+    async def run(self) -> None:
+        """Report, for ever."""
+        while True:
+            await asyncio.sleep(SYNC_S)
+            try:
+                await self.sync()
+            except Exception:
+                # A task boundary: gateways would drift apart for good.
+                logger.exception("virtual token counters could not be reported")
+
+    async def sync(self) -> None:
+        """Report, and take over where tenants stand. Redis away: next time."""
+        waiting = self.counters.backlogged
+        names = self._pending.keys() | waiting | self._told_waiting
+        if self.board is None or not names:
+            return
+        sent, self._pending = self._pending, defaultdict(float)
+        charges = [Charge(tenant=name, cost=sent.get(name, 0.0), waits=name in waiting) for name in sorted(names)]
+        try:
+            standing = await self.board.sync(charges)
+        except RedisUnavailableError:
+            for name, cost in sent.items():
+                self._pending[name] += cost
+            return
+        self._told_waiting = waiting
+        # What was charged while Redis was asked is in none of its figures.
+        values = {name: value + self._pending.get(name, 0.0) for name, value in standing.values.items()}
+        self.counters.adopt(values, standing.floor)
