@@ -8,8 +8,12 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.router import keys
 from tandem_services.router.cost import Demand
+from tandem_services.router.fair_board import Charge, FairBoard
+from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import LeaseStatus, WorkerState
+from tandem_services.router.usage_board import UsageBoard
+from tandem_services.router.usage_windows import Ask, Refused, UsageLimits
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
 
 SHORT = {"LEASE_MS": 150, "FENCE_AFTER_MS": 300, "SWEEP_EVERY_MS": 0}
@@ -207,4 +211,13 @@ async def test_a_user_with_only_the_documented_commands_can_do_everything(server
     assert list(await board.digests()) == ["aa"]
     assert await board.clear("aa") == 1
     await board.clear()
+    library = FunctionLibrary(user.client)
+    limits = UsageLimits(requests=1, tokens=9, concurrency=1)
+    usage = UsageBoard(library=library, keys=user.keys)
+    taken = await usage.take("t", limits, Ask(requests=1, tokens=9, lease="r"))
+    assert (taken.refused, taken.requests, taken.tokens) == (Refused.NOTHING, 1, 9)
+    await usage.renew("t", ["r"])
+    await usage.settle("t", second=taken.second, tokens=-9, lease="r")
+    standing = await FairBoard(library=library, keys=user.keys).sync([Charge(tenant="t", cost=1.5, waits=True)])
+    assert standing.values == {"t": 1.5}
     await user.close()

@@ -1,6 +1,7 @@
 """`tandem gateway`: the OpenAI-compatible HTTP front of a deployment. Needs no torch."""
 
 import argparse
+from pathlib import Path
 
 from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
@@ -34,6 +35,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="on SIGTERM /ready is false for S seconds before the port closes (default 1)",
     )
     add_deployment(parser)
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="PATH",
+        help="key file, or folder of a mounted Secret: who may use it, and how much (docs/limits.md); followed "
+        "while it changes (default: everybody may)",
+    )
+    parser.add_argument(
+        "--admin-port",
+        type=port_number,
+        metavar="PORT",
+        help="port of /metrics, /drain and /requests/ID/explain; /metrics is then not on the API's (default: none)",
+    )
+    parser.add_argument(
+        "--admin-host", default="127.0.0.1", metavar="HOST", help="address of that port (default 127.0.0.1)"
+    )
     add_local_prefill(parser)
     parser.add_argument(
         "--session-ttl",
@@ -45,10 +62,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--max-waiting-requests",
         type=non_negative_int,
-        default=256,
+        default=1024,
         metavar="N",
-        help="while no worker lives, up to N new choices wait 10 s for one before they are refused with 503 "
-        "(default 256)",
+        help="up to N new choices wait here for a worker with room; more are refused with 429 or 503 (default 1024)",
+    )
+    parser.add_argument(
+        "--queue-timeout",
+        type=positive_float,
+        default=60.0,
+        metavar="S",
+        help="seconds that a new choice waits for room before it is refused with 503; 10 s while no worker lives "
+        "(default 60)",
     )
     parser.add_argument(
         "--prefill-fallback",
@@ -78,7 +102,11 @@ def run(args: argparse.Namespace) -> int:
             local_prefill_tokens=args.local_prefill_tokens,
             session_ttl_s=args.session_ttl,
             drain_notice_s=args.drain_notice,
+            api_keys=args.api_keys,
+            admin_host=args.admin_host,
+            admin_port=args.admin_port,
             max_waiting=args.max_waiting_requests,
+            room_s=args.queue_timeout,
             prefill_fallback=args.prefill_fallback,
             log_format=LogFormat(args.log_format),
             log_level=read_settings().log_level,

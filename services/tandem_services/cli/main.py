@@ -14,11 +14,11 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from tandem_engine.errors import ConfigError, EngineError
-from tandem_services.cli import bench, chat, ctl, gateway, quarantine, up, verify, worker
+from tandem_services.cli import bench, chat, ctl, gateway, keys, quarantine, up, verify, worker
 from tandem_services.common.errors import ServiceError
 from tandem_services.common.settings import read_settings
 
-COMMANDS = (up, chat, bench, verify, gateway, worker, ctl, quarantine)
+COMMANDS = (up, chat, bench, verify, gateway, worker, ctl, quarantine, keys)
 
 EPILOG = """\
 first steps:

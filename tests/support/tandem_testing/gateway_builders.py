@@ -14,7 +14,7 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.app import create_app
+from tandem_services.gateway.app import ALONE, Boards, create_app
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.serve import http_server, listen
 from tandem_services.router.choice import (
@@ -28,9 +28,12 @@ from tandem_services.router.choice import (
     Source,
     WorkerView,
 )
-from tandem_services.router.scoring import placement_of
+from tandem_services.router.cost import NO_ROOM_S
+from tandem_services.router.scoring import DECODE_ROOM, placement_of
 from tandem_services.router.session_bindings import SessionBinding, SessionName
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
+
+FULL = ScoreTerm(DECODE_ROOM, NO_ROOM_S)
 
 
 @dataclass
@@ -41,6 +44,8 @@ class FakeChooser:
     queries: list[RouteQuery] = field(default_factory=list)
     open: int = 0
     """Choices not released yet."""
+    room: float = float("inf")
+    """Sequences that all workers together have room for; who comes later would have to wait for them."""
     dead: set[str] = field(default_factory=set)
     revived: list[str] = field(default_factory=list)
     """Workers marked dead that have answered since."""
@@ -52,6 +57,7 @@ class FakeChooser:
         decode = self._first(query, Role.DECODE, Role.BOTH)
         if decode is None:
             raise NoWorkersError("no worker", retry_after=2.0)
+        full = self.open >= self.room
         self.open += 1
         prefill = self._first(query, Role.PREFILL)
         return Choice(
@@ -60,7 +66,7 @@ class FakeChooser:
             prefill=prefill,
             source=Source.LOCAL,
             placement=placement_of(decode.role, paired=prefill is not None, degraded=True),
-            terms=(ScoreTerm("queue", 0.001), ScoreTerm("prefill", 0.002)),
+            terms=(ScoreTerm("queue", 0.001), ScoreTerm("prefill", 0.002), *([FULL] if full else [])),
             matched_tokens=4,
             reservation=Reservation(None, ()),
         )
@@ -186,7 +192,7 @@ class LiveGateway:
 
 @asynccontextmanager
 async def live_gateway(
-    context: IpcContext, tokenizer: TextTokenizer, engines: list[MockEngine], **config: Any
+    context: IpcContext, tokenizer: TextTokenizer, engines: list[MockEngine], *, boards: Boards = ALONE, **config: Any
 ) -> AsyncIterator[LiveGateway]:
     """Serve until the block ends. A thread that gets no processor for seconds is not taken for a dead worker."""
     defaults = {"model_path": Path(), "model_name": "mock", "ping_interval_s": 5.0, "recovery_s": 0.5}
@@ -194,7 +200,8 @@ async def live_gateway(
     chooser = FakeChooser([engine.view for engine in engines])
     sessions = SessionShelf()
     health = Health()
-    server = http_server(create_app(settings, chooser, sessions, context, tokenizer, health=health), settings, health)
+    app = create_app(settings, chooser, sessions, context, tokenizer, health=health, boards=boards)
+    server = http_server(app, settings, health)
     with listen("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[listener]))

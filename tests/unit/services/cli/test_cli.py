@@ -17,7 +17,7 @@ from tandem_services.cli.up import plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.ports import free_port
 
-COMMANDS = ["up", "chat", "bench", "verify", "gateway", "worker", "ctl"]
+COMMANDS = ["up", "chat", "bench", "verify", "gateway", "worker", "ctl", "keys"]
 
 
 @pytest.mark.parametrize("command", [[], *[[c] for c in COMMANDS], ["bench", "serve"], ["bench", "offline"]])

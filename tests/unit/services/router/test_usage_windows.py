@@ -1,0 +1,98 @@
+"""Limits of one tenant: never more than the limit in any minute."""
+
+from random import Random
+
+import pytest
+
+from tandem_services.router.usage_windows import WINDOW_S, Ask, Refused, UsageLimits, UsageWindows
+
+ONE = Ask(requests=1)
+
+
+def test_the_limit_is_reached_and_not_passed():
+    windows, limits = UsageWindows(), UsageLimits(requests=3)
+    verdicts = [windows.take(limits, ONE, 100.0 + step).refused for step in range(5)]
+    assert verdicts == [Refused.NOTHING] * 3 + [Refused.REQUESTS] * 2
+
+
+def test_who_waits_as_long_as_told_is_served():
+    windows, limits = UsageWindows(), UsageLimits(requests=2, tokens=100)
+    windows.take(limits, Ask(requests=1, tokens=40), 100.5)
+    windows.take(limits, Ask(requests=1, tokens=50), 110.5)
+    refused = windows.take(limits, ONE, 120.0)
+    assert (refused.refused, refused.retry_s) == (Refused.REQUESTS, 100 + WINDOW_S + 1 - 120.0)
+    assert windows.take(limits, ONE, 120.0 + refused.retry_s - 0.01).refused is Refused.REQUESTS
+    assert windows.take(limits, ONE, 120.0 + refused.retry_s).refused is Refused.NOTHING
+
+
+def test_tokens_count_like_requests_and_all_or_nothing_is_taken():
+    windows, limits = UsageWindows(), UsageLimits(requests=10, tokens=100)
+    assert windows.take(limits, Ask(requests=1, tokens=90), 5.0).tokens == 90
+    usage = windows.take(limits, Ask(requests=1, tokens=11), 6.0)
+    assert (usage.refused, usage.requests, usage.tokens) == (Refused.TOKENS, 1, 90)
+
+
+def test_what_is_larger_than_the_limit_never_fits():
+    usage = UsageWindows().take(UsageLimits(tokens=100), Ask(tokens=101), 5.0)
+    assert (usage.refused, usage.retry_s) == (Refused.TOKENS, None)
+
+
+def test_tokens_that_were_not_used_are_given_back_where_they_were_taken():
+    windows, limits = UsageWindows(), UsageLimits(tokens=100)
+    second = windows.take(limits, Ask(tokens=100), 0.0).second
+    windows.settle(second, -60, 59.0)
+    assert windows.take(limits, Ask(tokens=60), 59.0).refused is Refused.NOTHING
+    # The 40 leave after a minute. Had the 60 been given back at 59 s, there would be room for 160 now.
+    assert windows.take(limits, Ask(tokens=100), 62.0).refused is Refused.TOKENS
+    assert windows.take(limits, Ask(tokens=40), 62.0).refused is Refused.NOTHING
+
+
+def test_giving_back_what_has_left_the_window_makes_no_room():
+    windows, limits = UsageWindows(), UsageLimits(tokens=100)
+    second = windows.take(limits, Ask(tokens=100), 0.0).second
+    windows.take(limits, Ask(tokens=100), 70.0)
+    windows.settle(second, -100, 70.0)
+    assert windows.take(limits, Ask(tokens=1), 71.0).refused is Refused.TOKENS
+
+
+def test_tokens_beyond_the_expected_count_when_they_are_known():
+    windows, limits = UsageWindows(), UsageLimits(tokens=100)
+    second = windows.take(limits, Ask(tokens=10), 0.0).second
+    windows.settle(second, 200, 30.0)
+    assert windows.take(limits, Ask(tokens=1), 80.0).refused is Refused.TOKENS
+    assert windows.take(limits, Ask(tokens=1), 91.0).refused is Refused.NOTHING
+
+
+def test_so_many_run_at_once():
+    windows, limits = UsageWindows(), UsageLimits(concurrency=2)
+    asks = [windows.take(limits, Ask(requests=1, lease=name), 0.0).refused for name in "abc"]
+    assert asks == [Refused.NOTHING, Refused.NOTHING, Refused.CONCURRENCY]
+    windows.end("a")
+    windows.end("a")
+    assert windows.take(limits, Ask(requests=1, lease="c"), 0.0).refused is Refused.NOTHING
+    assert windows.take(limits, Ask(requests=1, lease="d"), 0.0).refused is Refused.CONCURRENCY
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_no_minute_is_more_than_the_limit(seed):
+    random, windows, limits = Random(seed), UsageWindows(), UsageLimits(requests=7, tokens=500)
+    granted: list[tuple[float, int]] = []
+    now = 0.0
+    for _ in range(400):
+        now += random.choice([0.0, 0.1, 1.0, 7.0, 30.0])
+        ask = Ask(requests=1, tokens=random.randrange(200))
+        if windows.take(limits, ask, now).refused is Refused.NOTHING:
+            granted.append((now, ask.tokens))
+    for start, _ in granted:
+        minute = [tokens for at, tokens in granted if start <= at < start + WINDOW_S]
+        assert len(minute) <= 7
+        assert sum(minute) <= 500
+
+
+def test_it_remembers_no_more_than_a_minute():
+    windows = UsageWindows()
+    for second in range(1000):
+        windows.take(UsageLimits(), Ask(requests=1, tokens=1), float(second))
+    assert len(windows._requests.taken) <= WINDOW_S + 1
+    windows.forget(2000.0)
+    assert windows.idle
