@@ -1,0 +1,214 @@
+"""Limits and counters of tenants in a real Redis: exact over gateways, as their Python twins, never in the way."""
+
+import asyncio
+from random import Random
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem_engine.clock import MonotonicClock
+from tandem_services.common.redis_client import RedisAddress, RedisClient
+from tandem_services.gateway.access.access_metrics import AccessMetrics
+from tandem_services.gateway.access.tenant_limits import TenantLimits
+from tandem_services.gateway.access.tenants import Tenant
+from tandem_services.router.fair_board import Charge, FairBoard
+from tandem_services.router.keys import Keys
+from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.usage_board import UsageBoard
+from tandem_services.router.usage_windows import Ask, Refused, UsageLimits, UsageWindows
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
+from tandem_testing.router_builders import PATIENT_S
+
+pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+
+KEYS = Keys("default")
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = RedisServer.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def library(server):
+    server.wipe()
+    client = RedisClient(RedisAddress(url=server.url), timeout_s=PATIENT_S)
+    yield FunctionLibrary(client)
+    await client.close()
+
+
+@pytest.fixture
+def usage(library) -> UsageBoard:
+    return UsageBoard(library=library, keys=KEYS)
+
+
+@pytest.fixture
+def fair(library) -> FairBoard:
+    return FairBoard(library=library, keys=KEYS)
+
+
+# Limits
+
+
+async def test_many_gateways_together_grant_exactly_the_limit(server, library):
+    clients = [RedisClient(RedisAddress(url=server.url), timeout_s=PATIENT_S) for _ in range(4)]
+    boards = [UsageBoard(library=FunctionLibrary(client), keys=KEYS) for client in clients]
+    limits = UsageLimits(requests=50, tokens=100_000)
+    asks = [boards[n % 4].take("t", limits, Ask(requests=1, tokens=10)) for n in range(200)]
+    usages = await asyncio.gather(*asks)
+    assert sum(usage.refused is Refused.NOTHING for usage in usages) == 50
+    refused = next(usage for usage in usages if usage.refused is Refused.REQUESTS)
+    assert refused.requests == 50
+    assert refused.retry_s is not None
+    assert 0 < refused.retry_s <= 61
+    assert (await boards[0].take("other", limits, Ask(requests=1))).refused is Refused.NOTHING
+    await asyncio.gather(*(client.close() for client in clients))
+
+
+async def test_tokens_taken_are_corrected_when_they_are_known(usage):
+    limits = UsageLimits(tokens=100)
+    taken = await usage.take("t", limits, Ask(tokens=90))
+    assert (await usage.take("t", limits, Ask(tokens=20))).refused is Refused.TOKENS
+    await usage.settle("t", second=taken.second, tokens=-60, lease="")
+    assert (await usage.take("t", limits, Ask(tokens=20))).tokens == 50
+    await usage.settle("t", second=taken.second, tokens=200, lease="")
+    late = await usage.take("t", limits, Ask(tokens=1))
+    assert (late.refused, late.tokens) == (Refused.TOKENS, 250)
+    assert (await usage.take("t", limits, Ask(tokens=101))).retry_s is None
+
+
+async def test_a_second_that_is_long_over_takes_nothing_back(usage):
+    limits = UsageLimits(tokens=100)
+    taken = await usage.take("t", limits, Ask(tokens=100))
+    await usage.settle("t", second=taken.second - 500, tokens=-100, lease="")
+    assert (await usage.take("t", limits, Ask(tokens=1))).refused is Refused.TOKENS
+
+
+async def test_a_lease_ends_with_its_request_or_by_itself(server, usage):
+    board, limits = usage, UsageLimits(concurrency=2)
+    for name in ("a", "b"):
+        assert (await board.take("t", limits, Ask(lease=name))).refused is Refused.NOTHING
+    assert (await board.take("t", limits, Ask(lease="c"))).refused is Refused.CONCURRENCY
+    await board.settle("t", second=0, tokens=0, lease="a")
+    await board.renew("t", ["a", "b"])
+    assert (await board.take("t", limits, Ask(lease="c"))).refused is Refused.NOTHING
+    # A gateway died: its leases run out.
+    for name in ("b", "c"):
+        server.command("ZADD", KEYS.usage_of("t")[1], "1", name)
+    assert (await board.take("t", limits, Ask(lease="d"))).refused is Refused.NOTHING
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_lua_and_python_decide_alike(usage, seed):
+    """Within one second of Redis, so that both have the same windows."""
+    random, windows = Random(seed), UsageWindows()
+    limits = UsageLimits(requests=12, tokens=300, concurrency=4)
+    first = (await usage.take("t", UsageLimits(), Ask())).second
+    running: list[str] = []
+    for step in range(60):
+        ask = Ask(requests=1, tokens=random.randrange(60), lease=f"r{step}" if random.random() < 0.7 else "")
+        theirs = await usage.take("t", limits, ask)
+        if theirs.second != first:
+            pytest.skip("a second has passed")
+        ours = windows.take(limits, ask, float(first))
+        assert (theirs.refused, theirs.requests, theirs.tokens) == (ours.refused, ours.requests, ours.tokens)
+        if ours.refused is Refused.NOTHING and ask.lease:
+            running.append(ask.lease)
+        if running and random.random() < 0.3:
+            lease = running.pop(0)
+            tokens = random.randrange(-20, 20)
+            await usage.settle("t", second=first, tokens=tokens, lease=lease)
+            windows.settle(first, tokens, float(first))
+            windows.end(lease)
+
+
+async def test_rubbish_is_dropped_and_memory_is_bounded(server, usage):  # E6.70
+    usage_key, running_key = KEYS.usage_of("t")
+    server.command("SET", usage_key, "text")
+    server.command("SET", running_key, "text")
+    limits = UsageLimits(requests=2, tokens=9, concurrency=2)
+    assert (await usage.take("t", limits, Ask(requests=1, lease="a"))).requests == 1
+    server.command("HSET", usage_key, "r99999999999", "5", "x", "5", "tnan", "nan", "r1", "7", "t", "q")
+    taken = await usage.take("t", limits, Ask(requests=1, lease="b"))
+    assert (taken.refused, taken.requests) == (Refused.NOTHING, 2)
+    assert server.command("HLEN", usage_key).strip() in (":1", ":2")
+    for key in (usage_key, running_key):
+        assert int(server.command("PTTL", key).strip()[1:]) > 0
+
+
+async def test_limits_go_on_when_redis_hangs_and_when_it_comes_back():  # B3.16, B3.17
+    server = RedisServer.start()
+    client = RedisClient(RedisAddress(url=server.url), timeout_s=0.05)
+    metrics = AccessMetrics(CollectorRegistry())
+    board = UsageBoard(library=FunctionLibrary(client), keys=KEYS)
+    limits = TenantLimits(clock=MonotonicClock(), metrics=metrics, board=board)
+    tenant = Tenant(name="t", sha256=(), requests_per_minute=6)
+    try:
+        await client.require(wait_s=5)
+
+        async def taken(count: int) -> list[bool]:
+            asks = [await limits.take(tenant, Ask(requests=1)) for _ in range(count)]
+            return [ask.usage.refused is Refused.NOTHING for ask in asks]
+
+        assert await taken(4) == [True] * 4
+        server.pause()
+        # What Redis granted counts here too.
+        assert await taken(4) == [True, True, False, False]
+        server.resume()
+        await client.require(wait_s=5)
+        shared = await limits.take(tenant, Ask(requests=1))
+        assert shared.shared
+    finally:
+        await client.close()
+        server.stop()
+
+
+# Fairness
+
+
+async def sync(fair: FairBoard, **charges: tuple[float, bool]) -> dict[str, float]:
+    report = [Charge(tenant=name, cost=cost, waits=waits) for name, (cost, waits) in charges.items()]
+    return (await fair.sync(report)).values
+
+
+async def test_gateways_add_to_the_same_counters(fair):
+    assert await sync(fair, a=(100, True)) == {"a": 100}
+    assert await sync(fair, a=(50.25, True)) == {"a": 150.25}
+
+
+async def test_a_tenant_that_comes_back_starts_where_those_who_wait_are(fair):
+    await sync(fair, a=(1000, True))
+    assert await sync(fair, b=(0, True)) == {"b": 1000}
+    assert await sync(fair, b=(10, True)) == {"b": 1010}
+
+
+async def test_who_was_alone_is_not_punished_for_it(fair):
+    await sync(fair, a=(1000, True))
+    standing = await fair.sync([Charge(tenant="a", cost=0, waits=False)])
+    assert standing.floor == 1000
+    assert await sync(fair, b=(0, True)) == {"b": 1000}
+    assert await sync(fair, a=(0, True)) == {"a": 1000}
+
+
+async def test_counters_of_idle_tenants_are_dropped(fair, server):
+    for number in range(200):
+        await sync(fair, **{f"t{number}": (5, True)})
+        await sync(fair, **{f"t{number}": (0, False)})
+    assert int(server.command("HLEN", KEYS.fairness[0]).strip()[1:]) <= 2
+    assert int(server.command("ZCARD", KEYS.fairness[1]).strip()[1:]) == 0
+    assert int(server.command("PTTL", KEYS.fairness[0]).strip()[1:]) > 0
+
+
+async def test_rubbish_in_the_counters_is_dropped(fair, server):  # E6.70
+    counters, backlog = KEYS.fairness
+    server.command("SET", counters, "text")
+    server.command("SET", backlog, "text")
+    assert await sync(fair, a=(5, True)) == {"a": 5}
+    server.command("HSET", counters, "a", "not a number")
+    assert await sync(fair, a=(5, True)) == {"a": 5}
+    for number in range(5000):
+        if number % 500 == 0:
+            server.command("HSET", counters, *(word for n in range(500) for word in (f"x{number + n}", "1")))
+    assert await sync(fair, a=(5, True)) == {"a": 5}

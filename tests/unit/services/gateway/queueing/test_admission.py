@@ -1,0 +1,303 @@
+"""New requests wait at the gateway until a worker has room: order, refusals, clients that leave."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem_services.common.errors import ApiError
+from tandem_services.gateway.access.caller import UNKNOWN
+from tandem_services.gateway.access.tenants import Tenant
+from tandem_services.gateway.queueing.admission import Admission, AdmissionPolicy
+from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
+from tandem_services.gateway.queueing.shared_counters import SharedCounters
+from tandem_services.router.choice import Choice, NoWorkersError, Placement, Reservation, ScoreTerm, Source, WorkerView
+from tandem_services.router.cost import NO_ROOM_S
+from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
+from tandem_services.router.virtual_counters import VirtualCounters
+from tandem_testing.router_builders import make_view
+from tandem_testing.service_clock import ServiceClock
+from tandem_testing.waiting import until
+
+
+@dataclass
+class Fleet:
+    """One worker with so many places. Its report is always current, unless `stale` says that it is full."""
+
+    places: int = 1
+    taken: int = 0
+    queue_s: float = 0.0
+    stale: bool = False
+    alive: bool = True
+    too_long: int = 10_000
+    asked: list[str] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    """Answers come only once it is set."""
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        return (make_view("w"),) if self.alive else ()
+
+    async def ask(self, name: str, prompt: int) -> Choice:
+        self.asked.append(name)
+        if self.gate is not None:
+            await self.gate.wait()
+        if not self.alive or prompt > self.too_long:
+            raise NoWorkersError("nobody", retry_after=2.0)
+        full = self.stale or self.taken >= self.places
+        self.taken += 1
+        terms = (ScoreTerm(PREFILL_QUEUE, self.queue_s), ScoreTerm(DECODE_ROOM, NO_ROOM_S if full else 0.0))
+        return Choice(
+            request_id=name,
+            decode=make_view("w"),
+            prefill=None,
+            source=Source.LOCAL,
+            placement=Placement.ALONE,
+            terms=terms,
+            matched_tokens=0,
+            reservation=Reservation(None, ()),
+        )
+
+    async def release(self, choice: Choice) -> None:
+        del choice
+        self.taken -= 1
+
+
+class Desk:
+    """An admission with what is around it."""
+
+    def __init__(self, fleet: Fleet, *, seats: int = 100, **policy: float) -> None:
+        self.fleet = fleet
+        self.clock = ServiceClock()
+        self.registry = CollectorRegistry()
+        counters = VirtualCounters()
+        self.admission = Admission(
+            chooser=fleet,
+            clock=self.clock,
+            queue=FairQueue(seats=seats, counters=counters),
+            counters=SharedCounters(counters=counters),
+            metrics=QueueMetrics(self.registry),
+            policy=AdmissionPolicy(**{"poll_s": 0.001, **policy}),
+        )
+        self.order: list[str] = []
+
+    def come(self, name: str, tenant: str = "", *, prompt: int = 100, priority: int = 0) -> "asyncio.Task[Choice]":
+        return asyncio.create_task(self._come(name, tenant, prompt, priority))
+
+    async def _come(self, name: str, tenant: str, prompt: int, priority: int) -> Choice:
+        holder = Tenant(name=tenant, sha256=()) if tenant else UNKNOWN
+        choice = await self.admission.admit(
+            lambda: self.fleet.ask(name, prompt), tenant=holder, priority=priority, prompt_tokens=prompt
+        )
+        self.order.append(name)
+        return choice
+
+    async def waiting(self, count: int) -> None:
+        await until(lambda: len(self.admission.queue) == count, 10.0, f"{count} wait")
+
+    async def done(self, choice: Choice) -> None:
+        await self.fleet.release(choice)
+        self.admission.freed()
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"tandem_gateway_{name}", labels)
+
+
+async def test_with_room_nobody_waits():
+    desk = Desk(Fleet(places=3))
+    await asyncio.gather(*(desk.come(str(n)) for n in range(3)))
+    assert desk.fleet.asked == ["0", "1", "2"]
+    assert desk.value("queue_wait_seconds_bucket", le="0.0") == 3
+
+
+async def test_without_room_a_request_waits_here_and_holds_no_reservation():
+    desk = Desk(Fleet(places=1))
+    first = await desk.come("first")
+    second = desk.come("second")
+    await desk.waiting(1)
+    assert desk.value("num_requests_waiting") == 1
+    assert desk.fleet.taken == 1
+    await desk.done(first)
+    await second
+    assert (desk.fleet.taken, desk.value("num_requests_waiting")) == (1, 0)
+
+
+async def test_a_long_line_of_prompts_at_a_worker_is_no_room():
+    desk = Desk(Fleet(places=9, queue_s=1.5), worker_wait_s=1.0)
+    waiting = desk.come("x")
+    await desk.waiting(1)
+    desk.fleet.queue_s = 0.5
+    await waiting
+
+
+async def serve_all(desk: Desk, tasks: "list[asyncio.Task[Choice]]") -> list[str]:
+    """End requests one after the other as they are admitted; returns who was admitted in which order."""
+    pending = set(tasks)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await desk.done(task.result())
+    return desk.order
+
+
+async def test_tenants_take_turns():
+    desk = Desk(Fleet(places=1))
+    holder = await desk.come("holder", "x")
+    flood = [desk.come(f"a{n}", "a") for n in range(6)]
+    await desk.waiting(6)
+    calm = [desk.come(f"b{n}", "b") for n in range(2)]
+    await desk.waiting(8)
+    await desk.done(holder)
+    assert (await serve_all(desk, flood + calm))[1:5] == ["a0", "b0", "a1", "b1"]
+
+
+async def test_what_is_charged_is_what_was_computed_and_generated():
+    desk = Desk(Fleet(places=9))
+    tenant = Tenant(name="t", sha256=(), weight=2.0)
+    await desk.admission.admit(lambda: desk.fleet.ask("x", 100), tenant=tenant, priority=0, prompt_tokens=100)
+    desk.admission.charge_output(tenant, 10)
+    counters = desk.admission.counters.counters
+    assert counters.value("t") == (100 + 20) / 2
+    desk.admission.correct_prompt(tenant, 100, predicted=0, cached=100)
+    assert counters.value("t") == (10 + 20) / 2
+
+
+async def test_a_stale_report_does_not_keep_freed_places_empty():
+    """A worker reports once a second; as many requests as have ended go there at once."""
+    desk = Desk(Fleet(places=2))
+    running = [await desk.come(f"r{n}") for n in range(2)]
+    tasks = [desk.come(f"w{n}") for n in range(4)]
+    await desk.waiting(4)
+    desk.fleet.stale = True
+    for choice in running:
+        await desk.done(choice)
+    await asyncio.gather(*tasks[:2])
+    assert (desk.order[2:], desk.fleet.taken) == (["w0", "w1"], 2)
+    desk.fleet.stale, desk.fleet.places = False, 4
+    await asyncio.gather(*tasks)
+
+
+async def test_a_request_that_nobody_can_take_does_not_keep_others_waiting():
+    desk = Desk(Fleet(places=1, too_long=500))
+    holder = await desk.come("holder")
+    stuck = desk.come("stuck", prompt=501)
+    await desk.waiting(1)
+    other = desk.come("other")
+    await desk.waiting(2)
+    await desk.done(holder)
+    await other
+    assert not stuck.done()
+    desk.clock.advance(10)
+    with pytest.raises(ApiError) as refused:
+        await stuck
+    assert (refused.value.status, refused.value.retry_after) == (503, 2.0)
+
+
+async def test_a_request_that_only_waits_for_room_is_not_overtaken():
+    desk = Desk(Fleet(places=1))
+    holder = await desk.come("holder")
+    tasks = [desk.come("first", "a"), desk.come("second", "a")]
+    await desk.waiting(2)
+    await desk.done(holder)
+    assert (await serve_all(desk, tasks))[1:] == ["first", "second"]
+
+
+@pytest.mark.parametrize(("alive", "seconds", "reason"), [(True, 60, "no_room"), (False, 10, "no_worker")])
+async def test_nobody_waits_for_ever(alive, seconds, reason):
+    desk = Desk(Fleet(places=0, alive=alive))
+    waiting = desk.come("x")
+    await desk.waiting(1)
+    desk.clock.advance(seconds - 0.1)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not waiting.done()
+    desk.clock.advance(0.2)
+    with pytest.raises(ApiError) as refused:
+        await waiting
+    assert refused.value.status == 503
+    assert refused.value.retry_after is not None
+    assert desk.value("queue_refusals_total", reason=reason) == 1
+
+
+async def test_who_waited_for_room_has_the_whole_time_for_a_new_worker():  # B3.13
+    desk = Desk(Fleet(places=0))
+    waiting = desk.come("x")
+    await desk.waiting(1)
+    desk.clock.advance(30)
+    desk.fleet.alive = False
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not waiting.done()
+    desk.fleet.alive, desk.fleet.places = True, 1
+    await waiting
+
+
+async def test_a_flood_that_fills_the_queue_is_told_429_and_others_keep_their_seats():
+    desk = Desk(Fleet(places=0), seats=4)
+    flood = [desk.come(f"a{n}", "a") for n in range(4)]
+    await desk.waiting(4)
+    alone = desk.come("a4", "a")
+    with pytest.raises(ApiError) as refused:
+        await alone
+    assert refused.value.status == 503, "nobody else waits: it is the fleet that is too small"
+    calm = desk.come("b0", "b")
+    with pytest.raises(ApiError) as pushed:
+        await flood[3]
+    assert (pushed.value.status, pushed.value.reason) == (429, "queue_full")
+    assert pushed.value.retry_after is not None
+    again = desk.come("a5", "a")
+    with pytest.raises(ApiError) as refused:
+        await again
+    assert refused.value.status == 429
+    desk.fleet.places = 9
+    await asyncio.gather(calm, *flood[:3])
+
+
+async def test_a_client_that_leaves_gives_up_its_seat():
+    desk = Desk(Fleet(places=0))
+    tasks = [desk.come("a"), desk.come("b")]
+    await desk.waiting(2)
+    tasks[0].cancel()
+    await desk.waiting(1)
+    desk.fleet.places = 1
+    await tasks[1]
+    assert (desk.fleet.taken, len(desk.admission.queue)) == (1, 0)
+
+
+async def test_a_client_that_leaves_while_the_router_is_asked_leaves_no_reservation():
+    desk = Desk(Fleet(places=1))
+    holder = await desk.come("holder")
+    task = desk.come("x")
+    await desk.waiting(1)
+    desk.fleet.gate = asyncio.Event()
+    asked = len(desk.fleet.asked)
+    await until(lambda: len(desk.fleet.asked) > asked, 10.0, "it is asked for")
+    await desk.done(holder)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    desk.fleet.gate.set()
+    await until(lambda: desk.fleet.taken == 0, 10.0, "it is given back")
+    await desk.admission.close()
+
+
+async def test_a_surprise_in_one_turn_does_not_end_the_queue(caplog):
+    desk = Desk(Fleet(places=0))
+
+    async def broken() -> Choice:
+        desk.fleet.places = 9
+        raise RuntimeError("a bug")
+
+    holder = desk.come("holder")
+    await desk.waiting(1)
+    bad = asyncio.create_task(desk.admission.admit(broken, tenant=UNKNOWN, priority=9, prompt_tokens=1))
+    await holder_or_timeout(holder, bad)
+    assert "a turn of the queue failed" in caplog.text
+
+
+async def holder_or_timeout(holder: "asyncio.Task[Choice]", bad: "asyncio.Task[Choice]") -> None:
+    """The bad one is asked again and again; once it is gone the other is served."""
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    bad.cancel()
+    await holder

@@ -1,0 +1,111 @@
+"""Who goes first, and who gives way."""
+
+from tandem_services.gateway.queueing.fair_queue import FairQueue, Waiting
+from tandem_services.router.virtual_counters import VirtualCounters
+
+
+def queue_of(seats: int = 100) -> FairQueue[Waiting]:
+    return FairQueue(seats=seats, counters=VirtualCounters())
+
+
+def waiting(tenant: str, *, priority: int = 0, weight: float = 1.0) -> Waiting:
+    return Waiting(tenant=tenant, weight=weight, priority=priority, arrived=0.0)
+
+
+def drained(queue: FairQueue[Waiting], cost: float = 100.0) -> list[str]:
+    """Tenants in the order in which they are served; each service costs the same."""
+    served = []
+    while (head := queue.next(0.0)) is not None:
+        queue.counters.charge(head.tenant, cost / head.weight)
+        queue.remove(head)
+        served.append(head.tenant)
+    return served
+
+
+def fill(queue: FairQueue[Waiting], *tenants: str, **fields: float) -> list[Waiting]:
+    entries = [waiting(tenant, **fields) for tenant in tenants]
+    for entry in entries:
+        assert queue.add(entry) is None
+    return entries
+
+
+def test_one_tenant_is_served_in_order_of_arrival():
+    queue = queue_of()
+    entries = fill(queue, "a", "a", "a")
+    assert queue.next(0.0) is entries[0]
+    queue.remove(entries[0])
+    assert queue.next(0.0) is entries[1]
+
+
+def test_tenants_take_turns_however_many_one_has_waiting():
+    queue = queue_of()
+    fill(queue, *"aaaaaaaa", "b", "b")
+    assert drained(queue)[:4] == ["a", "b", "a", "b"]
+
+
+def test_a_newcomer_waits_for_one_request_of_the_flood_not_for_all():
+    queue = queue_of()
+    fill(queue, *"aaaaaaaa")
+    for _ in range(3):
+        head = queue.next(0.0)
+        assert head is not None
+        queue.counters.charge("a", 100)
+        queue.remove(head)
+    fill(queue, "b")
+    assert drained(queue)[:2] == ["a", "b"]
+
+
+def test_shares_follow_weights():
+    queue = queue_of()
+    fill(queue, *["a"] * 40, weight=3.0)
+    fill(queue, *["b"] * 40, weight=1.0)
+    first = drained(queue)[:40]
+    assert abs(first.count("a") - 30) <= 1
+
+
+def test_priority_goes_before_fairness():
+    queue = queue_of()
+    fill(queue, "a", "b")
+    fill(queue, "b", priority=1)
+    queue.counters.charge("b", 10_000)
+    assert drained(queue) == ["b", "a", "b"]
+
+
+def test_who_nobody_can_take_is_passed_over_for_a_while():
+    queue = queue_of()
+    first, second = fill(queue, "a", "a")
+    first.not_before = 5.0
+    assert queue.next(0.0) is second
+    assert queue.next(5.0) is first
+
+
+def test_a_full_queue_refuses_whose_tenant_fills_it():
+    queue = queue_of(seats=4)
+    fill(queue, *"aaaa")
+    newcomer = waiting("a")
+    assert queue.add(newcomer) is newcomer
+    assert len(queue) == 4
+
+
+def test_a_flood_pushes_out_its_own_last_and_nobody_elses():
+    queue = queue_of(seats=4)
+    entries = fill(queue, "b", *"aaa")
+    assert queue.add(waiting("b")) is entries[3]
+    assert queue.lengths == {"b": 2, "a": 2}
+    # Now both hold as much: who comes is who gives way.
+    for tenant in ("a", "b"):
+        newcomer = waiting(tenant)
+        assert queue.add(newcomer) is newcomer
+
+
+def test_a_more_important_request_takes_a_seat_of_its_own_tenant():
+    queue = queue_of(seats=2)
+    entries = fill(queue, "a", "a")
+    assert queue.add(waiting("a", priority=1)) is entries[1]
+
+
+def test_removing_twice_is_removing_once():
+    queue = queue_of()
+    [entry] = fill(queue, "a")
+    assert [queue.remove(entry), queue.remove(entry), len(queue)] == [True, False, 0]
+    assert queue.counters.backlogged == frozenset()

@@ -1,0 +1,87 @@
+"""Counters between gateways: reported, taken over, and kept while Redis is away."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.gateway.queueing.shared_counters import SharedCounters
+from tandem_services.router.fair_board import Charge, Standing
+from tandem_services.router.virtual_counters import VirtualCounters
+
+
+@dataclass
+class Sheet:
+    """Adds up, as Redis does."""
+
+    totals: dict[str, float] = field(default_factory=dict)
+    reachable: bool = True
+    reports: list[list[Charge]] = field(default_factory=list)
+    meanwhile: "SharedCounters | None" = None
+
+    async def sync(self, charges: Iterable[Charge]) -> Standing:
+        if not self.reachable:
+            raise RedisUnavailableError("no answer")
+        report = list(charges)
+        self.reports.append(report)
+        for charge in report:
+            self.totals[charge.tenant] = self.totals.get(charge.tenant, 0.0) + charge.cost
+        if self.meanwhile is not None:
+            self.meanwhile.charge("a", 7)
+        return Standing(values={c.tenant: self.totals[c.tenant] for c in report}, floor=0.0, waiting=0.0)
+
+
+def gateway(sheet: Sheet) -> SharedCounters:
+    shared = SharedCounters(counters=VirtualCounters(), board=sheet)
+    shared.counters.arrive("a")
+    return shared
+
+
+async def test_gateways_learn_what_others_have_charged():
+    sheet = Sheet()
+    one, two = gateway(sheet), gateway(sheet)
+    one.charge("a", 100)
+    two.charge("a", 50)
+    for each in (one, two, one):
+        await each.sync()
+    assert (one.counters.value("a"), two.counters.value("a")) == (150, 150)
+
+
+async def test_what_is_charged_during_a_report_is_not_lost():
+    sheet = Sheet()
+    shared = gateway(sheet)
+    shared.charge("a", 100)
+    sheet.meanwhile = shared
+    await shared.sync()
+    assert shared.counters.value("a") == 107
+    sheet.meanwhile = None
+    await shared.sync()
+    assert (sheet.totals["a"], shared.counters.value("a")) == (107, 107)
+
+
+async def test_without_redis_the_gateway_counts_for_itself_and_reports_later():
+    sheet = Sheet(reachable=False)
+    shared = gateway(sheet)
+    for _ in range(3):
+        shared.charge("a", 100)
+        await shared.sync()
+    assert shared.counters.value("a") == 300
+    sheet.reachable = True
+    await shared.sync()
+    assert sheet.totals == {"a": 300}
+
+
+async def test_who_waits_no_more_is_told_once_and_then_nothing_is_said():
+    sheet = Sheet()
+    shared = gateway(sheet)
+    await shared.sync()
+    shared.counters.leave("a")
+    for _ in range(3):
+        await shared.sync()
+    assert [[charge.waits for charge in report] for report in sheet.reports] == [[True], [False]]
+
+
+async def test_without_a_board_nothing_is_kept_for_a_report():
+    shared = SharedCounters(counters=VirtualCounters())
+    shared.charge("a", 5)
+    await shared.sync()
+    assert not shared._pending
