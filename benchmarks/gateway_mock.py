@@ -34,7 +34,7 @@ from tandem_services.gateway.app import create_app  # noqa: E402
 from tandem_services.gateway.config import GatewayConfig  # noqa: E402
 from tandem_services.gateway.serve import http_server, listen  # noqa: E402
 from tandem_services.router.choice import WorkerView  # noqa: E402
-from tandem_testing.gateway_builders import FakeChooser  # noqa: E402
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf  # noqa: E402
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, scripted_tokens  # noqa: E402
 from tandem_testing.tokenizer_builders import write_tokenizer  # noqa: E402
 
@@ -77,7 +77,9 @@ def run_gateway(view: str) -> None:
 
     async def serve() -> None:
         health = Health()
-        app = create_app(config, FakeChooser([WorkerView(**worker)]), IpcContext(), tokenizer, health=health)
+        app = create_app(
+            config, FakeChooser([WorkerView(**worker)]), SessionShelf(), IpcContext(), tokenizer, health=health
+        )
         with listen("127.0.0.1", 0) as listener:
             print(listener.getsockname()[1], flush=True)
             await http_server(app, config, health).serve(sockets=[listener])

@@ -1,0 +1,123 @@
+"""The administrators' port: what is there, who may use it, and what is no longer on the API's."""
+
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem_engine.ipc.channels import IpcContext
+from tandem_services.common.health import Health
+from tandem_services.gateway.admin import create_admin_app
+from tandem_services.gateway.app import api_app, build_gateway
+from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.explain import RequestRecord
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf
+from tandem_testing.key_files import bearer, write_keys
+from tandem_testing.service_clock import ServiceClock
+
+ROUTES = {
+    "probe": {("GET", "/live"), ("GET", "/ready"), ("GET", "/health")},
+    "metrics": {("GET", "/metrics"), ("GET", "/version")},
+    "admin": {("GET", "/requests/{request_id}/explain"), ("POST", "/drain")},
+}
+
+
+def record(request_id: str, tenant: str) -> RequestRecord:
+    return RequestRecord(
+        request_id=request_id,
+        client_request_id="mine",
+        tenant=tenant,
+        endpoint="/v1/completions",
+        model="m",
+        stream=False,
+        prompt_tokens=1,
+        n=1,
+        created=0,
+        choices=[],
+    )
+
+
+class Ports:
+    """Both applications of one gateway, without sockets."""
+
+    def __init__(self, tokenizer, keys: Path | None) -> None:
+        self.context = IpcContext()
+        config = GatewayConfig(model_path=Path(), model_name="m", api_keys=keys, admin_port=1)
+        parts = (FakeChooser([]), SessionShelf(), self.context, tokenizer)
+        self.gateway = build_gateway(config, *parts, clock=ServiceClock(), health=Health())
+        self.drained = 0
+        self.admin_app = create_admin_app(self.gateway, drain=self._drain)
+        self.admin = self._client(self.admin_app)
+        self.api = self._client(api_app(self.gateway, metrics=False))
+
+    def _drain(self) -> None:
+        self.drained += 1
+
+    def _client(self, app) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
+
+
+@asynccontextmanager
+async def ports_of(tokenizer, keys: Path | None):
+    ports = Ports(tokenizer, keys)
+    try:
+        yield ports
+    finally:
+        await ports.admin.aclose()
+        await ports.api.aclose()
+        await ports.gateway.close()
+        ports.context.close()
+
+
+@pytest.fixture
+async def ports(tokenizer, tmp_path):
+    async with ports_of(tokenizer, write_keys(tmp_path, ann={}, root={"admin": True})) as both:
+        yield both
+
+
+@pytest.fixture
+async def open_ports(tokenizer):
+    async with ports_of(tokenizer, None) as both:
+        yield both
+
+
+def test_every_route_is_listed_with_its_class(ports):
+    found = {(method, route.path) for route in ports.admin_app.routes for method in route.methods - {"HEAD"}}
+    assert found == set().union(*ROUTES.values())
+
+
+async def test_probes_and_metrics_need_no_key_and_the_rest_an_administrators(ports):
+    for method, path in ROUTES["probe"] | ROUTES["metrics"]:
+        assert (await ports.admin.request(method, path)).status_code in (200, 503), path
+    for method, path in ROUTES["admin"] | {("GET", "/nope"), ("GET", "/v1/models")}:
+        statuses = [(await ports.admin.request(method, path)).status_code]
+        statuses += [(await ports.admin.request(method, path, headers=bearer("ann"))).status_code]
+        assert statuses == [401, 403], path
+    assert ports.drained == 0
+
+
+async def test_metrics_are_not_on_the_apis_port(ports):
+    assert (await ports.api.get("/metrics", headers=bearer("root"))).status_code == 404
+    assert (await ports.api.get("/live")).status_code == 200
+    assert "tandem_gateway_requests_total" in (await ports.admin.get("/metrics")).text
+
+
+async def test_an_administrator_sees_anybodys_request(ports):
+    journal = ports.gateway.answering.journal
+    journal.open(record("r1", "ann"))
+    for known in ("r1", "chatcmpl-r1", "mine"):
+        answer = await ports.admin.get(f"/requests/{known}/explain", headers=bearer("root"))
+        assert (answer.status_code, answer.json()["tenant"]) == (200, "ann")
+    assert (await ports.admin.get("/requests/none/explain", headers=bearer("root"))).status_code == 404
+    assert (await ports.api.get("/v1/requests/r1/explain", headers=bearer("root"))).status_code == 404
+
+
+async def test_a_drain_is_ordered(ports):
+    answer = await ports.admin.post("/drain", headers=bearer("root"))
+    assert (answer.status_code, answer.json(), ports.drained) == (202, {"status": "draining"}, 1)
+
+
+async def test_without_keys_the_port_itself_is_the_guard(open_ports):
+    assert (await open_ports.admin.post("/drain")).status_code == 202
+    assert (await open_ports.admin.get("/requests/none/explain")).status_code == 404
