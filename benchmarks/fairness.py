@@ -1,11 +1,11 @@
 """What a tenant that floods a gateway does to another one, with mock workers that have room for few requests.
 
-    python benchmarks/fairness.py [--seconds 20] [--rate 4] [--flood 200] [--room 16] [--tokens 40] [--step-ms 5]
+    python benchmarks/fairness.py [--seconds 20] [--rate 4] [--flood 200] [--room 16] [--tokens 20] [--step-ms 20]
                                   [--seats 1024] [--out r.json]
 
 Gateway, engine and load run in processes of their own (those of gateway_mock.py). A steady tenant sends `--rate`
-requests a second, whatever becomes of them; a flooding one keeps `--flood` connections busy, without a pause and deaf to
-Retry-After. All ask for half to one and a half times `--tokens` tokens, at random with a fixed seed, at `--step-ms`
+requests a second, whatever becomes of them; a flooding one keeps `--flood` connections busy, without a pause and deaf
+to Retry-After. All ask for half to one and a half times `--tokens` tokens, at random with a fixed seed, at `--step-ms`
 each, and `--room` of them run at once. Cases:
 
     alone    the steady tenant by itself
@@ -207,8 +207,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4.0)
     parser.add_argument("--flood", type=int, default=200)
     parser.add_argument("--room", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--tokens", type=int, default=20)
+    parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--seats", type=int, default=1024)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--gateway", help=argparse.SUPPRESS)
