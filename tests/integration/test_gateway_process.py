@@ -14,6 +14,7 @@ import pytest
 
 from tandem_services.common.ports import free_port
 from tandem_testing.gateway_builders import EngineRack
+from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import Fleet, make_record
@@ -159,3 +160,37 @@ def test_a_gateway_waits_for_redis_and_says_so(tmp_path):  # E6
         process.kill()
         process.communicate()
         server.stop()
+
+
+def test_an_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_path):
+    port, admin = free_port(), free_port()
+    flags = ["--api-keys", str(write_keys(tmp_path, ann={}, root={"admin": True})), "--admin-port", str(admin)]
+    flags += ["--redis-url", redis.url, "--port", str(port)]
+    argv = [sys.executable, "-m", "tandem_services.cli.main", "gateway", *flags]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    api, administration = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}"
+    try:
+        wait_until_live(api)
+        wait_until_live(administration)
+        assert httpx.get(f"{api}/v1/models").status_code == 401
+        assert httpx.get(f"{api}/v1/models", headers=bearer("ann")).status_code == 200
+        assert httpx.get(f"{api}/metrics", headers=bearer("root")).status_code == 404
+        assert "tandem_gateway_requests_total" in httpx.get(f"{administration}/metrics").text
+        assert httpx.post(f"{administration}/drain", headers=bearer("ann")).status_code == 403
+        assert httpx.post(f"{administration}/drain", headers=bearer("root")).status_code == 202
+        assert httpx.get(f"{api}/ready").json()["status"] == "draining"
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_key_file_that_is_no_good_is_told_at_once(tmp_path):  # E8 #87
+    flags = ["--api-keys", str(tmp_path / "none.json"), "--redis-url", "redis://127.0.0.1:1"]
+    argv = [sys.executable, "-m", "tandem_services.cli.main", "gateway", *flags]
+    ended = subprocess.run([*argv, "--port", str(free_port())], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert "--api-keys" in ended.stderr
+    assert "none.json: No such file" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -11,7 +11,6 @@
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -67,8 +66,6 @@ from tandem_services.gateway.session_routes import SessionRoutes
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
 from tandem_services.gateway.tokenization import Tokenization
 from tandem_services.router.virtual_counters import VirtualCounters
-
-logger = logging.getLogger(__name__)
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
@@ -198,7 +195,6 @@ def _access(
     config: GatewayConfig, registry: CollectorRegistry, board: UsageBoard | None, secret: bytes, clock: Clock
 ) -> Access | None:
     if config.api_keys is None:
-        logger.info("no --api-keys: everybody who reaches this gateway may use it")
         return None
     metrics = AccessMetrics(registry)
     keys = KeyWatch(path=config.api_keys, metrics=metrics)

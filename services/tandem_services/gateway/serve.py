@@ -182,6 +182,8 @@ async def _serve(
         )
         await router.start()
         server = http_server(api_app(gateway, metrics=admin_listener is None), config, health)
+        if gateway.access is None:
+            logger.info("no --api-keys: everybody who reaches this gateway may use it")
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
         async with _admin_server(gateway, server, config, admin_listener):
             await server.serve(sockets=[listener])
