@@ -212,6 +212,8 @@ def _admission(
     config: GatewayConfig, chooser: PairChooser, board: FairBoard | None, registry: CollectorRegistry, clock: Clock
 ) -> Admission:
     counters = VirtualCounters()
+    # Without keys there is one tenant, and nothing to share out.
+    board = None if config.api_keys is None else board
     return Admission(
         chooser=chooser,
         clock=clock,

@@ -188,7 +188,7 @@ class Admission:
             try:
                 admitted = await self._round()
             except Exception:
-                # A task boundary: one request's surprise must not keep all others waiting for ever.
+                # A task boundary: those who wait must not wait for ever.
                 logger.exception("a turn of the queue failed")
                 admitted = False
             self._give_up_on_late()
@@ -206,7 +206,11 @@ class Admission:
             visitor = self.queue.next(self.clock.now())
             if visitor is None:
                 return False
-            choice = await self._try(visitor)
+            try:
+                choice = await self._try(visitor)
+            except Exception as error:  # noqa: BLE001  # its own surprise, raised where it is waited for; others go on
+                self._end(visitor, error)
+                continue
             if choice is not None:
                 self._hand_over(visitor, choice)
                 return True
@@ -269,9 +273,12 @@ class Admission:
                 self._fail(visitor, visitor.verdict.value)
 
     def _fail(self, visitor: Visitor, reason: str) -> None:
+        self._end(visitor, self._refusal(reason))
+
+    def _end(self, visitor: Visitor, error: Exception) -> None:
         self._unseat(visitor)
         if not visitor.choice.done():
-            visitor.choice.set_exception(self._refusal(reason))
+            visitor.choice.set_exception(error)
 
     def _refusal(self, reason: str) -> ApiError:
         self.metrics.refused(reason)
