@@ -1,0 +1,96 @@
+"""A gateway with the real router in front of a worker with little room: requests wait at the gateway."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from tandem_engine.clock import MonotonicClock
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.health import Health
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.gateway.app import Boards, api_app, build_gateway
+from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.serve import http_server, listen
+from tandem_services.router.router import Router, RouterConfig
+from tandem_testing.gateway_builders import EngineRack
+from tandem_testing.key_files import bearer, write_keys
+from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
+from tandem_testing.redis_server import RedisServer
+from tandem_testing.router_builders import Fleet, make_load, make_record
+from tandem_testing.tokenizer_builders import write_tokenizer
+from tandem_testing.waiting import until
+
+ROOM = 2
+
+
+async def report(fleet: Fleet, engine: MockEngine, most: list[int]) -> None:
+    """As its worker would, five times a second."""
+    while True:
+        most.append(engine.running)
+        load = make_load(sequences=engine.running, max_sequences=ROOM)
+        record = make_record("solo", load=load)
+        await fleet.beat(replace(record, view=replace(engine.view, model="m")))
+        await asyncio.sleep(0.2)
+
+
+@asynccontextmanager
+async def serving(server: RedisServer, rack: EngineRack, folder: Path):
+    """An HTTP client of a gateway with two tenants."""
+    router = Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=5.0))
+    await router.start()
+    keys = write_keys(folder, flood={}, calm={"requests_per_minute": 2})
+    config = GatewayConfig(model_path=folder, model_name="m", api_keys=keys)
+    boards = Boards(quarantine=router.quarantine, usage=router.usage, fairness=router.fairness)
+    health = Health()
+    tokenizer = TextTokenizer.load(write_tokenizer(folder))
+    parts = (router, router.sessions, rack.context, tokenizer)
+    gateway = build_gateway(config, *parts, clock=MonotonicClock(), health=health, boards=boards)
+    http = http_server(api_app(gateway, metrics=True), config, health)
+    with listen("127.0.0.1", 0) as listener:
+        host, port = listener.getsockname()
+        task = asyncio.create_task(http.serve(sockets=[listener]))
+        try:
+            async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
+                await client.get("/live")
+                yield client
+        finally:
+            http.should_exit = True
+            await task
+            await router.stop()
+
+
+async def test_a_flood_waits_at_the_gateway_and_lets_another_tenant_by(server, tmp_path):
+    server.wipe()
+    most: list[int] = []
+    ended: list[str] = []
+    with EngineRack() as rack:
+        engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
+        fleet = Fleet(server)
+        reporting = asyncio.create_task(report(fleet, engine, most))
+
+        async def ask(client: httpx.AsyncClient, tenant: str) -> httpx.Response:
+            body = {"model": "m", "prompt": "hi", "max_tokens": 30, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=body, headers=bearer(tenant))
+            ended.append(tenant)
+            return answer
+
+        try:
+            await until(lambda: bool(most), 10.0, "the worker is registered")
+            async with serving(server, rack, tmp_path) as client:
+                flood = [asyncio.create_task(ask(client, "flood")) for _ in range(16)]
+                await asyncio.to_thread(engine.wait_until, lambda: engine.running > 0)
+                calm = await ask(client, "calm")
+                answers = await asyncio.gather(*flood)
+                second, third = await ask(client, "calm"), await ask(client, "calm")
+        finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+            await fleet.close()
+    assert {answer.status_code for answer in (calm, *answers)} == {200}
+    # All sixteen would run at once if they waited at the worker.
+    assert max(most) <= 2 * ROOM
+    assert ended.index("calm") < 10
+    assert (calm.headers["x-ratelimit-remaining-requests"], second.status_code, third.status_code) == ("1", 200, 429)
