@@ -584,11 +584,3 @@ class EngineConfig:
                 f"--hicache-storage-dir needs --tensor-parallel-size 1, got {self.parallel.tp_size}: a file may be "
                 "there for one rank and not for another. Drop it; host memory works with several ranks"
             )
-
-    def require_transfer_fits(self) -> None:
-        """Raise `ConfigError` when KV should be transferred by an engine whose KV lies with several ranks."""
-        if self.parallel.tp_size > 1 and self.disagg.transport != "none":
-            raise ConfigError(
-                f"KV transfer between workers needs --tensor-parallel-size 1, got {self.parallel.tp_size}: "
-                "give --transport none, so that every worker serves its requests alone"
-            )

@@ -33,6 +33,8 @@ from tandem_engine.config import (
     SpecConfig,
 )
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
+from tandem_engine.disaggregation.ranks.peers import PeerInputs, RankedPeers
+from tandem_engine.disaggregation.ranks.transport import RankedTransport, RankNews, RankPlace
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.errors import BusyError, CheckpointError, ConfigError, EngineError
 from tandem_engine.executor.faults import FaultyForward
@@ -61,7 +63,7 @@ from tandem_engine.memory.rows import ReqToTokenPool
 from tandem_engine.messages.control import EngineStats, KvGeometry, PauseMode
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Peer
-from tandem_engine.messages.transfer import PeerMessage
+from tandem_engine.messages.transfer import Hello, PeerMessage
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_model, resolve_dtype
@@ -79,6 +81,8 @@ from tandem_engine.parallel.inputs import (
     Drain,
     FlushCache,
     LoadWeights,
+    LosePeer,
+    Meet,
     Pause,
     Resume,
 )
@@ -105,8 +109,6 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     import zmq
-
-    from tandem_engine.disaggregation.transport import KvTransport
 
 LAYOUT_VERSION = 2
 """Of `KvPool`, [page, layer, kv, kv_head, slot, head_dim], and of the digests of its pages."""
@@ -246,7 +248,7 @@ class Engine:
         self.memory = memory
         self.scheduler = scheduler
         self.geometry = _geometry(loaded, config)
-        self.compat_hash = compat_hash(self.geometry)
+        self.compat_hash = compat_hash(self.geometry, loaded.model_config.num_kv_heads)
         self._pool = pool
         self._runner = runner
         self._executor = executor
@@ -268,7 +270,8 @@ class Engine:
         self._throughput = Throughput(clock=scheduler.clock)
         self._handoff: HandoffStage | None = None
         self._peers: PeerChannels | None = None
-        self._transport: KvTransport | None = None
+        self._ranked_peers: RankedPeers | None = None
+        self._transport: RankedTransport | None = None
 
     @classmethod
     def build(
@@ -282,11 +285,10 @@ class Engine:
         """Assemble an engine around `loaded`; `config` may differ from the one it was loaded with.
 
         `sink` receives outputs; without one, `generate` gathers them. `port` gives it peers, and NIXL
-        unless the transport is `none`.
+        unless the transport is `none`. Of several ranks only the first has a port, and all transfer KV.
 
         Raises:
-            ConfigError: the pool does not fit the memory or cannot hold two pages, a port is taken, or KV that
-                lies with several ranks should be transferred.
+            ConfigError: the pool does not fit the memory or cannot hold two pages, or a port is taken.
             TransportUnavailableError: NIXL was asked for and cannot be loaded.
         """
         geometry = _geometry(loaded, config)
@@ -348,12 +350,13 @@ class Engine:
         )
         engine.on_wait(lambda: None)
         if port is not None:
-            engine._open_port(port, config)
+            engine._open_port(port)
+        if config.disagg.transport != "none":
+            engine._open_transport(config, agreement)
         return engine
 
-    def _open_port(self, port: EnginePort, config: EngineConfig) -> None:
-        """Bind the peer socket, start the transport and attach the handoff stage."""
-        config.require_transfer_fits()
+    def _open_port(self, port: EnginePort) -> None:
+        """Bind the peer socket."""
         inbound: PeerInbound = PeerInbound(
             port.context, port.host, port.peer_port, inbound=PeerMessage, outbound=PeerMessage
         )
@@ -364,20 +367,39 @@ class Engine:
             compat_hash=self.compat_hash,
         )
         self._peers = PeerChannels(context=port.context, inbound=inbound, me=me)
-        if config.disagg.transport == "none":
+
+    def _open_transport(self, config: EngineConfig, agreement: Agreement) -> None:
+        """Start the transport and attach the handoff stage, on all ranks if the first one has a port."""
+        names = agreement.share(() if self._peers is None else (self._peers.me,), tuple[Peer, ...])
+        if not names:
             return
+        me, parallel = names[0], self._parallel
         # Only an engine that transfers needs nixl installed.
         from tandem_engine.disaggregation.nixl.transport import NixlTransport
 
-        self._transport = NixlTransport(pool=self._pool, me=me, clock=self.scheduler.clock)
+        clock = MonotonicClock()
+        place = RankPlace(rank=parallel.rank, size=parallel.size, kv_heads=self.model_config.num_kv_heads)
+        self._transport = RankedTransport.build(
+            local=NixlTransport(pool=self._pool, me=place.agent(me), clock=clock),
+            me=me,
+            place=place,
+            gather_hellos=lambda hello: agreement.gather(hello, Hello),
+            gather=lambda news: agreement.gather(news, RankNews),
+            clock=clock,
+        )
+        if parallel.size > 1:
+            self._ranked_peers = RankedPeers(me=me, least=agreement.least, socket=self._peers)
+        peers = self._ranked_peers or self._peers
+        assert peers is not None, "rank 0 has a port"
         self._handoff = HandoffStage.build(
             host=self.scheduler,
             transport=self._transport,
-            peers=self._peers,
+            peers=peers,
             config=config.disagg,
-            page_bytes=self.geometry.page_bytes,
+            page_bytes=self.geometry.page_bytes * parallel.size,
             layers=self._pool.layout.layers,
         )
+        self._inputs.peers = PeerInputs(stage=self._handoff, peers=self._ranked_peers)
         self.scheduler.attach(self._handoff)
 
     # What the owner of the loop uses.
@@ -417,6 +439,9 @@ class Engine:
 
     def step(self) -> bool:
         """See `Scheduler.step`. Raises `RankLostError` when the engine's ranks cannot go on."""
+        if self._ranked_peers is not None:
+            for item in self._ranked_peers.inputs():
+                self._inputs.submit(item)
         self._stopped = not self._inputs.begin_turn()
         if self._stopped:
             return False
@@ -451,13 +476,16 @@ class Engine:
 
     def peer_gone(self, incarnation: str) -> None:
         """A peer is fenced: fail what waits for it and free what it might have written to."""
-        if self._handoff is not None:
-            self._handoff.peer_gone(incarnation)
+        self._inputs.submit(LosePeer(incarnation=incarnation))
 
     def meet_peers(self, peers: Sequence[Peer]) -> None:
         """Get to know these peers, and no others, and measure the links to them."""
-        if self._handoff is not None:
-            self._handoff.links.meet(peers)
+        self._inputs.submit(Meet(peers=tuple(peers)))
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Another rank may be about to report what wakes nobody here: `step` again in a moment."""
+        return self._transport is not None and self._transport.awaits_ranks
 
     def audit(self) -> ConservationReport:
         """The five sets of pages, and what is wrong with them."""
@@ -590,7 +618,7 @@ class Engine:
         self._loaded_with = loaded.config
         self.model_config = loaded.model_config
         self.geometry = msgspec.structs.replace(self.geometry, fingerprint=loaded.model_config.fingerprint)
-        self.compat_hash = compat_hash(self.geometry)
+        self.compat_hash = compat_hash(self.geometry, loaded.model_config.num_kv_heads)
         self._rename(self.compat_hash)
         return ended
 
@@ -618,10 +646,11 @@ class Engine:
 
     def _rename(self, kv_shape: str) -> None:
         """Tell the parts that speak to peers what KV they have now."""
-        if self._peers is not None:
-            self._peers.me = msgspec.structs.replace(self._peers.me, compat_hash=kv_shape)
-            if self._transport is not None:
-                self._transport.rename(self._peers.me)
+        for peers in (self._peers, self._ranked_peers):
+            if peers is not None:
+                peers.me = msgspec.structs.replace(peers.me, compat_hash=kv_shape)
+        if self._handoff is not None and self._transport is not None:
+            self._transport.rename(self._handoff.peers.me)
 
     def profiler(self, folder: Path | None) -> StepProfiler:
         """A profiler of this engine's steps that writes to `folder`."""
@@ -683,9 +712,13 @@ class Engine:
         self.close()
 
 
-def compat_hash(geometry: KvGeometry) -> str:
-    """Digest of everything two workers must share before one writes into the other's pages."""
-    return hashlib.blake2b(msgspec.msgpack.encode(geometry), digest_size=16).hexdigest()
+def compat_hash(geometry: KvGeometry, kv_heads: int) -> str:
+    """Digest of everything two workers must share before one writes into the other's pages.
+
+    Not of how many ranks share the model's `kv_heads`: each head goes to whoever holds it there.
+    """
+    whole = msgspec.structs.replace(geometry, num_kv_heads=kv_heads, tp_size=1)
+    return hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16).hexdigest()
 
 
 def _geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
@@ -753,7 +786,7 @@ def _host_memory(
     if config.host.storage_dir:
         storage = DiskStorage(
             Path(config.host.storage_dir),
-            fingerprint=bytes.fromhex(compat_hash(geometry)),
+            fingerprint=bytes.fromhex(compat_hash(geometry, geometry.num_kv_heads)),
             page_bytes=pool.page_bytes,
             max_bytes=config.host.storage_bytes,
         )

@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 STATS_PERIOD = 0.5
 LONGEST_SLEEP = 0.05
 """Bounds how late a deadline or a lease is noticed; everything else is announced by a socket or the transport."""
+RANKS_SLEEP = 0.002
+"""While other ranks, which have no socket here, are about to report what this one has seen."""
 MAX_EVENTS_PER_BATCH = 256
 LAST_WORDS_S = 1.0
 """How long outputs may take to leave when the process ends."""
@@ -153,7 +155,7 @@ class EngineProcess:
         self._operations.poll()
         self._publish()
         if not (received or worked):
-            self._poller.wait(LONGEST_SLEEP)
+            self._poller.wait(RANKS_SLEEP if self._engine.awaits_ranks else LONGEST_SLEEP)
 
     def _receive(self) -> bool:
         any_message = False

@@ -10,7 +10,7 @@ import torch
 
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.transport import Digests, PushDone, PushFailed
+from tandem_engine.disaggregation.transport import DigestOrder, Digests, PushDone, PushFailed
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.names import DigestKind, PageId
 from tandem_testing.disagg_nixl import PATIENCE, Node, make_push, nixl_node, remote_receiver
@@ -75,7 +75,8 @@ def test_both_sides_compute_the_same_digests(sender, receiver):
     paint(sender, 1, 2)
     sender.transport.push(make_push(receiver.name, (1, 2), (8, 4)))
     (done,) = sender.wait_for(PushDone)
-    receiver.transport.digest("room", 1, (PageId(8), PageId(4)), DigestKind.SAMPLED, 0)
+    pages = (PageId(8), PageId(4))
+    receiver.transport.digest(DigestOrder(room="room", generation=1, pages=pages, kind=DigestKind.SAMPLED, tail=0))
     (there,) = receiver.wait_for(Digests)
     assert there.digests == done.digests
     assert done.digests == PageDigester(sender.pool).digest(page_ids(1, 2), room="room", generation=1, first=0)

@@ -18,7 +18,7 @@ from tandem_engine.verify.command import Verification
 from tandem_engine.verify.compare import compare
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.reference import ReferenceOutput
-from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, SHARED, run_paths
+from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, SHARED, UNEQUAL, run_paths
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
 FAMILIES = ["llama-llama3-rope", "qwen2", "qwen3", "gemma2"]
@@ -49,14 +49,16 @@ def test_every_path_gives_the_tokens_and_logprobs_of_transformers(checkpoint, ca
         "page size 64",
         "EAGLE drafts, handed over",
         SHARED,
+        *UNEQUAL,
+        "drained mid-stream, 2 to 2 ranks",
     } <= {row["path"] for row in report["paths"]}
 
 
 @pytest.mark.parametrize("name", REDUCED)
 def test_the_other_families_take_the_paths_on_which_pages_meet(name, tmp_path) -> None:
     checkpoint = write_tiny_checkpoint(name, tmp_path)
-    results = run_paths(checkpoint, [CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SHARED])
-    assert [result.difference for result in results] == [None] * 6
+    results = run_paths(checkpoint, [CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SHARED, *UNEQUAL])
+    assert [result.difference for result in results] == [None] * 8
 
 
 REFERENCE = ReferenceOutput(prompt=(1, 2), token_ids=(5, 6, 7), logprobs=(-1.0, -2.0, -3.0), ignore_eos=False)

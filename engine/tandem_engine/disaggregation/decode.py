@@ -32,7 +32,7 @@ from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prealloc import PreallocQueue, Waiting
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
-from tandem_engine.disaggregation.transport import Digests, KvTransport
+from tandem_engine.disaggregation.transport import DigestOrder, Digests, KvTransport
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, FinishReason, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
@@ -167,7 +167,16 @@ class DecodeStage:
         self.counters.moves += 1
         receiving.record = record
         tail = len(receiving.tokens) % self.host.memory.page_size
-        self.transport.digest(key.room, key.generation, receiving.hold.pages, self.config.kv_digest, tail)
+        self.transport.digest(
+            DigestOrder(
+                room=key.room,
+                generation=key.generation,
+                pages=receiving.hold.pages,
+                kind=self.config.kv_digest,
+                tail=tail,
+                writers=record.ranks,
+            )
+        )
 
     def on_digests(self, event: Digests) -> None:
         """Commit if every page is what the writer sent, or fail."""

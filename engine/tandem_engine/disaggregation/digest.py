@@ -9,6 +9,8 @@ digests what it has written, the receiver what has arrived; which kind it is say
     full      every byte (`full_words`), so that flipped bits are seen too; on a CPU it takes about as long as the
               transfer
 
+Where engines with different numbers of ranks meet, a rank writes some heads of each page, and a digest is of those.
+
 Pages are read where they lie: on a CPU by compiled loops, on a device by its own kernels (`device_digests`), or by
 torch's where Triton is missing. All agree to the bit, so a page may be digested by one here and by another there.
 """
@@ -21,22 +23,22 @@ import xxhash
 
 from tandem_engine.disaggregation.full_words import full_digests, full_digests_torch
 from tandem_engine.disaggregation.sampled_words import sampled_digests, sampled_digests_torch, sampled_rows
-from tandem_engine.disaggregation.transport import PagePool
+from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool
 from tandem_engine.disaggregation.word_mixing import Indices, Keys, word_bytes
 from tandem_engine.memory.pool import PageLayout
 from tandem_engine.names import DigestKind, PageId
 
 _WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
-Digester = Callable[[Indices, Keys, int], Keys]
-"""Digests of pages under keys, with so many slots in use."""
+Digester = Callable[[Indices, Keys, int, range], Keys]
+"""Digests under keys of these heads of pages with so many slots in use."""
 
 
 class PageDigester:
     """Digests pages of one pool. Compiles its kernels when it is made: a second, once per machine."""
 
     def __init__(self, pool: PagePool) -> None:
-        self._slots = pool.layout.slots
+        self._slots, self._heads = pool.layout.slots, range(pool.layout.heads)
         words = pool.bytes_view().view(_WORD_TYPES[word_bytes(pool.layout)])
         make = _on_cpu if words.device.type == "cpu" else _on_device
         self._by_kind = make(words, pool.layout)
@@ -50,45 +52,67 @@ class PageDigester:
         first: int,
         kind: DigestKind = DigestKind.SAMPLED,
         tail: int = 0,
+        heads: range | None = None,
     ) -> tuple[int, ...]:
         """One unsigned 64-bit digest per page; `pages[i]` has index `first + i` in the grant of the room.
 
-        tail  slots in use of the last of `pages`, or 0 when it is full like the others
+        tail   slots in use of the last of `pages`, or 0 when it is full like the others
+        heads  of a page, these alone
         """
         origin = np.uint64(xxhash.xxh3_64_intdigest(f"{generation}|{room}".encode()))
         keys = origin + np.arange(first, first + len(pages), dtype=np.uint64)
         where = np.fromiter(pages, np.int64, len(pages))
         digests, full = self._by_kind[kind], len(pages) - (tail > 0)
-        found = digests(where[:full], keys[:full], self._slots).tolist()
+        part = self._heads if heads is None else heads
+        found = digests(where[:full], keys[:full], self._slots, part).tolist()
         if tail:
-            found += digests(where[full:], keys[full:], tail).tolist()
+            found += digests(where[full:], keys[full:], tail, part).tolist()
         return tuple(found)
+
+    def carry_out(self, order: DigestOrder) -> Digests:
+        """The answer to `order`."""
+        digests = self.digest(
+            order.pages,
+            room=order.room,
+            generation=order.generation,
+            first=0,
+            kind=order.kind,
+            tail=order.tail,
+            heads=order.heads,
+        )
+        return Digests(room=order.room, generation=order.generation, digests=digests)
 
 
 def _on_cpu(signed_words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:
     words = signed_words.numpy().view(f"u{signed_words.dtype.itemsize}")
     row_words = words.shape[1] // layout.rows
-    every_row = sampled_rows(layout, layout.slots)
+    every_row, every_head = sampled_rows(layout, layout.slots), range(layout.heads)
 
-    def sampled(pages: Indices, keys: Keys, used: int) -> Keys:
-        rows = every_row if used == layout.slots else sampled_rows(layout, used)
+    def sampled(pages: Indices, keys: Keys, used: int, heads: range) -> Keys:
+        whole = used == layout.slots and heads == every_head
+        rows = every_row if whole else sampled_rows(layout, used, heads.start)
         out = np.empty(len(pages), np.uint64)
-        sampled_digests(words, pages, keys, rows, layout.heads, layout.slots, row_words, out)
+        sampled_digests(words, pages, keys, rows, layout.heads, layout.slots, row_words, len(heads), out)
         return out
 
-    def full(pages: Indices, keys: Keys, _used: int) -> Keys:
+    def full(pages: Indices, keys: Keys, _used: int, heads: range) -> Keys:
         out = np.empty(len(pages), np.uint64)
-        full_digests(words, pages, keys, out)
+        if heads == every_head:
+            full_digests(words, pages, keys, out)
+        else:
+            part = _gathered(signed_words, torch.from_numpy(pages), layout, heads).numpy().view(words.dtype)
+            full_digests(part, np.arange(len(pages)), keys, out)
         return out
 
     nothing = np.empty(0, np.int64)
     for digester in (sampled, full):
-        digester(nothing, nothing.view(np.uint64), layout.slots)
+        digester(nothing, nothing.view(np.uint64), layout.slots, every_head)
     return {DigestKind.SAMPLED: sampled, DigestKind.FULL: full}
 
 
 def _on_device(words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:
-    device = words.device
+    device, every_head = words.device, range(layout.heads)
+    sampled_on: Callable[..., torch.Tensor]
     try:
         from tandem_engine.disaggregation import device_digests
     except ImportError:
@@ -99,14 +123,26 @@ def _on_device(words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Dige
     def sent(pages: Indices, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(pages).to(device), torch.from_numpy(keys.view(np.int64)).to(device)
 
-    def sampled(pages: Indices, keys: Keys, used: int) -> Keys:
-        rows = torch.from_numpy(sampled_rows(layout, used)).to(device)
-        return _back(sampled_on(words, *sent(pages, keys), layout, rows))
+    def sampled(pages: Indices, keys: Keys, used: int, heads: range) -> Keys:
+        rows = torch.from_numpy(sampled_rows(layout, used, heads.start)).to(device)
+        if heads == every_head:
+            return _back(sampled_on(words, *sent(pages, keys), layout, rows))
+        return _back(sampled_digests_torch(words, *sent(pages, keys), layout, rows, len(heads)))
 
-    def full(pages: Indices, keys: Keys, _used: int) -> Keys:
-        return _back(full_on(words, *sent(pages, keys)))
+    def full(pages: Indices, keys: Keys, _used: int, heads: range) -> Keys:
+        where, places = sent(pages, keys)
+        if heads == every_head:
+            return _back(full_on(words, where, places))
+        part = _gathered(words, where, layout, heads)
+        return _back(full_on(part, torch.arange(len(pages), device=device), places))
 
     return {DigestKind.SAMPLED: sampled, DigestKind.FULL: full}
+
+
+def _gathered(words: torch.Tensor, pages: torch.Tensor, layout: PageLayout, heads: range) -> torch.Tensor:
+    """A copy [n, words of these heads] of some heads of `pages` [n]: they do not lie in one run."""
+    by_head = words.view(words.shape[0], layout.layers * 2, layout.heads, -1)
+    return by_head[pages, :, heads.start : heads.stop].reshape(len(pages), -1)
 
 
 def _back(digests: torch.Tensor) -> Keys:

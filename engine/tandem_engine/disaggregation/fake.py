@@ -12,10 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.transport import (
+    DigestOrder,
     Digests,
+    HeadPart,
     PagePool,
     Push,
     PushDone,
@@ -26,7 +30,6 @@ from tandem_engine.disaggregation.transport import (
 from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import DigestKind, PageId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,10 +126,11 @@ class FakeFabric:
 
     def _write(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight, layers: int) -> None:
         push = flight.push
-        part = sender.pool.page_bytes // sender.pool.layout.layers
-        written = slice(flight.layers * part, layers * part)
-        here, there = sender.pool.bytes_view(), receiver.pool.bytes_view()
-        there[list(push.target), written] = here[list(push.source), written]
+        here, there = _by_heads(sender.pool), _by_heads(receiver.pool)
+        heads = push.heads or HeadPart(range(here.shape[3]), range(there.shape[3]))
+        source, target = (slice(part.start, part.stop) for part in heads)
+        written = slice(flight.layers, layers)
+        there[list(push.target), written, :, target] = here[list(push.source), written, :, source]
         flight.layers = layers
 
     def _arrive(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight) -> None:
@@ -138,6 +142,7 @@ class FakeFabric:
             first=key.first,
             kind=push.digest,
             tail=push.tail,
+            heads=None if push.heads is None else push.heads.source,
         )
         if flight.fate.corrupt:
             receiver.pool.bytes_view()[push.target[0]] ^= 1
@@ -168,6 +173,7 @@ class FakeTransport:
             pool_address=0,
             page_bytes=self.pool.page_bytes,
             num_pages=self.pool.num_pages,
+            heads=self.pool.layout.heads,
             device="DRAM",
             device_id=0,
             **self.facts,
@@ -192,9 +198,8 @@ class FakeTransport:
         else:
             self.fabric.start(self, push)
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind, tail: int) -> None:
-        digests = PageDigester(self.pool).digest(pages, room=room, generation=generation, first=0, kind=kind, tail=tail)
-        self.verified.append(Digests(room=room, generation=generation, digests=digests))
+    def digest(self, order: DigestOrder) -> None:
+        self.verified.append(PageDigester(self.pool).carry_out(order))
 
     def expect(self, transfers: int) -> None:
         self.expected = transfers
@@ -217,3 +222,8 @@ class FakeTransport:
         """The peer vanished while `key` was being written."""
         self.events.append(PushFailed(key=key, reason="peer lost", peer_lost=True))
         self.forget(peer)
+
+
+def _by_heads(pool: PagePool) -> Tensor:
+    """The bytes of all pages: [num_pages, layers, 2, heads, bytes of a head], a view."""
+    return pool.bytes_view().view(pool.num_pages, pool.layout.layers, 2, pool.layout.heads, -1)

@@ -117,7 +117,8 @@ class Links:
         named = {peer.incarnation: peer for peer in peers}
         for gone in self._links.keys() - named.keys():
             del self._links[gone]
-        for incarnation in named.keys() - self._links.keys():
+        # In the order of their naming, on every rank of an engine (T68): a set has another order in each process.
+        for incarnation in [incarnation for incarnation in named if incarnation not in self._links]:
             due = self.clock.now() + self.random.uniform(0.0, FIRST_WITHIN_S)
             self._links[incarnation] = Link(peer=named[incarnation], due=due)
 

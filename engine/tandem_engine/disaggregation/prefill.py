@@ -268,6 +268,7 @@ class PrefillStage:
             logprobs=tuple(req.logprobs) if req.sampling.logprobs is not None else None,
             cached_tokens=req.cached_tokens,
             exposed_s=exposed,
+            ranks=max(1, len(self.transport.hello().ranks)),
         )
         if self.peers.send(room.peer, record):
             self.counters.moved += _moves(room)

@@ -42,11 +42,11 @@ _GOLDEN, _ONE = np.uint64(GOLDEN), np.uint64(1)
 _HEAD, _WORD, _FIELD_BITS, _FIELD = np.uint64(HEAD_BITS), np.uint64(WORD_BITS), np.uint64(FIELD_BITS), np.uint64(0xFFFF)
 
 
-def sampled_rows(layout: PageLayout, used: int) -> Indices:
-    """Of each sample of a page with `used` slots in use, the row of K and head 0: [layers * groups]."""
+def sampled_rows(layout: PageLayout, used: int, first_head: int = 0) -> Indices:
+    """Of each sample of a page with `used` slots in use, the row of K and `first_head`: [layers * groups]."""
     slots = np.minimum(np.arange(SLOT_GROUP, used + SLOT_GROUP, SLOT_GROUP), used) - 1
     layers = np.arange(layout.layers) * (2 * layout.heads * layout.slots)
-    rows: Indices = (layers[:, None] + slots).reshape(-1)
+    rows: Indices = (layers[:, None] + first_head * layout.slots + slots).reshape(-1)
     return rows
 
 
@@ -59,17 +59,26 @@ _chosen = compiled(_choose, inline="always")
 
 
 def _sampled_digests(
-    words: Words, pages: Indices, keys: Keys, rows: Indices, heads: int, slots: int, row_words: int, out: Keys
+    words: Words,
+    pages: Indices,
+    keys: Keys,
+    rows: Indices,
+    heads: int,
+    slots: int,
+    row_words: int,
+    num_heads: int,
+    out: Keys,
 ) -> None:
     """out[i] = digest of words[pages[i]] under keys[i].
 
     words  [num_pages, words of a page], unsigned and contiguous
     rows   [samples], of `sampled_rows`
+    num_heads  that may be read, of the page's `heads`, from the one on that `rows` point to
     """
     samples, page_words = rows.shape[0], words.shape[1]
     flat = words.reshape(-1)
     block = max(1, BLOCK_SAMPLES // samples)
-    num_heads, num_words = np.uint64(heads), np.uint64(row_words)
+    readable, num_words = np.uint64(num_heads), np.uint64(row_words)
     side, head_words = np.uint64(heads * slots * row_words), np.uint64(slots * row_words)
     places, where = np.empty((block, samples), np.uint64), np.empty((block, samples), np.int64)
     read = np.empty((block, samples), np.uint64)
@@ -81,7 +90,7 @@ def _sampled_digests(
             for s in range(samples):
                 place = mix(base + np.uint64(s) * _GOLDEN)
                 places[i, s] = place
-                offset = (place & _ONE) * side + _chosen(place, _HEAD, num_heads) * head_words
+                offset = (place & _ONE) * side + _chosen(place, _HEAD, readable) * head_words
                 offset += _chosen(place, _WORD, num_words)
                 where[i, s] = start + rows[s] * row_words + np.int64(offset)
         for i in range(count):
@@ -99,19 +108,22 @@ sampled_digests = compiled(_sampled_digests)
 """`_sampled_digests`, compiled."""
 
 
-def sampled_digests_torch(words: Tensor, pages: Tensor, keys: Tensor, layout: PageLayout, rows: Tensor) -> Tensor:
+def sampled_digests_torch(
+    words: Tensor, pages: Tensor, keys: Tensor, layout: PageLayout, rows: Tensor, num_heads: int | None = None
+) -> Tensor:
     """The same on any device, as a few operations on all samples at once.
 
     words  [num_pages, words of a page] int64, or narrower and signed
     pages  [n] int64
     keys   [n] int64, the bits of the unsigned keys
     rows   [samples] int64
+    num_heads  that may be read, from the one on that `rows` point to; None: all of a page
     Returns [n] int64, the bits of the digests.
     """
     row_words = words.shape[1] // layout.rows
     base = mix_torch(keys)[:, None]
     place = mix_torch(base + torch.arange(len(rows), device=words.device) * signed(GOLDEN))
-    head = (place & 1) * layout.heads + _chosen_torch(place, HEAD_BITS, layout.heads)
+    head = (place & 1) * layout.heads + _chosen_torch(place, HEAD_BITS, num_heads or layout.heads)
     index = (rows + head * layout.slots) * row_words + _chosen_torch(place, WORD_BITS, row_words)
     read = widened(words[pages[:, None], index])
     return mix_torch(base.squeeze(1) + mix_torch(read ^ place).sum(dim=1))

@@ -8,7 +8,7 @@ Implementations: `nixl` (real, CPU and GPU) and `fake` (tests only: faults, dela
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -54,6 +54,13 @@ class PushKey:
     count: int
 
 
+class HeadPart(NamedTuple):
+    """Some of a page's KV heads, where they lie in the writer's page and where in the receiver's. As many of both."""
+
+    source: range
+    target: range
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Push:
     """WRITE local `source[i]` to the peer's `target[i]`."""
@@ -74,6 +81,8 @@ class Push:
     None when the pages are settled."""
     least_layers: int = 1
     """With `progress`: write so many layers at once, or all that are left."""
+    heads: HeadPart | None = None
+    """Of each page these heads alone, which the digests are of, too. None: whole pages, which both sides have alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +103,22 @@ class PushFailed:
     reason: str
     peer_lost: bool
     """The whole peer is gone, not this push alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigestOrder:
+    """Receiver side: digest `pages`, which a peer has written."""
+
+    room: str
+    generation: int
+    pages: tuple[PageId, ...]
+    kind: DigestKind
+    tail: int
+    """As in `Push`."""
+    writers: int = 1
+    """Ranks of the peer: what each of them has written is digested by itself."""
+    heads: range | None = None
+    """Of each page these heads alone. None: whole pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +156,8 @@ class KvTransport(Protocol):
         """Start one push. Exactly one `PushDone` or `PushFailed` follows."""
         ...
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind, tail: int) -> None:
-        """Compute the digests of local pages, with `tail` as in `Push`; one `Digests` follows."""
+    def digest(self, order: DigestOrder) -> None:
+        """Compute the digests of local pages; one `Digests` follows."""
         ...
 
     def expect(self, transfers: int) -> None:

@@ -44,12 +44,12 @@ HIDDEN_SIZE = 2
 NO_HIDDEN = torch.zeros(HIDDEN_SIZE, dtype=torch.float64)
 
 
-def make_fake_pool(*, num_pages: int, page_size: int, num_layers: int = 1) -> KvPool:
-    """A pool whose K is a token id and whose V is a position. Page-major, so transfers can move its pages."""
+def make_fake_pool(*, num_pages: int, page_size: int, num_layers: int = 1, num_kv_heads: int = 1) -> KvPool:
+    """A pool whose K is a token id and whose V is a position, in all heads; transfers can move its pages."""
     return KvPool(
         num_pages=num_pages,
         num_layers=num_layers,
-        num_kv_heads=1,
+        num_kv_heads=num_kv_heads,
         head_dim=1,
         page_size=page_size,
         dtype=torch.int64,
@@ -167,8 +167,8 @@ class FakeModel:
     def _read(self, page_table: torch.Tensor, length: int) -> int:
         """Digest of the KV of one sequence, as it stands in the pool now."""
         pages = page_table[: -(-length // self.pool.page_size)].long()
-        # [pages, layers, 2, slots] to [layers, 2, tokens]
-        kv = self.pool.data[pages].squeeze(-1).squeeze(-2).permute(1, 2, 0, 3).flatten(2)[..., :length]
+        # [pages, layers, 2, heads, slots] to [layers * heads, 2, tokens]
+        kv = self.pool.data[pages].squeeze(-1).permute(1, 3, 2, 0, 4).flatten(3).flatten(0, 1)[..., :length]
         tokens, positions = kv[0].contiguous().numpy()
         digest = _digest(tokens, positions)
         return digest if bool((kv == kv[0]).all()) else digest ^ 1

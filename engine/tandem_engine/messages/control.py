@@ -19,7 +19,7 @@ MAX_LINKS = 64
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that must agree before one worker may write into another's pages."""
+    """One rank's KV. All but `num_kv_heads` and `tp_size` must agree before a worker may write into another's pages."""
 
     fingerprint: str
     num_layers: int

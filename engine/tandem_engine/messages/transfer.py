@@ -34,8 +34,25 @@ MachineName = Annotated[str, msgspec.Meta(max_length=128)]
 TransportNames = Annotated[tuple[LinkTransport, ...], msgspec.Meta(max_length=8)]
 
 
+MAX_RANKS = 64
+"""Ranks of one engine."""
+
+
+class RankPool(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool of one of several ranks, where it is not like rank 0's."""
+
+    nixl_metadata: bytes
+    pool_address: int
+    device_id: int
+    first_head: int
+    """Of the model's KV heads; `Hello.heads` of them lie there from this one on."""
+
+
+RankPools = Annotated[tuple[RankPool, ...], msgspec.Meta(max_length=MAX_RANKS)]
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """What a writer needs to reach the sender's pool."""
+    """What a writer needs to reach the sender's pool, or the pools of its ranks: each has some heads of every page."""
 
     sender: Peer
     nixl_metadata: bytes
@@ -43,6 +60,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Address of page 0; page p starts at `pool_address + p * page_bytes`."""
     page_bytes: int
     num_pages: int
+    heads: int
+    """KV heads in a page."""
     device: str
     """DRAM or VRAM."""
     device_id: int
@@ -50,6 +69,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Equal for processes that can share memory; "" when that cannot be told."""
     transports: TransportNames = ()
     """Of `LinkTransport`, those that the sender's process could use."""
+    ranks: RankPools = ()
+    """Of an engine with several, all of them in order; what is not said here they have in common. Else none."""
 
 
 class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
@@ -86,6 +107,8 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     cached_tokens: int
     exposed_s: float = 0.0
     """What the transfer took beyond the computation: from the end of the prompt's last step to this record."""
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    """Of the sender. A page's digest is made of those of what each has written to each rank of the receiver."""
 
 
 class TransferAborted(msgspec.Struct, frozen=True, kw_only=True, tag="transfer_aborted"):

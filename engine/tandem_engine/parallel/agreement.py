@@ -3,6 +3,7 @@
     agree    once per turn, before anything is planned: rank 0 sends what happened to it since the last turn, and the
              time by its clock
     share    for what one rank must say for all, such as drafts: rank 0's value (T53)
+    gather   for what happened on any rank and all must hear of, such as writes of KV that arrived there (T47)
     least    for facts that every rank comes to by itself in its own time, such as a compiled grammar: a rank says how
              far each has come, and the least counts for all (T47, T67)
 
@@ -28,6 +29,9 @@ there is something to compare, which all ranks have alike."""
 INLINE_BYTES = 8192
 """Most turns carry nothing or one prompt: they fit the first message and need no second."""
 LENGTH_BYTES = 8
+GATHERED_BYTES = 1016
+"""Of each rank: a few events of a transport."""
+GATHER_WIDTH = LENGTH_BYTES + GATHERED_BYTES
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +67,19 @@ class Agreement:
         data = self._encoder.encode(value) if self._group.rank == 0 else b""
         return msgspec.msgpack.decode(self._broadcast(data), type=kind)
 
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        """What each rank passes, of a `kind` that msgspec can encode, on every rank, in order of rank."""
+        if self._group.size == 1:
+            return [value]
+        data = msgspec.msgpack.encode(value)
+        first = self._gathered(len(data).to_bytes(LENGTH_BYTES, "little") + data[:GATHERED_BYTES], width=GATHER_WIDTH)
+        lengths = [int.from_bytes(head[:LENGTH_BYTES], "little") for head in first]
+        parts = [head[LENGTH_BYTES:] for head in first]
+        if max(lengths) > GATHERED_BYTES:
+            rests = self._gathered(data[GATHERED_BYTES:], width=max(lengths) - GATHERED_BYTES)
+            parts = [part + rest for part, rest in zip(parts, rests, strict=True)]
+        return [msgspec.msgpack.decode(part[:length], type=kind) for part, length in zip(parts, lengths, strict=True)]
+
     def least(self, progress: Sequence[int]) -> list[int]:
         """The least over all ranks of how far each fact has come, element by element.
 
@@ -70,6 +87,13 @@ class Agreement:
         another no longer has.
         """
         return self._group.least(torch.tensor(progress, dtype=torch.int64)).tolist() if progress else []
+
+    def _gathered(self, data: bytes, *, width: int) -> list[bytes]:
+        """Each rank's `data`, followed by zeros up to `width` bytes."""
+        mine = torch.zeros((1, width), dtype=torch.uint8)
+        mine[0, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[0, :0]
+        everything = self._group.all_gather(mine).numpy().tobytes()
+        return [everything[start : start + width] for start in range(0, len(everything), width)]
 
     def _broadcast(self, data: bytes) -> bytes:
         """Rank 0's `data`, on every rank."""

@@ -7,7 +7,8 @@ one, or saw it a turn later, would plan another batch, and the next collective w
 import msgspec
 
 from tandem_engine.messages.control import PauseMode
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import GenerateRequest, Peer
+from tandem_engine.messages.transfer import PeerMessage
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
@@ -64,11 +65,29 @@ class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_els
     within_s: float
 
 
+class FromPeer(msgspec.Struct, frozen=True, kw_only=True, tag="from_peer"):
+    """What another engine says about a transfer. Rank 0 alone has a socket for it."""
+
+    message: PeerMessage
+
+
+class LosePeer(msgspec.Struct, frozen=True, kw_only=True, tag="lose_peer"):
+    """This incarnation is dead."""
+
+    incarnation: str
+
+
+class Meet(msgspec.Struct, frozen=True, kw_only=True, tag="meet"):
+    """These are the peers from now on."""
+
+    peers: tuple[Peer, ...]
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """The engine closes: no turn follows."""
 
 
-Input = (
+EngineInput = (
     Add
     | Abort
     | AbortClient
@@ -82,3 +101,6 @@ Input = (
     | DecodeElsewhere
     | Stop
 )
+PeerInput = FromPeer | LosePeer | Meet
+"""Of an engine that transfers KV alone."""
+Input = EngineInput | PeerInput

@@ -10,11 +10,14 @@ the others may be waiting for it inside a collective, and only its end sets them
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem_engine.clock import Clock
 from tandem_engine.errors import RankLostError
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import PeerMessage
 from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.failure import FirstFailure
@@ -26,10 +29,15 @@ from tandem_engine.parallel.inputs import (
     CloseSession,
     DecodeElsewhere,
     Drain,
+    EngineInput,
     FlushCache,
+    FromPeer,
     Input,
     LoadWeights,
+    LosePeer,
+    Meet,
     Pause,
+    PeerInput,
     Resume,
     Stop,
 )
@@ -46,11 +54,29 @@ class LoadsWeights(Protocol):
         ...
 
 
+class KnowsPeers(Protocol):
+    """The engine's transfers, as far as inputs concern them."""
+
+    def hear(self, message: PeerMessage) -> None:
+        """A peer has spoken; handle it in this turn."""
+        ...
+
+    def peer_gone(self, incarnation: str) -> None:
+        """The peer is dead. Idempotent."""
+        ...
+
+    def meet(self, peers: Sequence[Peer]) -> None:
+        """These are the peers from now on."""
+        ...
+
+
 class Inputs(Protocol):
     """The way in. The owner of the loop submits, and calls `begin_turn` before each step of the scheduler."""
 
     weights: LoadsWeights | None
     """Set by who owns the model."""
+    peers: KnowsPeers | None
+    """Set by who owns the transfers."""
 
     @property
     def pending(self) -> bool:
@@ -80,13 +106,14 @@ class DirectInputs:
 
     scheduler: Scheduler
     weights: LoadsWeights | None = None
+    peers: KnowsPeers | None = None
 
     @property
     def pending(self) -> bool:
         return False
 
     def submit(self, item: Input) -> None:
-        apply(self.scheduler, item, self.weights)
+        apply(self.scheduler, item, self.weights, self.peers)
 
     def begin_turn(self) -> bool:
         return True
@@ -120,6 +147,7 @@ class AgreedInputs:
     rank: int
     failure: FirstFailure
     weights: LoadsWeights | None = None
+    peers: KnowsPeers | None = None
     stopped: bool = False
     queue: list[Input] = field(default_factory=list)
 
@@ -148,7 +176,7 @@ class AgreedInputs:
             if isinstance(item, Stop):
                 self.stopped = True
                 return False
-            apply(self.scheduler, item, self.weights)
+            apply(self.scheduler, item, self.weights, self.peers)
         return True
 
     def stop(self) -> None:
@@ -165,8 +193,28 @@ class AgreedInputs:
         self.failure.raise_if_any()
 
 
-def apply(scheduler: Scheduler, item: Input, weights: LoadsWeights | None = None) -> None:
-    """Let `item` happen to `scheduler`, or to the model beside it."""
+def apply(
+    scheduler: Scheduler, item: Input, weights: LoadsWeights | None = None, peers: KnowsPeers | None = None
+) -> None:
+    """Let `item` happen to `scheduler`, or to the model or the transfers beside it."""
+    if isinstance(item, PeerInput):
+        if peers is not None:
+            _apply_to_peers(peers, item)
+    else:
+        _apply_to_engine(scheduler, item, weights)
+
+
+def _apply_to_peers(peers: KnowsPeers, item: PeerInput) -> None:
+    match item:
+        case FromPeer():
+            peers.hear(item.message)
+        case LosePeer():
+            peers.peer_gone(item.incarnation)
+        case Meet():
+            peers.meet(item.peers)
+
+
+def _apply_to_engine(scheduler: Scheduler, item: EngineInput, weights: LoadsWeights | None) -> None:
     match item:
         case Add():
             scheduler.add(item.message, item.client)

@@ -9,7 +9,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path as Folder
 from tempfile import TemporaryDirectory
 
@@ -30,7 +30,7 @@ from tandem_engine.verify.pair import Pair
 from tandem_engine.verify.path import Path
 from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_engine.verify.prompts import make_prompts
-from tandem_engine.verify.ranks import ThreadRanks
+from tandem_engine.verify.ranks import Alone, EngineMaker, ThreadRanks
 from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
 from tandem_engine.verify.threaded import Threaded
 
@@ -61,8 +61,8 @@ class Verification:
     max_tokens: int
     edited: Sequence[ReferenceOutput] = ()
     """For the paths whose requests edit their logits, one for each of `references`."""
-    ranks: ThreadRanks | None = None
-    """For paths on several ranks; loaded when the first of them runs."""
+    ranks: dict[tuple[str, int], ThreadRanks] = field(default_factory=dict)
+    """For paths on several ranks, by side and number; loaded when the first of them runs."""
 
     def run(self, path: Path) -> PathResult:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
@@ -72,13 +72,13 @@ class Verification:
             return self._restarted(path, config, began)
         if path.disaggregated:
             config = replace(config, disagg=replace(config.disagg, kv_push_layers=path.push_layers))
-            with Pair.build(self.model, config) as pair:
+            with Pair.build(*self._sides(path), config) as pair:
                 return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
         if path.drained:
-            with Drained.build(self.model, config) as drained:
+            with Drained.build(*self._sides(path), config) as drained:
                 return self._drained(path, drained, began)
         if path.tp_size > 1:
-            with self._shared(path.tp_size).engine(config) as engine:
+            with self._maker("sender", path.tp_size).engine(config) as engine:
                 return self._compare(path, generate_on(engine), (engine,), began)
         if path.threaded:
             with Threaded.build(self.model, config) as threaded:
@@ -93,10 +93,16 @@ class Verification:
             return msgspec.structs.replace(result, difference="no request moved with its KV")
         return result
 
-    def _shared(self, size: int) -> ThreadRanks:
-        if self.ranks is None:
-            self.ranks = ThreadRanks.load(self.model.config, size)
-        return self.ranks
+    def _sides(self, path: Path) -> tuple[EngineMaker, EngineMaker]:
+        """Of a path with two engines: they live at the same time, so neither can use the other's ranks."""
+        return self._maker("sender", path.tp_size), self._maker("receiver", path.receiver_tp_size)
+
+    def _maker(self, side: str, size: int) -> EngineMaker:
+        if size == 1:
+            return Alone(model=self.model)
+        if (side, size) not in self.ranks:
+            self.ranks[side, size] = ThreadRanks.load(self.model.config, size)
+        return self.ranks[side, size]
 
     def _restarted(self, path: Path, config: EngineConfig, began: float) -> PathResult:
         """Warm one engine up, and measure another that has nothing of it but its files."""

@@ -5,20 +5,21 @@
 Every request is asked to leave as soon as it runs. A second attempt has a name of its own, as a gateway gives it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from tandem_engine.config import EngineConfig
-from tandem_engine.engine import Engine, LoadedModel
+from tandem_engine.engine import Engine
 from tandem_engine.generation import Generation, Generations
 from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide
 from tandem_engine.names import RequestId
 from tandem_engine.verify.pair import MAX_TURNS, Pair
+from tandem_engine.verify.ranks import EngineMaker
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,12 +45,14 @@ class Drained:
     """The second attempts, by the name of the first."""
 
     @classmethod
-    def build(cls, loaded: LoadedModel, config: EngineConfig) -> Self:
+    @contextmanager
+    def build(cls, leaver: EngineMaker, taker: EngineMaker, config: EngineConfig) -> Iterator[Self]:
         """Raises `TransportUnavailableError` when NIXL cannot be loaded."""
         askers = Askers()
-        drained = cls(pair=Pair.build(loaded, config, sink=askers), askers=askers)
-        drained.leaver.decode_elsewhere(wanted=True)
-        return drained
+        with Pair.build(leaver, taker, config, sink=askers) as pair:
+            drained = cls(pair=pair, askers=askers)
+            drained.leaver.decode_elsewhere(wanted=True)
+            yield drained
 
     @property
     def leaver(self) -> Engine:
@@ -63,7 +66,7 @@ class Drained:
         """As `Engine.generate`; each output is what both engines gave of it."""
         waiting = list(reversed(requests))
         turns = 0
-        while waiting or not (self.leaver.scheduler.idle and self.taker.scheduler.idle):
+        while waiting or not (self.leaver.idle and self.taker.idle):
             if waiting:
                 self._begin(waiting.pop())
             for _ in range(stagger if waiting else 1):
@@ -114,15 +117,9 @@ class Drained:
         if again is None:
             return self.askers.generations.take_all([rid])[0]
         first, second = self.askers.generations.take_all([rid, again.rid])
-        first.token_ids += second.token_ids
-        first.logprobs += second.logprobs
+        # An attempt that is left may still stream a step that was under way; nobody listens any more.
+        kept = len(again.resume_ids) - len(self.begun[rid].resume_ids)
+        first.token_ids = first.token_ids[:kept] + second.token_ids
+        first.logprobs = first.logprobs[:kept] + second.logprobs
         first.transfer, first.finished = second.transfer, second.finished
         return first
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.pair.__exit__(kind, error, trace)

@@ -3,19 +3,20 @@
 Every request goes to both at once with the two ends of one handoff, as the gateway sends it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from tandem_engine.config import EngineConfig
-from tandem_engine.engine import Engine, EnginePort, LoadedModel
+from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.generation import Generation, Generations
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide
 from tandem_engine.scheduler.stream import Sink
+from tandem_engine.verify.ranks import EngineMaker
 
 MAX_TURNS = 2_000_000
 
@@ -26,33 +27,38 @@ class Pair:
 
     prefill: Engine
     decode: Engine
-    context: IpcContext
     generations: Generations
 
     @classmethod
-    def build(cls, loaded: LoadedModel, config: EngineConfig, *, sink: Sink | None = None) -> Self:
+    @contextmanager
+    def build(
+        cls, prefill: EngineMaker, decode: EngineMaker, config: EngineConfig, *, sink: Sink | None = None
+    ) -> Iterator[Self]:
         """With `sink`, outputs go there, and `generate` is not for use.
 
         Raises `TransportUnavailableError` when NIXL cannot be loaded.
         """
-        context = IpcContext()
         generations = Generations()
-        prefill, decode = (
-            Engine.build(
-                loaded,
-                config,
-                sink=sink or generations,
-                port=EnginePort(worker_id=name, incarnation=f"{name}@1", context=context),
-            )
-            for name in ("verify-prefill", "verify-decode")
-        )
-        return cls(prefill=prefill, decode=decode, context=context, generations=generations)
+        with ExitStack() as stack:
+            context = IpcContext()
+            stack.callback(context.close)
+            engines = [
+                stack.enter_context(
+                    maker.engine(
+                        config,
+                        sink=sink or generations,
+                        port=EnginePort(worker_id=name, incarnation=f"{name}@1", context=context),
+                    )
+                )
+                for maker, name in ((prefill, "verify-prefill"), (decode, "verify-decode"))
+            ]
+            yield cls(prefill=engines[0], decode=engines[1], generations=generations)
 
     def generate(self, requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
         """Run `requests` to their end on both engines; see `Engine.generate`."""
         waiting = list(reversed(requests))
         turns = 0
-        while waiting or not (self.prefill.scheduler.idle and self.decode.scheduler.idle):
+        while waiting or not (self.prefill.idle and self.decode.idle):
             if waiting:
                 self._add(waiting.pop())
             for _ in range(stagger if waiting else 1):
@@ -71,13 +77,3 @@ class Pair:
     def _end(request: GenerateRequest, side: HandoffSide, other: Engine) -> GenerateRequest:
         handoff = Handoff(side=side, room=request.rid, generation=1, peer=other.me)
         return msgspec.structs.replace(request, handoff=handoff)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.prefill.close()
-        self.decode.close()
-        self.context.close()

@@ -42,6 +42,8 @@ class Path:
     """The engine turns on a thread of its own, as the asynchronous library has it."""
     tp_size: int = 1
     """Ranks that share the model."""
+    receiver_tp_size: int = 1
+    """The same of the engine that decodes, or that requests are left to."""
     expects_cached: bool = False
     expects_retraction: bool = False
     expects_faults: bool = False

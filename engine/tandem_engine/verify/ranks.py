@@ -6,23 +6,45 @@ once for all paths, and no path waits for processes to start. Rank 0 is the call
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from tandem_engine.config import EngineConfig, ParallelConfig
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine, EnginePort, LoadedModel, load
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.torch_group import join_ranks
-from tandem_engine.scheduler.stream import discard
+from tandem_engine.scheduler.stream import Sink, discard
+
+
+class EngineMaker(Protocol):
+    """A model in memory, with as many ranks as it may have."""
+
+    def engine(
+        self, config: EngineConfig, *, sink: Sink | None = None, port: EnginePort | None = None
+    ) -> AbstractContextManager[Engine]:
+        """An engine around it for as long as the context lasts; see `Engine.build`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alone:
+    """An `EngineMaker` of engines without further ranks."""
+
+    model: LoadedModel
+
+    def engine(
+        self, config: EngineConfig, *, sink: Sink | None = None, port: EnginePort | None = None
+    ) -> AbstractContextManager[Engine]:
+        return Engine.build(self.model, config, sink=sink, port=port)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadRanks:
-    """Every rank's part of one model, for any number of engines one after the other."""
+    """An `EngineMaker` with every rank's part of one model, for any number of engines one after the other."""
 
     parts: Sequence[LoadedModel]
 
@@ -47,13 +69,15 @@ class ThreadRanks:
             return cls(parts=tuple(threads.map(load_part, range(size))))
 
     @contextmanager
-    def engine(self, config: EngineConfig) -> Iterator[Engine]:
+    def engine(
+        self, config: EngineConfig, *, sink: Sink | None = None, port: EnginePort | None = None
+    ) -> Iterator[Engine]:
         """Rank 0's engine, which the other ranks follow until it is closed."""
         first, *others = self.parts
         config = replace(config, parallel=first.config.parallel)
         with ThreadPoolExecutor(len(others), thread_name_prefix="rank") as threads:
             followers = [threads.submit(_follow, part, config) for part in others]
-            with Engine.build(first, config) as engine:
+            with Engine.build(first, config, sink=sink, port=port) as engine:
                 yield engine
             for follower in followers:
                 follower.result()

@@ -16,6 +16,7 @@ CONTINUED = "continued in sessions"
 DISAGGREGATED = "disaggregated over NIXL"
 SWAPPED, HOST, FILES = "swapped (forced)", "host cache, write_back", "files, after a restart"
 SHARED = "mixed, staggered, 2 ranks"
+UNEQUAL = ("disaggregated over NIXL, 1 to 2 ranks", "disaggregated over NIXL, 2 to 1 ranks")
 
 
 def run_paths(checkpoint: Path, names: Sequence[str], *, impl: ModelImpl = ModelImpl.AUTO) -> list[PathResult]:

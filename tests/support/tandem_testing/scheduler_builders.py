@@ -233,6 +233,7 @@ def make_engine(
     page_size: int = 4,
     usable_pages: int = 64,
     num_layers: int = 1,
+    num_kv_heads: int = 1,
     radix: bool = True,
     max_rows: int = 16,
     context_length: int = 256,
@@ -258,7 +259,9 @@ def make_engine(
     """
     settings = {"audit_every_step": True, "enable_overlap": False, "enable_mixed_chunk": False, **config}
     scheduler_config = SchedulerConfig(context_length=context_length, **settings)
-    pool = make_fake_pool(num_pages=usable_pages + 1, page_size=page_size, num_layers=num_layers)
+    pool = make_fake_pool(
+        num_pages=usable_pages + 1, page_size=page_size, num_layers=num_layers, num_kv_heads=num_kv_heads
+    )
     host_pool = HostPool(num_pages=host_pages, page_bytes=pool.page_bytes) if host_pages else None
     model = FakeModel(pool=pool, vocab_size=VOCAB, host_pool=host_pool)
     make_executor = executor or (LateExecutor if scheduler_config.enable_overlap else EagerExecutor)

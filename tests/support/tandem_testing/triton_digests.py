@@ -35,7 +35,7 @@ def agree(device: str) -> None:
         pages, keys = np.array([3, 1, 1], np.int64), np.array([5, 2**64 - 1, 2**63 + 7], np.uint64)
         sampled, full = np.empty(3, np.uint64), np.empty(3, np.uint64)
         row_words = words.shape[1] // layout.rows
-        sampled_digests(unsigned, pages, keys, rows, layout.heads, layout.slots, row_words, sampled)
+        sampled_digests(unsigned, pages, keys, rows, layout.heads, layout.slots, row_words, layout.heads, sampled)
         full_digests(unsigned, pages, keys, full)
         there = words.to(device)
         asked = torch.from_numpy(pages).to(device), torch.from_numpy(keys.view(np.int64)).to(device)

@@ -3,10 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine, LoadedModel, compat_hash, load
 from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest
@@ -146,3 +147,10 @@ def test_two_engines_of_different_shape_have_different_hashes(loaded, engine) ->
     config = replace(loaded.config, cache=CacheConfig(page_size=8, num_pages=50), scheduler=SchedulerConfig())
     with Engine.build(loaded, config) as other:
         assert other.compat_hash != engine.compat_hash
+
+
+def test_how_many_ranks_share_the_heads_is_no_part_of_the_hash(engine) -> None:
+    whole = engine.geometry
+    shared = msgspec.structs.replace(whole, num_kv_heads=whole.num_kv_heads // 2, tp_size=2)
+    assert compat_hash(shared, whole.num_kv_heads) == engine.compat_hash
+    assert compat_hash(shared, shared.num_kv_heads) != engine.compat_hash

@@ -199,11 +199,6 @@ def test_several_ranks_may_draft() -> None:
     assert engine_config(args).speculative.needs_draft_model
 
 
-def test_kv_that_lies_with_several_ranks_is_not_transferred() -> None:
-    with pytest.raises(ConfigError, match="needs --tensor-parallel-size 1, got 2: give --transport none"):
-        engine_config(parse("--tp", "2"))
-
-
 def test_host_memory_is_sized_by_ratio_or_in_bytes() -> None:
     assert HostConfig().cache_pages(device_pages=10, page_bytes=100) == 0
     assert HostConfig(enable_cache=True, ratio=1.5).cache_pages(device_pages=10, page_bytes=100) == 15

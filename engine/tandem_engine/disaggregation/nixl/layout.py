@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem_engine.compiled import compiled
+from tandem_engine.disaggregation.transport import HeadPart
 from tandem_engine.names import PageId
 
 Pages: TypeAlias = npt.NDArray[np.uint64]
@@ -25,10 +26,17 @@ class Region(NamedTuple):
     device_id: int
     layers: int = 1
     """Equal parts of a page, one after the other."""
+    heads: int = 1
+    """Equal parts of the K and of the V of a layer, one after the other."""
 
     @property
     def layer_bytes(self) -> int:
         return self.page_bytes // self.layers
+
+    @property
+    def head_bytes(self) -> int:
+        """Of K or V."""
+        return self.layer_bytes // (2 * self.heads)
 
 
 class Descriptors(NamedTuple):
@@ -39,12 +47,20 @@ class Descriptors(NamedTuple):
 
 
 def describe(
-    here: Region, source: Sequence[PageId], there: Region, target: Sequence[PageId], layers: range | None = None
+    here: Region,
+    source: Sequence[PageId],
+    there: Region,
+    target: Sequence[PageId],
+    layers: range | None = None,
+    heads: HeadPart | None = None,
 ) -> Descriptors:
     """One range per run of pages that are neighbours on both sides; small pages gain most.
 
     `layers`: of these alone, which is one range per page.
+    `heads`: of these alone, which is one range per page, layer, and K or V.
     """
+    if heads is not None:
+        return _heads(here, source, there, target, range(here.layers) if layers is None else layers, heads)
     if layers is not None and len(layers) < here.layers:
         return _parts(here, source, there, target, layers)
     sources, targets = (np.fromiter(pages, np.uint64, len(pages)) for pages in (source, target))
@@ -66,6 +82,23 @@ def _parts(
         ranges[:, 0] = np.fromiter(pages, np.uint64, len(pages)) * np.uint64(region.page_bytes)
         ranges[:, 0] += np.uint64(region.address + first)
         ranges[:, 1] = len(layers) * here.layer_bytes
+        ranges[:, 2] = region.device_id
+        sides.append(ranges)
+    return Descriptors(*sides)
+
+
+def _heads(
+    here: Region, source: Sequence[PageId], there: Region, target: Sequence[PageId], layers: range, heads: HeadPart
+) -> Descriptors:
+    sides = []
+    for region, pages, part in ((here, source, heads.source), (there, target, heads.target)):
+        # K and V of each layer in turn; how many heads they have is each side's own.
+        blocks = np.arange(2 * layers.start, 2 * layers.stop, dtype=np.uint64) * np.uint64(region.heads)
+        starts = (blocks + np.uint64(part.start)) * np.uint64(here.head_bytes)
+        at = np.fromiter(pages, np.uint64, len(pages)) * np.uint64(region.page_bytes) + np.uint64(region.address)
+        ranges = np.empty((len(pages) * len(blocks), 3), np.uint64)
+        ranges[:, 0] = (at[:, None] + starts).ravel()
+        ranges[:, 1] = len(part) * here.head_bytes
         ranges[:, 2] = region.device_id
         sides.append(ranges)
     return Descriptors(*sides)

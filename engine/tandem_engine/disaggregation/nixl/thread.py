@@ -1,7 +1,7 @@
 """The thread that owns NIXL.
 
     scheduler thread                              this thread
-    Connect, Forget, StartPush, Digest ─inbox──▶  carries them out in order
+    Connect, Forget, StartPush, DigestOrder ─▶    carries them out in order
     Expect (how closely to attend)                lets writes progress, its own and those of peers
     poll ◀──outbox, wakeup descriptor───────────  PushDone, PushFailed, Digests
 
@@ -35,7 +35,7 @@ from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.agent import NixlAgent, Write
 from tandem_engine.disaggregation.nixl.layout import Region, describe
 from tandem_engine.disaggregation.transport import (
-    Digests,
+    DigestOrder,
     Push,
     PushDone,
     PushFailed,
@@ -45,7 +45,6 @@ from tandem_engine.disaggregation.transport import (
 from tandem_engine.errors import TransferError
 from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import DigestKind, PageId
 
 logger = logging.getLogger(__name__)
 
@@ -85,22 +84,6 @@ class StartPush:
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
-    room: str
-    generation: int
-    pages: tuple[PageId, ...]
-    kind: DigestKind
-    tail: int
-
-    def carried_out(self, digester: PageDigester) -> Digests:
-        """The answer to it."""
-        digests = digester.digest(
-            self.pages, room=self.room, generation=self.generation, first=0, kind=self.kind, tail=self.tail
-        )
-        return Digests(room=self.room, generation=self.generation, digests=digests)
-
-
-@dataclass(frozen=True, slots=True)
 class Expect:
     transfers: int
 
@@ -115,7 +98,7 @@ class Stop:
     pass
 
 
-Command: TypeAlias = Connect | Forget | StartPush | Digest | Expect | Wake | Stop
+Command: TypeAlias = Connect | Forget | StartPush | DigestOrder | Expect | Wake | Stop
 
 
 class Outbox:
@@ -218,8 +201,8 @@ class TransferThread:
         match command:
             case StartPush(push):
                 self._start(push)
-            case Digest():
-                self.outbox.put(command.carried_out(self.digester))
+            case DigestOrder():
+                self.outbox.put(self.digester.carry_out(command))
             case Expect(transfers):
                 self._expected = transfers
             case Connect(hello):
@@ -253,8 +236,11 @@ class TransferThread:
 
     def _region_of(self, hello: Hello) -> Region:
         """Raises `TransferError` for a pool that our pages do not fit into."""
-        if hello.page_bytes != self.region.page_bytes:
-            raise TransferError(f"its pages have {hello.page_bytes} bytes, ours {self.region.page_bytes}")
+        if hello.heads < 1 or hello.page_bytes * self.region.heads != self.region.page_bytes * hello.heads:
+            raise TransferError(
+                f"its pages have {hello.page_bytes} bytes for {hello.heads} KV heads, "
+                f"ours {self.region.page_bytes} for {self.region.heads}"
+            )
         if hello.device not in ("DRAM", "VRAM"):
             raise TransferError(f"its pool is on {hello.device!r}, not on DRAM or VRAM")
         end = hello.pool_address + hello.page_bytes * hello.num_pages
@@ -263,7 +249,15 @@ class TransferThread:
                 f"its pool of {hello.num_pages} pages at address {hello.pool_address} of device {hello.device_id} "
                 "is nowhere"
             )
-        return Region(hello.pool_address, hello.page_bytes, hello.num_pages, hello.device, hello.device_id)
+        return Region(
+            hello.pool_address,
+            hello.page_bytes,
+            hello.num_pages,
+            hello.device,
+            hello.device_id,
+            layers=self.region.layers,
+            heads=hello.heads,
+        )
 
     def _lose(self, peer: str, reason: str) -> None:
         """End every push to `peer` and drop its mappings. Unknown peers are ignored."""
@@ -291,6 +285,9 @@ class TransferThread:
             return PushFailed(key=push.key, reason=f"not connected to {push.peer}", peer_lost=True)
         if self.clock.now() >= push.start_before:
             return PushFailed(key=push.key, reason="the grant expired", peer_lost=False)
+        if push.heads is None and there.heads != self.region.heads:
+            reason = f"whole pages of {self.region.heads} KV heads for a pool of pages of {there.heads}"
+            return PushFailed(key=push.key, reason=reason, peer_lost=False)
         outside = next((page for page in push.target if not 0 < page < there.num_pages), None)
         if outside is not None:
             reason = f"page {outside} was granted, the pool of {push.peer} has pages 1 to {there.num_pages - 1}"
@@ -322,7 +319,7 @@ class TransferThread:
     def _write(self, outstanding: _Outstanding, layers: range) -> None:
         push = outstanding.push
         there = self._peers[push.peer]
-        descriptors = describe(self.region, push.source, there, push.target, layers)
+        descriptors = describe(self.region, push.source, there, push.target, layers, push.heads)
         outstanding.began = self.clock.now()
         try:
             outstanding.write = self.agent.write(push.peer, descriptors, there.device)
@@ -363,6 +360,7 @@ class TransferThread:
             first=key.first,
             kind=push.digest,
             tail=push.tail,
+            heads=None if push.heads is None else push.heads.source,
         )
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:

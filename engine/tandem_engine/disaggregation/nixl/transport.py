@@ -15,7 +15,6 @@ from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.thread import (
     Command,
     Connect,
-    Digest,
     Expect,
     Forget,
     Outbox,
@@ -23,11 +22,11 @@ from tandem_engine.disaggregation.nixl.thread import (
     Stop,
     TransferThread,
 )
-from tandem_engine.disaggregation.transport import PagePool, Push, TransportEvent
+from tandem_engine.disaggregation.transport import DigestOrder, PagePool, Push, TransportEvent
 from tandem_engine.environment import read_environment
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import DigestKind, PageId
+from tandem_engine.names import DigestKind
 
 CLOSE_TIMEOUT = 5.0
 """Seconds for the thread to finish the write it is in."""
@@ -50,6 +49,7 @@ class NixlTransport:
             pool_address=self._region.address,
             page_bytes=self._region.page_bytes,
             num_pages=self._region.num_pages,
+            heads=self._region.heads,
             device=self._region.device,
             device_id=self._region.device_id,
             machine=machine_name(),
@@ -85,11 +85,10 @@ class NixlTransport:
     def push(self, push: Push) -> None:
         self._inbox.put(StartPush(push))
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind, tail: int) -> None:
-        order = Digest(room, generation, pages, kind, tail)
-        short = len(pages) * self._region.page_bytes <= SHORT_BYTES
-        if kind is DigestKind.SAMPLED and short and self._region.device == "DRAM":
-            self._outbox.put(order.carried_out(self._digester))
+    def digest(self, order: DigestOrder) -> None:
+        short = len(order.pages) * self._region.page_bytes <= SHORT_BYTES
+        if order.kind is DigestKind.SAMPLED and short and self._region.device == "DRAM":
+            self._outbox.put(self._digester.carry_out(order))
         else:
             self._inbox.put(order)
 
@@ -118,4 +117,7 @@ def region_of(pool: PagePool) -> Region:
     """Where a pool lies, in NIXL's terms."""
     device = pool.bytes_view().device
     kind = "VRAM" if device.type == "cuda" else "DRAM"
-    return Region(pool.address, pool.page_bytes, pool.num_pages, kind, device.index or 0, pool.layout.layers)
+    layout = pool.layout
+    return Region(
+        pool.address, pool.page_bytes, pool.num_pages, kind, device.index or 0, layers=layout.layers, heads=layout.heads
+    )

@@ -24,6 +24,7 @@ def hello(machine: str, *transports: LinkTransport, device: str = "DRAM") -> Hel
         pool_address=0,
         page_bytes=1,
         num_pages=1,
+        heads=1,
         device=device,
         device_id=0,
         machine=machine,

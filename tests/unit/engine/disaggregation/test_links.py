@@ -1,6 +1,7 @@
 """The self-test of links: what is measured, what it may take, and what becomes of its pages."""
 
 import dataclasses
+from random import Random
 
 import pytest
 
@@ -10,6 +11,7 @@ from tandem_engine.disaggregation.links import FIRST_WITHIN_S, JITTER, REPEAT_S,
 from tandem_engine.messages.control import LinkReport
 from tandem_engine.messages.transfer import DrainAck, Hello, ProbeGrant, ProbeRefusal, ProbeRequest
 from tandem_engine.names import LinkTransport
+from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import CONFIG, Pair, Side, make_pair
 
 PAGE_S = 0.001
@@ -227,3 +229,15 @@ def test_self_tests_can_be_turned_off():
     pair.submit()
     pair.run()
     assert link(pair.prefill).bytes_per_s > 0
+
+
+def test_peers_get_their_turns_in_the_order_of_their_naming():  # T68
+    """Every rank of an engine draws the same times for the same peers; a set has another order in each process."""
+    side = make_pair().prefill
+    peers = [make_peer(f"peer-{i}") for i in range(20)]
+    links = side.stage.links
+    links.meet(peers)
+    draws = Random(side.peer.incarnation)
+    assert [links._links[peer.incarnation].due for peer in peers] == [
+        side.engine.clock.now() + draws.uniform(0.0, FIRST_WITHIN_S) for _ in peers
+    ]

@@ -78,16 +78,17 @@ def test_a_page_is_read_in_the_last_used_slot_of_every_layer_and_group():
 @pytest.mark.parametrize(("page_size", "used"), [(1, 1), (4, 3), (16, 16), (20, 20), (160, 133)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 8])
-def test_kernel_and_torch_agree_on_every_layout(page_size, used, dtype, head_dim):
+@pytest.mark.parametrize("heads", [range(2), range(1), range(1, 2)], ids=str)
+def test_kernel_and_torch_agree_on_every_layout(page_size, used, dtype, head_dim, heads):
     pool = digest_pool(page_size, dtype, head_dim=head_dim)
-    layout, words, rows = pool.layout, signed_words(pool), sampled_rows(pool.layout, used)
+    layout, words, rows = pool.layout, signed_words(pool), sampled_rows(pool.layout, used, heads.start)
     pages, keys = np.array([3, 1, 1], np.int64), np.array([5, 2**64 - 1, 6], np.uint64)
     out = np.empty(3, np.uint64)
     unsigned = words.numpy().view(f"u{words.dtype.itemsize}")
-    sampled_digests(unsigned, pages, keys, rows, layout.heads, layout.slots, words.shape[1] // layout.rows, out)
-    there = sampled_digests_torch(
-        words, torch.from_numpy(pages), torch.from_numpy(keys.view(np.int64)), layout, torch.from_numpy(rows)
-    )
+    row_words = words.shape[1] // layout.rows
+    sampled_digests(unsigned, pages, keys, rows, layout.heads, layout.slots, row_words, len(heads), out)
+    places = (torch.from_numpy(pages), torch.from_numpy(keys.view(np.int64)))
+    there = sampled_digests_torch(words, *places, layout, torch.from_numpy(rows), len(heads))
     assert out.tolist() == there.numpy().view(np.uint64).tolist()
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem_engine.parallel.agreement import INLINE_BYTES, Agreement, Turn
+from tandem_engine.parallel.agreement import GATHERED_BYTES, INLINE_BYTES, Agreement, Turn
 from tandem_engine.parallel.group import Parallel, SingleRank
 from tandem_engine.parallel.inputs import Abort, Add, Drain, Input
 from tandem_engine.parallel.step_agreement import agree_on_step
@@ -76,3 +76,18 @@ def test_rank_0s_tokens_and_time_are_everybodys():  # T52
 def test_a_step_that_samples_nothing_agrees_on_its_time():
     facts = on_ranks(2, lambda p: agree_on_step(p.forward, torch.empty(0, dtype=torch.int64), 1.0 + p.rank))
     assert [(len(fact.token_ids), fact.compute_s) for fact in facts] == [(0, 1.0)] * 2
+
+
+def test_everybody_hears_what_each_rank_has_to_say():
+    said = {0: "a", 1: "", 2: "b" * 3 * GATHERED_BYTES}
+
+    def work(parallel: Parallel) -> list[list[str]]:
+        agreement = Agreement(parallel.schedule)
+        return [agreement.gather(said[parallel.rank], str), agreement.gather(str(parallel.rank), str)]
+
+    assert on_ranks(3, work) == [[[*said.values()], ["0", "1", "2"]]] * 3
+
+
+def test_a_rank_that_is_alone_hears_itself():
+    value = object()
+    assert Agreement(SingleRank()).gather(value, object) == [value]

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from tandem_engine.config import Role
@@ -108,6 +109,15 @@ def test_statistics_become_load(monitor):
     load = describe(config(), ready_message("w1@5"), monitor, health_endpoint="http://h:1").load
     assert (load.queue_tokens, load.sequences, load.room_tokens, load.step_s) == (500, 9, 15 * 16, 0.01)
     assert load.token_bytes == 2 * 2 * 8 * 4
+
+
+def test_a_token_weighs_what_all_ranks_have_of_it(monitor):
+    ready = ready_message("w1@5")
+    shared = msgspec.structs.replace(ready, geometry=msgspec.structs.replace(ready.geometry, tp_size=2))
+    weights = [
+        describe(config(), one, monitor, health_endpoint="http://h:1").load.token_bytes for one in (ready, shared)
+    ]
+    assert weights[1] == 2 * weights[0]
 
 
 def test_the_registry_is_told_the_role_that_the_worker_has_now(monitor):

@@ -1,0 +1,75 @@
+"""`PeerLink` of one of several ranks: rank 0 speaks and listens for all of them.
+
+rank 0   socket ─▶ `inputs` ─▶ submitted ─┐                      ┌─▶ hear ─▶ receive ─▶ stages
+                                          ├─ agree (lockstep) ───┤
+others                                    ┘                      └─▶ hear ─▶ receive ─▶ stages
+
+send: every rank's stages say the same in the same order. Rank 0 sends it, and all learn whether that worked.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
+from tandem_engine.disaggregation.stage import HandoffStage
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import PeerMessage
+from tandem_engine.parallel.agreement import Least
+from tandem_engine.parallel.inputs import FromPeer, LosePeer
+
+
+@dataclass(kw_only=True, slots=True)
+class RankedPeers:
+    """One rank's end. Scheduler thread only."""
+
+    me: Peer
+    least: Least
+    socket: PeerLink | None
+    """Of rank 0 alone."""
+    _heard: deque[PeerMessage] = field(default_factory=deque)
+
+    def inputs(self) -> Iterator[FromPeer | LosePeer]:
+        """What has come since the last call, to be submitted. Nothing on ranks that are not the first."""
+        for event in () if self.socket is None else self.socket.receive():
+            if isinstance(event, Superseded):
+                yield LosePeer(incarnation=event.incarnation)
+            else:
+                yield FromPeer(message=event)
+
+    def hear(self, message: PeerMessage) -> None:
+        """All ranks have this message in this turn."""
+        self._heard.append(message)
+
+    # PeerLink
+
+    def send(self, peer: Peer, message: PeerMessage) -> bool:
+        sent = self.socket is None or self.socket.send(peer, message)
+        return bool(self.least([int(sent)])[0])
+
+    def receive(self) -> Iterator[PeerEvent]:
+        while self._heard:
+            yield self._heard.popleft()
+
+    def fence(self, incarnation: str) -> None:
+        if self.socket is not None:
+            self.socket.fence(incarnation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerInputs:
+    """What inputs do to an engine's transfers. Implements `KnowsPeers`."""
+
+    stage: HandoffStage
+    peers: RankedPeers | None
+    """Of one of several ranks; an engine that is alone hears its peers from its socket."""
+
+    def hear(self, message: PeerMessage) -> None:
+        assert self.peers is not None, "an engine that is alone submits no messages of peers"
+        self.peers.hear(message)
+
+    def peer_gone(self, incarnation: str) -> None:
+        self.stage.peer_gone(incarnation)
+
+    def meet(self, peers: Sequence[Peer]) -> None:
+        self.stage.links.meet(peers)

@@ -1,0 +1,320 @@
+"""`KvTransport` of an engine whose KV lies with several ranks, or whose peers' does.
+
+Every rank has one, around a transport of its own (`local`): its pool, its NIXL agent. The schedulers of all ranks are
+the same and call the same methods in the same turns; here each call becomes the part that is this rank's, and what the
+local transports report becomes one event that all ranks see in the same turn.
+
+    scheduler (every rank)      here                                      local transport (this rank's)
+
+    push(pages)           ──▶   one slice per rank of the peer that    ─▶  push(pages, heads)
+                                this rank has heads for (`head_plan`)
+    digest(pages)         ──▶   one per rank of the writer that has    ─▶  digest(pages, heads)
+                                written here
+    poll()                ──▶   what this rank's transport reports     ◀─  events
+          ◀── joined events ──  exchanged with all ranks (`gather`), put together (`joins`)
+
+Ranks exchange something in a turn only while a push or a proof is open, which all have alike (T68). Between
+two engines that are alone nothing is sliced, renamed or joined.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import msgspec
+
+from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.ranks.head_plan import HeadSlice, can_hold, head_slices, heads_on
+from tandem_engine.disaggregation.ranks.joins import JoinedProof, JoinedPush, Route
+from tandem_engine.disaggregation.ranks.names import (
+    SliceRoom,
+    agent_name,
+    read_slice_room,
+    slice_room,
+)
+from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.disaggregation.transport import (
+    DigestOrder,
+    Digests,
+    KvTransport,
+    Push,
+    PushDone,
+    PushFailed,
+    PushKey,
+    TransportEvent,
+)
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import Hello, RankPool
+
+logger = logging.getLogger(__name__)
+
+NEAR_S = 0.1
+"""After something happened on this rank the same is expected of the others."""
+
+
+class RankNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one rank's transport has reported since the last turn."""
+
+    done: tuple[PushDone, ...] = ()
+    failed: tuple[PushFailed, ...] = ()
+    digests: tuple[Digests, ...] = ()
+
+    @classmethod
+    def of(cls, events: Iterable[TransportEvent]) -> "RankNews":
+        return cls(
+            done=tuple(event for event in events if isinstance(event, PushDone)),
+            failed=tuple(event for event in events if isinstance(event, PushFailed)),
+            digests=tuple(event for event in events if isinstance(event, Digests)),
+        )
+
+
+GatherNews = Callable[[RankNews], Sequence[RankNews]]
+"""What each rank passes, on every rank, in order of rank."""
+GatherHellos = Callable[[Hello], Sequence[Hello]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Which part of an engine's KV lies here."""
+
+    rank: int
+    size: int
+    kv_heads: int
+    """Of the model."""
+
+    def agent(self, me: Peer) -> Peer:
+        """This rank as its transport is known to peers' transports."""
+        name = agent_name(me.incarnation, rank=self.rank, ranks=self.size)
+        return msgspec.structs.replace(me, incarnation=name)
+
+
+@dataclass(kw_only=True, slots=True)
+class RankedTransport:
+    """One rank's end. Scheduler thread only."""
+
+    local: KvTransport
+    place: RankPlace
+    gather: GatherNews
+    clock: Clock
+    """This rank's own."""
+    _hello: Hello
+    _peers: dict[str, int] = field(default_factory=dict)
+    """Ranks of each peer that was met."""
+    _refused: dict[str, str] = field(default_factory=dict)
+    """Why a peer cannot be written to."""
+    _pushes: dict[PushKey, JoinedPush] = field(default_factory=dict)
+    _proofs: dict[RoomKey, JoinedProof] = field(default_factory=dict)
+    _own: list[TransportEvent] = field(default_factory=list)
+    """What all ranks know without asking each other."""
+    _heard_at: float | None = None
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        local: KvTransport,
+        me: Peer,
+        place: RankPlace,
+        gather_hellos: GatherHellos,
+        gather: GatherNews,
+        clock: Clock,
+    ) -> Self:
+        """Meet the other ranks, which build theirs in the same moment. `local` is named `place.agent(me)`."""
+        hellos = gather_hellos(local.hello())
+        return cls(
+            local=local,
+            place=place,
+            gather=gather,
+            clock=clock,
+            _hello=_joined_hello(me, hellos, place),
+        )
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Other ranks may soon report what wakes nobody here."""
+        near = self._heard_at is not None and self.clock.now() < self._heard_at + NEAR_S
+        return self.place.size > 1 and near
+
+    # KvTransport
+
+    def hello(self) -> Hello:
+        return self._hello
+
+    def rename(self, me: Peer) -> None:
+        self._hello = msgspec.structs.replace(self._hello, sender=me)
+        self.local.rename(self.place.agent(me))
+
+    def connect(self, hello: Hello) -> None:
+        peer, ranks = hello.sender.incarnation, max(1, len(hello.ranks))
+        problem = _problem_with(hello, ranks, self.place.kv_heads)
+        if problem is not None:
+            self._refused[peer] = problem
+            logger.warning("cannot write to %r: %s", peer, problem)
+            return
+        self._refused.pop(peer, None)
+        self._peers[peer] = ranks
+        for rank in dict.fromkeys(one.receiver for one in self._slices(ranks) if one.sender == self.place.rank):
+            self.local.connect(_hello_of(hello, rank))
+
+    def forget(self, incarnation: str) -> None:
+        ranks = self._peers.pop(incarnation, 1)
+        self._refused.pop(incarnation, None)
+        for rank in range(ranks):
+            self.local.forget(agent_name(incarnation, rank=rank, ranks=ranks))
+
+    def push(self, push: Push) -> None:
+        ranks = self._peers.get(push.peer)
+        if ranks is None:
+            reason = self._refused.get(push.peer, f"not connected to {push.peer}")
+            self._own.append(PushFailed(key=push.key, reason=reason, peer_lost=True))
+        elif self._is_plain(ranks):
+            self.local.push(push)
+        else:
+            self._push_slices(push, ranks)
+
+    def digest(self, order: DigestOrder) -> None:
+        assert order.heads is None, "the ranks of both sides say which heads are proved"
+        if self._is_plain(order.writers):
+            self.local.digest(order)
+            return
+        # So many ranks may be more than can share the heads; then what they wrote proves false, as one's.
+        writers = order.writers if can_hold(self.place.kv_heads, order.writers) else 1
+        key = room_key(order.room, order.generation)
+        slices = head_slices(self.place.kv_heads, senders=writers, receivers=self.place.size)
+        self._proofs[key] = JoinedProof(key=key, slices=slices)
+        for one in slices:
+            if one.receiver == self.place.rank:
+                name = slice_room(SliceRoom(order.room, one.sender, writers, one.receiver, self.place.size))
+                self.local.digest(replace(order, room=name, heads=one.part.target))
+
+    def expect(self, transfers: int) -> None:
+        self.local.expect(transfers)
+
+    def poll(self) -> list[TransportEvent]:
+        reported = self.local.poll()
+        if reported:
+            self._heard_at = self.clock.now()
+        events, self._own = self._own, []
+        if self.place.size > 1 and not (self._pushes or self._proofs):
+            assert not reported, f"rank {self.place.rank} was told of {reported}, which no rank waits for"
+            return events
+        for news in self.gather(RankNews.of(reported)):
+            events += self._hear(news)
+        return events
+
+    def fileno(self) -> int:
+        return self.local.fileno()
+
+    def close(self) -> None:
+        self.local.close()
+
+    # Slices
+
+    def _is_plain(self, peer_ranks: int) -> bool:
+        return self.place.size == peer_ranks == 1
+
+    def _slices(self, receivers: int) -> tuple[HeadSlice, ...]:
+        return head_slices(self.place.kv_heads, senders=self.place.size, receivers=receivers)
+
+    def _heads_per_rank(self, ranks: int) -> int:
+        return len(heads_on(self.place.kv_heads, rank=0, size=ranks))
+
+    def _push_slices(self, push: Push, ranks: int) -> None:
+        slices = self._slices(ranks)
+        self._pushes[push.key] = JoinedPush(key=push.key, slices=slices)
+        whole = self._heads_per_rank(self.place.size) == self._heads_per_rank(ranks)
+        for one in slices:
+            if one.sender != self.place.rank:
+                continue
+            name = slice_room(SliceRoom(push.key.room, one.sender, self.place.size, one.receiver, ranks))
+            self.local.push(
+                replace(
+                    push,
+                    key=replace(push.key, room=name),
+                    peer=agent_name(push.peer, rank=one.receiver, ranks=ranks),
+                    heads=None if whole else one.part,
+                )
+            )
+
+    # What the ranks report
+
+    def _hear(self, news: RankNews) -> Iterator[TransportEvent]:
+        for done in news.done:
+            yield from self._pushed(done)
+        for failed in news.failed:
+            yield from self._pushed(failed)
+        for digests in news.digests:
+            yield from self._proved(digests)
+
+    def _pushed(self, event: PushDone | PushFailed) -> Iterator[TransportEvent]:
+        name = read_slice_room(event.key.room)
+        key = None if name is None else replace(event.key, room=name.room)
+        push = None if key is None else self._pushes.get(key)
+        if name is None or key is None or push is None:
+            yield event
+            return
+        ended = push.ended(Route(name.sender, name.receiver), event)
+        if ended is not None:
+            del self._pushes[key]
+            yield ended
+
+    def _proved(self, event: Digests) -> Iterator[TransportEvent]:
+        name = read_slice_room(event.room)
+        key = None if name is None else room_key(name.room, event.generation)
+        proof = None if key is None else self._proofs.get(key)
+        if name is None or key is None or proof is None:
+            yield event
+            return
+        digests = proof.add(Route(name.sender, name.receiver), event.digests)
+        if digests is not None:
+            del self._proofs[key]
+            yield digests
+
+
+def _joined_hello(me: Peer, hellos: Sequence[Hello], place: RankPlace) -> Hello:
+    first = msgspec.structs.replace(hellos[0], sender=me)
+    if len(hellos) == 1:
+        return first
+    ranks = tuple(
+        RankPool(
+            nixl_metadata=hello.nixl_metadata,
+            pool_address=hello.pool_address,
+            device_id=hello.device_id,
+            first_head=heads_on(place.kv_heads, rank=rank, size=place.size).start,
+        )
+        for rank, hello in enumerate(hellos)
+    )
+    return msgspec.structs.replace(first, ranks=ranks)
+
+
+def _hello_of(hello: Hello, rank: int) -> Hello:
+    """As the transport of this rank of the peer would introduce itself."""
+    if not hello.ranks:
+        return hello
+    pool = hello.ranks[rank]
+    name = agent_name(hello.sender.incarnation, rank=rank, ranks=len(hello.ranks))
+    return msgspec.structs.replace(
+        hello,
+        sender=msgspec.structs.replace(hello.sender, incarnation=name),
+        nixl_metadata=pool.nixl_metadata,
+        pool_address=pool.pool_address,
+        device_id=pool.device_id,
+        ranks=(),
+    )
+
+
+def _problem_with(hello: Hello, ranks: int, kv_heads: int) -> str | None:
+    """Why the heads of a peer's ranks do not fit the plan; None if they do."""
+    if len(hello.ranks) == 1 or not can_hold(kv_heads, ranks):
+        return f"it says that {len(hello.ranks)} ranks share its {kv_heads} KV heads, which they cannot"
+    expected = [heads_on(kv_heads, rank=rank, size=ranks) for rank in range(ranks)]
+    if hello.heads != len(expected[0]):
+        return (
+            f"its pages hold {hello.heads} KV heads, where each of {ranks} ranks has {len(expected[0])} of {kv_heads}"
+        )
+    firsts = [heads.start for heads in expected]
+    theirs = [pool.first_head for pool in hello.ranks] or [0]
+    if theirs != firsts:
+        return f"its ranks' KV heads begin at {theirs}, ours would at {firsts}"
+    return None

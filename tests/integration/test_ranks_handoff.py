@@ -1,0 +1,213 @@
+"""Engines of one and of two processes hand requests to each other, and lose a rank in the middle of it.
+
+Real processes, gloo and NIXL. Every wait is for an event, under a bound that only a hang would reach.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tandem_engine.ipc.channels import AsyncDealerChannel, AsyncPairServer, IpcContext
+from tandem_engine.messages.control import (
+    Audit,
+    AuditReport,
+    EngineReady,
+    EngineToWorker,
+    PeerGone,
+    WorkerToEngine,
+)
+from tandem_engine.messages.outputs import EngineReply, Finish, FinishReason, OutputBatch
+from tandem_engine.messages.requests import EngineRequest, Handoff, HandoffSide, Peer
+from tandem_testing.scheduler_builders import make_message
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
+
+PATIENCE_S = 60.0
+GRANT_S, HOLD_S = 2.0, 2.0
+PROMPTS = [tuple(range(5, 25)), (40, 41, 42), tuple(i % 200 + 5 for i in range(300))]
+
+
+@dataclass
+class Received:
+    tokens: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+@dataclass
+class Engine:
+    """An engine process, as its worker service and a gateway have it."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    control: "AsyncPairServer[EngineToWorker, WorkerToEngine]"
+    client: "AsyncDealerChannel[EngineReply, EngineRequest]"
+    ready: EngineReady
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(
+            worker_id=self.name,
+            incarnation=f"{self.name}@1",
+            endpoint=self.ready.peer_endpoint,
+            compat_hash=self.ready.compat_hash,
+        )
+
+    @property
+    def further_rank(self) -> int:
+        """Process id of rank 1."""
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    async def until(self, rid: str, *, tokens: int | None = None) -> Received:
+        """What comes of `rid` until it ends, or has so many tokens. Nothing else may be asked for meanwhile."""
+        received = Received()
+        async with asyncio.timeout(PATIENCE_S):
+            while received.finish is None and (tokens is None or len(received.tokens) < tokens):
+                reply = await self.client.receive()
+                for output in reply.outputs if isinstance(reply, OutputBatch) else ():
+                    assert output.rid == rid
+                    received.tokens += output.token_ids
+                    received.finish = output.finish
+        return received
+
+    async def audit(self) -> AuditReport:
+        await self.control.send(Audit(nonce=1))
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                report = await self.control.receive()
+                if isinstance(report, AuditReport):
+                    return report
+
+    async def is_clean(self) -> bool:
+        """Idle with nothing leaked, at last."""
+        while True:
+            report = await self.audit()
+            assert report.problems == ()
+            if report.idle and report.private_pages == report.held_pages == 0:
+                return True
+
+
+@asynccontextmanager
+async def serving(checkpoint: Path, folder: Path, name: str, ranks: int) -> AsyncIterator[Engine]:
+    context = IpcContext()
+    endpoint = f"ipc://{folder}/{name}"
+    control: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(
+        context, endpoint, inbound=EngineToWorker, outbound=WorkerToEngine
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tandem_engine.cli", "serve", "--model", str(checkpoint), "--dtype", "float32"),
+        *("--worker-id", name, "--incarnation", f"{name}@1", "--control", endpoint, "--threads", "1"),
+        *("--num-pages", "256", "--chunked-prefill-size", "32", "--tensor-parallel-size", str(ranks)),
+        *("--grant-timeout", str(GRANT_S), "--hold-timeout", str(HOLD_S), "--dist-timeout", str(PATIENCE_S)),
+    )
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            ready = await control.receive()
+        assert isinstance(ready, EngineReady), ready
+        client = AsyncDealerChannel(context, ready.request_endpoint, inbound=EngineReply, outbound=EngineRequest)
+        yield Engine(name=name, process=process, control=control, client=client, ready=ready)
+        client.close()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        control.close()
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@asynccontextmanager
+async def pair(checkpoint: Path, folder: Path, senders: int, receivers: int) -> AsyncIterator[tuple[Engine, Engine]]:
+    async with AsyncExitStack() as stack:
+        prefill = await stack.enter_async_context(serving(checkpoint, folder, "p", senders))
+        decode = await stack.enter_async_context(serving(checkpoint, folder, "d", receivers))
+        yield prefill, decode
+
+
+def hand_over(rid: str, prompt: tuple[int, ...], prefill: Engine, decode: Engine, **params: object) -> None:
+    """Both ends of one request, as a gateway sends them."""
+    for engine, other, side in ((decode, prefill, HandoffSide.RECEIVE), (prefill, decode, HandoffSide.SEND)):
+        handoff = Handoff(side=side, room=rid, generation=1, peer=other.peer)
+        engine.client.send(make_message(rid, prompt, handoff=handoff, **params))
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 2)])
+async def test_what_is_handed_over_goes_on_as_it_would_have_where_it_began(checkpoint, tmp_path, senders, receivers):
+    async with pair(checkpoint, tmp_path, senders, receivers) as (prefill, decode):
+        assert prefill.ready.compat_hash == decode.ready.compat_hash
+        for number, prompt in enumerate(PROMPTS):
+            alone = f"alone-{number}"
+            prefill.client.send(make_message(alone, prompt, max_tokens=8))
+            expected = (await prefill.until(alone)).tokens
+            rid = f"r{number}"
+            hand_over(rid, prompt, prefill, decode, max_tokens=8)
+            first = await prefill.until(rid, tokens=1)
+            assert (first.tokens, first.finish) == (expected[:1], None)
+            received = await decode.until(rid)
+            assert (received.tokens, received.finish.reason) == (expected, FinishReason.LENGTH)
+        assert await prefill.is_clean()
+        assert await decode.is_clean()
+
+
+async def test_a_receiver_that_loses_a_rank_costs_the_writer_nothing(checkpoint, tmp_path):
+    async with pair(checkpoint, tmp_path, 1, 2) as (prefill, decode):
+        rank = decode.further_rank
+        os.kill(rank, signal.SIGSTOP)
+        hand_over("r", PROMPTS[2], prefill, decode, max_tokens=8)
+        await prefill.until("r", tokens=1)
+        os.kill(rank, signal.SIGKILL)
+        received = await decode.until("r")
+        assert (received.tokens, received.finish.reason, received.finish.retryable) == ([], FinishReason.ERROR, True)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await decode.process.wait() == 3
+        await prefill.control.send(PeerGone(incarnation="d@1"))
+        assert await prefill.is_clean()
+        prefill.client.send(make_message("after", PROMPTS[0], max_tokens=4))
+        assert len((await prefill.until("after")).tokens) == 4
+
+
+async def test_a_writer_that_loses_a_rank_leaves_no_page_behind(checkpoint, tmp_path):
+    """Rank 0 may have written its heads when rank 1 is killed; nothing of the prompt is taken for whole."""
+    async with pair(checkpoint, tmp_path, 2, 1) as (prefill, decode):
+        rank = prefill.further_rank
+        hand_over("r", PROMPTS[2], prefill, decode, max_tokens=8)
+        os.kill(rank, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await prefill.process.wait() == 3
+        await decode.control.send(PeerGone(incarnation="p@1"))
+        received = await decode.until("r")
+        if received.finish.reason is FinishReason.ERROR:
+            assert (received.tokens, received.finish.retryable) == ([], True)
+        assert await decode.is_clean()
+        decode.client.send(make_message("after", PROMPTS[2], max_tokens=4))
+        assert len((await decode.until("after")).tokens) == 4
+
+
+@pytest.mark.parametrize("receivers", [1, 2])
+async def test_a_writer_whose_rank_stands_still_is_given_up_in_time(checkpoint, tmp_path, receivers):
+    """Nobody is dead, so nobody is fenced: the lease runs out, and the pages wait until the writer is gone."""
+    async with pair(checkpoint, tmp_path, 2, receivers) as (prefill, decode):
+        rank = prefill.further_rank
+        os.kill(rank, signal.SIGSTOP)
+        hand_over("r", PROMPTS[2], prefill, decode, max_tokens=8)
+        finish = (await decode.until("r")).finish
+        assert (finish.reason, finish.retryable) == (FinishReason.ERROR, True)
+        assert (await decode.audit()).held_pages > 0
+        os.kill(rank, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await prefill.process.wait() == 3
+        await decode.control.send(PeerGone(incarnation="p@1"))
+        assert await decode.is_clean()
