@@ -165,12 +165,9 @@ async def test_what_is_handed_over_goes_on_as_it_would_have_where_it_began(check
 async def test_a_receiver_that_loses_a_rank_costs_the_writer_nothing(checkpoint, tmp_path):
     async with pair(checkpoint, tmp_path, 1, 2) as (prefill, decode):
         rank = decode.further_rank
-        os.kill(rank, signal.SIGSTOP)
         hand_over("r", PROMPTS[2], prefill, decode, max_tokens=8)
         await prefill.until("r", tokens=1)
         os.kill(rank, signal.SIGKILL)
-        received = await decode.until("r")
-        assert (received.tokens, received.finish.reason, received.finish.retryable) == ([], FinishReason.ERROR, True)
         async with asyncio.timeout(PATIENCE_S):
             assert await decode.process.wait() == 3
         await prefill.control.send(PeerGone(incarnation="d@1"))

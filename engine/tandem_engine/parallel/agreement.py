@@ -3,7 +3,7 @@
     agree    once per turn, before anything is planned: rank 0 sends what happened to it since the last turn, and the
              time by its clock
     share    for what one rank must say for all, such as drafts: rank 0's value (T53)
-    gather   for what happened on any rank and all must hear of, such as writes of KV that arrived there (T47)
+    gather   for what happened on any rank and all must hear of, such as writes of KV that are done (T47)
     least    for facts that every rank comes to by itself in its own time, such as a compiled grammar: a rank says how
              far each has come, and the least counts for all (T47, T67)
 
