@@ -451,8 +451,12 @@ class DisaggConfig:
     """A decode engine in which nothing has moved for this long lets go of the finished prompts that wait for its
     memory: the way out when engines wait for each other in a circle."""
 
+    prefix_fetch_timeout: float = 2.0
+    """A request waits no longer than this for a prefix that another worker has, and less when computing it takes less.
+    0 fetches none."""
+
     kv_digest: DigestKind = DigestKind.SAMPLED
-    """The proof that a decode worker asks of the pages it is sent."""
+    """The proof that a worker asks of the pages it is sent."""
     expect_transport: LinkTransport | None = None
     """What links to peers should be carried by, or better. None expects nothing."""
     link_probe_mib: int = 16
@@ -465,6 +469,12 @@ class DisaggConfig:
     def renewal_period(self) -> float:
         """Seconds between two signs of life: three may be lost before a lease runs out."""
         return min(self.grant_timeout, self.hold_timeout) / 4
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.prefix_fetch_timeout < math.inf:
+            raise ConfigError(
+                f"--prefix-fetch-timeout must be a number of seconds from 0 on, got {self.prefix_fetch_timeout}"
+            )
 
 
 class SpecAlgorithm(StrEnum):

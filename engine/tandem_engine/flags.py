@@ -524,6 +524,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             transport=args.transport,
             grant_timeout=args.grant_timeout,
             hold_timeout=args.hold_timeout,
+            prefix_fetch_timeout=args.prefix_fetch_timeout,
             kv_digest=DigestKind(args.kv_digest),
             expect_transport=None if args.expect_transport == "any" else LinkTransport(args.expect_transport),
             link_probe_mib=args.link_probe_mib,
@@ -579,6 +580,14 @@ def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         help=f"seconds prefill keeps finished pages for a silent decode worker (default {disagg.hold_timeout:g})",
     )
 
+    group.add_argument(
+        "--prefix-fetch-timeout",
+        type=float,
+        default=disagg.prefix_fetch_timeout,
+        metavar="S",
+        help="seconds a prompt waits at most for a prefix that another worker has cached, where the gateway has found "
+        f"that cheaper than to compute it; 0 always computes (default {disagg.prefix_fetch_timeout:g})",
+    )
     group.add_argument(
         "--kv-digest",
         choices=tuple(DigestKind),

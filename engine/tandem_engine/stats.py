@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.prefix_counters import PrefixCounters
 from tandem_engine.disaggregation.stage import HandoffStage
-from tandem_engine.messages.control import EngineStats
+from tandem_engine.messages.control import EngineStats, PrefixFetchStats
 from tandem_engine.scheduler.scheduler import Scheduler
 
 
@@ -88,5 +89,21 @@ def engine_stats(
         leaving=stats.leaving,
         moved_total=0 if transfers is None else transfers.moved,
         move_failures_total=0 if transfers is None else transfers.moves_failed,
+        prefix_fetch=PrefixFetchStats() if handoff is None else _prefix_fetch(handoff.prefixes.counters),
         links=() if handoff is None else handoff.links.reports(),
+    )
+
+
+def _prefix_fetch(counters: PrefixCounters) -> PrefixFetchStats:
+    return PrefixFetchStats(
+        asked_total=counters.asked,
+        fetched_total=counters.fetched,
+        missed_total=counters.missed,
+        failed_total=counters.failed,
+        skipped_total=counters.skipped,
+        pages_total=counters.pages,
+        bytes_total=counters.bytes,
+        wait_s=counters.wait_s,
+        lent_total=counters.lent,
+        lent_pages_total=counters.lent_pages,
     )

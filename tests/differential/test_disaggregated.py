@@ -16,6 +16,7 @@ from tandem_engine.executor.fake import FakeModel
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.requests import PrefixFetch
 from tandem_engine.messages.transfer import Hello, TransferAborted
 from tandem_engine.names import RequestId
 from tandem_testing.disagg_pair import CONFIG, DRAIN_TIMEOUT, Pair, Side, make_pair
@@ -111,6 +112,7 @@ def submit(pair: Pair, rid: str, shared: list[int], dice: random.Random) -> None
     priority = dice.choice([0, 0, 5])
     for end in ends:
         group = "choices" if is_choice else ""
+        fetch = fetch_from(pair.decode, rid) if end == pair.submit_prefill else None
         end(
             rid,
             tuple(prompt),
@@ -119,8 +121,17 @@ def submit(pair: Pair, rid: str, shared: list[int], dice: random.Random) -> None
             group=group,
             grammar=grammar,
             priority=priority,
+            fetch=fetch,
             **edits,
         )
+
+
+def fetch_from(side: Side, rid: str) -> PrefixFetch | None:
+    """What a gateway says that takes the other engine to have a prefix: rightly or not, sometimes in a hurry."""
+    dice = random.Random(f"fetch {rid}")
+    if dice.random() < 0.4:
+        return None
+    return PrefixFetch(peer=side.peer, tokens=dice.randrange(1, 40), within_s=dice.choice([0.05, 0.5, 5.0]))
 
 
 def abort(pair: Pair, rid: str) -> None:

@@ -103,6 +103,19 @@ class HoldTable:
         hold.deadline = max(hold.deadline, self.clock.now() + valid_s)
         return True
 
+    def shorten(self, key: RoomKey, keep: int) -> None:
+        """The writer has written the first `keep` pages and will write no more: the others are free.
+
+        With none left the hold is over.
+        """
+        hold = self._holds[key]
+        assert not hold.state.owns_pages, f"room {key} shortened while {hold.state.value}"
+        hold.pages, rest = hold.pages[:keep], hold.pages[keep:]
+        hold.arrived = {index for index in hold.arrived if index < keep}
+        if not hold.pages:
+            del self._holds[key]
+        self.give_back(rest)
+
     def commit(self, key: RoomKey) -> None:
         """Everything arrived and was verified: the hold is over, its pages are the request's."""
         hold = self._holds.pop(key)

@@ -20,7 +20,7 @@ from tandem_engine.disaggregation.incarnations import Incarnations
 from tandem_engine.errors import WireError
 from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
 from tandem_engine.messages.requests import Peer
-from tandem_engine.messages.transfer import DrainAck, PeerMessage, TransferAborted, WriteGrant
+from tandem_engine.messages.transfer import DrainAck, PeerMessage, PrefixAsk, TransferAborted, WriteGrant
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +136,9 @@ class PeerChannels:
         sender = message.sender
         if sender.compat_hash != self.me.compat_hash and not isinstance(message, ENDINGS):
             raise WireError(f"its KV has shape {sender.compat_hash}, ours {self.me.compat_hash}")
-        if isinstance(message, WriteGrant) and message.writer != self.me.incarnation:
-            raise WireError(f"granted to {message.writer}")
+        grant = message.grant if isinstance(message, PrefixAsk) else message
+        if isinstance(grant, WriteGrant) and grant.writer != self.me.incarnation:
+            raise WireError(f"granted to {grant.writer}")
         accepted, superseded = self._incarnations.observe(sender)
         if not accepted:
             raise WireError("a newer incarnation of this worker has spoken")

@@ -94,7 +94,7 @@ class PrefillStage:
             return
         room.progress = progress
         if self.config.kv_push_layers != 0 and self.host.memory.readable(req.held_kv):
-            while self._pays(push := room.early_push(stop, progress, self._max_pages)):
+            while self._pays(push := room.early_push(stop, progress, self.max_pages)):
                 self._start(room, replace(push, least_layers=self._least_layers(push)))
 
     def chunk_settled(self, req: Request) -> None:
@@ -228,7 +228,7 @@ class PrefillStage:
     def _push(self, room: SendRoom) -> None:
         if room.req.kv is not None and not self.host.memory.readable(room.req.kv):
             return  # a prefix is still on its way from host memory (T70); the next turn asks again
-        while (push := room.next_push(self._max_pages)) is not None:
+        while (push := room.next_push(self.max_pages)) is not None:
             self._start(room, push)
 
     def _start(self, room: SendRoom, push: Push) -> None:
@@ -238,7 +238,7 @@ class PrefillStage:
         self.transport.push(push)
 
     @property
-    def _max_pages(self) -> int:
+    def max_pages(self) -> int:
         """Of one push."""
         return max(1, PUSH_BYTES // self.page_bytes)
 

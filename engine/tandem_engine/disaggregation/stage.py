@@ -25,6 +25,7 @@ from tandem_engine.disaggregation.links import Links
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
 from tandem_engine.disaggregation.prealloc import PreallocQueue
 from tandem_engine.disaggregation.prefill import PrefillStage
+from tandem_engine.disaggregation.prefixes import Prefixes
 from tandem_engine.disaggregation.room_key import room_key
 from tandem_engine.disaggregation.transport import (
     Digests,
@@ -48,6 +49,7 @@ from tandem_engine.messages.transfer import (
 )
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.stage import AwaitedPages
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +64,7 @@ class HandoffStage:
     sender_leases: SenderLeases
     receiver_leases: ReceiverLeases
     links: Links
+    prefixes: Prefixes
 
     @classmethod
     def build(
@@ -108,6 +111,7 @@ class HandoffStage:
             sender_leases=SenderLeases.of(prefill),
             receiver_leases=ReceiverLeases.of(decode),
             links=Links.build(host=host, transport=transport, peers=peers, config=config, page_bytes=page_bytes),
+            prefixes=Prefixes.build(prefill),
         )
 
     # QueueStage
@@ -117,6 +121,9 @@ class HandoffStage:
             return True
         self.prefill.open_room(req)
         return False
+
+    def fetch(self, req: Request) -> AwaitedPages | None:
+        return self.prefixes.fetcher.fetch(req)
 
     def poll(self) -> bool:
         events = [*self.peers.receive()]
@@ -130,7 +137,8 @@ class HandoffStage:
         self.sender_leases.beat()
         self.receiver_leases.beat()
         self.links.tick()
-        self.transport.expect(self.decode.holds.open_transfers() + self.links.targets.holds.open_transfers())
+        self.prefixes.tick()
+        self.transport.expect(sum(table.open_transfers() for table in self._hold_tables()))
         return bool(events or outcomes or handed_over or moved)
 
     def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
@@ -153,7 +161,13 @@ class HandoffStage:
         return chain(self.decode.live(), self.prefill.live())
 
     def held_pages(self) -> Iterator[PageId]:
-        return chain(self.decode.holds.held_pages(), self.links.held_pages())
+        return chain(self.decode.holds.held_pages(), self.links.held_pages(), self.prefixes.held_pages())
+
+    def holds_for_a_while(self) -> bool:
+        return self.prefixes.holds_for_a_while()
+
+    def forget_kv(self) -> None:
+        self.prefixes.forget_kv()
 
     # The owner of the loop
 
@@ -162,6 +176,7 @@ class HandoffStage:
         self.decode.peer_gone(incarnation)
         self.prefill.peer_gone(incarnation)
         self.links.peer_gone(incarnation)
+        self.prefixes.peer_gone(incarnation)
         self.transport.forget(incarnation)
         self.peers.fence(incarnation)
 
@@ -174,14 +189,18 @@ class HandoffStage:
         return sum(1 for _ in self.prefill.live())
 
     def quarantined_pages(self) -> int:
-        return self.decode.holds.quarantined_pages() + self.links.targets.holds.quarantined_pages()
+        return sum(table.quarantined_pages() for table in self._hold_tables())
 
     def quarantined_for(self) -> tuple[str, ...]:
         """Incarnations whose silence keeps those pages."""
-        return self.decode.holds.quarantined_for()
+        writers = chain.from_iterable(table.quarantined_for() for table in self._hold_tables())
+        return tuple(dict.fromkeys(writers))
+
+    def _hold_tables(self) -> tuple[HoldTable, ...]:
+        return (self.decode.holds, self.links.targets.holds, self.prefixes.fetcher.holds)
 
     def _on_peer(self, event: PeerEvent) -> None:
-        if self.links.on_peer(event):
+        if self.links.on_peer(event) or self.prefixes.on_peer(event):
             return
         match event:
             case Hello():
@@ -206,14 +225,17 @@ class HandoffStage:
                 self.peer_gone(incarnation)
 
     def _on_transport(self, event: TransportEvent) -> None:
-        if self.links.on_transport(event):
-            return
         match event:
             case PushDone():
                 self._measure(event)
-                self.prefill.on_push_done(event)
             case PushFailed():
                 self._note_lost(event)
+        if self.links.on_transport(event) or self.prefixes.on_transport(event):
+            return
+        match event:
+            case PushDone():
+                self.prefill.on_push_done(event)
+            case PushFailed():
                 self.prefill.on_push_failed(event)
             case Digests():
                 self.decode.on_digests(event)
@@ -229,5 +251,8 @@ class HandoffStage:
             self.links.failed(peer)
 
     def _receiver_of(self, key: PushKey) -> str | None:
-        room = self.prefill.rooms.get(room_key(key.room, key.generation))
-        return None if room is None else room.peer.incarnation
+        name = room_key(key.room, key.generation)
+        room, loan = self.prefill.rooms.get(name), self.prefixes.lender.loans.get(name)
+        if room is not None:
+            return room.peer.incarnation
+        return None if loan is None else loan.receiver.incarnation

@@ -25,6 +25,15 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """What `pack_tokens` was given. Raises `ValueError` when `packed` is not a whole number of tokens."""
+    tokens = array("I")
+    tokens.frombytes(packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tuple(tokens)
+
+
 def chain_seed(salt: str) -> bytes:
     """Parent digest of the first block."""
     return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"tandem-salt").digest()

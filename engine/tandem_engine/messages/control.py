@@ -100,6 +100,27 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why the last self-test of the link gave no figure; "" when it did."""
 
 
+class PrefixFetchStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefixes brought from other engines instead of computing them, since start."""
+
+    asked_total: int = 0
+    fetched_total: int = 0
+    """Of those, the ones that brought at least a page."""
+    missed_total: int = 0
+    """The other engine had nothing of it any more."""
+    failed_total: int = 0
+    """Given up: late, torn, refused, or the other engine was lost."""
+    skipped_total: int = 0
+    """Not begun, because memory is short or the prefix is here by now."""
+    pages_total: int = 0
+    bytes_total: int = 0
+    wait_s: float = 0.0
+    """From asking to the end, of all together."""
+    lent_total: int = 0
+    """Prefixes sent to engines that asked."""
+    lent_pages_total: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Twice a second. `loop_count` proves that the scheduler loop turns."""
 
@@ -184,6 +205,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Running requests that went to another worker with their KV."""
     move_failures_total: int = 0
     """Those that went without it: their transfer failed, and another worker computed it again."""
+    prefix_fetch: PrefixFetchStats = PrefixFetchStats()
     links: tuple[LinkReport, ...] = ()
     """To the peers that the worker service named, at most `MAX_LINKS`."""
 

@@ -54,6 +54,18 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of the writer's time for the transfer, what came after the prompt was computed."""
 
 
+class FetchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of bringing a prefix here before the prompt was computed."""
+
+    peer: str
+    """Incarnation that was asked."""
+    pages: int
+    """That came; 0 when none did, or not in time."""
+    bytes: int
+    wait_s: float
+    """From asking until they could be used, or were no longer waited for."""
+
+
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """New tokens of one attempt. Idempotent: the receiver accepts position `index` only once."""
 
@@ -74,6 +86,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     again with the first output of the worker that it handed over to."""
     transfer: TransferReport | None = None
     """With the decode worker's first output."""
+    fetch: FetchReport | None = None
+    """With the first output of the worker that computed the prompt, if it was told to fetch a prefix."""
     queue_s: float | None = None
     """Receipt to first scheduled step, with the first output."""
     prefill_s: float | None = None

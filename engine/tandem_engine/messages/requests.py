@@ -6,6 +6,7 @@ workers share the work, both get the same request with the two ends of one `Hand
 """
 
 from enum import StrEnum
+from math import inf
 
 import msgspec
 
@@ -62,6 +63,25 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             )
 
 
+class PrefixFetch(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prefix of the prompt is cached that is cheaper to bring here than to compute."""
+
+    peer: Peer
+    tokens: int
+    """That many are worth asking for."""
+    within_s: float
+    """Later than this it is of no use."""
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` for a fetch that makes no sense."""
+        if self.tokens < 1:
+            raise InvalidRequestError(f"fetch.tokens must be at least 1, got {self.tokens}", param="fetch")
+        if not 0.0 < self.within_s < inf:
+            raise InvalidRequestError(
+                f"fetch.within_s must be a positive number of seconds, got {self.within_s}", param="fetch"
+            )
+
+
 class SessionRef(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation that the engine keeps, so that a turn brings only its new tokens.
 
@@ -90,6 +110,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     resume_ids: tuple[int, ...] = ()
     """Output tokens the client already has. They count as output (max_tokens, sampling positions)."""
     handoff: Handoff | None = None
+    fetch: PrefixFetch | None = None
+    """For the worker that computes the prompt; a hint, which changes no token."""
     cache_salt: str = ""
     """Prefix cache entries are shared only among equal salts."""
     priority: int = 0

@@ -15,6 +15,12 @@
       │ ◀─ Hello, ProbeGrant or ProbeRefusal
       │ NIXL WRITEs, then DrainAck ──▶ │
 
+    who computes a prompt          who has a prefix of it cached
+      │ Hello, PrefixAsk(grant) ─────▶ │
+      │            ◀── NIXL WRITE, notification as above
+      │ ◀──────────────── PrefixRecord │   how many of the granted pages, and their digests
+      │ TransferAborted ◀────────────▶ │   as above, and so is the DrainAck that follows one
+
 Every message names the sender's incarnation, and the room (or rooms) with the generation.
 """
 
@@ -196,6 +202,36 @@ class ProbeRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="probe_refusal
     reason: str
 
 
+class PrefixAsk(msgspec.Struct, frozen=True, kw_only=True, tag="prefix_ask"):
+    """The sender is about to compute a prompt: would the writer send what it has cached of it?"""
+
+    grant: WriteGrant
+    """Into pages for the tokens from `grant.first_token` on."""
+    tokens: bytes
+    """All tokens up to the end of the granted pages, packed as `block_hash.pack_tokens` does. Matching compares tokens,
+    so what is sent is what was asked for."""
+    salt: str
+    """Of the cache entries; others are not looked at."""
+
+    @property
+    def sender(self) -> Peer:
+        return self.grant.sender
+
+
+class PrefixRecord(msgspec.Struct, frozen=True, kw_only=True, tag="prefix_record"):
+    """The first `pages` granted pages were written, and nothing more will be."""
+
+    room: str
+    generation: int
+    sender: Peer
+    pages: int
+    """Fewer than were granted when the rest is not cached any more."""
+    digests: tuple[int, ...]
+    """One unsigned 64-bit digest per written page."""
+
+
 ProbeMessage = ProbeRequest | ProbeGrant | ProbeRefusal
 
-PeerMessage = Hello | WriteGrant | HandoffRecord | TransferAborted | DrainAck | StillOpen | GrantsRenewed | ProbeMessage
+HandoffMessage = WriteGrant | HandoffRecord | TransferAborted | DrainAck | StillOpen | GrantsRenewed
+
+PeerMessage = Hello | HandoffMessage | ProbeMessage | PrefixAsk | PrefixRecord

@@ -116,6 +116,7 @@ class Ingress:
             sampling=message.sampling,
             resumed=len(message.resume_ids),
             handoff=message.handoff,
+            fetch=message.fetch,
             cache_salt=message.cache_salt,
             priority=message.priority,
             group=message.group,
@@ -148,6 +149,8 @@ class Ingress:
             raise InvalidRequestError("deadline_s must be a finite number of seconds", param="deadline_s")
         if req.handoff is not None:
             req.handoff.check()
+        if req.fetch is not None:
+            req.fetch.check()
         check_group(req.group)
         req.sampling.check(vocab_size=self.model.vocab_size)
         self.gate.check(req.sampling.grammar)

@@ -5,7 +5,7 @@ Every live request has exactly one home (T8):
     compiling   its grammar is not compiled yet; with KV, when a stage has handed it over meanwhile
     waiting     needs an EXTEND; arrival order, with retracted and recomputed requests at its head
     following   waits for another choice of the same answer to compute their prompt (`groups`)
-    prefetching will be waiting when its prefix has been read from storage
+    prefetching will be waiting when its prefix has come from storage or from another engine
     swapped     retracted, its KV in host memory; comes back before anybody who waits is admitted
     chunked     the one request whose prompt is partly computed
     running     decodes, one token per step
@@ -19,11 +19,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tandem_engine.memory.host.prefetch import Prefetch
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.groups import Groups
 from tandem_engine.scheduler.request import Request, sends_kv
-from tandem_engine.scheduler.stage import QueueStage
+from tandem_engine.scheduler.stage import AwaitedPages, QueueStage
 
 
 class WaitingQueue:
@@ -76,10 +75,10 @@ class Queues:
     compiling: dict[RequestId, Request] = field(default_factory=dict)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     groups: Groups = field(default_factory=Groups)
-    prefetching: dict[Request, Prefetch] = field(default_factory=dict)
+    prefetching: dict[Request, AwaitedPages] = field(default_factory=dict)
     """In arrival order, with what each waits for."""
-    reading: dict[Request, Prefetch] = field(default_factory=dict)
-    """What storage reads for requests that stand in `compiling` meanwhile."""
+    reading: dict[Request, AwaitedPages] = field(default_factory=dict)
+    """What is brought for requests that stand in `compiling` meanwhile."""
     swapped: deque[Request] = field(default_factory=deque)
     """The first to come back first."""
     chunked: Request | None = None
@@ -160,8 +159,10 @@ class Queues:
         return any(True for stage in self.stages for _ in stage.live())
 
     def stage_keeps_memory(self) -> bool:
-        """Whether some stage, or the compiler of grammars, holds up a request with pages: they will come back."""
-        return bool(self.parked()) or any(req.kv is not None for stage in self.stages for req in stage.live())
+        """Whether some stage, or the compiler of grammars, has pages that will come back."""
+        if self.parked() or any(stage.holds_for_a_while() for stage in self.stages):
+            return True
+        return any(req.kv is not None for stage in self.stages for req in stage.live())
 
     def waiting_in_stages(self) -> int:
         """Requests in stages that have no pages yet."""

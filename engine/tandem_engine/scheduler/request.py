@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from tandem_engine.memory.host.swap import SwappedKv
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.messages.outputs import Finish, TokenLogprob, TransferReport
-from tandem_engine.messages.requests import Handoff, HandoffSide
+from tandem_engine.messages.outputs import FetchReport, Finish, TokenLogprob, TransferReport
+from tandem_engine.messages.requests import Handoff, HandoffSide, PrefixFetch
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.grammar_progress import GrammarProgress
@@ -39,6 +39,7 @@ class Request:
     resumed: int = 0
     """Leading `output_ids` that the client already has; they are never streamed again."""
     handoff: Handoff | None = None
+    fetch: PrefixFetch | None = None
     cache_salt: str = ""
     priority: int = 0
     group: str = ""
@@ -82,6 +83,7 @@ class Request:
     cached_tokens: int = 0
     """Prompt tokens that the first prefill found in the prefix cache."""
     transfer: TransferReport | None = None
+    fetched: FetchReport | None = None
     grammar: GrammarProgress | None = None
     """Set once the grammar it asked for is compiled, before its first token can be sampled."""
     first_scheduled_at: float | None = None

@@ -298,7 +298,7 @@ class Scheduler:
         for req in self._deadlines.overdue(self.clock.now()):
             self._ingress.abort(req.rid, OVERDUE)
         self.sessions.sweep()
-        polled = [self.memory.poll(), self._prefetching.poll(), *(stage.poll() for stage in self.queues.stages)]
+        polled = [self.memory.poll(), *(stage.poll() for stage in self.queues.stages), self._prefetching.poll()]
         polled.append(self._gate.poll())
         for req in self._departures.poll():
             self._ingress.abort(req.rid, NOT_TAKEN)
@@ -390,6 +390,8 @@ class Scheduler:
 
     def forget_kv(self) -> None:
         """Empty the prefix cache, of what conversations have pinned too."""
+        for stage in self.queues.stages:
+            stage.forget_kv()
         self._pausing.forget_kv()
 
     def end_started(self, finish: Finish) -> int:

@@ -27,11 +27,32 @@ from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
 
 
+class AwaitedPages(Protocol):
+    """Part of a request's prefix that is on its way to where the request can use it."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is there, or will not come."""
+        ...
+
+    @property
+    def until(self) -> float:
+        """Monotonic time after which the request goes on without what is missing."""
+        ...
+
+
 class QueueStage(Protocol):
     """One role's part in the life of a request."""
 
     def accept(self, req: Request) -> bool:
         """A validated new request. True: the stage keeps it and will admit or fail it."""
+        ...
+
+    def fetch(self, req: Request) -> AwaitedPages | None:
+        """`req` was not accepted and will be computed here: begin to bring a prefix of it that another engine has.
+
+        None if there is nothing to wait for.
+        """
         ...
 
     def poll(self) -> bool:
@@ -72,5 +93,13 @@ class QueueStage(Protocol):
         ...
 
     def held_pages(self) -> Iterator[PageId]:
-        """Pages in transfer holds that no request owns any more (draining, quarantined): for the audit."""
+        """Pages in transfer holds that no request owns (any more): for the audit."""
+        ...
+
+    def holds_for_a_while(self) -> bool:
+        """Whether pages that no request owns are kept from all, and will come back by themselves."""
+        ...
+
+    def forget_kv(self) -> None:
+        """The prefix cache is about to be emptied: let go of it, and bring nothing more into it."""
         ...

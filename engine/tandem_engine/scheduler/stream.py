@@ -70,6 +70,7 @@ class OutputStream:
             finish=finish,
             cached_tokens=req.cached_tokens if cache_hit_known else None,
             transfer=req.transfer if first else None,
+            fetch=req.fetched if first else None,
             queue_s=_elapsed(req.arrived_at, req.first_scheduled_at) if first else None,
             prefill_s=_elapsed(req.first_scheduled_at, req.first_token_at) if first else None,
         )

@@ -15,6 +15,7 @@ from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
+from tandem_testing.quiet_stage import FetchesNothing
 from tandem_testing.scheduler_builders import Engine
 
 NOWHERE = Peer(worker_id="w", incarnation="w@1", endpoint="inproc://w", compat_hash="h")
@@ -25,7 +26,7 @@ def make_handoff(side: HandoffSide, room: str) -> Handoff:
 
 
 @dataclass(kw_only=True)
-class DirectReceiver:
+class DirectReceiver(FetchesNothing):
     """Keeps RECEIVE requests until their KV is copied in."""
 
     engine: Engine
@@ -100,7 +101,7 @@ class DirectReceiver:
 
 
 @dataclass(kw_only=True)
-class DirectSender:
+class DirectSender(FetchesNothing):
     """Keeps SEND requests for `delay` polls after their prompt is done, then copies their pages."""
 
     engine: Engine

@@ -6,9 +6,23 @@ from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.stage import AwaitedPages
 
 
-class QuietStage:
+class FetchesNothing:
+    """The part of a `QueueStage` that brings and lends prefixes, for stages that do not."""
+
+    def fetch(self, req: Request) -> AwaitedPages | None:
+        return None
+
+    def holds_for_a_while(self) -> bool:
+        return False
+
+    def forget_kv(self) -> None:
+        """Nothing is lent or on its way."""
+
+
+class QuietStage(FetchesNothing):
     """Implements `QueueStage`. Remembers what it was told."""
 
     def __init__(self, *, held: Sequence[PageId] = (), kept: Sequence[Request] = ()) -> None:

@@ -13,7 +13,7 @@ from tandem_engine.memory.host.storage import HostStorage
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.no_cache import NoPrefixCache
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
-from tandem_engine.messages.requests import GenerateRequest, Handoff, SessionRef
+from tandem_engine.messages.requests import GenerateRequest, Handoff, PrefixFetch, SessionRef
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.sampling.grammar.compiler import Grammars
 from tandem_engine.scheduler.grammar_gate import Least
@@ -56,6 +56,7 @@ def make_message(
     max_tokens: int = 8,
     resume: Sequence[int] = (),
     handoff: Handoff | None = None,
+    fetch: PrefixFetch | None = None,
     cache_salt: str = "",
     priority: int = 0,
     group: str = "",
@@ -72,6 +73,7 @@ def make_message(
         sampling=SamplingParams(**params),
         resume_ids=tuple(resume),
         handoff=handoff,
+        fetch=fetch,
         cache_salt=cache_salt,
         priority=priority,
         group=group,

@@ -1,0 +1,540 @@
+"""A prefix that one engine has cached is brought to another that is about to compute it; both ends, and every end."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from tandem_engine.config import HostConfig
+from tandem_engine.disaggregation.fake import Fate
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.messages.control import PauseMode
+from tandem_engine.messages.outputs import FetchReport, FinishReason
+from tandem_engine.messages.requests import Peer, PrefixFetch
+from tandem_engine.messages.transfer import DrainAck, Hello, PrefixAsk, PrefixRecord, TransferAborted
+from tandem_engine.names import RequestId
+from tandem_testing.disagg_network import make_peer
+from tandem_testing.disagg_pair import CONFIG, DRAIN_TIMEOUT, Pair, make_pair
+from tandem_testing.scheduler_builders import make_message
+from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
+
+PREFIX = tuple(range(1, 17))
+"""Four pages of four tokens."""
+PROMPT = (*PREFIX, 50, 51)
+WITHIN_S = 1.0
+
+
+def ask(pair: Pair, rid: str = "r", prompt=PROMPT, *, peer: Peer | None = None, tokens: int = 100, **request) -> None:
+    """A request for the prefill engine, told that the decode engine has a prefix of it."""
+    fetch = PrefixFetch(peer=peer or pair.decode.peer, tokens=tokens, within_s=WITHIN_S)
+    pair.prefill.engine.add(make_message(rid, prompt, fetch=fetch, **request))
+
+
+def warm(pair: Pair, prompt=PREFIX, **request) -> None:
+    """Have the decode engine compute `prompt`, so that it is cached there."""
+    pair.decode.engine.add(make_message("warm", prompt, max_tokens=2, **request))
+    pair.decode.engine.run()
+
+
+def make_warm_pair(**settings) -> Pair:
+    pair = make_pair(**settings)
+    warm(pair)
+    return pair
+
+
+def cached_tokens(pair: Pair, rid: str = "r") -> int | None:
+    return pair.prefill.engine.received[rid].outputs[0].cached_tokens
+
+
+def report(pair: Pair, rid: str = "r") -> FetchReport | None:
+    return pair.prefill.engine.received[rid].outputs[0].fetch
+
+
+def counters(pair: Pair):
+    return pair.prefill.stage.prefixes.counters
+
+
+def finish(pair: Pair) -> None:
+    pair.run()
+    pair.prefill.engine.assert_expected()
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_another_engine_has_is_brought_and_the_rest_computed(overlap):
+    pair = make_warm_pair(enable_overlap=overlap)
+    ask(pair)
+    finish(pair)
+    assert cached_tokens(pair) == len(PREFIX)
+    page_bytes = pair.prefill.engine.model.pool.page_bytes
+    assert report(pair) == FetchReport(peer="d@1", pages=4, bytes=4 * page_bytes, wait_s=0.0)
+    assert (counters(pair).fetched, counters(pair).pages, counters(pair).failed) == (1, 4, 0)
+    lender = pair.decode.stage.prefixes.counters
+    assert (lender.lent, lender.lent_pages) == (1, 4)
+
+
+def test_what_was_brought_serves_the_next_request_without_asking():
+    pair = make_warm_pair()
+    ask(pair, "first")
+    pair.run()
+    ask(pair, "second")
+    finish(pair)
+    assert cached_tokens(pair, "second") == len(PREFIX)
+    assert (counters(pair).asked, counters(pair).skipped) == (1, 1)
+
+
+def test_only_what_is_not_cached_here_is_moved():
+    pair = make_warm_pair()
+    pair.prefill.engine.add(make_message("half", PREFIX[:8], max_tokens=1))
+    pair.prefill.engine.run()
+    ask(pair)
+    finish(pair)
+    (asked,) = pair.prefill.link.messages(PrefixAsk)
+    assert (asked.grant.first_token, len(asked.grant.pages)) == (8, 2)
+    assert cached_tokens(pair) == len(PREFIX)
+
+
+def test_the_answer_flows_back_for_the_next_turn():
+    pair = make_pair()
+    pair.submit("one", PREFIX, max_tokens=12)
+    pair.run()
+    answer = pair.expected("one")
+    turn = (*PREFIX, *answer, 60, 61, 62)
+    ask(pair, "two", turn)
+    pair.run()
+    assert cached_tokens(pair, "two") == (len(PREFIX) + 11) // 4 * 4  # the last token has no KV
+    assert report(pair, "two").pages > 0
+    pair.prefill.engine.assert_expected("two")
+    pair.assert_clean()
+
+
+def test_of_a_partly_evicted_prefix_the_rest_comes():
+    pair = make_warm_pair()
+    memory = pair.decode.engine.memory
+    memory.give_back(memory.cache.evict(2))
+    ask(pair)
+    pair.turn()
+    pair.turn()
+    finish(pair)
+    assert cached_tokens(pair) == 8
+    assert report(pair).pages == 2
+
+
+def test_of_an_evicted_prefix_nothing_comes_and_nobody_waits():
+    pair = make_warm_pair()
+    pair.decode.engine.memory.clear_cache()
+    ask(pair)
+    pair.turn(3)
+    assert [*pair.prefill.stage.held_pages()] == []
+    assert report(pair) == FetchReport(peer="d@1", pages=0, bytes=0, wait_s=0.0)
+    finish(pair)
+    assert (counters(pair).missed, counters(pair).failed) == (1, 0)
+    assert cached_tokens(pair) == 0
+
+
+def test_others_are_served_meanwhile():
+    pair = make_warm_pair()
+    pair.network.delay = lambda _message: 10**9
+    ask(pair)
+    pair.prefill.engine.add(make_message("other", (90, 91)))
+    pair.turn(20)
+    assert pair.prefill.finish("other") is not None
+    assert pair.prefill.finish() is None
+    assert pair.prefill.engine.scheduler.stats().waiting == 1
+
+
+def test_what_does_not_come_in_time_is_computed_and_its_pages_wait_for_the_ack():
+    pair = make_warm_pair()
+    pair.network.lost = lambda _message: True
+    ask(pair)
+    pair.turn(2)
+    pair.pass_time(WITHIN_S)
+    pair.turn(20)
+    assert pair.prefill.finish() is not None
+    assert counters(pair).failed == 1
+    assert len([*pair.prefill.stage.held_pages()]) == 4
+    assert report(pair).pages == 0
+    pair.pass_time(DRAIN_TIMEOUT)
+    pair.turn()
+    assert pair.prefill.stage.quarantined_pages() == 4
+    assert pair.prefill.stage.quarantined_for() == ("d@1",)
+    # The lender never heard of the room, and says so once it is reached.
+    pair.network.lost = lambda _message: False
+    pair.pass_time(DRAIN_TIMEOUT)
+    finish(pair)
+
+
+def test_nobody_waits_longer_than_the_engine_allows():
+    pair = make_warm_pair(prefill={"config": replace(CONFIG, prefix_fetch_timeout=0.25)})
+    pair.network.delay = lambda _message: 10**9
+    ask(pair)
+    pair.turn(2)
+    pair.pass_time(0.25)
+    pair.turn(20)
+    assert pair.prefill.finish() is not None
+
+
+def test_with_no_time_to_wait_nothing_is_asked():
+    pair = make_warm_pair(prefill={"config": replace(CONFIG, prefix_fetch_timeout=0.0)})
+    ask(pair)
+    finish(pair)
+    assert counters(pair).asked == 0
+
+
+def test_pages_that_come_after_the_time_is_up_land_in_nobodys_memory():  # T60
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(delay=12)
+    ask(pair)
+    pair.turn(3)
+    assert pair.fabric.in_flight() == 1
+    pair.pass_time(WITHIN_S)
+    pair.turn(2)
+    assert len([*pair.prefill.stage.held_pages()]) == 4  # no ack while a push is outstanding
+    finish(pair)
+    assert counters(pair).failed == 1
+
+
+def test_torn_pages_are_never_read():  # T62
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(corrupt=True)
+    ask(pair)
+    finish(pair)
+    assert (counters(pair).digest_mismatches, counters(pair).fetched) == (1, 0)
+    assert cached_tokens(pair) == 0
+
+
+@pytest.mark.parametrize("fate", [Fate(fail=True), Fate(lose_peer=True)])
+def test_a_write_that_fails_ends_the_fetch_at_once(fate):
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: fate
+    ask(pair)
+    pair.turn(6)
+    assert cached_tokens(pair) == 0
+    finish(pair)
+    assert counters(pair).failed == 1
+
+
+def test_arrivals_come_twice_and_after_the_record():  # T65, T67, T71
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(repeats=2)
+    ask(pair)
+    finish(pair)
+    assert cached_tokens(pair) == len(PREFIX)
+
+
+def test_a_notification_that_is_lost_ends_in_time():
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(silent=True)
+    ask(pair)
+    pair.turn(5)
+    assert pair.prefill.finish() is None
+    pair.pass_time(WITHIN_S)
+    finish(pair)
+    assert counters(pair).failed == 1
+
+
+def test_a_fenced_lender_frees_the_pages_at_once():  # T74
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(delay=50)
+    ask(pair)
+    pair.turn(3)
+    pair.fabric.kill(pair.decode.peer.incarnation)
+    pair.network.kill(pair.decode.peer.incarnation)
+    pair.prefill.stage.peer_gone(pair.decode.peer.incarnation)
+    assert [*pair.prefill.stage.held_pages()] == []
+    pair.prefill.engine.run()
+    pair.prefill.engine.assert_expected()
+    pair.prefill.assert_clean()
+
+
+def test_a_fenced_asker_frees_the_loan():
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(delay=50)
+    ask(pair)
+    pair.turn(2)
+    assert pair.decode.engine.memory.pins
+    pair.decode.stage.peer_gone(pair.prefill.peer.incarnation)
+    assert not pair.decode.engine.memory.pins
+    pair.decode.step(2)
+    pair.decode.assert_clean()
+
+
+def test_when_the_request_is_aborted_both_ends_let_go():
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(delay=6)
+    ask(pair)
+    pair.turn(3)
+    pair.prefill.engine.scheduler.abort(RequestId("r"))
+    pair.run()
+    assert pair.prefill.finish().reason is FinishReason.ABORT
+    assert counters(pair).failed == 0
+    assert not pair.decode.engine.memory.pins
+    pair.assert_clean()
+
+
+def test_a_draining_engine_turns_away_who_waits_and_gives_the_fetch_up():
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(delay=6)
+    ask(pair)
+    pair.turn(3)
+    pair.prefill.engine.scheduler.drain()
+    pair.run()
+    assert pair.prefill.finish().code == "draining"
+    pair.assert_clean()
+
+
+def test_a_draining_engine_still_lends():
+    pair = make_warm_pair()
+    pair.decode.engine.scheduler.drain()
+    ask(pair)
+    finish(pair)
+    assert cached_tokens(pair) == len(PREFIX)
+
+
+def test_a_paused_engine_still_lends():
+    pair = make_warm_pair()
+    pair.decode.engine.scheduler.pause(PauseMode.IN_PLACE)
+    ask(pair)
+    finish(pair)
+    assert cached_tokens(pair) == len(PREFIX)
+
+
+def test_a_lost_question_is_acknowledged_by_who_never_heard_it():  # T61
+    pair = make_warm_pair()
+    pair.network.lost = lambda message: isinstance(message, PrefixAsk)
+    ask(pair)
+    pair.turn(2)
+    pair.pass_time(WITHIN_S)
+    pair.turn(2)
+    assert len(pair.decode.link.messages(DrainAck)) == 1
+    assert [*pair.prefill.stage.held_pages()] == []
+    finish(pair)
+
+
+def test_a_question_that_comes_after_its_end_is_not_served():  # T61
+    pair = make_warm_pair()
+    pair.network.delay = lambda message: 6 if isinstance(message, PrefixAsk) else 0
+    ask(pair)
+    pair.turn(2)
+    pair.pass_time(WITHIN_S)
+    finish(pair)
+    assert not pair.decode.link.messages(PrefixRecord)
+    assert pair.decode.stage.prefixes.counters.ignored == 1
+
+
+def test_salts_are_not_crossed():
+    pair = make_pair()
+    warm(pair, cache_salt="tenant-a")
+    ask(pair, "b", cache_salt="tenant-b")
+    pair.run()
+    assert cached_tokens(pair, "b") == 0
+    ask(pair, "a", cache_salt="tenant-a")
+    finish(pair)
+    assert cached_tokens(pair, "a") == len(PREFIX)
+
+
+def test_kv_of_another_shape_is_not_asked_for():
+    pair = make_warm_pair()
+    ask(pair, peer=make_peer("d", compat_hash="shape-2"))
+    finish(pair)
+    assert not pair.prefill.link.messages(PrefixAsk)
+    assert counters(pair).skipped == 1
+
+
+def test_an_engine_does_not_ask_itself():
+    pair = make_warm_pair()
+    ask(pair, peer=pair.prefill.peer)
+    finish(pair)
+    assert counters(pair).skipped == 1
+
+
+def test_who_cannot_be_reached_is_not_waited_for():
+    pair = make_warm_pair()
+    pair.prefill.link.unreachable.add(pair.decode.peer.incarnation)
+    ask(pair)
+    pair.prefill.step(4)
+    assert pair.prefill.tokens()
+    pair.prefill.link.unreachable.clear()
+    pair.pass_time(DRAIN_TIMEOUT)
+    finish(pair)
+
+
+def test_requests_with_the_same_prefix_share_one_fetch():
+    pair = make_warm_pair()
+    ask(pair, "a")
+    ask(pair, "b", (*PREFIX, 70))
+    ask(pair, "c", PREFIX[:13])
+    finish(pair)
+    assert counters(pair).asked == 1
+    assert [cached_tokens(pair, rid) for rid in "abc"] == [16, 16, 12]
+
+
+def test_a_short_prefix_does_not_stand_in_for_a_long_one():
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(delay=4)
+    ask(pair, "short", PREFIX[:5])
+    ask(pair, "long")
+    finish(pair)
+    assert counters(pair).asked == 2
+    assert cached_tokens(pair, "long") == 16
+
+
+def test_choices_of_one_answer_fetch_once():
+    pair = make_warm_pair()
+    for rid in ("a", "b", "c"):
+        ask(pair, rid, group="answer")
+    finish(pair)
+    assert counters(pair).asked == 1
+
+
+def test_only_as_much_as_memory_can_spare_is_fetched():
+    pair = make_pair(prefill={"usable_pages": 7}, decode={"usable_pages": 64})
+    warm(pair)
+    pair.prefill.engine.add(make_message("busy", (80, 81), max_tokens=16))
+    pair.prefill.step(2)
+    ask(pair, max_tokens=1)
+    pair.turn()
+    assert len([*pair.prefill.stage.held_pages()]) < 4
+    finish(pair)
+    assert pair.prefill.engine.scheduler.stats().retracted_total == 0
+
+
+def test_no_more_is_lent_than_running_requests_can_spare():
+    pair = make_pair(decode={"usable_pages": 9})
+    warm(pair)
+    pair.decode.engine.add(make_message("busy", (80, 81), max_tokens=30))
+    pair.decode.step(3)
+    ask(pair)
+    pair.turn(3)
+    finish(pair)
+    assert 0 < cached_tokens(pair) < len(PREFIX)
+    assert pair.decode.engine.scheduler.stats().retracted_total == 0
+
+
+def test_while_a_grammar_is_compiled_the_prefix_comes():
+    grammars, spec = ToyGrammars(hold=True), toy_grammar()
+    pair = make_warm_pair(prefill={"grammars": grammars})
+    ask(pair, grammar=spec)
+    pair.turn(6)
+    assert counters(pair).fetched == 1
+    grammars.finish(spec)
+    finish(pair)
+    assert cached_tokens(pair) == len(PREFIX)
+
+
+@pytest.mark.parametrize("end", ["prefill", "decode"])
+def test_when_the_cache_is_emptied_at_one_end_the_fetch_is_given_up(end):
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(delay=4)
+    ask(pair)
+    pair.turn(3)
+    scheduler = getattr(pair, end).engine.scheduler
+    scheduler.forget_kv()
+    assert not getattr(pair, end).engine.memory.pins
+    finish(pair)
+    assert cached_tokens(pair) == 0
+    assert counters(pair).fetched == 0
+
+
+def test_prompt_logprobs_leave_less_to_fetch():  # T21
+    pair = make_warm_pair()
+    ask(pair, prompt_logprobs=0, logprob_start=6)
+    finish(pair)
+    assert cached_tokens(pair) == 4
+
+
+def test_what_is_in_host_memory_is_lent_and_gone_on_after():
+    host = {"host_pages": 32, "host": HostConfig(enable_cache=True)}
+    pair = make_pair(prefill=host, decode=host)
+    warm(pair)
+    pair.prefill.engine.add(make_message("half", PREFIX[:8], max_tokens=1))
+    pair.run()
+    pair.turn(4)
+    for side in (pair.prefill, pair.decode):
+        memory = side.engine.memory
+        memory.give_back(memory.cache.evict(4))
+    ask(pair)
+    finish(pair)
+    (asked,) = pair.prefill.link.messages(PrefixAsk)
+    assert asked.grant.first_token == 8
+    assert cached_tokens(pair) == len(PREFIX)
+
+
+def test_without_a_prefix_cache_nothing_is_asked():
+    pair = make_warm_pair(prefill={"radix": False})
+    ask(pair)
+    finish(pair)
+    assert counters(pair).skipped == 1
+
+
+def test_a_lender_without_a_prefix_cache_has_nothing():
+    pair = make_warm_pair(decode={"radix": False})
+    ask(pair)
+    finish(pair)
+    assert counters(pair).missed == 1
+
+
+@pytest.mark.parametrize("spoilt", ["tokens", "pages", "foreign"])
+def test_a_question_that_makes_no_sense_is_refused(spoilt):
+    pair = make_warm_pair()
+    ask(pair)
+    (good,) = pair.prefill.link.messages(PrefixAsk)
+    changed = {
+        "tokens": {"tokens": good.tokens[:-3]},
+        "pages": {"grant": msgspec.structs.replace(good.grant, pages=good.grant.pages[:2], room="other")},
+        "foreign": {"tokens": good.tokens + bytes(4)},
+    }[spoilt]
+    pair.decode.link.inbox.clear()
+    pair.prefill.link.send(pair.decode.peer, msgspec.structs.replace(good, **changed))
+    pair.turn()
+    assert [message.reason for message in pair.decode.link.messages(TransferAborted)]
+    assert not pair.decode.engine.memory.pins
+
+
+@pytest.mark.parametrize("changes", [{"pages": 9}, {"pages": -1}, {"digests": ()}])
+def test_a_record_that_makes_no_sense_ends_the_fetch(changes):
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(delay=5)
+    ask(pair)
+    pair.turn(2)
+    (asked,) = pair.prefill.link.messages(PrefixAsk)
+    record = PrefixRecord(
+        room=asked.grant.room, generation=asked.grant.generation, sender=pair.decode.peer, pages=4, digests=(1, 2, 3, 4)
+    )
+    pair.decode.link.send(pair.prefill.peer, msgspec.structs.replace(record, **changes))
+    pair.turn()
+    assert counters(pair).failed == 1
+    finish(pair)
+
+
+def test_strangers_cannot_end_a_fetch():
+    pair = make_warm_pair()
+    pair.fabric.fates = lambda _push: Fate(delay=5)
+    ask(pair)
+    pair.turn(2)
+    stranger = pair.network.join(make_peer("x"))
+    (asked,) = pair.prefill.link.messages(PrefixAsk)
+    name = {"room": asked.grant.room, "generation": asked.grant.generation, "sender": stranger.me}
+    stranger.send(pair.prefill.peer, PrefixRecord(**name, pages=0, digests=()))
+    stranger.send(pair.prefill.peer, DrainAck(**name))
+    finish(pair)
+    assert cached_tokens(pair) == len(PREFIX)
+
+
+def test_a_fetch_is_introduced_each_time():
+    pair = make_warm_pair()
+    ask(pair, "a")
+    pair.run()
+    pair.prefill.engine.memory.clear_cache()
+    pair.decode.transport.forget(pair.prefill.peer.incarnation)
+    ask(pair, "b")
+    finish(pair)
+    assert cached_tokens(pair, "b") == len(PREFIX)
+    assert len(pair.prefill.link.messages(Hello)) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"within_s": 0.0}, {"within_s": float("inf")}])
+def test_a_request_with_a_senseless_fetch_is_refused(wrong):
+    good = {"peer": make_peer("d"), "tokens": 4, "within_s": 1.0}
+    with pytest.raises(InvalidRequestError, match=r"fetch\."):
+        PrefixFetch(**{**good, **wrong}).check()
