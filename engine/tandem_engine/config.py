@@ -452,8 +452,7 @@ class DisaggConfig:
     memory: the way out when engines wait for each other in a circle."""
 
     prefix_fetch_timeout: float = 2.0
-    """A request waits no longer than this for a prefix that another worker has, and less when computing it takes less.
-    0 fetches none."""
+    """A request waits no longer than this for a prefix that another worker has, and less when computing it takes less."""
 
     kv_digest: DigestKind = DigestKind.SAMPLED
     """The proof that a worker asks of the pages it is sent."""
@@ -471,9 +470,9 @@ class DisaggConfig:
         return min(self.grant_timeout, self.hold_timeout) / 4
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.prefix_fetch_timeout < math.inf:
+        if not 0.0 < self.prefix_fetch_timeout < math.inf:
             raise ConfigError(
-                f"--prefix-fetch-timeout must be a number of seconds from 0 on, got {self.prefix_fetch_timeout}"
+                f"--prefix-fetch-timeout must be a positive number of seconds, got {self.prefix_fetch_timeout}"
             )
 
 

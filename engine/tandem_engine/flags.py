@@ -586,7 +586,7 @@ def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         default=disagg.prefix_fetch_timeout,
         metavar="S",
         help="seconds a prompt waits at most for a prefix that another worker has cached, where the gateway has found "
-        f"that cheaper than to compute it; 0 always computes (default {disagg.prefix_fetch_timeout:g})",
+        f"that cheaper than to compute it (default {disagg.prefix_fetch_timeout:g})",
     )
     group.add_argument(
         "--kv-digest",

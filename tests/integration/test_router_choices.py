@@ -54,6 +54,7 @@ async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):
     assert choice.prefill is not None
     assert (choice.prefill.worker_id, choice.decode.worker_id) == ("p", "d")
     assert {term.name for term in choice.terms} == {
+        "prefix_fetch",
         "prefill_queue",
         "prefill_compute",
         "prefill_stall",
@@ -84,8 +85,9 @@ async def test_prompts_of_another_tenant_match_nothing(fleet, router):
 
 
 async def test_a_decode_worker_that_lacks_little_computes_alone(fleet, router):
-    decode = make_record("d", Role.DECODE)
-    await join(fleet, router, make_record("p", Role.PREFILL), decode)
+    fast = make_load(prefill_rate=10_000)
+    decode = make_record("d", Role.DECODE, load=fast)
+    await join(fleet, router, make_record("p", Role.PREFILL, load=fast), decode)
     await fleet.cache(decode, chain_of(PROMPT)[:-1])
     choice = await router.choose(query())
     assert choice.prefill is None

@@ -43,6 +43,7 @@ def test_every_path_gives_the_tokens_and_logprobs_of_transformers(checkpoint, ca
     assert {
         "disaggregated over NIXL",
         "drained mid-stream",
+        "prefix fetched over NIXL",
         "resumed",
         "continued in sessions",
         "retracted (short of pages)",

@@ -5,14 +5,25 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.config import Role
 from tandem_engine.messages.control import LinkReport
-from tandem_services.router.cost import BROKEN_TOKEN_S, HANDOFF_S, NO_ROOM_S, Demand, Load
+from tandem_services.router.candidate import Candidate
+from tandem_services.router.cost import (
+    BROKEN_TOKEN_S,
+    FETCH_S,
+    FETCH_TURNS,
+    HANDOFF_S,
+    NO_ROOM_S,
+    TURN_TOKENS,
+    Demand,
+    Load,
+)
 from tandem_services.router.registry import WorkerRecord
-from tandem_services.router.scoring import TIE_S, Candidate, select
+from tandem_services.router.scoring import TIE_S, select
+from tandem_services.router.shortlist import PAIR_ENDS
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
 
@@ -82,15 +93,32 @@ def fleets(draw: st.DrawFn) -> list[Member]:
     ]
 
 
-def cost(prefill: Member | None, decode: Member) -> float | None:
+def computing_s(computing: Member, source: Member | None) -> float:
+    """Queue, fetch from `source` if there is one, and computing the rest, with those that wait meanwhile."""
+    load, role = computing.record.load, computing.record.view.role
+    waiting = {Role.PREFILL: 0, Role.DECODE: load.sequences + 1}.get(role, load.sequences)
+    missing = max(1, len(PROMPT) - (source or computing).matched)
+    ready = load.queue_tokens / load.prefill_rate
+    if source is not None:
+        there = source.record.load
+        turn = min(there.queue_tokens, TURN_TOKENS) / there.prefill_rate + (there.step_s if there.sequences else 0.0)
+        moving = (source.matched - computing.matched) * moving_s(source, computing)
+        ready = max(ready, FETCH_S + FETCH_TURNS * turn + moving)
+    return ready + missing * (1 + waiting) / load.prefill_rate
+
+
+def sources(fleet: list[Member], computing: Member) -> list[Member]:
+    """Who has more of the prompt than `computing`, of those with the longest matches."""
+    alike = (m for m in fleet if m.record.view.compat_hash == computing.record.view.compat_hash)
+    longest = sorted((m for m in alike if m.matched), key=lambda m: -m.matched)
+    assume(len(longest) <= PAIR_ENDS or longest[PAIR_ENDS - 1].matched > longest[PAIR_ENDS].matched)
+    return [m for m in longest[:PAIR_ENDS] if m.matched > computing.matched]
+
+
+def cost(fleet: list[Member], prefill: Member | None, decode: Member) -> float | None:
     """Price of a choice by the definition in ARCHITECTURE 7; None when it is not allowed."""
     computing, load = prefill or decode, decode.record.load
-    rate, role = computing.record.load.prefill_rate, computing.record.view.role
-    missing = max(1, len(PROMPT) - computing.matched)
-    waiting = {Role.PREFILL: 0, Role.DECODE: computing.record.load.sequences + 1}.get(
-        role, computing.record.load.sequences
-    )
-    seconds = (computing.record.load.queue_tokens + missing * (1 + waiting)) / rate
+    seconds = min(computing_s(computing, source) for source in (None, *sources(fleet, computing)))
     seconds += load.sequences * load.step_s
     if load.sequences >= load.max_sequences or DEMAND.prompt_tokens + DEMAND.output_tokens > load.room_tokens:
         seconds += NO_ROOM_S
@@ -126,10 +154,10 @@ def allowed(fleet: list[Member]) -> dict[tuple[str | None, str], float]:
         prefills = ends(fleet, decode, Role.DECODE)
         little = max(1, len(PROMPT) - decode.matched) <= DEMAND.local_prefill_tokens
         if view.role is Role.BOTH or not whole or (prefills and little):
-            found[None, view.incarnation] = cost(None, decode)
+            found[None, view.incarnation] = cost(fleet, None, decode)
         for prefill in prefills:
             if prefill is not decode:
-                found[prefill.record.view.incarnation, view.incarnation] = cost(prefill, decode)
+                found[prefill.record.view.incarnation, view.incarnation] = cost(fleet, prefill, decode)
     return found
 
 
@@ -166,6 +194,10 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
     assert sum(term.seconds for term in routed.terms) == pytest.approx(expected[choice], abs=1e-6)
     computing = {m.record.view.incarnation: m for m in fleet}[routed.prefill or routed.decode]
     assert routed.matched_tokens == computing.matched
+    if routed.fetch is not None:
+        source = {m.record.view.incarnation: m for m in fleet}[routed.fetch.source]
+        assert routed.fetch.tokens == source.matched > computing.matched
+        assert computing_s(computing, source) < computing_s(computing, None)
 
 
 @given(fleet=fleets(), seed=st.integers())

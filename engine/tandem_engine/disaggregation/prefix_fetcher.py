@@ -227,7 +227,7 @@ class PrefixFetcher:
     def _may_ask(self, peer: Peer) -> bool:
         me = self.peers.me
         known = peer.compat_hash == me.compat_hash and peer.incarnation != me.incarnation
-        return known and len(self._fetches) < MAX_FETCHES and self.config.prefix_fetch_timeout > 0.0
+        return known and len(self._fetches) < MAX_FETCHES
 
     def _ask(self, fetch: Fetch, patience: float) -> bool:
         grant = WriteGrant(

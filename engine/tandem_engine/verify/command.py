@@ -25,6 +25,7 @@ from tandem_engine.verify.compare import Generate, PathResult, compare, generate
 from tandem_engine.verify.conversation import in_turns
 from tandem_engine.verify.drained import Drained
 from tandem_engine.verify.edited import edits_against
+from tandem_engine.verify.fetched import Fetched
 from tandem_engine.verify.grammars import compile_grammars
 from tandem_engine.verify.pair import Pair
 from tandem_engine.verify.path import Path
@@ -77,6 +78,9 @@ class Verification:
         if path.drained:
             with Drained.build(*self._sides(path), config) as drained:
                 return self._drained(path, drained, began)
+        if path.fetched:
+            with Fetched.build(self.model, config) as fetched:
+                return self._fetched(path, fetched, began)
         if path.tp_size > 1:
             with self._maker("sender", path.tp_size).engine(config) as engine:
                 return self._compare(path, generate_on(engine), (engine,), began)
@@ -91,6 +95,12 @@ class Verification:
         result = self._compare(path, drained.generate, (drained.leaver, drained.taker), began)
         if result.equal and not drained.leaver.stats().moved_total:
             return msgspec.structs.replace(result, difference="no request moved with its KV")
+        return result
+
+    def _fetched(self, path: Path, fetched: Fetched, began: float) -> PathResult:
+        result = self._compare(path, fetched.generate, (fetched.asker, fetched.lender), began)
+        if result.equal and not fetched.asker.stats().prefix_fetch.fetched_total:
+            return msgspec.structs.replace(result, difference="no prefix was fetched")
         return result
 
     def _sides(self, path: Path) -> tuple[EngineMaker, EngineMaker]:

@@ -30,6 +30,8 @@ class Path:
     """One engine prefills, another decodes, NIXL between them."""
     drained: bool = False
     """One engine begins and leaves what runs to another, NIXL between them; some must have moved."""
+    fetched: bool = False
+    """One engine has computed all prompts, another fetches their prefixes over NIXL; some must have come."""
     push_layers: int | None = None
     """With `disaggregated`: so many layers are sent at once; None goes by bytes."""
     rising_priority: bool = False

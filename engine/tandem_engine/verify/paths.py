@@ -56,6 +56,7 @@ def make_paths(
         ),
         Path(name="disaggregated over NIXL", cache=warm, scheduler=mixed, disaggregated=True),
         Path(name="drained mid-stream", cache=warm, scheduler=mixed, drained=True),
+        Path(name="prefix fetched over NIXL", cache=warm, scheduler=mixed, fetched=True, expects_cached=True),
         Path(name="disaggregated, layer by layer", cache=cold, scheduler=mixed, disaggregated=True, push_layers=1),
         Path(name="edited: mixed, staggered", cache=warm, scheduler=mixed, stagger=True, edited=True),
     ]

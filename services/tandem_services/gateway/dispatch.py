@@ -32,7 +32,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.errors import DrainingError, PausedError, TransferError, WireError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.pooling import PoolingParams
-from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer
+from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, internal_error, unavailable
 from tandem_services.gateway.access.caller import Caller
@@ -48,7 +48,7 @@ from tandem_services.gateway.session_turns import SessionTurn, session_lost
 from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.gateway.suspicion import Suspects
 from tandem_services.gateway.token_sequence import Accepted
-from tandem_services.router.choice import Choice, NoWorkersError, Placement, RouteQuery, WorkerView
+from tandem_services.router.choice import Choice, NoWorkersError, Placement, PlannedFetch, RouteQuery, WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -282,11 +282,13 @@ class Dispatcher:
             session=None if request.turn is None else request.turn.ref,
             deadline_s=max(request.deadline - self.clock.now(), 0.0),
         )
+        fetch = None if choice.fetch is None else _fetch(choice.fetch)
+        computing = msgspec.structs.replace(alone, fetch=fetch)
         if prefill is None:
-            attempt.submit(self._connect(decode), alone, is_prefill=False)
+            attempt.submit(self._connect(decode), computing, is_prefill=False)
             return
         receive = _with_handoff(alone, HandoffSide.RECEIVE, progress.number, peer=prefill)
-        send = _with_handoff(alone, HandoffSide.SEND, progress.number, peer=decode, moving=moving)
+        send = _with_handoff(computing, HandoffSide.SEND, progress.number, peer=decode, moving=moving)
         attempt.submit(self._connect(decode), receive, is_prefill=False)
         attempt.submit(self._connect(prefill), send, is_prefill=True)
 
@@ -450,16 +452,24 @@ def _one_worker(choice: Choice) -> Choice:
     )
 
 
+def _address(worker: WorkerView) -> Peer:
+    """Where other engines reach it."""
+    return Peer(
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        endpoint=worker.peer_endpoint,
+        compat_hash=worker.compat_hash,
+    )
+
+
+def _fetch(planned: PlannedFetch) -> PrefixFetch:
+    return PrefixFetch(peer=_address(planned.source), tokens=planned.tokens, within_s=planned.within_s)
+
+
 def _with_handoff(
     request: GenerateRequest, side: HandoffSide, generation: int, *, peer: WorkerView, moving: bool = False
 ) -> GenerateRequest:
-    address = Peer(
-        worker_id=peer.worker_id,
-        incarnation=peer.incarnation,
-        endpoint=peer.peer_endpoint,
-        compat_hash=peer.compat_hash,
-    )
-    handoff = Handoff(side=side, room=request.rid, generation=generation, peer=address, moving=moving)
+    handoff = Handoff(side=side, room=request.rid, generation=generation, peer=_address(peer), moving=moving)
     # Who receives the KV of a session's first turn keeps the session.
     session = request.session if side is HandoffSide.RECEIVE else None
     return msgspec.structs.replace(request, handoff=handoff, session=session)

@@ -10,10 +10,19 @@ from typing import Any
 
 import msgspec
 
-from tandem_engine.messages.outputs import TokenOutput, TransferReport
-from tandem_services.router.choice import Choice, ScoreTerm
+from tandem_engine.messages.outputs import FetchReport, TokenOutput, TransferReport
+from tandem_services.router.choice import Choice, PlannedFetch, ScoreTerm
 
 logger = logging.getLogger(__name__)
+
+
+class PredictedFetch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router expected of a prefix fetch."""
+
+    source: str
+    tokens: int
+    """Of the prompt, that the source was predicted to have cached."""
+    seconds: float
 
 
 class AttemptRecord(msgspec.Struct, kw_only=True):
@@ -30,6 +39,8 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     """Predicted seconds that made the choice."""
     matched_tokens: int
     """Prompt tokens predicted to be cached."""
+    fetch: PredictedFetch | None
+    """A prefix that the worker that computes the prompt was told to bring from another one."""
     resumed_tokens: int
     """Output tokens that earlier attempts had already produced."""
     outcome: str = "running"
@@ -47,6 +58,8 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
     transfer: TransferReport | None = None
     admission_s: float | None = None
     """In the gateway's queue, before there was a worker with room."""
+    fetch: FetchReport | None = None
+    """What became of bringing a prefix to the worker that computed the prompt."""
     queue_s: float | None = None
     prefill_s: float | None = None
     ttft_s: float | None = None
@@ -61,6 +74,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
             placement=choice.placement.value,
             terms=choice.terms,
             matched_tokens=choice.matched_tokens,
+            fetch=_predicted(choice.fetch),
             resumed_tokens=resumed_tokens,
         )
         self.attempts.append(attempt)
@@ -74,6 +88,8 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
             self.queue_s = output.queue_s
         if self.prefill_s is None:
             self.prefill_s = output.prefill_s
+        if self.fetch is None:
+            self.fetch = output.fetch
         if output.transfer is not None:
             self.transfer = output.transfer
 
@@ -188,6 +204,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "pages_moved": sum(transfer.pages for transfer in transfers),
         "bytes_moved": sum(transfer.bytes for transfer in transfers),
         "pages_reused": sum(transfer.pages_reused for transfer in transfers),
+        "pages_fetched": sum(choice.fetch.pages for choice in record.choices if choice.fetch is not None),
         "transfer_exposed_s": sum(transfer.exposed_s for transfer in transfers),
         "finish_reason": [choice.finish_reason for choice in record.choices],
         "admission_s": first.admission_s,
@@ -196,3 +213,9 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "ttft_s": first.ttft_s,
         "e2e_s": record.e2e_s,
     }
+
+
+def _predicted(fetch: PlannedFetch | None) -> PredictedFetch | None:
+    if fetch is None:
+        return None
+    return PredictedFetch(source=fetch.source.incarnation, tokens=fetch.tokens, seconds=fetch.seconds)

@@ -94,6 +94,19 @@ class Reservation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedFetch:
+    """A prefix of the prompt that the worker that computes it had better bring from another worker."""
+
+    source: WorkerView
+    tokens: int
+    """Of the prompt, that the source is predicted to have cached."""
+    seconds: float
+    """Predicted."""
+    within_s: float
+    """It is not worth waiting for longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """Where one attempt goes."""
 
@@ -107,6 +120,7 @@ class Choice:
     """Predicted seconds; their sum is what was minimised."""
     matched_tokens: int
     """Prompt tokens predicted to be cached on the worker that computes the prompt. A hint, never a promise."""
+    fetch: PlannedFetch | None = None
     reservation: Reservation
 
 

@@ -2,8 +2,10 @@
 
 Redis decides with the Lua twin, the local fallback with this one, and a property test holds the two together.
 
+    prefix_fetch     what bringing a cached prefix from another worker to that one takes beyond its queue, where that
+                     pays: messages + turns of the other's loop + KV bytes that it lacks / rate of the link
     prefill_queue    tokens queued and reserved / prefill rate of the worker that computes the prompt
-    prefill_compute  prompt tokens that it has not cached, at least one / its prefill rate
+    prefill_compute  prompt tokens that it has neither cached nor fetched, at least one / its prefill rate
     prefill_stall    prefill_compute × the sequences that wait for it meanwhile: those that decode on that worker and,
                      on a decode worker, one that will come. Nothing on a prefill worker
     transfer         of a pair: handoff messages + KV bytes that the decode worker lacks / rate of the link between them
@@ -28,6 +30,15 @@ ASSUMED_TRANSFER_RATE = 1e9
 HANDOFF_S = 0.002
 """Grant, handoff record and commit of one transfer, whatever its size. Keeps a worker that can do both from
 handing over for nothing."""
+
+FETCH_S = 0.004
+"""Question, answer and proof of one prefix fetch, whatever its size."""
+
+FETCH_TURNS = 2
+"""Of the loop of the worker that has the prefix: it hears the question in one, of the end of its writes in another."""
+
+TURN_TOKENS = 512
+"""Prompt tokens that a worker computes in one turn at most: a chunk."""
 
 NO_ROOM_S = 5.0
 """Assumed wait for running sequences to end. Large against any other term, so that a worker with room is
@@ -105,6 +116,22 @@ def token_s(load: Load, bytes_per_s: float | None) -> float:
     if bytes_per_s is None:
         return load.token_bytes / load.transfer_rate
     return min(load.token_bytes / bytes_per_s, BROKEN_TOKEN_S) if bytes_per_s > 0.0 else BROKEN_TOKEN_S
+
+
+def turn_s(load: Load) -> float:
+    """Until a worker looks at its messages again, at most."""
+    decode = load.step_s if load.sequences > 0 else 0.0
+    return min(load.queue_tokens, TURN_TOKENS) / load.prefill_rate + decode
+
+
+def fetch_s(source: Load, token_seconds: float, tokens: int) -> float:
+    """To bring the KV of `tokens` tokens from the worker whose load is `source`."""
+    return FETCH_S + FETCH_TURNS * turn_s(source) + tokens * token_seconds
+
+
+def fetch_wait_s(seconds: float, load: Load) -> float:
+    """Of a fetch of `seconds` to the worker whose load is `load`: while it lasts, the queue there gets shorter."""
+    return max(0.0, seconds - prefill_queue_s(load))
 
 
 def transfer_s(token_seconds: float, matched: int, demand: Demand) -> float:

@@ -7,6 +7,7 @@ reserves in one round trip (see scripts/route.lua).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -58,8 +59,18 @@ class _RouteReply(msgspec.Struct, frozen=True, kw_only=True):
     prefill: str | None = None
     degraded: bool = False
     matched: int = 0
+    fetch: tuple[str, int, float] | None = None
     terms: dict[str, float] = {}
     reservation: Made | None = None
+
+
+class RoutedFetch(NamedTuple):
+    """A prefix that the computing worker had better fetch."""
+
+    source: str
+    """Incarnation."""
+    tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +82,7 @@ class Routed:
     degraded: bool
     """The decode worker computes the prompt because no prefill worker can."""
     matched_tokens: int
+    fetch: RoutedFetch | None
     terms: tuple[ScoreTerm, ...]
     reservation: Reservation
 
@@ -124,6 +136,7 @@ class BlockIndex:
             prefill=reply.prefill,
             degraded=reply.degraded,
             matched_tokens=reply.matched,
+            fetch=None if reply.fetch is None else RoutedFetch(*reply.fetch),
             terms=tuple(ScoreTerm(name, seconds) for name, seconds in sorted(reply.terms.items())),
             reservation=Reservation(
                 reply.reservation.bucket, tuple(Claim(*claim) for claim in reply.reservation.claims)

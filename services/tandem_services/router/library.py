@@ -13,9 +13,9 @@ from hashlib import blake2b
 from importlib.resources import files
 
 from tandem_services.common.redis_client import Argument, FunctionMissingError, RedisClient, Reply
-from tandem_services.router import cost, keys, scoring, usage_windows, virtual_counters
+from tandem_services.router import cost, keys, scoring, shortlist, usage_windows, virtual_counters
 
-SCRIPTS = ("state", "fleet_row", "index", "lease", "score", "route", "usage", "fair")
+SCRIPTS = ("state", "fleet_row", "index", "lease", "score", "fetch", "route", "usage", "fair")
 
 CONSTANTS: Mapping[str, float] = {
     "LEASE_MS": keys.LEASE_MS,
@@ -36,7 +36,10 @@ CONSTANTS: Mapping[str, float] = {
     "NO_ROOM_S": cost.NO_ROOM_S,
     "BROKEN_TOKEN_S": cost.BROKEN_TOKEN_S,
     "COMING": cost.COMING,
-    "PAIR_ENDS": scoring.PAIR_ENDS,
+    "FETCH_S": cost.FETCH_S,
+    "FETCH_TURNS": cost.FETCH_TURNS,
+    "TURN_TOKENS": cost.TURN_TOKENS,
+    "PAIR_ENDS": shortlist.PAIR_ENDS,
     "TIE_S": scoring.TIE_S,
 }
 

@@ -15,10 +15,11 @@ from random import Random
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import Role
+from tandem_services.router.candidate import Candidate
 from tandem_services.router.choice import Claim
 from tandem_services.router.cost import Demand, room_needed, uncached
 from tandem_services.router.registry import WorkerRecord
-from tandem_services.router.scoring import Candidate, Option, select
+from tandem_services.router.scoring import Option, select
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,7 +87,7 @@ class LocalRouting:
 def claims_of(option: Option, demand: Demand) -> tuple[Claim, ...]:
     """Load that `option` adds; the same as `claims` in scripts/route.lua."""
     decode, computing = option.decode.view.incarnation, option.computing
-    queue, room = uncached(computing.matched, demand), room_needed(demand)
+    queue, room = uncached(computing.known, demand), room_needed(demand)
     if option.prefill is None:
         return (Claim(decode, queue, 1, room),)
     return (

@@ -23,11 +23,13 @@ from tandem_services.common.redis_client import (
     RedisClient,
     RedisUnavailableError,
 )
+from tandem_services.router.candidate import Candidate, PricedFetch
 from tandem_services.router.choice import (
     Choice,
     Claim,
     NoWorkersError,
     Placement,
+    PlannedFetch,
     Reservation,
     RouteQuery,
     Source,
@@ -35,6 +37,7 @@ from tandem_services.router.choice import (
 )
 from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Demand, room_needed
 from tandem_services.router.fair_board import FairBoard
+from tandem_services.router.fetching import planned_fetch
 from tandem_services.router.index import BlockIndex, Routed
 from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATION_MS, Keys
 from tandem_services.router.library import FunctionLibrary
@@ -200,7 +203,8 @@ class Router:
             raise NoWorkersError(
                 f"nobody has room for a sequence of {len(query.token_ids)} tokens", retry_after=RETRY_AFTER_S
             )
-        return replace(choice, prefill=leaving)
+        # It has all of it, whatever else was cheaper for another one.
+        return replace(choice, prefill=leaving, fetch=None)
 
     async def release(self, choice: Choice) -> None:
         """The attempt has ended, or never began. Releasing twice counts once."""
@@ -270,8 +274,21 @@ class Router:
             placement=placement_of(decode.view.role, paired=routed.prefill is not None, degraded=routed.degraded),
             terms=routed.terms,
             matched_tokens=routed.matched_tokens,
+            fetch=self._fetch_of(query, routed),
             reservation=replace(routed.reservation, serial=self._next_serial()),
         )
+
+    def _fetch_of(self, query: RouteQuery, routed: Routed) -> PlannedFetch | None:
+        """None, too, when the source is not known here: without its address nothing can be asked of it."""
+        if routed.fetch is None:
+            return None
+        computing = self._membership.find(routed.prefill or routed.decode)
+        source = self._membership.find(routed.fetch.source)
+        if computing is None or source is None:
+            return None
+        fetch = PricedFetch(source=source.view, tokens=routed.fetch.tokens, seconds=routed.fetch.seconds)
+        candidate = Candidate(view=computing.view, load=computing.load, matched=routed.matched_tokens, fetch=fetch)
+        return planned_fetch(candidate, self._demand(query))
 
     async def _refresh_if_possible(self) -> None:
         try:
@@ -297,6 +314,7 @@ class Router:
             placement=option.placement,
             terms=option.terms,
             matched_tokens=0,
+            fetch=planned_fetch(option.computing, demand),
             reservation=Reservation(None, claims_of(option, demand), self._next_serial()),
         )
 

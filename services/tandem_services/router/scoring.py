@@ -6,15 +6,17 @@ avoided, few enough that a decision costs the same in a large fleet.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TypeVar
 
 from tandem_engine.config import Role
 from tandem_services.router import cost
-from tandem_services.router.choice import Placement, ScoreTerm, WorkerView
-from tandem_services.router.cost import Demand, Load
+from tandem_services.router.candidate import Candidate
+from tandem_services.router.choice import Placement, ScoreTerm
+from tandem_services.router.cost import Demand
+from tandem_services.router.fetching import with_fetches
+from tandem_services.router.shortlist import shortlist
 
 TIE_S = 1e-4
 """Prices closer than this are equal: measured rates are not that precise. Ties break at random."""
@@ -23,23 +25,6 @@ DECODE_ROOM = "decode_room"
 """Name of the term that `NO_ROOM_S` goes into."""
 
 PREFILL_QUEUE = "prefill_queue"
-
-PAIR_ENDS = 4
-"""Prefill workers and decode workers of which every pair is priced."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """One worker as the formula sees it."""
-
-    view: WorkerView
-    load: Load
-    matched: int
-    """Prompt tokens in its prefix cache."""
-    links: Mapping[str, float] = field(default_factory=dict)
-    """Bytes per second of its writes by the receiver's incarnation; 0 for a broken link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +77,7 @@ def select(candidates: Iterable[Candidate], demand: Demand, random: Random) -> O
 def options(candidates: Iterable[Candidate], demand: Demand, random: Random) -> list[Option]:
     """Every decode worker that may serve alone, and the pairs of the most promising ends of each compat hash."""
     found = []
-    groups = _by_compat(candidates).values()
+    groups = _by_compat(candidates, demand, random).values()
     any_whole = any(group.prefills and group.decodes for group in groups)
     for group in groups:
         for decode in group.decodes:
@@ -117,13 +102,13 @@ def _pairs(group: _Group, demand: Demand, random: Random) -> Iterable[Option]:
     if not group.prefills or not group.decodes:
         return
     least = min(cost.uncached(decode.matched, demand) for decode in group.decodes)
-    prefills = _shortlist(
+    prefills = shortlist(
         group.prefills,
         [sum(_prefill(c, demand)) + least * cost.token_s(c.load, None) for c in group.prefills],
         random,
     )
     typical = min(cost.token_s(prefill.load, None) for prefill in prefills)
-    decodes = _shortlist(
+    decodes = shortlist(
         group.decodes,
         [sum(_decode(c, demand)) + cost.transfer_s(typical, c.matched, demand) for c in group.decodes],
         random,
@@ -137,15 +122,21 @@ def _pairs(group: _Group, demand: Demand, random: Random) -> Iterable[Option]:
                 yield Option(decode=decode, prefill=prefill, terms=_terms(prefill, token_seconds, decode, demand))
 
 
-def _by_compat(candidates: Iterable[Candidate]) -> dict[str, _Group]:
-    groups: dict[str, _Group] = defaultdict(_Group)
+def _by_compat(candidates: Iterable[Candidate], demand: Demand, random: Random) -> dict[str, _Group]:
+    alike: dict[str, list[Candidate]] = defaultdict(list)
     for candidate in candidates:
-        group = groups[candidate.view.compat_hash]
-        if candidate.view.role is not Role.DECODE:
-            group.prefills.append(candidate)
-        if candidate.view.role is not Role.PREFILL:
-            group.decodes.append(candidate)
-    return groups
+        alike[candidate.view.compat_hash].append(candidate)
+    return {compat: _group(with_fetches(members, demand, random)) for compat, members in alike.items()}
+
+
+def _group(members: Iterable[Candidate]) -> _Group:
+    group = _Group()
+    for member in members:
+        if member.view.role is not Role.DECODE:
+            group.prefills.append(member)
+        if member.view.role is not Role.PREFILL:
+            group.decodes.append(member)
+    return group
 
 
 def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_whole: bool) -> bool:
@@ -160,12 +151,13 @@ def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_wh
     return bool(group.prefills) and 0 < cost.uncached(decode.matched, demand) <= allowed
 
 
-def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float]:
-    load, matched = candidate.load, candidate.matched
+def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float, float]:
+    load, known = candidate.load, candidate.known
     return (
+        0.0 if candidate.fetch is None else cost.fetch_wait_s(candidate.fetch.seconds, load),
         cost.prefill_queue_s(load),
-        cost.prefill_compute_s(load, matched, demand),
-        cost.prefill_stall_s(load, candidate.view.role, matched, demand),
+        cost.prefill_compute_s(load, known, demand),
+        cost.prefill_stall_s(load, candidate.view.role, known, demand),
     )
 
 
@@ -177,10 +169,11 @@ def _terms(
     computing: Candidate, token_seconds: float | None, decode: Candidate, demand: Demand
 ) -> tuple[ScoreTerm, ...]:
     """`token_seconds`: of the link between the two; None when there is nothing to move."""
-    queue, compute, stall = _prefill(computing, demand)
+    fetch, queue, compute, stall = _prefill(computing, demand)
     load, room = _decode(decode, demand)
     transfer = 0.0 if token_seconds is None else cost.transfer_s(token_seconds, decode.matched, demand)
     return (
+        ScoreTerm("prefix_fetch", fetch),
         ScoreTerm(PREFILL_QUEUE, queue),
         ScoreTerm("prefill_compute", compute),
         ScoreTerm("prefill_stall", stall),
@@ -190,14 +183,6 @@ def _terms(
     )
 
 
-def _shortlist(entries: Sequence[T], costs: Sequence[float], random: Random) -> Sequence[T]:
-    """The `PAIR_ENDS` cheapest; which of equals is left to chance."""
-    if len(entries) <= PAIR_ENDS:
-        return entries
-    order = sorted(range(len(entries)), key=lambda index: (costs[index], random.random()))
-    return [entries[index] for index in order[:PAIR_ENDS]]
-
-
-def _cheapest(entries: Sequence[T], costs: Sequence[float], random: Random) -> T:
+def _cheapest(entries: Sequence[Option], costs: Sequence[float], random: Random) -> Option:
     best = min(costs)
     return random.choice([entry for entry, cost in zip(entries, costs, strict=True) if cost <= best + TIE_S])

@@ -13,12 +13,16 @@ from tandem_engine.clock import Clock
 from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineReady, EngineStats, LinkReport
 from tandem_services.router.choice import WorkerView
-from tandem_services.router.cost import Load
+from tandem_services.router.cost import BROKEN_TOKEN_S, Load
 from tandem_services.router.registry import WorkerRecord, WorkerState
 from tandem_services.worker.config import WorkerConfig
 
 STALL_S = 3.0
 """Without progress for this long while there is work, or without any report, the worker is not offered."""
+
+
+NO_TRANSPORT = "none"
+"""What an engine says that serves alone: nothing can be fetched from it, at whatever price."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,6 +137,8 @@ def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
         max_sequences=max(ready.max_running_requests, 1),
         token_bytes=ready.geometry.page_bytes * ready.geometry.tp_size / page_size,
     )
+    if ready.transport == NO_TRANSPORT:
+        load.transfer_rate = max(load.token_bytes, 1.0) / BROKEN_TOKEN_S
     if stats is None:
         return load
     if stats.prefill_tokens_per_s > 0:

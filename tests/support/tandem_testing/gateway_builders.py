@@ -21,6 +21,7 @@ from tandem_services.router.choice import (
     Choice,
     NoWorkersError,
     Placement,
+    PlannedFetch,
     Reservation,
     Role,
     RouteQuery,
@@ -49,6 +50,8 @@ class FakeChooser:
     dead: set[str] = field(default_factory=set)
     revived: list[str] = field(default_factory=list)
     """Workers marked dead that have answered since."""
+    fetch: PlannedFetch | None = None
+    """Part of every choice."""
     death: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first worker was marked dead."""
 
@@ -68,6 +71,7 @@ class FakeChooser:
             placement=placement_of(decode.role, paired=prefill is not None, degraded=True),
             terms=(ScoreTerm("queue", 0.001), ScoreTerm("prefill", 0.002), *([FULL] if full else [])),
             matched_tokens=4,
+            fetch=self.fetch,
             reservation=Reservation(None, ()),
         )
 

@@ -7,6 +7,7 @@ import pytest
 
 from tandem_engine.config import (
     CacheConfig,
+    DisaggConfig,
     EngineConfig,
     HostConfig,
     ParallelConfig,
@@ -139,6 +140,7 @@ def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
         (lambda: HostConfig(storage_bytes=-1), "--hicache-storage-size"),
         (lambda: HostConfig(swap_bytes=-1), "--swap-space"),
         (lambda: HostConfig(prefetch_timeout=-1.0), "--hicache-storage-prefetch-timeout"),
+        (lambda: DisaggConfig(prefix_fetch_timeout=0.0), "--prefix-fetch-timeout"),
         (lambda: HostConfig(storage_dir="/kv"), "--hicache-storage-dir /kv .* --enable-hierarchical-cache"),
         (
             lambda: HostConfig(enable_cache=True, size_bytes=99).cache_pages(device_pages=4, page_bytes=100),

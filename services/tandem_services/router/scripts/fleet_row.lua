@@ -59,7 +59,7 @@ local function decode_row(incarnation, row, now)
     incarnation = incarnation, row = row, role = role, page_size = page_size, context_length = context_length, model = model, compat = compat,
     queue_tokens = queue_tokens, token_s = token_s, sequences = sequences, step_s = step_s,
     room_tokens = room_tokens, max_sequences = max_sequences, transfer_token_s = transfer_token_s,
-    matched = 0, compute_s = 0, send_s = 0, hold_s = 0, receive_s = 0, alone_s = 0,
+    matched = 0, known = 0, lacking = 0, fetch_s = 0, source = false, computes = false, alone = false, compute_s = 0, send_s = 0, hold_s = 0, receive_s = 0, alone_s = 0,
   }
 end
 

@@ -22,6 +22,7 @@ local function eligible(state, query)
       if worker.page_size == query.block_size then
         local blocks = search(state, state.prefix .. 'blocks:' .. rows[i])
         worker.matched = math.min(blocks * query.block_size, query.prompt_tokens)
+        worker.known = worker.matched
       end
       price(worker, query)
       workers[#workers + 1] = worker
@@ -36,9 +37,10 @@ local function by_compat(workers)
   for _, worker in ipairs(workers) do
     local group = groups[worker.compat]
     if not group then
-      group = {prefills = {}, decodes = {}}
+      group = {members = {}, prefills = {}, decodes = {}}
       groups[worker.compat] = group
     end
+    group.members[#group.members + 1] = worker
     if worker.role ~= ROLE_DECODE then group.prefills[#group.prefills + 1] = worker end
     if worker.role ~= ROLE_PREFILL then group.decodes[#group.decodes + 1] = worker end
   end
@@ -50,18 +52,6 @@ end
 local function may_serve_alone(worker, group, query, any_whole)
   return worker.role == ROLE_BOTH or not any_whole
     or (#group.prefills > 0 and uncached(worker, query) <= query.local_prefill_tokens)
-end
-
--- Seconds to move one token from a prefill worker to each of `decodes`, by its own figures. What it has none for, or
--- one that makes no sense, costs what its links cost typically.
-local function links_to(state, prefill, decodes, names)
-  local found = redis.pcall('HMGET', state.prefix .. 'links:' .. prefill.incarnation, unpack(names))
-  local token_s = {}
-  for i = 1, #decodes do
-    local figure = tonumber(found[i] or nil)
-    token_s[i] = figure and figure >= 0 and figure <= BROKEN_TOKEN_S and figure or prefill.transfer_token_s
-  end
-  return token_s
 end
 
 -- Ends that a good pair can be made of: cheap by themselves and over the links that they typically have.
@@ -106,10 +96,19 @@ local function best_pair(state, group, query)
   return {cost = costs[chosen + 1], prefill = prefills[p], decode = decodes[d], token_s = links[p][d]}
 end
 
-local function best_alone(group, query, any_whole)
+local function consider_fetches_of(state, group, query, any_whole)
+  for _, prefill in ipairs(group.prefills) do prefill.computes = true end
+  for _, decode in ipairs(group.decodes) do
+    decode.alone = may_serve_alone(decode, group, query, any_whole)
+    decode.computes = decode.computes or decode.alone
+  end
+  consider_fetches(state, group.members, query)
+end
+
+local function best_alone(group)
   local able = {}
   for _, decode in ipairs(group.decodes) do
-    if may_serve_alone(decode, group, query, any_whole) then able[#able + 1] = decode end
+    if decode.alone then able[#able + 1] = decode end
   end
   if #able == 0 then return nil end
   local decode = cheapest(able, 'alone_s')
@@ -121,7 +120,8 @@ local function options(state, groups, query)
   local found, any_whole = {}, false
   for _, group in pairs(groups) do any_whole = any_whole or (#group.prefills > 0 and #group.decodes > 0) end
   for _, group in pairs(groups) do
-    found[#found + 1] = best_alone(group, query, any_whole)
+    consider_fetches_of(state, group, query, any_whole)
+    found[#found + 1] = best_alone(group)
     if #group.prefills > 0 and #group.decodes > 0 then found[#found + 1] = best_pair(state, group, query) end
   end
   return found
@@ -130,7 +130,7 @@ end
 -- {worker, queue tokens, sequences, room tokens} for each worker of the choice.
 local function claims_of(choice, query)
   local computing = choice.prefill or choice.decode
-  local missing = uncached(computing, query)
+  local missing = missing_after(computing.known, query)
   local room = query.prompt_tokens + query.output_tokens
   if not choice.prefill then return {{choice.decode, missing, 1, room}} end
   return {{choice.prefill, missing, 0, query.prompt_tokens}, {choice.decode, 0, 1, room}}
@@ -151,8 +151,9 @@ end
 -- ARGV: 1 prefix, 2 model (8-byte digest), 3 prompt tokens, 4 output tokens to keep room for, 5 block size of
 --       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated),
 --       9… incarnations to leave out
--- Returns msgpack {status = chosen | none, decode, prefill, degraded, matched, terms, reservation, dropped}.
+-- Returns msgpack {status = chosen | none, decode, prefill, degraded, matched, fetch, terms, reservation, dropped}.
 --   matched: prompt tokens found on the worker that computes the prompt.
+--   fetch: {source, tokens, seconds} of a prefix that it had better bring from another worker; nil if none.
 --   degraded: the decode worker computes it because no prefill worker could.
 local function route_and_reserve(keys, args)
   local state = open(keys, args)
@@ -161,10 +162,14 @@ local function route_and_reserve(keys, args)
   local found = options(state, by_compat(eligible(state, query)), query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
   local choice = cheapest(found, 'cost')
+  local computing = choice.prefill or choice.decode
+  local source = computing.source
   return cmsgpack.pack({
     status = 'chosen', decode = choice.decode.incarnation,
     prefill = choice.prefill and choice.prefill.incarnation, degraded = choice.degraded or false,
-    matched = (choice.prefill or choice.decode).matched, terms = terms_of(choice, query),
+    matched = computing.matched,
+    fetch = source and {source.incarnation, computing.known, computing.fetch_s} or nil,
+    terms = terms_of(choice, query),
     reservation = reserve(state, claims_of(choice, query)), dropped = state.dropped,
   })
 end

@@ -1,15 +1,20 @@
 -- The price of a choice, in seconds. router/cost.py is the same model in Python, with the reasons; a property
 -- test holds the two together.
 --
+--   prefix_fetch     what bringing a prefix from another worker takes beyond the queue, where that pays (fetch.lua)
 --   prefill_queue    (tokens queued + reserved) × seconds per token
---   prefill_compute  uncached prompt tokens × seconds per token; at least one token is always computed
+--   prefill_compute  prompt tokens neither cached nor fetched × seconds per token; one at least is always computed
 --   prefill_stall    prefill_compute × sequences that wait meanwhile
 --   transfer         handoff messages + prompt tokens that the decode worker lacks × seconds to move one
 --   decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
 --   decode_room      NO_ROOM_S when the sequence would have to wait for others to end
 
+local function missing_after(tokens, query)
+  return math.max(1, query.prompt_tokens - tokens)
+end
+
 local function uncached(worker, query)
-  return math.max(1, query.prompt_tokens - worker.matched)
+  return missing_after(worker.matched, query)
 end
 
 local function prefill_queue(worker)
@@ -17,7 +22,7 @@ local function prefill_queue(worker)
 end
 
 local function prefill_compute(worker, query)
-  return uncached(worker, query) * worker.token_s
+  return missing_after(worker.known, query) * worker.token_s
 end
 
 local function waiting_sequences(worker)
@@ -43,9 +48,15 @@ local function decode_room(worker, query)
   return full and NO_ROOM_S or 0
 end
 
+-- Of a fetch of that many seconds: while it lasts, the queue gets shorter.
+local function fetch_wait(worker, fetch_s)
+  return math.max(0, fetch_s - prefill_queue(worker))
+end
+
 -- What the worker costs as the end that computes and as the end that holds the sequence.
 local function price(worker, query)
-  worker.compute_s = prefill_queue(worker) + prefill_compute(worker, query) * (1 + waiting_sequences(worker))
+  worker.compute_s = prefill_queue(worker) + fetch_wait(worker, worker.fetch_s)
+    + prefill_compute(worker, query) * (1 + waiting_sequences(worker))
   worker.hold_s = decode_load(worker) + decode_room(worker, query)
   worker.alone_s = worker.compute_s + worker.hold_s
 end
@@ -54,6 +65,7 @@ end
 local function terms_of(choice, query)
   local computing = choice.prefill or choice.decode
   return {
+    prefix_fetch = fetch_wait(computing, computing.fetch_s),
     prefill_queue = prefill_queue(computing), prefill_compute = prefill_compute(computing, query),
     prefill_stall = prefill_stall(computing, query),
     transfer = choice.prefill and transfer(choice.decode, query, choice.token_s) or 0,

@@ -174,13 +174,6 @@ def test_nobody_waits_longer_than_the_engine_allows():
     assert pair.prefill.finish() is not None
 
 
-def test_with_no_time_to_wait_nothing_is_asked():
-    pair = make_warm_pair(prefill={"config": replace(CONFIG, prefix_fetch_timeout=0.0)})
-    ask(pair)
-    finish(pair)
-    assert counters(pair).asked == 0
-
-
 def test_pages_that_come_after_the_time_is_up_land_in_nobodys_memory():  # T60
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=12)

@@ -71,6 +71,14 @@ def test_a_worker_that_leaves_moves_only_its_own_prompts(routing, clock):
     assert all(after[n] == home for n, home in before.items() if home != "p1")
 
 
+def test_who_computes_beside_the_busy_home_of_a_prompt_fetches_from_there(routing):
+    chosen = [send(routing, b"hot").computing for _ in range(6)]
+    home = chosen[0].view
+    assert chosen[0].fetch is None
+    others = [each.fetch for each in chosen if each.view != home]
+    assert any(fetch is not None and fetch.source.role is Role.DECODE for fetch in others)
+
+
 def test_prompts_without_a_whole_block_spread_by_load(routing):
     chosen = Counter(send(routing, None).prefill.view.worker_id for _ in range(9))
     assert max(chosen.values()) == 3

@@ -18,6 +18,7 @@ from tandem_engine.messages.control import (
     OrderRefused,
     PauseGeneration,
     PauseMode,
+    PrefixFetchStats,
     ReloadWeights,
     ResumeGeneration,
     SpeculationStats,
@@ -142,7 +143,9 @@ async def test_before_the_engine_reports_only_the_service_speaks(probed, client)
 
 async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(client):
     text = (await client.get("/metrics")).text
-    flat = [name for name in EngineStats.__struct_fields__ if name not in {"speculation", "links", "quarantined_for"}]
+    apart = {"speculation", "links", "quarantined_for", "prefix_fetch"}
+    flat = [name for name in EngineStats.__struct_fields__ if name not in apart]
+    flat += PrefixFetchStats.__struct_fields__
     assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 1 + len(flat) + 2
     assert "spec_decode" not in text
 

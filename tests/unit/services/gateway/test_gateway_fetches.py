@@ -1,0 +1,58 @@
+"""Who computes a prompt is told where a prefix of it is cached; nobody else is."""
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_engine.messages.requests import HandoffSide, PrefixFetch
+from tandem_services.router.choice import PlannedFetch
+from tandem_testing.gateway_builders import live_gateway
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.router_builders import make_view
+from tandem_testing.tokenizer_builders import EOS
+
+SOURCE = make_view("elsewhere", Role.DECODE)
+PLANNED = PlannedFetch(source=SOURCE, tokens=48, seconds=0.01, within_s=0.5)
+
+
+def healthy(**knobs) -> MockBehaviour:
+    return MockBehaviour(**{"token": hash_tokens(3, 250), "eos": EOS, **knobs})
+
+
+@pytest.fixture
+def gateway(rack, tokenizer):
+    return lambda **config: live_gateway(rack.context, tokenizer, rack.engines, **config)
+
+
+def check(fetch: PrefixFetch | None) -> None:
+    assert fetch is not None
+    assert (fetch.peer.incarnation, fetch.peer.endpoint) == (SOURCE.incarnation, SOURCE.peer_endpoint)
+    assert (fetch.tokens, fetch.within_s) == (48, 0.5)
+
+
+async def test_of_a_pair_the_prefill_worker_is_told(rack, gateway):
+    prefill, decode = rack.add("p", healthy(), Role.PREFILL), rack.add("d", healthy(), Role.DECODE)
+    async with gateway() as live:
+        live.chooser.fetch = PLANNED
+        assert (await live.complete(max_tokens=4)).status_code == 200
+    [send], [receive] = prefill.received, decode.received
+    assert send.handoff.side is HandoffSide.SEND
+    check(send.fetch)
+    assert receive.fetch is None
+
+
+async def test_a_worker_that_computes_alone_is_told_and_explain_tells_the_client(rack, gateway):
+    alone = rack.add("solo", healthy())
+    async with gateway() as live:
+        live.chooser.fetch = PLANNED
+        answer = (await live.complete(max_tokens=4)).json()
+        record = (await live.http.get(f"/v1/requests/{answer['id']}/explain")).json()
+    check(alone.received[0].fetch)
+    [attempt] = record["choices"][0]["attempts"]
+    assert attempt["fetch"] == {"source": SOURCE.incarnation, "tokens": 48, "seconds": 0.01}
+
+
+async def test_without_anything_to_fetch_nobody_is_told(rack, gateway):
+    alone = rack.add("solo", healthy())
+    async with gateway() as live:
+        await live.complete(max_tokens=4)
+    assert alone.received[0].fetch is None

@@ -1,0 +1,120 @@
+"""When a prefix is fetched, from whom, and how long it is waited for. Prices are held to brute force elsewhere."""
+
+from random import Random
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_services.router.candidate import Candidate
+from tandem_services.router.cost import FETCH_S, FETCH_TURNS, TURN_TOKENS, Demand
+from tandem_services.router.fetching import LEAST_PATIENCE_S, PATIENCE, planned_fetch, with_fetches
+from tandem_services.router.local import claims_of
+from tandem_services.router.scoring import Option, select
+from tandem_testing.router_builders import make_load, make_view
+
+PROMPT = 1000
+DEMAND = Demand(prompt_tokens=PROMPT, output_tokens=100, local_prefill_tokens=0)
+
+
+def candidate(
+    name: str, role: Role, *, matched: int = 0, links: dict[str, float] | None = None, compat: str = "same", **load
+) -> Candidate:
+    """1000 prompt tokens a second, 1000 bytes a token, 1 GB/s, idle."""
+    view = make_view(name, role, compat_hash=compat)
+    return Candidate(view=view, load=make_load(**load), matched=matched, links=links or {})
+
+
+def choose(*candidates: Candidate) -> Option:
+    option = select(candidates, DEMAND, Random(0))
+    assert option is not None
+    return option
+
+
+def fetches(*candidates: Candidate) -> dict[str, str | None]:
+    found = with_fetches(candidates, DEMAND, Random(0))
+    return {each.view.worker_id: each.fetch and each.fetch.source.worker_id for each in found}
+
+
+def test_an_idle_worker_fetches_what_a_busy_one_has():
+    home = candidate("home", Role.PREFILL, matched=960, queue_tokens=100_000, prefill_rate=10_000)
+    option = choose(home, candidate("idle", Role.PREFILL), candidate("d", Role.DECODE))
+    assert option.computing.view.worker_id == "idle"
+    assert option.computing.fetch is not None
+    assert option.computing.fetch.source.worker_id == "home"
+    terms = {term.name: term.seconds for term in option.terms}
+    assert terms["prefix_fetch"] == pytest.approx(FETCH_S + FETCH_TURNS * TURN_TOKENS / 10_000 + 960 * 1e-6)
+    assert terms["prefill_compute"] == pytest.approx(0.04)
+
+
+def test_the_kv_of_an_answer_flows_back_to_the_worker_that_computes_the_next_turn():
+    option = choose(candidate("p", Role.PREFILL, matched=320), candidate("d", Role.DECODE, matched=960))
+    assert option.prefill is not None
+    assert option.prefill.fetch is not None
+    assert (option.prefill.fetch.source.worker_id, option.prefill.fetch.tokens) == ("d", 960)
+
+
+def test_what_is_reserved_is_what_is_left_to_compute():
+    option = choose(candidate("p", Role.PREFILL), candidate("d", Role.DECODE, matched=960))
+    assert [claim.queue_tokens for claim in claims_of(option, DEMAND)] == [40, 0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"links": {"p@1": 1e3}},
+        {"links": {"p@1": 0.0}},
+        {"matched": 3},
+        {"sequences": 1, "step_s": 0.5},
+    ],
+    ids=["slow link", "broken link", "a few tokens", "slow turns"],
+)
+def test_what_does_not_pay_is_not_fetched(source):
+    have = candidate("d", Role.DECODE, **{"matched": 960, **source})
+    assert fetches(candidate("p", Role.PREFILL), have)["p"] is None
+
+
+def test_kv_of_another_shape_is_not_fetched():
+    have = candidate("d", Role.DECODE, matched=960, compat="other")
+    option = choose(candidate("p", Role.PREFILL), candidate("d2", Role.DECODE), have)
+    assert option.computing.fetch is None
+
+
+def test_a_worker_with_a_queue_waits_for_a_fetch_meanwhile():
+    have = candidate("d", Role.DECODE, matched=960, token_bytes=1e5)
+    (idle, busy, _) = with_fetches(
+        [candidate("idle", Role.PREFILL), candidate("busy", Role.PREFILL, queue_tokens=500), have], DEMAND, Random(0)
+    )
+    assert idle.fetch == busy.fetch is not None
+    terms = {term.name: term.seconds for term in choose(busy, have).terms}
+    assert terms["prefix_fetch"] == 0.0
+
+
+def test_the_nearer_of_two_sources_is_asked():
+    near = candidate("near", Role.DECODE, matched=928)
+    far = candidate("far", Role.DECODE, matched=960, links={"p@1": 1e6})
+    assert fetches(candidate("p", Role.PREFILL), near, far)["p"] == "near"
+
+
+def test_who_has_most_fetches_from_nobody():
+    assert fetches(candidate("p", Role.PREFILL, matched=960), candidate("d", Role.DECODE, matched=320)) == {
+        "p": None,
+        "d": "p",
+    }
+
+
+def test_waiting_ends_when_the_prefix_could_have_been_computed_but_not_for_a_hiccup():
+    def within(**have) -> float:
+        source = candidate("d", Role.DECODE, **have)
+        fetched = with_fetches([candidate("p", Role.PREFILL), source], DEMAND, Random(0))[0]
+        planned = planned_fetch(fetched, DEMAND)
+        assert planned is not None
+        return planned.within_s
+
+    assert within(matched=960) == pytest.approx(0.96)
+    assert within(matched=48) == LEAST_PATIENCE_S
+    slow = FETCH_S + 960 * 1e5 / 1e9 * 5
+    assert within(matched=960, links={"p@1": 2e8}, token_bytes=1e5) == pytest.approx(PATIENCE * slow)
+
+
+def test_who_computes_all_of_it_is_told_nothing():
+    assert planned_fetch(candidate("p", Role.PREFILL), DEMAND) is None
