@@ -452,7 +452,7 @@ class DisaggConfig:
     memory: the way out when engines wait for each other in a circle."""
 
     prefix_fetch_timeout: float = 2.0
-    """A request waits no longer than this for a prefix that another worker has, and less when computing it takes less."""
+    """A request waits no longer than this for a prefix that another worker has, and less where that would not pay."""
 
     kv_digest: DigestKind = DigestKind.SAMPLED
     """The proof that a worker asks of the pages it is sent."""

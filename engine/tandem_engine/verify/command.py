@@ -71,16 +71,8 @@ class Verification:
         config = replace(self.model.config, cache=path.cache, scheduler=path.scheduler, speculative=path.speculative)
         if path.restart:
             return self._restarted(path, config, began)
-        if path.disaggregated:
-            config = replace(config, disagg=replace(config.disagg, kv_push_layers=path.push_layers))
-            with Pair.build(*self._sides(path), config) as pair:
-                return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
-        if path.drained:
-            with Drained.build(*self._sides(path), config) as drained:
-                return self._drained(path, drained, began)
-        if path.fetched:
-            with Fetched.build(self.model, config) as fetched:
-                return self._fetched(path, fetched, began)
+        if path.disaggregated or path.drained or path.fetched:
+            return self._on_two(path, config, began)
         if path.tp_size > 1:
             with self._maker("sender", path.tp_size).engine(config) as engine:
                 return self._compare(path, generate_on(engine), (engine,), began)
@@ -90,6 +82,19 @@ class Verification:
         with Engine.build(self.model, config) as engine:
             generate = generate_on(engine, pause=path.pause)
             return self._compare(path, in_turns(generate) if path.sessions else generate, (engine,), began)
+
+    def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:
+        """NIXL between them."""
+        sides = self._sides(path)
+        if path.drained:
+            with Drained.build(*sides, config) as drained:
+                return self._drained(path, drained, began)
+        if path.fetched:
+            with Fetched.build(*sides, config) as fetched:
+                return self._fetched(path, fetched, began)
+        config = replace(config, disagg=replace(config.disagg, kv_push_layers=path.push_layers))
+        with Pair.build(*sides, config) as pair:
+            return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
 
     def _drained(self, path: Path, drained: Drained, began: float) -> PathResult:
         result = self._compare(path, drained.generate, (drained.leaver, drained.taker), began)

@@ -5,18 +5,19 @@
 Every request names the engine that has its prefix, as a gateway does where that is predicted to be faster.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from tandem_engine.config import EngineConfig
-from tandem_engine.engine import Engine, LoadedModel
+from tandem_engine.engine import Engine
 from tandem_engine.generation import Generation
 from tandem_engine.messages.requests import GenerateRequest, PrefixFetch
 from tandem_engine.verify.pair import MAX_TURNS, Pair
+from tandem_engine.verify.ranks import EngineMaker
 
 PATIENCE_S = 30.0
 """Nothing is lost between the two, and the machine may be slow."""
@@ -29,17 +30,19 @@ class Fetched:
     pair: Pair
 
     @classmethod
-    def build(cls, loaded: LoadedModel, config: EngineConfig) -> Self:
+    @contextmanager
+    def build(cls, lender: EngineMaker, asker: EngineMaker, config: EngineConfig) -> Iterator[Self]:
         """Raises `TransportUnavailableError` when NIXL cannot be loaded."""
-        return cls(pair=Pair.build(loaded, config))
+        with Pair.build(lender, asker, config) as pair:
+            yield cls(pair=pair)
 
     @property
     def lender(self) -> Engine:
-        return self.pair.decode
+        return self.pair.prefill
 
     @property
     def asker(self) -> Engine:
-        return self.pair.prefill
+        return self.pair.decode
 
     def generate(self, requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
         """As `Engine.generate`, after the other engine has done the same."""
@@ -66,11 +69,3 @@ class Fetched:
             turns += 1
             assert turns < MAX_TURNS, "the pair does not come to an end"
         return self.pair.generations.take_all([request.rid for request in requests])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.pair.__exit__(kind, error, trace)
