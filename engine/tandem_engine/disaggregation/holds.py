@@ -111,7 +111,7 @@ class HoldTable:
         hold = self._holds[key]
         assert not hold.state.owns_pages, f"room {key} shortened while {hold.state.value}"
         hold.pages, rest = hold.pages[:keep], hold.pages[keep:]
-        hold.arrived = {index for index in hold.arrived if index < keep}
+        hold.written = min(hold.written, keep)
         if not hold.pages:
             del self._holds[key]
         self.give_back(rest)

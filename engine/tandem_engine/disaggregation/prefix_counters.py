@@ -29,4 +29,4 @@ class PrefixCounters:
     """Holds whose writer did not acknowledge in time."""
     digest_mismatches: int = 0
     ignored: int = 0
-    """Messages and arrivals for fetches that are not, or no longer, this engine's."""
+    """Messages for fetches that are not, or no longer, this engine's."""

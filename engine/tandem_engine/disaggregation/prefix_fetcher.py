@@ -5,9 +5,9 @@ Life of a fetch
     PrefixAsk ─▶ 1. receiving ─▶ 2. verifying ─▶ 3. cached
                       └───────────────┴────────▶ given up; the prompt is computed as if nothing had been asked
 
-    1. receiving   pages are granted, by the ask itself; what is cached here before them is locked. Arrivals and the
-                   record come in any order (T67, T71). The record may name fewer pages than were granted, or none: the
-                   rest was evicted there, and its pages are free again at once, for nothing more will be written
+    1. receiving   pages are granted, by the ask itself; what is cached here before them is locked. The writer writes
+                   to them until its record says that it has written all it will. That may be fewer pages than were
+                   granted, or none: the rest was evicted there, and its pages are free again at once
     2. verifying   the transport digests the pages. Until the digests match nobody can read them (T62)
     3. cached      the prefix cache has the pages. Whoever waited finds them there, as would anybody else
 
@@ -28,7 +28,7 @@ from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prefix_counters import PrefixCounters
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
-from tandem_engine.disaggregation.transport import Arrived, Digests, KvTransport
+from tandem_engine.disaggregation.transport import Digests, KvTransport
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.memory.borrowed_prefix import BorrowedPrefix, caches_prefixes
 from tandem_engine.messages.block_hash import pack_tokens
@@ -61,7 +61,6 @@ class Fetch:
     """Monotonic time."""
     waiting: list[Request]
     record: PrefixRecord | None = None
-    verifying: bool = False
     done: bool = False
 
     def brings(self, tokens: tuple[int, ...], salt: str) -> bool:
@@ -116,17 +115,6 @@ class PrefixFetcher:
 
     # What peers and the transport report.
 
-    def on_arrived(self, event: Arrived) -> bool:
-        """A writer's notification. False: not of a fetch."""
-        key = room_key(event.key.room, event.key.generation)
-        if key not in self.holds:
-            return False
-        if self.holds.arrived(key, writer=event.writer, first=event.key.first, count=event.key.count):
-            self._verify_if_complete(self._fetches[key])
-        else:
-            self.counters.ignored += 1
-        return True
-
     def on_record(self, record: PrefixRecord) -> None:
         """The writer's account of what it wrote: all that it will."""
         fetch = self._fetches.get(room_key(record.room, record.generation))
@@ -137,19 +125,20 @@ class PrefixFetcher:
         if not 0 <= record.pages <= granted or len(record.digests) != record.pages:
             self._fail(fetch, f"{record.pages} of {granted} pages with {len(record.digests)} digests")
             return
-        fetch.record = record
-        self.holds.shorten(fetch.hold.key, record.pages)
-        if record.pages:
-            self._verify_if_complete(fetch)
-        else:
+        key, fetch.record = fetch.hold.key, record
+        self.holds.shorten(key, record.pages)
+        if not record.pages:
             self._miss(fetch)
+            return
+        self.holds.wrote(key, writer=record.sender.incarnation, pages=record.pages)
+        self.transport.digest(key.room, key.generation, fetch.hold.pages, self.config.kv_digest, tail=0)
 
     def on_digests(self, event: Digests) -> bool:
         """Cache the pages if every one is what the writer sent. False: not of a fetch."""
         fetch = self._fetches.get(room_key(event.room, event.generation))
         if fetch is None:
             return False
-        if fetch.record is None or not fetch.verifying:
+        if fetch.record is None:
             self.counters.ignored += 1
         elif event.digests == fetch.record.digests:
             self._commit(fetch)
@@ -243,15 +232,6 @@ class PrefixFetcher:
         ask = PrefixAsk(grant=grant, tokens=pack_tokens(fetch.tokens), salt=fetch.salt)
         # Introduced each time: a fetch is rare, and the peer may have lost our pool with a connection.
         return self.peers.send(fetch.hold.writer, self.transport.hello()) and self.peers.send(fetch.hold.writer, ask)
-
-    # 2. verifying
-
-    def _verify_if_complete(self, fetch: Fetch) -> None:
-        if fetch.verifying or fetch.record is None or not fetch.hold.complete:
-            return
-        fetch.verifying = True
-        hold = fetch.hold
-        self.transport.digest(hold.key.room, hold.key.generation, hold.pages, self.config.kv_digest)
 
     # 3. cached
 

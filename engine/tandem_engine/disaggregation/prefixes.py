@@ -21,7 +21,7 @@ from tandem_engine.disaggregation.prefill import PrefillStage
 from tandem_engine.disaggregation.prefix_counters import PrefixCounters
 from tandem_engine.disaggregation.prefix_fetcher import PrefixFetcher
 from tandem_engine.disaggregation.prefix_lender import PrefixLender
-from tandem_engine.disaggregation.transport import Arrived, Digests, PushDone, PushFailed, TransportEvent
+from tandem_engine.disaggregation.transport import Digests, PushDone, PushFailed, TransportEvent
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import DrainAck, PrefixAsk, PrefixRecord, TransferAborted
 from tandem_engine.names import PageId
@@ -85,8 +85,6 @@ class Prefixes:
                 self.lender.on_push_done(event)
             case PushFailed():
                 self.lender.on_push_failed(event)
-            case Arrived():
-                return self.fetcher.on_arrived(event)
             case Digests():
                 return self.fetcher.on_digests(event)
         return False

@@ -17,7 +17,7 @@
 
     who computes a prompt          who has a prefix of it cached
       │ Hello, PrefixAsk(grant) ─────▶ │
-      │            ◀── NIXL WRITE, notification as above
+      │              ◀── NIXL WRITE    │
       │ ◀──────────────── PrefixRecord │   how many of the granted pages, and their digests
       │ TransferAborted ◀────────────▶ │   as above, and so is the DrainAck that follows one
 

@@ -207,25 +207,6 @@ def test_a_write_that_fails_ends_the_fetch_at_once(fate):
     assert counters(pair).failed == 1
 
 
-def test_arrivals_come_twice_and_after_the_record():  # T65, T67, T71
-    pair = make_warm_pair()
-    pair.fabric.fates = lambda _push: Fate(repeats=2)
-    ask(pair)
-    finish(pair)
-    assert cached_tokens(pair) == len(PREFIX)
-
-
-def test_a_notification_that_is_lost_ends_in_time():
-    pair = make_warm_pair()
-    pair.fabric.fates = lambda _push: Fate(silent=True)
-    ask(pair)
-    pair.turn(5)
-    assert pair.prefill.finish() is None
-    pair.pass_time(WITHIN_S)
-    finish(pair)
-    assert counters(pair).failed == 1
-
-
 def test_a_fenced_lender_frees_the_pages_at_once():  # T74
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=50)
