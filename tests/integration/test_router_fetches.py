@@ -10,22 +10,12 @@ from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import RouteQuery, Source
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.router import Router, RouterConfig
-from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_link, make_load, make_record
-
-pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
 PROMPT = tuple(range(60 * PAGE))
 TURN = (*PROMPT, *range(PAGE))
 CHAIN = chain_of(PROMPT)
 BUSY = make_load(queue_tokens=100_000, prefill_rate=10_000)
-
-
-@pytest.fixture(scope="module")
-def server():
-    process = RedisServer.start()
-    yield process
-    process.stop()
 
 
 @pytest.fixture
