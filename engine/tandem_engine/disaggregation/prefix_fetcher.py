@@ -28,7 +28,7 @@ from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prefix_counters import PrefixCounters
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
-from tandem_engine.disaggregation.transport import Digests, KvTransport
+from tandem_engine.disaggregation.transport import DigestOrder, Digests, KvTransport
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.memory.borrowed_prefix import BorrowedPrefix, caches_prefixes
 from tandem_engine.messages.block_hash import pack_tokens
@@ -131,7 +131,16 @@ class PrefixFetcher:
             self._miss(fetch)
             return
         self.holds.wrote(key, writer=record.sender.incarnation, pages=record.pages)
-        self.transport.digest(key.room, key.generation, fetch.hold.pages, self.config.kv_digest, tail=0)
+        self.transport.digest(
+            DigestOrder(
+                room=key.room,
+                generation=key.generation,
+                pages=fetch.hold.pages,
+                kind=self.config.kv_digest,
+                tail=0,
+                writers=record.ranks,
+            )
+        )
 
     def on_digests(self, event: Digests) -> bool:
         """Cache the pages if every one is what the writer sent. False: not of a fetch."""

@@ -195,6 +195,7 @@ class PrefixLender:
                 sender=self.peers.me,
                 pages=loan.pages,
                 digests=loan.all_digests(),
+                ranks=max(1, len(self.transport.hello().ranks)),
             ),
         )
 

@@ -228,6 +228,8 @@ class PrefixRecord(msgspec.Struct, frozen=True, kw_only=True, tag="prefix_record
     """Fewer than were granted when the rest is not cached any more."""
     digests: tuple[int, ...]
     """One unsigned 64-bit digest per written page."""
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    """As in `HandoffRecord`."""
 
 
 ProbeMessage = ProbeRequest | ProbeGrant | ProbeRefusal

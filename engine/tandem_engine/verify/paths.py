@@ -258,6 +258,7 @@ HANDED_OVER = (
     "disaggregated over NIXL",
     "disaggregated, layer by layer",
     "drained mid-stream",
+    "prefix fetched over NIXL",
     "disaggregated, page size 1",
     "disaggregated, page size 64",
     "every fifth step raises, disaggregated",
