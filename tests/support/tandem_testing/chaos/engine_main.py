@@ -26,13 +26,12 @@ from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.nixl import transport as nixl_transport
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
 from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, PeerInbound
-from tandem_engine.disaggregation.transport import Digests, PagePool, Push, TransportEvent
+from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push, TransportEvent
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import HandoffRecord
-from tandem_engine.names import DigestKind, PageId
 from tandem_testing.chaos.knobs import KnobReader
 
 KILLED = signal.SIGKILL
@@ -62,10 +61,10 @@ class FaultyTransport(NixlTransport):
         if knobs.die_at == "push":
             self._die("push")
 
-    def digest(self, room: str, generation: int, pages: tuple[PageId, ...], kind: DigestKind, tail: int) -> None:
+    def digest(self, order: DigestOrder) -> None:
         if self._knobs.take("corrupt"):
-            self._bytes[pages[0]] ^= 0x5A
-        super().digest(room, generation, pages, kind, tail)
+            self._bytes[order.pages[0]] ^= 0x5A
+        super().digest(order)
 
     def poll(self) -> list[TransportEvent]:
         knobs = self._knobs.now()
