@@ -1,10 +1,10 @@
 """`tandem verify`: compare with transformers, token by token. Runs the engine's own command in a process."""
 
 import argparse
-import os
 import subprocess
 import sys
 
+from tandem_engine.environment import set_default
 from tandem_engine.flags import add_model_impl_flag, positive_int
 from tandem_services.cli.bundled import model_folder
 
@@ -51,5 +51,5 @@ def run(args: argparse.Namespace) -> int:
     argv += ["--quick"] if args.quick else []
     argv += ["--json"] if args.json else []
     # Steps are made to fail and memory to run short on purpose: what an engine says of it is nobody's concern here.
-    environment = {"TANDEM_LOG_LEVEL": "critical", **os.environ}
-    return subprocess.run(argv, check=False, env=environment).returncode
+    set_default("TANDEM_LOG_LEVEL", "critical")
+    return subprocess.run(argv, check=False).returncode
