@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -50,22 +50,27 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{source}: the chat template is broken: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.text = template
+        """As the checkpoint has it."""
+        self.knows_tools = "tools" in meta.find_undeclared_variables(_environment().parse(template))
+        """Whether it has a place for tools."""
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Prompt text. Raises `InvalidRequestError` when the template refuses these messages."""
         try:
             return self._template.render(
                 {
-                    "tools": None,
                     "documents": None,
                     **self._special_tokens,
                     **(variables or {}),
+                    "tools": tools or None,
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
                 }

@@ -46,11 +46,12 @@ class ControlLiterals:
         self._longest = max(map(len, literals), default=0)
 
     def mark(self, value: Any, marks: Marks) -> Any:
-        """A copy of a JSON-like value with the literals of all its strings marked. Keys stay as they are."""
+        """A copy of a JSON-like value with the literals of all its strings marked, keys included: those of a tool's
+        schema are a user's text as well. Keys that templates look up hold no literal and stay as they are."""
         if isinstance(value, str):
             return self._mark_text(value, marks)
         if isinstance(value, Mapping):
-            return {key: self.mark(item, marks) for key, item in value.items()}
+            return {self.mark(key, marks): self.mark(item, marks) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.mark(item, marks) for item in value]
         return value

@@ -16,9 +16,12 @@ class Detokenizer:
 
     __slots__ = ("_pending", "_skipped", "_vocabulary")
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
+    ) -> None:
+        """`visible`: special tokens whose text is wanted although special tokens are skipped."""
         self._vocabulary = vocabulary
-        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = vocabulary.special_ids - visible if skip_special_tokens else frozenset[int]()
         self._pending = _new_utf8_decoder("replace")
 
     def push(self, token_id: int) -> str:

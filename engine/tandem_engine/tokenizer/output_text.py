@@ -22,8 +22,9 @@ class OutputText:
         *,
         skip_special_tokens: bool = True,
         keep_stop: bool = False,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=skip_special_tokens, visible=visible)
         self._window = StopWindow(sampling.stop, keep_match=keep_stop)
         self._min_tokens = sampling.min_tokens
         self._count = 0

@@ -77,14 +77,17 @@ class TextTokenizer:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a rendered conversation.
+        """Ids of a rendered conversation. `tools` as OpenAI's requests have them.
 
         Raises `InvalidRequestError` without a chat template and when the template refuses the messages.
         """
         marks = draw_marks()
-        text = self._render(messages, marks, add_generation_prompt=add_generation_prompt, variables=variables)
+        text = self._render(
+            messages, marks, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
         return self._encode_marked(text, marks, add_special_tokens=add_special_tokens)
 
     def encode_chat_turn(
@@ -93,6 +96,7 @@ class TextTokenizer:
         *,
         last_token: int | None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids that a conversation goes on with after an answer whose newest token is `last_token`, if it is known.
@@ -105,7 +109,7 @@ class TextTokenizer:
         marks, answer = draw_marks(), draw_marks().begin
         before = ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer})
         text = self._render(
-            [*before, *messages], marks, add_generation_prompt=add_generation_prompt, variables=variables
+            [*before, *messages], marks, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
         _, found, rest = text.partition(answer)
         if not found:
@@ -123,12 +127,16 @@ class TextTokenizer:
         marks: Marks,
         *,
         add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None,
     ) -> str:
         if self.chat_template is None:
             raise InvalidRequestError("this model has no chat template", param="messages")
         return self.chat_template.render(
-            self._literals.mark(messages, marks), add_generation_prompt=add_generation_prompt, variables=variables
+            self._literals.mark(messages, marks),
+            add_generation_prompt=add_generation_prompt,
+            tools=self._literals.mark(tools, marks),
+            variables=variables,
         )
 
     def _encode_marked(self, text: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
-from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_model
+from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_model, add_output_parsers
 from tandem_services.common.settings import read_settings
 
 EXAMPLES = """\
@@ -19,7 +19,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "gateway",
         help="run the OpenAI-compatible HTTP gateway",
-        description="Serve /v1/models, /v1/completions and /v1/chat/completions; tokenise, route by cached prefixes "
+        description="Serve /v1/models, /v1/completions, /v1/chat/completions, /v1/responses and more; tokenise, "
+        "route by cached prefixes "
         "and load, stream, and carry requests over to other workers when one dies.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,6 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--admin-host", default="127.0.0.1", metavar="HOST", help="address of that port (default 127.0.0.1)"
     )
     add_local_prefill(parser)
+    add_output_parsers(parser)
     parser.add_argument(
         "--session-ttl",
         type=positive_float,
@@ -99,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
             redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
             cluster=args.cluster,
             curve_keys=args.curve_keys,
+            tool_call_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
             local_prefill_tokens=args.local_prefill_tokens,
             session_ttl_s=args.session_ttl,
             drain_notice_s=args.drain_notice,

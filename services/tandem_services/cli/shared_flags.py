@@ -5,12 +5,30 @@ from pathlib import Path
 
 from tandem_engine.flags import non_negative_int
 from tandem_services.common.settings import read_settings
+from tandem_services.gateway.reasoning import REASONING_PARSERS
+from tandem_services.gateway.tool_parsers.registry import TOOL_CALL_PARSERS
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """--model and the name it is served under."""
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
     parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
+
+
+def add_output_parsers(parser: argparse.ArgumentParser) -> None:
+    """How the gateway reads what a model writes."""
+    parser.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default="auto",
+        help="form in which the model writes tool calls (default auto: by its chat template)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="auto",
+        help="form in which the model marks its reasoning (default auto: by its chat template)",
+    )
 
 
 def add_deployment(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@
                      └───── record: explain, metrics, one log line, whatever the end
 
 Until the first piece exists nothing has been written, so an error until then has an HTTP status. After it,
-an error is one `data: {"error": …}` event before `[DONE]`.
+an error is an event of the stream, which it ends.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdent
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
 from tandem_services.gateway.deadline import deadline_of
 from tandem_services.gateway.disconnect import run_until_disconnect
-from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error, error_json
+from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
 from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
 from tandem_services.gateway.generation import Generator, Job
 from tandem_services.gateway.metrics import GatewayMetrics
@@ -135,8 +135,7 @@ class Answer:
                 raise
             await self._write_failure(events, error)
             return
-        usage = [self._format.usage_chunk(self._usage())] if self._job.plan.include_usage else []
-        await events.finish(usage)
+        await events.finish(self._format.closing(self._usage()))
 
     async def _gather(self, choices: list[WholeChoice]) -> None:
         if not self._job.plan.needs_workers:
@@ -155,21 +154,20 @@ class Answer:
         opened: set[int] = set()
         async with aclosing(self._shared.generator.pieces(self._job)) as batches:
             async for batch in batches:
-                await events.write([event for piece in batch for event in self._piece_events(piece, opened)])
+                await events.write(b"".join([self._piece_events(piece, opened) for piece in batch]))
 
-    def _piece_events(self, piece: ChoicePiece, opened: set[int]) -> list[bytes]:
+    def _piece_events(self, piece: ChoicePiece, opened: set[int]) -> bytes:
         usage = self._usage() if self._job.plan.continuous_usage else None
-        chunk = self._format.chunk(piece, usage)
         if piece.index in opened:
-            return [chunk]
+            return self._format.chunk(piece, usage)
         opened.add(piece.index)
         opening = self._format.opening(self._job.plan.choices[piece.index], piece, usage)
-        return [chunk] if opening is None else [opening, chunk]
+        return opening + self._format.chunk(piece, usage)
 
-    def _echo_events(self) -> list[bytes]:
+    def _echo_events(self) -> bytes:
         opened: set[int] = set()
         ends = [ChoicePiece(choice.index, "", 0, [], ChoiceFinish("length", None)) for choice in self._job.plan.choices]
-        return [event for piece in ends for event in self._piece_events(piece, opened)]
+        return b"".join([self._piece_events(piece, opened) for piece in ends])
 
     async def _write_failure(self, events: EventStream, error: Exception) -> None:
         refusal = as_api_error(error)
@@ -181,7 +179,7 @@ class Answer:
             )
             refusal = UNEXPECTED
         self._job.record.status, self._job.record.error = refusal.status, str(refusal)
-        await events.finish([error_json(refusal)])
+        await events.finish(self._format.failure(refusal))
 
     def _remaining(self) -> float:
         return max(self._job.deadline - self._shared.clock.now(), 0.0)
@@ -192,6 +190,7 @@ class Answer:
             prompt_tokens=record.prompt_tokens,
             completion_tokens=record.output_tokens,
             cached_tokens=record.cached_tokens,
+            reasoning_tokens=record.reasoning_tokens,
         )
 
 

@@ -7,8 +7,10 @@ from typing import Protocol
 import msgspec
 
 from tandem_engine.messages.outputs import TokenLogprob
+from tandem_services.common.errors import ApiError
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece, ScoredToken
-from tandem_services.gateway.openai_schemas import PromptTokensDetails, Usage
+from tandem_services.gateway.openai_schemas import CompletionTokensDetails, PromptTokensDetails, Usage
+from tandem_services.gateway.output_parts import Part
 from tandem_services.gateway.plan import PlannedChoice
 
 _encoder = msgspec.json.Encoder()
@@ -22,12 +24,14 @@ class WholeChoice:
 
     index: int
     texts: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish: ChoiceFinish | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def add(self, piece: ChoicePiece) -> None:
         self.texts.append(piece.text)
+        self.parts += piece.parts
         self.scored += piece.scored
         self.prompt_logprobs = piece.prompt_logprobs or self.prompt_logprobs
         self.finish = piece.finish
@@ -44,18 +48,22 @@ def share_prompt_logprobs(choices: Sequence[WholeChoice], n: int) -> None:
 
 
 class AnswerFormat(Protocol):
-    """JSON of one answer; made for one request."""
+    """JSON of one answer, and the events of a streamed one; made for one request."""
 
-    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes | None:
-        """The chunk before the first piece of a choice, if there is one. It is written before that of `first`."""
+    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
+        """The events before the first piece of a choice, if there are any. They are written before those of `first`."""
         ...
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
-        """One piece of one choice; `usage` when the client wants it in every chunk."""
+        """The events of one piece of one choice; `usage` when the client wants it in every chunk."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        """The chunk without choices that ends a stream with `include_usage`."""
+    def closing(self, usage: Usage) -> bytes:
+        """The events that end a stream after the last piece of every choice."""
+        ...
+
+    def failure(self, refusal: ApiError) -> bytes:
+        """The events that end a stream that cannot go on."""
         ...
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
@@ -63,12 +71,13 @@ class AnswerFormat(Protocol):
         ...
 
 
-def make_usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def make_usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int) -> Usage:
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
     )
 
 

@@ -53,6 +53,7 @@ from tandem_services.gateway.explain import RequestJournal
 from tandem_services.gateway.generation import Generator
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.models import ServedModel
+from tandem_services.gateway.output_dialect import OutputDialect
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.quarantine import Board, Quarantine
 from tandem_services.gateway.queueing.admission import Admission, AdmissionPolicy
@@ -143,7 +144,10 @@ def build_gateway(
     """
     registry = new_registry()
     metrics = GatewayMetrics(registry, model=config.model_name)
-    model = ServedModel(name=config.model_name, tokenizer=tokenizer, workers=chooser.workers)
+    dialect = OutputDialect.of(
+        tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+    )
+    model = ServedModel(name=config.model_name, tokenizer=tokenizer, dialect=dialect, workers=chooser.workers)
     executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
     timing = LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings)
 

@@ -1,32 +1,23 @@
-"""`POST /v1/chat/completions`: its requests as plans and its answers as JSON."""
+"""`POST /v1/chat/completions`: its requests as plans."""
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from tandem_engine.logs import quoted
-from tandem_engine.tokenizer.vocabulary import Vocabulary
+from tandem_engine.messages.grammar import GrammarKind
 from tandem_services.common.errors import bad_request
-from tandem_services.gateway import logprobs
 from tandem_services.gateway.access.caller import Caller
-from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, encode_json, stop_reason
-from tandem_services.gateway.choice_text import ChoicePiece, ScoredToken
+from tandem_services.gateway.answer_format import AnswerFormat
+from tandem_services.gateway.chat_format import ChatFormat
+from tandem_services.gateway.chat_messages import template_messages
 from tandem_services.gateway.limits import MAX_OUTPUT_TOKENS, check_context
-from tandem_services.gateway.openai_schemas import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatRequest,
-    ChatResponse,
-    PromptLogprobs,
-    Usage,
-)
+from tandem_services.gateway.openai_schemas import ChatRequest
+from tandem_services.gateway.output_reader import OutputReading
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
-from tandem_services.gateway.prompts import PromptEncoder, template_messages
+from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import decode_body
 from tandem_services.gateway.session_turns import SessionDesk, SessionTurn
+from tandem_services.gateway.structured_output import AskedGrammar, asked_grammar
+from tandem_services.gateway.tools import ToolUse, tool_use
 from tandem_services.gateway.translate import (
     chat_logprobs,
     check_common_fields,
@@ -49,126 +40,100 @@ class ChatPlanner:
 
     async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
-        request = decode_body(self._decoder, body)
+        return await self.plan_chat(decode_body(self._decoder, body), caller)
+
+    async def plan_chat(self, request: ChatRequest, caller: Caller) -> GenerationPlan:
+        """As `plan`, of a request that is decoded already."""
         model = self._prompts.model
         model.check_name(request.model, caller)
         check_common_fields(request)
         if request.echo:
             raise bad_request("echo is not supported for chat", "echo")
         counts = choice_counts(request, prompts=1)
-        top = chat_logprobs(request)
         wanted = _wanted_tokens(request)
+        tools = self._tools(request)
+        grammar = _grammar(request, tools)
         # Ranges are checked before the prompt is encoded.
         sampling = sampling_params(
             request,
             max_tokens=wanted or MAX_OUTPUT_TOKENS,
-            logprobs=top,
+            logprobs=chat_logprobs(request),
             prompt_logprobs=request.prompt_logprobs,
             tokenizer=self._prompts.tokenizer,
+            grammar=grammar,
         )
         turn = await self._sessions.take(
             request.session_params, cache_salt=caller.cache_salt(request.cache_salt or ""), choices=counts.generated
         )
-        input_ids = await self._encode(request, turn)
+        input_ids = await self._encode(request, tools, turn)
         context_length = self._prompts.context_length() - (0 if turn is None else turn.history)
         check_context(len(input_ids), wanted or 0, context_length, "messages")
         sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=self._prompts.tokenizer.vocab_size)
-        choice = PlannedChoice(index=0, input_ids=input_ids, sampling=sampling)
-        return generation_plan(request, model.name, [choice], counts, turn=turn)
+        return generation_plan(
+            request,
+            model.name,
+            [PlannedChoice(index=0, input_ids=input_ids, sampling=sampling)],
+            counts,
+            grammar_field=None if grammar is None else grammar.field,
+            turn=turn,
+            reading=self._reading(request, input_ids, tools, grammar),
+        )
 
     def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
         return ChatFormat(f"chatcmpl-{request_id}", created, plan, self._prompts.tokenizer.vocabulary)
 
-    async def _encode(self, request: ChatRequest, turn: SessionTurn | None) -> tuple[int, ...]:
-        messages = template_messages(request.messages)
+    def _tools(self, request: ChatRequest) -> ToolUse | None:
+        dialect = self._prompts.model.dialect
+        return tool_use(
+            request.tools,
+            request.tool_choice,
+            parallel=request.parallel_tool_calls,
+            family=dialect.family,
+            template_knows_tools=dialect.knows_tools,
+        )
+
+    def _reading(
+        self, request: ChatRequest, prompt: tuple[int, ...], tools: ToolUse | None, grammar: AskedGrammar | None
+    ) -> OutputReading:
+        return self._prompts.model.dialect.reading(
+            prompt,
+            tools,
+            constrained=grammar is not None and grammar.spec.kind is not GrammarKind.STRUCTURAL_TAG,
+            shows_reasoning=request.include_reasoning is not False,
+        )
+
+    async def _encode(self, request: ChatRequest, tools: ToolUse | None, turn: SessionTurn | None) -> tuple[int, ...]:
+        continues = turn is not None and not turn.begins
+        messages = template_messages(request.messages, continues=continues)
+        shown = None if tools is None else tools.for_template
         add_generation_prompt = request.add_generation_prompt is not False
-        if turn is not None and not turn.begins:
+        if turn is not None and continues:
             return await self._prompts.encode_chat_turn(
                 messages,
                 last_token=turn.last_token,
                 add_generation_prompt=add_generation_prompt,
+                tools=shown,
                 variables=request.chat_template_kwargs,
             )
         return await self._prompts.encode_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             add_special_tokens=bool(request.add_special_tokens),
+            tools=shown,
             variables=request.chat_template_kwargs,
         )
 
 
-class ChatFormat:
-    """`chat.completion` and `chat.completion.chunk` objects of one answer."""
-
-    def __init__(self, answer_id: str, created: int, plan: GenerationPlan, vocabulary: Vocabulary) -> None:
-        self._id = answer_id
-        self._created = created
-        self._model = plan.model
-        self._vocabulary = vocabulary
-        self._prompt = plan.choices[0].input_ids
-        self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
-        self._prompt_top = plan.prompt_logprobs
-        self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
-
-    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
-        del first  # a chat does not begin with its prompt
-        delta = ChatDelta(role="assistant", content="")
-        return self._chunk(ChatChunkChoice(index=choice.index, delta=delta), usage)
-
-    def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
-        choice = ChatChunkChoice(
-            index=piece.index,
-            delta=ChatDelta(content=piece.text or UNSET),
-            logprobs=self._logprobs(piece.scored) if piece.scored else None,
-            finish_reason=None if piece.finish is None else piece.finish.reason,
-            stop_reason=stop_reason(piece.finish),
+def _grammar(request: ChatRequest, tools: ToolUse | None) -> AskedGrammar | None:
+    """What the output must look like: as the tools demand, or as the client asked."""
+    asked = asked_grammar(request)
+    if tools is None:
+        return asked
+    if asked is not None:
+        raise bad_request(
+            f"{asked.field} cannot be combined with tools that may be called: set tool_choice to none", asked.field
         )
-        return self._chunk(choice, usage)
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return encode_json(ChatChunk(id=self._id, created=self._created, model=self._model, choices=[], usage=usage))
-
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
-        return encode_json(
-            ChatResponse(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=[self._whole_choice(choice) for choice in choices],
-                usage=usage,
-                prompt_logprobs=self._prompt_logprobs(choices[0]),
-            )
-        )
-
-    def _prompt_logprobs(self, first: WholeChoice) -> PromptLogprobs | UnsetType:
-        """Of the one prompt that all choices have."""
-        if self._prompt_top is None or first.prompt_logprobs is None:
-            return UNSET
-        return logprobs.prompt_logprobs(self._prompt, first.prompt_logprobs, self._vocabulary, self._prompt_top)
-
-    def _chunk(self, choice: ChatChunkChoice, usage: Usage | None) -> bytes:
-        return encode_json(
-            ChatChunk(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=[choice],
-                usage=self._no_usage if usage is None else usage,
-            )
-        )
-
-    def _whole_choice(self, choice: WholeChoice) -> ChatChoice:
-        assert choice.finish is not None, f"choice {choice.index} has not finished"
-        return ChatChoice(
-            index=choice.index,
-            message=AssistantMessage(content=choice.text),
-            logprobs=self._logprobs(choice.scored),
-            finish_reason=choice.finish.reason,
-            stop_reason=choice.finish.stop,
-        )
-
-    def _logprobs(self, scored: list[ScoredToken]) -> ChatLogprobs | None:
-        return None if self._top is None else logprobs.chat_logprobs(scored, self._vocabulary, self._top)
+    return tools.grammar()
 
 
 def _wanted_tokens(request: ChatRequest) -> int | None:

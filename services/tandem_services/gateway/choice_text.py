@@ -12,6 +12,8 @@ from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.tokenizer.output_text import OutputText
 from tandem_engine.tokenizer.vocabulary import Vocabulary
+from tandem_services.gateway.output_parts import CallBegin, Content, Part
+from tandem_services.gateway.output_reader import PLAIN, OutputReading
 from tandem_services.gateway.token_sequence import Accepted
 
 
@@ -27,7 +29,7 @@ class ChoiceFinish(NamedTuple):
     """How a choice ended, in OpenAI's words."""
 
     reason: str
-    """stop or length."""
+    """stop, tool_calls or length."""
     stop: int | str | None
     """The stop string or stop id that ended it."""
 
@@ -44,6 +46,10 @@ class ChoicePiece:
     finish: ChoiceFinish | None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """With the first piece, when they were asked for."""
+    parts: tuple[Part, ...] = ()
+    """What `text`, and text held back before it, is read as."""
+    reasoning_tokens: int = 0
+    """Of `tokens`, those up to the end of the reasoning."""
 
 
 class ChoiceText:
@@ -57,10 +63,21 @@ class ChoiceText:
         *,
         skip_special_tokens: bool,
         keep_stop: bool,
+        reading: OutputReading = PLAIN,
     ) -> None:
         self.index = index
         self._keep_stop = keep_stop
-        self._output = OutputText(vocabulary, sampling, skip_special_tokens=skip_special_tokens, keep_stop=keep_stop)
+        self._output = OutputText(
+            vocabulary,
+            sampling,
+            skip_special_tokens=skip_special_tokens,
+            keep_stop=keep_stop,
+            visible=reading.visible,
+        )
+        self._reader = None if reading.is_plain else reading.new_reader()
+        self._parts: list[Part] = []
+        self._called = False
+        self._reasoning_tokens = 0
         self._tokens = 0
         self._unsent: list[ScoredToken] = []
         self._prompt: tuple[TokenLogprob | None, ...] | None = None
@@ -78,11 +95,12 @@ class ChoiceText:
                 continue
             piece, matched = self._output.push(token_id)
             text += piece
+            self._read(piece)
             if matched is not None:
-                return self._piece(text, ChoiceFinish("stop", matched))
+                return self._end(text, ChoiceFinish("stop", matched))
         if accepted.finish is not None:
             return self._last_piece(text, accepted.finish)
-        return self._piece(text, None) if text else None
+        return self._piece(text, None) if self._says(text) else None
 
     def _hidden_tokens(self, finish: Finish | None) -> int:
         """A stop token ends the output and is not part of its text; it counts all the same."""
@@ -92,11 +110,35 @@ class ChoiceText:
 
     def _last_piece(self, text: str, finish: Finish) -> ChoicePiece:
         rest, matched = self._output.flush()
+        self._read(rest)
         if matched is not None:
-            return self._piece(text + rest, ChoiceFinish("stop", matched))
-        return self._piece(text + rest, ChoiceFinish(finish.reason.value, finish.matched_stop))
+            return self._end(text + rest, ChoiceFinish("stop", matched))
+        return self._end(text + rest, ChoiceFinish(finish.reason.value, finish.matched_stop))
+
+    def _says(self, text: str) -> bool:
+        return bool(text if self._reader is None else self._parts)
+
+    def _read(self, text: str) -> None:
+        """One token's text: reasoning is counted by the token, however many come at once."""
+        if self._reader is None:
+            return
+        parts = self._reader.feed(text)
+        self._called |= any(isinstance(part, CallBegin) for part in parts)
+        self._parts += parts
+        if self._reader.reasons:
+            self._reasoning_tokens = self._tokens
+
+    def _end(self, text: str, finish: ChoiceFinish) -> ChoicePiece:
+        if self._reader is not None:
+            self._parts += self._reader.finish()
+        if self._called and finish.reason == FinishReason.STOP.value:
+            finish = finish._replace(reason="tool_calls")
+        return self._piece(text, finish)
 
     def _piece(self, text: str, finish: ChoiceFinish | None) -> ChoicePiece:
         scored, self._unsent = self._unsent, []
         prompt, self._prompt = self._prompt, None
-        return ChoicePiece(self.index, text, self._tokens, scored, finish, prompt)
+        parts, self._parts = self._parts, []
+        if self._reader is None and text:
+            parts = [Content(text)]
+        return ChoicePiece(self.index, text, self._tokens, scored, finish, prompt, tuple(parts), self._reasoning_tokens)

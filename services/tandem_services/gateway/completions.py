@@ -9,11 +9,12 @@ from tandem_engine.logs import quoted
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.tokenizer.vocabulary import Vocabulary
-from tandem_services.common.errors import bad_request
+from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway import logprobs
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, encode_json, stop_reason
 from tandem_services.gateway.choice_text import ChoicePiece, ScoredToken
+from tandem_services.gateway.error_responses import error_json
 from tandem_services.gateway.limits import (
     MAX_OUTPUT_TOKENS,
     MAX_PROMPTS,
@@ -33,6 +34,8 @@ from tandem_services.gateway.prompt_shapes import Prompt, split_prompts
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import decode_body
 from tandem_services.gateway.session_turns import SessionDesk, SessionTurn
+from tandem_services.gateway.sse import DONE, data_event
+from tandem_services.gateway.structured_output import asked_grammar
 from tandem_services.gateway.translate import (
     check_common_fields,
     choice_counts,
@@ -42,6 +45,7 @@ from tandem_services.gateway.translate import (
     generation_plan,
     sampling_params,
 )
+from tandem_services.gateway.unsupported import FIELDS_OF_CHATS
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -60,10 +64,11 @@ class CompletionPlanner:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         request = decode_body(self._decoder, body)
         self._prompts.model.check_name(request.model, caller)
-        check_common_fields(request)
+        check_common_fields(request, also_refused=FIELDS_OF_CHATS)
         prompts = split_prompts(request.prompt, param="prompt", most=MAX_PROMPTS)
         counts = choice_counts(request, prompts=len(prompts))
         wanted = _wanted_tokens(request)
+        grammar = asked_grammar(request)
         # Ranges are checked before any prompt is encoded.
         sampling = sampling_params(
             request,
@@ -72,6 +77,7 @@ class CompletionPlanner:
             logprobs=completion_logprobs(request),
             prompt_logprobs=completion_prompt_logprobs(request),
             tokenizer=self._prompts.tokenizer,
+            grammar=grammar,
         )
         turn = await self._sessions.take(
             request.session_params,
@@ -79,7 +85,15 @@ class CompletionPlanner:
             choices=counts.generated * len(prompts),
         )
         choices = [await self._choice(request, prompt, wanted, sampling, turn) for prompt in prompts]
-        return generation_plan(request, self._prompts.model.name, choices, counts, generate=wanted != 0, turn=turn)
+        return generation_plan(
+            request,
+            self._prompts.model.name,
+            choices,
+            counts,
+            grammar_field=None if grammar is None else grammar.field,
+            generate=wanted != 0,
+            turn=turn,
+        )
 
     def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
         return CompletionFormat(f"cmpl-{request_id}", created, plan, self._prompts.tokenizer.vocabulary)
@@ -128,9 +142,9 @@ class CompletionFormat:
         self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
 
-    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes | None:
+    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         if not choice.echo:
-            return None
+            return b""
         echoed = self._echoed(choice.index, first.prompt_logprobs)
         return self._chunk(CompletionChoice(index=choice.index, text=choice.echo, logprobs=echoed), usage)
 
@@ -144,14 +158,17 @@ class CompletionFormat:
         )
         return self._chunk(choice, usage)
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._response([], usage)
+    def closing(self, usage: Usage) -> bytes:
+        return (data_event(self._response([], usage)) if self._plan.include_usage else b"") + DONE
+
+    def failure(self, refusal: ApiError) -> bytes:
+        return data_event(error_json(refusal)) + DONE
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
         return self._response([self._whole_choice(choice) for choice in choices], usage)
 
     def _chunk(self, choice: CompletionChoice, usage: Usage | None) -> bytes:
-        return self._response([choice], self._no_usage if usage is None else usage)
+        return data_event(self._response([choice], self._no_usage if usage is None else usage))
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         return encode_json(

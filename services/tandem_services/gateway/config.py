@@ -26,6 +26,9 @@ class GatewayConfig:
     """Key file of the deployment; None only where every socket is on loopback."""
     local_prefill_tokens: int = 2048
     """Most tokens that a decode worker may compute itself where that is predicted to be faster; 0 for none."""
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    """Names in `TOOL_CALL_PARSERS` and `REASONING_PARSERS`."""
     request_timeout_s: float = 600.0
     session_ttl_s: float = 600.0
     """An unused session is forgotten after this long; the workers' --session-ttl."""

@@ -53,6 +53,8 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
     index: int
     attempts: list[AttemptRecord] = []
     output_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Of these, those of the reasoning."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache of the worker that computed the prompt."""
     transfer: TransferReport | None = None
@@ -127,6 +129,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         return sum(choice.output_tokens for choice in self.choices)
 
     @property
+    def reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self.choices)
+
+    @property
     def cached_tokens(self) -> int:
         """Of the first choice of each prompt: the other choices find what the first has computed."""
         return sum(choice.cached_tokens or 0 for choice in self.choices[:: self.n])
@@ -150,11 +156,11 @@ class RequestJournal:
             self._drop_alias(oldest)
 
     def find(self, request_id: str, *, tenant: str = "") -> RequestRecord | None:
-        """Of one tenant: by our id, by the id of the response (`chatcmpl-…`, `cmpl-…`), or by the client's own id.
+        """Of one tenant: by our id, by the id of the answer (`chatcmpl-…`, `cmpl-…`, `resp_…`), or by the client's own.
 
         Of several requests with the same client id, the newest.
         """
-        bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("resp_")
         record = self._records.get(bare) or self._records.get(self._aliases.get((tenant, request_id), ""))
         return record if record is not None and record.tenant == tenant else None
 

@@ -104,6 +104,7 @@ class Generator:
             choice.sampling,
             skip_special_tokens=job.plan.skip_special_tokens,
             keep_stop=job.plan.keep_stop,
+            reading=job.plan.reading,
         )
         last_token_at: float | None = None
         async with aclosing(self._outputs(job, choice, route)) as outputs:
@@ -178,5 +179,6 @@ def _scored_prompt(choice: PlannedChoice, accepted: Accepted) -> ChoicePiece:
 
 def _note_piece(record: ChoiceRecord, piece: ChoicePiece) -> None:
     record.output_tokens = piece.tokens
+    record.reasoning_tokens = piece.reasoning_tokens
     if piece.finish is not None:
         record.finish_reason = piece.finish.reason

@@ -8,6 +8,7 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.access.caller import Caller, no_such_model
 from tandem_services.gateway.openai_schemas import ModelCard, ModelList
+from tandem_services.gateway.output_dialect import OutputDialect
 from tandem_services.router.choice import WorkerView
 
 
@@ -17,6 +18,7 @@ class ServedModel:
 
     name: str
     tokenizer: TextTokenizer
+    dialect: OutputDialect
     workers: Callable[[], tuple[WorkerView, ...]]
     created: int = field(default_factory=lambda: int(time.time()))
     _last_length: int | None = None

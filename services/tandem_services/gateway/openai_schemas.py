@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from tandem_services.gateway.prompt_shapes import PromptItem
 from tandem_services.gateway.session_turns import SessionParams
 from tandem_services.gateway.structured_output import StructuredOutputFields
+from tandem_services.gateway.tools import Tool, ToolChoice
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -54,9 +55,9 @@ class GenerationFields(StructuredOutputFields, kw_only=True):
     session_params: SessionParams | None = None
     """The prompt is the next turn of a session; see docs/features.md."""
     priority: int | None = None
-    timeout: float | None = None
-    """Seconds."""
     """Greater is more important; see docs/scheduling.md."""
+    timeout: float | None = None
+    """Seconds until the answer must be there; see docs/limits.md."""
     user: str | None = None
     metadata: dict[str, str] | None = None
 
@@ -66,12 +67,28 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class CalledTool(msgspec.Struct, kw_only=True):
+    """A finished tool call, in answers and in the messages of later requests."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's newer name of the same."""
 
 
 class ChatTemplateVariables(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -88,11 +105,18 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: ChatTemplateVariables | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[PromptItem] | None = None
     logprobs: int | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    include_reasoning: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -103,6 +127,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: ChatTemplateVariables | None = None
+    tools: list[Tool] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -176,9 +201,12 @@ PromptLogprobs = list[dict[int, PromptTokenLogprob] | None]
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -199,9 +227,26 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallDelta(msgspec.Struct, kw_only=True):
+    """The beginning of a tool call, with id, type and name, or a piece of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

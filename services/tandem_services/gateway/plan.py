@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.output_reader import PLAIN, OutputReading
 from tandem_services.gateway.session_turns import SessionTurn
 
 EXPECTED_OUTPUT = 512
@@ -48,6 +49,8 @@ class GenerationPlan:
     keep_stop: bool = False
     prompt_logprobs: int | None = None
     """Alternatives that the client wants listed with each prompt token; None when it wants no such list."""
+    reading: OutputReading = PLAIN
+    """How the text of the outputs is read."""
     grammar_field: str | None = None
     """The request field that asked for a grammar: what errors about it name."""
     turn: SessionTurn | None = None

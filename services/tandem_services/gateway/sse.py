@@ -1,4 +1,7 @@
-"""Server-sent events over plain ASGI: one `data:` line per JSON document, `[DONE]` at the end.
+"""Server-sent events over plain ASGI: a JSON document each, in OpenAI's two manners.
+
+    chat, completions    `data:` alone, and `[DONE]` at the end
+    responses            `event:` with the document's type as well, and no such end
 
 The status goes out with the first event, so that whatever fails before it still has a status of its own.
 Events that are ready together leave in one write.
@@ -9,6 +12,15 @@ from collections.abc import Iterable
 from starlette.types import Send
 
 DONE = b"data: [DONE]\n\n"
+
+
+def data_event(document: bytes) -> bytes:
+    return b"data: " + document + b"\n\n"
+
+
+def named_event(name: str, document: bytes) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + document + b"\n\n"
+
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -25,13 +37,14 @@ class EventStream:
         self._send = send
         self.started = False
 
-    async def write(self, documents: Iterable[bytes]) -> None:
-        await self._write(b"".join([b"data: " + document + b"\n\n" for document in documents]), last=False)
+    async def write(self, events: bytes) -> None:
+        """Any number of whole events."""
+        if events:
+            await self._write(events, last=False)
 
-    async def finish(self, documents: Iterable[bytes]) -> None:
-        """Write the last events and `[DONE]`."""
-        events = [b"data: " + document + b"\n\n" for document in documents]
-        await self._write(b"".join(events) + DONE, last=True)
+    async def finish(self, events: bytes) -> None:
+        """The last events."""
+        await self._write(events, last=True)
 
     async def _write(self, body: bytes, *, last: bool) -> None:
         if not self.started:

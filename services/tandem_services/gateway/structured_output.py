@@ -86,11 +86,6 @@ def asked_grammar(fields: StructuredOutputFields) -> AskedGrammar | None:
     return asked[0] if asked else None
 
 
-def grammar_field(fields: StructuredOutputFields) -> str | None:
-    """The request field that asks for a grammar."""
-    return next((grammar.field for grammar in _asked(fields)), None)
-
-
 def name_grammar_field(error: ApiError, field: str | None) -> None:
     """An engine's complaint about a grammar names `grammar`; the client asked for it in `field`."""
     if error.param == "grammar" and field is not None:

@@ -1,5 +1,7 @@
 """`POST /tokenize` and `POST /detokenize`, with vLLM's shapes."""
 
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -7,6 +9,7 @@ from starlette.responses import Response
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.boundary import identity_of
+from tandem_services.gateway.chat_messages import template_messages
 from tandem_services.gateway.limits import check_token_ids
 from tandem_services.gateway.openai_schemas import (
     DetokenizeRequest,
@@ -14,8 +17,9 @@ from tandem_services.gateway.openai_schemas import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from tandem_services.gateway.prompts import PromptEncoder, template_messages
+from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import decode_body, read_body
+from tandem_services.gateway.tools import tool_use
 
 
 class Tokenization:
@@ -59,8 +63,16 @@ class Tokenization:
             template_messages(asked.messages),
             add_generation_prompt=asked.add_generation_prompt is not False,
             add_special_tokens=bool(asked.add_special_tokens),
+            tools=self._tools(asked),
             variables=asked.chat_template_kwargs,
         )
+
+    def _tools(self, asked: TokenizeRequest) -> list[dict[str, Any]] | None:
+        dialect = self._prompts.model.dialect
+        tools = tool_use(
+            asked.tools, None, parallel=None, family=dialect.family, template_knows_tools=dialect.knows_tools
+        )
+        return None if tools is None else tools.for_template
 
     def _check_model(self, name: str | None, request: Request) -> None:
         model = self._prompts.model

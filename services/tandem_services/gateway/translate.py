@@ -23,9 +23,10 @@ from tandem_services.gateway.limits import (
     check_user,
 )
 from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
+from tandem_services.gateway.output_reader import PLAIN, OutputReading
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.session_turns import SessionTurn
-from tandem_services.gateway.structured_output import asked_grammar, grammar_field
+from tandem_services.gateway.structured_output import AskedGrammar
 from tandem_services.gateway.token_rules import allowed_ids, bad_word_ids, logit_biases
 from tandem_services.gateway.unsupported import refuse_unsupported
 
@@ -33,9 +34,9 @@ _SEED_RANGE = 1 << 64
 _SEED_LOWEST = -(1 << 63)
 
 
-def check_common_fields(request: GenerationFields) -> None:
+def check_common_fields(request: GenerationFields, *, also_refused: tuple[str, ...] = ()) -> None:
     """What can be said about a request before its prompt is known."""
-    refuse_unsupported(request)
+    refuse_unsupported(request, also_refused)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options is only allowed with stream=true", "stream_options")
     check_user(request.user)
@@ -61,10 +62,10 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     tokenizer: TextTokenizer,
+    grammar: AskedGrammar | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Raises `InvalidRequestError` or `ApiError` 400 naming the field that is out of range."""
-    grammar = asked_grammar(request)
     top_k = request.top_k or 0
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -127,8 +128,10 @@ def generation_plan(
     prompts: Sequence[PlannedChoice],
     counts: ChoiceCounts,
     *,
+    grammar_field: str | None,
     generate: bool = True,
     turn: SessionTurn | None = None,
+    reading: OutputReading = PLAIN,
 ) -> GenerationPlan:
     """`prompts` hold one choice each; every prompt gets as many as are generated, whose seeds follow one another."""
     generated = counts.generated
@@ -157,7 +160,8 @@ def generation_plan(
         skip_special_tokens=request.skip_special_tokens is not False,
         keep_stop=bool(request.include_stop_str_in_output),
         prompt_logprobs=request.prompt_logprobs,
-        grammar_field=grammar_field(request),
+        reading=reading,
+        grammar_field=grammar_field,
         turn=turn,
     )
 

@@ -31,12 +31,9 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     bootstrap_room: Any = None
     lora_path: Any = None
     suffix: Any = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     reasoning_effort: Any = None
-    include_reasoning: Any = None
     thinking_token_budget: Any = None
     continue_final_message: Any = None
     documents: Any = None
@@ -67,13 +64,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Values, beside null, that mean "as if the field were absent"."""
 
-_FIELDS = tuple(UnsupportedFields.__struct_fields__)
+_FIELDS = UnsupportedFields.__struct_fields__
+FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning")
+"""What completion requests refuse as well."""
 
 
-def refuse_unsupported(fields: UnsupportedFields) -> None:
-    """Raise a 400 naming the first field whose value is not neutral."""
+def refuse_unsupported(fields: UnsupportedFields, also: tuple[str, ...] = ()) -> None:
+    """Raise a 400 naming the first field, of these and those in `also`, whose value is not neutral."""
     values = msgspec.structs.asdict(fields)
-    for name in _FIELDS:
+    for name in (*_FIELDS, *also):
         value = values[name]
         if value is not None and not _is_neutral(name, value):
             raise bad_request(f"{name} is not supported yet; leave it out", name)

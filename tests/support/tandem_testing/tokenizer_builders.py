@@ -11,6 +11,18 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOL_CHATML = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "write <tool_call><|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Tools as Hermes has them."""
+THINKING_CHATML = TOOL_CHATML.replace("assistant\n", "assistant\n{% if enable_thinking %}<think>\n{% endif %}") + (
+    "{# reasoning ends with </think> #}"
+)
+"""As above; and `enable_thinking` opens the reasoning in the prompt."""
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = 2
 """Id of `<|im_end|>`."""

@@ -263,7 +263,6 @@ BOTH = [
     ({"structured_outputs": {"regex": ""}}, 400, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "structured_outputs"),
     ({"guided_json": "{"}, 400, "guided_json"),
-    ({"tools": [{}]}, 400, "tools"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
     ({"functions": [{}]}, 400, "functions"),
     ({"chat_template": "{{ 1 }}"}, 400, "chat_template"),

@@ -1,0 +1,182 @@
+"""The tools of a chat request: checked, shown to the model, enforced by a grammar, and read from its output.
+
+    tool_choice  grammar                                                     how the output is read
+    none         -                                                           as text; the model is shown no tools
+    auto         of each call of a `strict` tool, from its first token on    in the model family's own form
+    required     a JSON array of calls, from the first token on              as that array
+    a name       as required, of one call of this tool                       as that array
+
+The array does not depend on the model, so calls that are required are valid whatever family it is of.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.logs import quoted
+from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
+from tandem_services.common.errors import bad_request
+from tandem_services.gateway.structured_output import AskedGrammar
+from tandem_services.gateway.tool_parsers.call_array import CallArray
+from tandem_services.gateway.tool_parsers.parser import Schemas, ToolParser
+from tandem_services.gateway.tool_parsers.registry import ToolFamily
+from tandem_services.gateway.tool_schema import call_array_schema, check_parameters, tag_document
+
+MAX_TOOLS = 128
+MAX_TOOL_BYTES = 256 << 10
+"""All tools of a request as JSON."""
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a model may call."""
+
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str | None = None
+    function: Function | None = None
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolUse:
+    """Tools that a model may call in one request."""
+
+    functions: tuple[Function, ...]
+    family: ToolFamily
+    callable: tuple[str, ...] | None
+    """What must be called; None when that is up to the model."""
+    parallel: bool
+
+    @property
+    def schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        return {str(function.name): function.parameters or {} for function in self.functions}
+
+    @property
+    def for_template(self) -> list[dict[str, Any]]:
+        """As chat templates expect tools."""
+        return [{"type": "function", "function": _without_strict(function)} for function in self.functions]
+
+    def parser(self, schemas: Schemas) -> ToolParser:
+        return self.family.parser(schemas) if self.callable is None else CallArray()
+
+    def grammar(self) -> AskedGrammar | None:
+        """What holds the output to the tools' schemas. Raises `ApiError` 400 when they are too much for a grammar."""
+        kind, document = self._constraint()
+        if document is None:
+            return None
+        spec = GrammarSpec(kind=kind, source=msgspec.json.encode(document).decode())
+        try:
+            spec.check()
+        except InvalidRequestError as error:
+            raise bad_request(f"tools: {error}", "tools") from error
+        return AskedGrammar("tools", spec)
+
+    def _constraint(self) -> tuple[GrammarKind, dict[str, Any] | None]:
+        if self.callable is not None:
+            schemas = {name: self.schemas[name] for name in self.callable}
+            return GrammarKind.JSON_SCHEMA, call_array_schema(schemas, most=None if self.parallel else 1)
+        strict = frozenset(str(function.name) for function in self.functions if function.strict)
+        if not strict or self.family.tag is None:
+            return GrammarKind.STRUCTURAL_TAG, None
+        return GrammarKind.STRUCTURAL_TAG, tag_document(self.schemas, self.family.tag, strict=strict)
+
+
+def tool_use(
+    tools: Sequence[Tool] | None,
+    choice: ToolChoice | None,
+    *,
+    parallel: bool | None,
+    family: ToolFamily | None,
+    template_knows_tools: bool,
+) -> ToolUse | None:
+    """None when nothing may be called. Raises `ApiError` 400 naming the field at fault."""
+    functions = _functions(tools or ())
+    if not functions and choice not in (None, "none", "auto"):
+        raise bad_request("tool_choice asks for a call, but tools has no tools", "tool_choice")
+    if not functions or choice == "none":
+        return None
+    if not template_knows_tools:
+        raise bad_request("this model's chat template has no place for tools", "tools")
+    if family is None:
+        raise bad_request(
+            "nobody knows how this model writes tool calls: start the gateway with --tool-call-parser", "tools"
+        )
+    strict = [function.name for function in functions if function.strict]
+    if choice in (None, "auto") and strict and family.tag is None:
+        raise bad_request(
+            f"strict tools need tool_choice required or a name with the {family.name} form of tool calls", "tools"
+        )
+    names = tuple(str(function.name) for function in functions)
+    named = isinstance(choice, NamedTool)
+    return ToolUse(
+        functions=functions,
+        family=family,
+        callable=_callable(names, choice),
+        parallel=parallel is not False and not named,
+    )
+
+
+def _callable(names: tuple[str, ...], choice: ToolChoice | None) -> tuple[str, ...] | None:
+    if isinstance(choice, NamedTool):
+        wanted = choice.function.name
+        if wanted not in names:
+            raise bad_request(f"tool_choice names {quoted(wanted)}, which is not in tools", "tool_choice")
+        return (wanted,)
+    return names if choice == "required" else None
+
+
+def _functions(tools: Sequence[Tool]) -> tuple[Function, ...]:
+    if len(tools) > MAX_TOOLS:
+        raise bad_request(f"tools takes at most {MAX_TOOLS} tools, got {len(tools)}", "tools")
+    functions: dict[str, Function] = {}
+    for position, tool in enumerate(tools):
+        function = _checked(tool, f"tools[{position}]")
+        name = str(function.name)
+        if name in functions:
+            where = f"tools[{position}].function.name"
+            raise bad_request(f"{where}: there are two tools called {quoted(name)}", where)
+        functions[name] = function
+    size = len(msgspec.json.encode([*functions.values()]))
+    if size > MAX_TOOL_BYTES:
+        raise bad_request(f"tools may have at most {MAX_TOOL_BYTES} bytes together, these have {size}", "tools")
+    return tuple(functions.values())
+
+
+def _checked(tool: Tool, param: str) -> Function:
+    if tool.type != "function":
+        raise bad_request(f"{param}.type must be function, got {quoted(tool.type)}", f"{param}.type")
+    function = tool.function
+    if function is None:
+        raise bad_request(f"{param}.function is required", f"{param}.function")
+    if function.name is None or not _NAME.fullmatch(function.name):
+        where = f"{param}.function.name"
+        raise bad_request(f"{where} must have 1 to 64 letters, digits, _ or -, got {quoted(function.name)}", where)
+    if function.parameters is not None:
+        check_parameters(function.parameters, f"{param}.function.parameters")
+    return function
+
+
+def _without_strict(function: Function) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(function, strict=None))
+    return {**shown, "parameters": shown.get("parameters", {"type": "object", "properties": {}})}
