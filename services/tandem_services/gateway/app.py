@@ -1,6 +1,7 @@
 """The gateway's composition root and its routes.
 
 /v1/chat/completions /v1/completions       generation, plain ASGI: nothing between a token and its client
+/v1/responses                              the same as a chat, in the form of OpenAI's Responses API, stateless
 /v1/embeddings                             vectors of prompts
 /v1/sessions /v1/sessions/{id}             conversations that a worker keeps (also /open_session, /close_session)
 /v1/models /v1/models/{id}                 what is served
@@ -61,6 +62,7 @@ from tandem_services.gateway.queueing.fair_queue import FairQueue
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.gateway.queueing.shared_counters import Board as FairBoard
 from tandem_services.gateway.queueing.shared_counters import SharedCounters
+from tandem_services.gateway.responses.planner import ResponsesPlanner
 from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.revival import Revival
 from tandem_services.gateway.session_routes import SessionRoutes
@@ -68,7 +70,7 @@ from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
 from tandem_services.gateway.tokenization import Tokenization
 from tandem_services.router.virtual_counters import VirtualCounters
 
-GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
 METRICS_PATH = "/metrics"
 READ = ["GET", "HEAD"]
@@ -315,7 +317,8 @@ def boundary_of(gateway: Gateway) -> Middleware:
 
 def _generation_routes(gateway: Gateway) -> list[Route]:
     desk = gateway.sessions.desk
-    planners = (ChatPlanner(gateway.prompts, desk), CompletionPlanner(gateway.prompts, desk))
+    chats = ChatPlanner(gateway.prompts, desk)
+    planners = (chats, CompletionPlanner(gateway.prompts, desk), ResponsesPlanner(chats))
     embeddings = EmbeddingEndpoint(gateway.prompts, gateway.answering)
     return [Route(EmbeddingEndpoint.path, embeddings, methods=["POST"])] + [
         Route(planner.endpoint, GenerationEndpoint(planner, gateway.answering), methods=["POST"])

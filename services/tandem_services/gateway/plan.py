@@ -1,6 +1,8 @@
 """A validated request: everything that was asked for, checked and in token ids. Nothing has been sent yet."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.gateway.access.caller import Caller
@@ -53,6 +55,8 @@ class GenerationPlan:
     """How the text of the outputs is read."""
     grammar_field: str | None = None
     """The request field that asked for a grammar: what errors about it name."""
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the request that its answer repeats, where the endpoint does so."""
     turn: SessionTurn | None = None
     """The session that its one choice continues."""
 

@@ -57,6 +57,7 @@ FAMILIES: Mapping[str, ToolFamily] = {
             parser=llama3_json.Llama3JsonParser,
             markers=(llama3_json.TAG,),
             hint='"parameters"',
+            tag=('{"name": ', '{{"name": "{name}", "parameters": ', "}"),
         ),
     )
 }

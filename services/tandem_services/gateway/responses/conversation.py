@@ -1,0 +1,171 @@
+"""A responses request as the chat request that means the same."""
+
+from typing import Any, Literal, cast
+
+import msgspec
+
+from tandem_engine.logs import quoted
+from tandem_services.common.errors import bad_request
+from tandem_services.gateway.limits import MAX_MESSAGES
+from tandem_services.gateway.openai_schemas import CalledFunction, CalledTool, ChatMessage, ChatRequest
+from tandem_services.gateway.responses.schemas import (
+    INCLUDABLE,
+    NEUTRAL,
+    REFUSED,
+    FunctionTool,
+    InputItem,
+    NamedFunction,
+    ResponsesRequest,
+    TextFormat,
+    TextPart,
+)
+from tandem_services.gateway.structured_output import NamedSchema, ResponseFormat
+from tandem_services.gateway.tools import Function, FunctionName, NamedTool, Tool
+
+_ROLES = ("system", "developer", "user", "assistant")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
+
+
+def chat_request(request: ResponsesRequest) -> ChatRequest:
+    """Raises `ApiError` 400 naming the field at fault."""
+    _refuse(request)
+    text_format = None if request.text is None else request.text.format
+    return ChatRequest(
+        model=request.model,
+        messages=_messages(request),
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        stream=request.stream,
+        tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
+        tool_choice=_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=None if text_format is None else _response_format(text_format),
+        metadata=request.metadata,
+        user=request.user,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        timeout=request.timeout,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+def _refuse(request: ResponsesRequest) -> None:
+    values = msgspec.structs.asdict(request)
+    for field, why in REFUSED.items():
+        value = values[field]
+        if value is not None and not any(value is neutral or value == neutral for neutral in NEUTRAL.get(field, ())):
+            raise bad_request(f"{field} is not supported: {why}", field)
+    for position, name in enumerate(request.include or ()):
+        if name not in INCLUDABLE:
+            raise bad_request(f"include[{position}]: {quoted(name)} is not supported", f"include[{position}]")
+    for name, value in (request.reasoning or {}).items():
+        if value is not None and name in ("effort", "max_tokens"):
+            raise bad_request(f"reasoning.{name} is not supported: leave it out", f"reasoning.{name}")
+
+
+def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+    beginning = [] if request.instructions is None else [ChatMessage(role="system", content=request.instructions)]
+    if isinstance(request.input, str):
+        return [*beginning, ChatMessage(role="user", content=request.input)]
+    if not request.input:
+        raise bad_request("input must be a text or a list of at least one item", "input")
+    if len(request.input) > MAX_MESSAGES:
+        raise bad_request(f"input takes at most {MAX_MESSAGES} items, got {len(request.input)}", "input")
+    conversation = _Conversation(beginning)
+    for position, item in enumerate(request.input):
+        conversation.add(item, f"input[{position}]")
+    return conversation.messages
+
+
+class _Conversation:
+    """Items one after the other. What the model said, thought and called in one turn becomes one message."""
+
+    def __init__(self, messages: list[ChatMessage]) -> None:
+        self.messages = messages
+
+    def add(self, item: InputItem, param: str) -> None:
+        match item.type:
+            case "message":
+                self._add_message(item, param)
+            case "reasoning":
+                self._turn(None).reasoning_content = _text(item.content or [], f"{param}.content") or None
+            case "function_call":
+                turn = self._turn(None)
+                turn.tool_calls = [*(turn.tool_calls or ()), _call(item, param)]
+            case "function_call_output":
+                output = _text(item.output, f"{param}.output")
+                call_id = _required(item.call_id, f"{param}.call_id")
+                self.messages.append(ChatMessage(role="tool", content=output, tool_call_id=call_id))
+            case other:
+                raise bad_request(f"{param}.type: items of type {quoted(other)} are not supported", f"{param}.type")
+
+    def _add_message(self, item: InputItem, param: str) -> None:
+        if item.role not in _ROLES:
+            roles = ", ".join(_ROLES)
+            raise bad_request(f"{param}.role must be one of {roles}, got {quoted(item.role)}", f"{param}.role")
+        text = _text(item.content, f"{param}.content")
+        if item.role == "assistant":
+            self._turn(text)
+        else:
+            role = cast(Literal["system", "developer", "user"], item.role)
+            self.messages.append(ChatMessage(role=role, content=text))
+
+    def _turn(self, text: str | None) -> ChatMessage:
+        """The assistant's newest message, begun anew when it has said something already or somebody else spoke."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or (text is not None and (last.content or last.tool_calls)):
+            last = ChatMessage(role="assistant")
+            self.messages.append(last)
+        last.content = text if text is not None else last.content
+        return last
+
+
+def _call(item: InputItem, param: str) -> CalledTool:
+    return CalledTool(
+        id=_required(item.call_id, f"{param}.call_id"),
+        function=CalledFunction(
+            name=_required(item.name, f"{param}.name"), arguments=_required(item.arguments, f"{param}.arguments")
+        ),
+    )
+
+
+def _required(value: str | None, param: str) -> str:
+    if value is None:
+        raise bad_request(f"{param} is required", param)
+    return value
+
+
+def _text(content: str | list[TextPart] | None, param: str) -> str:
+    if content is None:
+        raise bad_request(f"{param} is required", param)
+    if isinstance(content, str):
+        return content
+    for position, part in enumerate(content):
+        if part.type not in _TEXT_PARTS or part.text is None:
+            where = f"{param}[{position}]"
+            raise bad_request(f"{where}: only parts of text are supported, got {quoted(part.type)}", where)
+    return "\n".join(part.text or "" for part in content)
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    function = Function(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=bool(tool.strict) or None
+    )
+    return Tool(type=tool.type, function=function)
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, NamedFunction):
+        return NamedTool(type="function", function=FunctionName(name=choice.name))
+    return choice
+
+
+def _response_format(wanted: TextFormat) -> ResponseFormat:
+    if wanted.type != "json_schema":
+        return ResponseFormat(type=wanted.type)
+    named = NamedSchema(name=wanted.name or "", schema=wanted.schema, strict=wanted.strict)
+    return ResponseFormat(type="json_schema", json_schema=named)

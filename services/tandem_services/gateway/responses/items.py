@@ -1,0 +1,128 @@
+"""The output of a response: items in the order in which the model wrote them, and the events of their making.
+
+Life of an item
+    1. added    at its first part: `response.output_item.added`; text items then get their one content part
+    2. grows    a delta for each further part
+    3. done     another item begins, or the output has ended: the whole text, the content part, the item
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem_services.gateway.chat_format import call_id
+from tandem_services.gateway.output_parts import CallArguments, CallBegin, Content, Part, Reasoning
+
+Event = dict[str, Any]
+"""`type` and what belongs to it; sequence numbers come later."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _OpenItem:
+    """`kind`: message, reasoning or function_call."""
+
+    kind: str
+    id: str
+    index: int
+    name: str = ""
+    call_id: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    def item(self, status: str) -> dict[str, Any]:
+        text = "".join(self.pieces)
+        head = {"id": self.id, "type": self.kind, "status": status}
+        begun = status == "in_progress"
+        match self.kind:
+            case "function_call":
+                return {**head, "call_id": self.call_id, "name": self.name, "arguments": "" if begun else text}
+            case "reasoning":
+                return {**head, "summary": [], "content": [] if begun else [self.content(text)]}
+            case _:
+                return {**head, "role": "assistant", "content": [] if begun else [self.content(text)]}
+
+    def content(self, text: str) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    @property
+    def text_event(self) -> str:
+        """Name of the events of its text, without `delta` or `done`."""
+        return "response.reasoning_text" if self.kind == "reasoning" else "response.output_text"
+
+    @property
+    def place(self) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self.id, "output_index": self.index}
+        return place if self.kind == "function_call" else {**place, "content_index": 0}
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What events of an answer's text carry besides."""
+        return {"logprobs": []} if self.kind == "message" else {}
+
+
+class OutputItems:
+    """Items of one response, from its parts."""
+
+    def __init__(self, answer_id: str) -> None:
+        self._answer_id = answer_id
+        self._open: _OpenItem | None = None
+        self.done: list[dict[str, Any]] = []
+
+    def add(self, parts: Sequence[Part]) -> list[Event]:
+        return [event for part in parts for event in self._add(part)]
+
+    def finish(self, *, complete: bool) -> list[Event]:
+        """The end of the output; `complete` is false when it was cut."""
+        return self._close("completed" if complete else "incomplete")
+
+    def _add(self, part: Part) -> list[Event]:
+        match part:
+            case Content(text):
+                return [*self._continue("message", "msg"), self._delta(text)]
+            case Reasoning(text):
+                return [*self._continue("reasoning", "rs"), self._delta(text)]
+            case CallBegin(index, name):
+                call = call_id(self._answer_id, 0, index, None)
+                return [*self._close("completed"), *self._begin("function_call", "fc", name=name, call=call)]
+            case CallArguments(_, text):
+                return [self._delta(text)]
+
+    def _continue(self, kind: str, prefix: str) -> list[Event]:
+        if self._open is not None and self._open.kind == kind:
+            return []
+        return [*self._close("completed"), *self._begin(kind, prefix)]
+
+    def _begin(self, kind: str, prefix: str, *, name: str = "", call: str = "") -> list[Event]:
+        index = len(self.done)
+        item_id = f"{prefix}_{self._answer_id.removeprefix('resp_')}_{index}"
+        self._open = item = _OpenItem(kind=kind, id=item_id, index=index, name=name, call_id=call)
+        added = {"type": "response.output_item.added", "output_index": index, "item": item.item("in_progress")}
+        if kind == "function_call":
+            return [added]
+        return [added, {"type": "response.content_part.added", **item.place, "part": item.content("")}]
+
+    def _delta(self, text: str) -> Event:
+        item = self._open
+        assert item is not None, "text without an item"
+        item.pieces.append(text)
+        if item.kind == "function_call":
+            return {"type": "response.function_call_arguments.delta", **item.place, "delta": text}
+        return {"type": f"{item.text_event}.delta", **item.place, "delta": text, **item.extra}
+
+    def _close(self, status: str) -> list[Event]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        whole = item.item(status)
+        self.done.append(whole)
+        done = {"type": "response.output_item.done", "output_index": item.index, "item": whole}
+        text = "".join(item.pieces)
+        if item.kind == "function_call":
+            arguments = {"name": item.name, "arguments": text}
+            return [{"type": "response.function_call_arguments.done", **item.place, **arguments}, done]
+        return [
+            {"type": f"{item.text_event}.done", **item.place, "text": text, **item.extra},
+            {"type": "response.content_part.done", **item.place, "part": item.content(text)},
+            done,
+        ]

@@ -1,0 +1,85 @@
+"""`POST /v1/responses`: planned as the chat that means the same, answered in its own form. Nothing is kept."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from tandem_engine.errors import InvalidRequestError
+from tandem_services.common.errors import ApiError, bad_request
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.answer_format import AnswerFormat
+from tandem_services.gateway.chat import ChatPlanner
+from tandem_services.gateway.plan import GenerationPlan
+from tandem_services.gateway.request_body import decode_body
+from tandem_services.gateway.responses.conversation import chat_request
+from tandem_services.gateway.responses.format import ResponsesFormat
+from tandem_services.gateway.responses.schemas import ResponsesRequest
+
+_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Fields of chats under their names here."""
+
+
+class ResponsesPlanner:
+    """Implements `Planner`."""
+
+    endpoint = "/v1/responses"
+
+    def __init__(self, chats: ChatPlanner) -> None:
+        self._chats = chats
+        self._decoder = msgspec.json.Decoder(ResponsesRequest)
+
+    async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
+        """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
+        request = decode_body(self._decoder, body)
+        chat = chat_request(request)
+        try:
+            plan = await self._chats.plan_chat(chat, caller)
+        except ApiError as error:
+            raise _renamed(error, error.param) from error
+        except InvalidRequestError as error:
+            raise _renamed(bad_request(str(error), error.param), error.param) from error
+        return replace(plan, grammar_field=_name(plan.grammar_field), repeated=_repeated(request))
+
+    def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
+        return ResponsesFormat(f"resp_{request_id}", created, plan)
+
+
+def _name(param: str | None) -> str | None:
+    """What clients of this endpoint call a field of a chat request."""
+    if param is None:
+        return None
+    if param.startswith("messages"):
+        return "input"
+    return _NAMES.get(param, param.replace(".function.", "."))
+
+
+def _renamed(error: ApiError, param: str | None) -> ApiError:
+    name = _name(param)
+    if name == param or name is None:
+        return error
+    message = str(error).replace(str(param), name)
+    return ApiError(error.status, message, kind=error.kind, param=name, reason=error.reason)
+
+
+def _repeated(request: ResponsesRequest) -> Mapping[str, Any]:
+    """What a response says about its request."""
+    text_format = None if request.text is None else request.text.format
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "text": {"format": {"type": "text"} if text_format is None else _present(text_format)},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "reasoning": {"effort": None, "summary": None},
+        "user": request.user,
+    }
+
+
+def _present(struct: msgspec.Struct) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(struct).items() if value is not None}
