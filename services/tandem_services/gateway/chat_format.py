@@ -37,6 +37,7 @@ class ChatFormat:
     def __init__(self, answer_id: str, created: int, plan: GenerationPlan, vocabulary: Vocabulary) -> None:
         self._id = answer_id
         self._include_usage = plan.include_usage
+        self._is_plain = plan.reading.is_plain
         self._call_id_characters = plan.reading.call_id_characters
         self._created = created
         self._model = plan.model
@@ -101,6 +102,8 @@ class ChatFormat:
         return data_event(encode_json(chunk))
 
     def _delta(self, piece: ChoicePiece) -> ChatDelta:
+        if self._is_plain:
+            return ChatDelta(content=piece.text or UNSET)
         reasoning = reasoning_of(piece.parts) or UNSET
         return ChatDelta(
             content=content_of(piece.parts) or UNSET,

@@ -34,6 +34,20 @@ def test_variables_of_the_request_reach_the_template_but_replace_nothing_of_ours
     assert render("{{ enable_thinking }} {{ messages | length }}", enable_thinking=False, messages=[]) == "False 1"
 
 
+@pytest.mark.parametrize(
+    ("template", "knows"),
+    [("{% if tools %}{{ tools | tojson }}{% endif %}", True), ("{{ messages }}", False), ("tools", False)],
+)
+def test_it_is_known_whether_a_template_has_a_place_for_tools(template, knows):
+    assert ChatTemplate(template, special_tokens={}, source="x").knows_tools is knows
+
+
+def test_no_tools_are_none_and_a_variable_cannot_replace_them():
+    template = ChatTemplate("{{ tools is none }} {{ tools | tojson }}", special_tokens={}, source="x")
+    assert template.render(USER, add_generation_prompt=True, tools=[], variables={"tools": [1]}) == "True null"
+    assert template.render(USER, add_generation_prompt=True, tools=[{"a": 1}]) == 'False [{"a": 1}]'
+
+
 def test_a_template_can_refuse_messages():
     with pytest.raises(InvalidRequestError, match="refuses these messages: roles must alternate") as caught:
         render("{{ raise_exception('roles must alternate') }}")

@@ -33,6 +33,12 @@ def test_bytes_that_never_become_a_character_are_replaced_at_the_end(tokenizer):
     assert detokenizer.flush() == "\ufffd" == tokenizer.decode(first_byte)
 
 
+def test_a_special_token_that_is_asked_for_is_shown_and_others_are_not(tokenizer):
+    end, start = (tokenizer.vocabulary.token_bytes.index(text) for text in (b"<|im_end|>", b"<|im_start|>"))
+    detokenizer = Detokenizer(tokenizer.vocabulary, visible=frozenset({start}))
+    assert [detokenizer.push(start), detokenizer.push(end)] == ["<|im_start|>", ""]
+
+
 def test_a_refuted_character_does_not_hold_back_what_follows(tokenizer):
     [half, _], [letter] = tokenizer.encode("é"), tokenizer.encode("x")
     detokenizer = Detokenizer(tokenizer.vocabulary)

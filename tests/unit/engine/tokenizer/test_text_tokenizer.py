@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from tandem_engine.errors import CheckpointError, InvalidRequestError
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_testing.tokenizer_builders import EOS, SPECIALS, tokenizer_document, write_tokenizer
+from tandem_testing.tokenizer_builders import CHATML, EOS, SPECIALS, TOOL_CHATML, tokenizer_document, write_tokenizer
 
 ENDOFTEXT, IM_START, IM_END = range(3)
 REFERENCE = Tokenizer.from_str(tokenizer_document())
@@ -55,6 +55,23 @@ def test_messages_cannot_forge_the_templates_control_tokens(content, tmp_path_fa
     assert REFERENCE.decode(ids, skip_special_tokens=False) == (
         f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@given(text=st.lists(st.sampled_from([*SPECIALS, "x", "<|im_", "start|>", "<", ">"])).map("".join))
+def test_tools_cannot_forge_control_tokens_not_even_in_names_of_properties(text, tmp_path_factory):  # CVE-2026-44222
+    tools = [{"function": {"name": "f", "description": text, "parameters": {"properties": {text: {"enum": [text]}}}}}]
+    tokenizer = shared(tmp_path_factory, chat_template=TOOL_CHATML)
+    honest = tokenizer.encode_chat([{"role": "user", "content": "hi"}], tools=[{"function": {"name": "f"}}])
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}], tools=tools)
+    assert [i for i in ids if i <= IM_END] == [i for i in honest if i <= IM_END]
+    assert json.dumps(tools[0], ensure_ascii=False) in REFERENCE.decode(ids, skip_special_tokens=False)
+
+
+def test_a_turn_of_a_conversation_shows_no_tools_again(tmp_path):
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=TOOL_CHATML))
+    tools, turn = [{"function": {"name": "f"}}], [{"role": "tool", "content": "42"}]
+    ids = tokenizer.encode_chat_turn(turn, last_token=IM_END, tools=tools)
+    assert ids == tokenizer.encode_chat_turn(turn, last_token=IM_END)
 
 
 def test_a_literal_completed_by_the_template_stays_text(tmp_path):
@@ -194,12 +211,13 @@ def added_token(token_id: int, content: str) -> dict:
     return {"id": token_id, "content": content, "special": True, **flags}
 
 
-_shared: dict[Path, TextTokenizer] = {}
+_shared: dict[tuple[Path, str], TextTokenizer] = {}
 
 
-def shared(tmp_path_factory) -> TextTokenizer:
-    """Hypothesis refuses function fixtures; one tokenizer serves all examples."""
-    root = tmp_path_factory.getbasetemp()
-    if root not in _shared:
-        _shared[root] = TextTokenizer.load(write_tokenizer(root / "shared-tokenizer"))
-    return _shared[root]
+def shared(tmp_path_factory, *, chat_template: str = CHATML) -> TextTokenizer:
+    """Hypothesis refuses function fixtures; one tokenizer for each template serves all examples."""
+    key = (tmp_path_factory.getbasetemp(), chat_template)
+    if key not in _shared:
+        folder = key[0] / f"shared-tokenizer-{len(_shared)}"
+        _shared[key] = TextTokenizer.load(write_tokenizer(folder, chat_template=chat_template))
+    return _shared[key]

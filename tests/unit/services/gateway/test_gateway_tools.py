@@ -6,6 +6,9 @@ import pytest
 
 from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.errors import ApiError
+from tandem_services.gateway.chat_messages import template_messages
+from tandem_services.gateway.openai_schemas import ChatMessage
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, TOOL_CHATML, write_tokenizer
@@ -373,6 +376,13 @@ async def test_turns_with_tools_that_do_not_fit_together_are_refused(says, messa
         answer = await gateway.http.post("/v1/chat/completions", json={"model": "mock", "messages": messages})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+def test_a_new_turn_of_a_session_may_answer_calls_that_it_does_not_bring():
+    message = ChatMessage(role="tool", content="rain", tool_call_id="c1")
+    assert template_messages([message], continues=True)[0]["tool_call_id"] == "c1"
+    with pytest.raises(ApiError, match="answers no tool call"):
+        template_messages([message])
 
 
 async def test_a_template_without_a_place_for_tools_is_named(gateway):
