@@ -53,16 +53,23 @@ class ChatFormat:
         return self._chunk(ChatChunkChoice(index=choice.index, delta=delta), usage)
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
-        if not (piece.parts or piece.scored or piece.finish):
-            return b""
-        choice = ChatChunkChoice(
-            index=piece.index,
-            delta=self._delta(piece),
-            logprobs=self._logprobs(piece.scored) if piece.scored else None,
-            finish_reason=None if piece.finish is None else piece.finish.reason,
-            stop_reason=stop_reason(piece.finish),
+        deltas = [ChatDelta(content=piece.text or UNSET)] if self._is_plain else self._deltas(piece)
+        last = len(deltas) - 1
+        return b"".join(
+            [
+                self._chunk(
+                    ChatChunkChoice(
+                        index=piece.index,
+                        delta=delta,
+                        logprobs=self._logprobs(piece.scored) if position == 0 and piece.scored else None,
+                        finish_reason=None if position < last or piece.finish is None else piece.finish.reason,
+                        stop_reason=UNSET if position < last else stop_reason(piece.finish),
+                    ),
+                    usage,
+                )
+                for position, delta in enumerate(deltas)
+            ]
         )
-        return self._chunk(choice, usage)
 
     def closing(self, usage: Usage) -> bytes:
         if not self._include_usage:
@@ -101,16 +108,15 @@ class ChatFormat:
         )
         return data_event(encode_json(chunk))
 
-    def _delta(self, piece: ChoicePiece) -> ChatDelta:
-        if self._is_plain:
-            return ChatDelta(content=piece.text or UNSET)
-        reasoning = reasoning_of(piece.parts) or UNSET
-        return ChatDelta(
-            content=content_of(piece.parts) or UNSET,
-            reasoning_content=reasoning,
-            reasoning=reasoning,
-            tool_calls=self._call_deltas(piece) or UNSET,
-        )
+    def _deltas(self, piece: ChoicePiece) -> list[ChatDelta]:
+        """One for the text and one for each step of a call: clients note the end of a call by the next chunk that is
+        not its own, so the finish has one to itself as well."""
+        calls = [ChatDelta(tool_calls=[call]) for call in self._call_deltas(piece)]
+        content, reasoning = content_of(piece.parts), reasoning_of(piece.parts)
+        text = ChatDelta(content=content or UNSET, reasoning_content=reasoning or UNSET, reasoning=reasoning or UNSET)
+        before = [text] if content or reasoning or (piece.scored and not calls) else []
+        ends_apart = piece.finish is not None and (calls or not before)
+        return [*before, *calls, *([ChatDelta()] if ends_apart else [])]
 
     def _call_deltas(self, piece: ChoicePiece) -> list[CallDelta]:
         deltas: list[CallDelta] = []

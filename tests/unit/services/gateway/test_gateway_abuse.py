@@ -25,6 +25,7 @@ ROUTES = {
     "public": {
         ("POST", CHAT),
         ("POST", COMPLETIONS),
+        ("POST", "/v1/responses"),
         ("POST", "/v1/embeddings"),
         ("POST", "/v1/sessions"),
         ("DELETE", "/v1/sessions/{session_id:path}"),
@@ -198,10 +199,12 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 
 def random_body(rng: random.Random) -> bytes:
     """A sound request with a few fields replaced, sometimes damaged as bytes."""
-    body: dict[str, Any] = {"model": "mock", "max_tokens": 2, "prompt": "hi", "tokens": [5]}
+    body: dict[str, Any] = {"model": "mock", "max_tokens": 2, "prompt": "hi", "input": "hi", "tokens": [5]}
+    body["max_output_tokens"] = 2
     body["messages"] = [{"role": "user", "content": "hi"}]
     fields = [*body, "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "stream", "echo"]
     fields += ["logprobs", "top_logprobs", "stream_options", "logit_bias", "user", "metadata", "priority", "cache_salt"]
+    fields += ["tool_choice", "instructions", "text", "store", "include", "parallel_tool_calls", "include_reasoning"]
     fields += ["tools", "response_format", "best_of", "min_tokens", "ignore_eos", "kv_transfer_params", "made_up"]
     for _ in range(rng.randrange(4)):
         body[rng.choice(fields)] = random_value(rng)
@@ -216,7 +219,7 @@ async def test_random_bodies_get_an_answer_or_a_clear_refusal(gateway, caplog):
     rng = random.Random(7)
     answered = 0
     for number in range(500):
-        path = (CHAT, COMPLETIONS, "/tokenize", "/detokenize")[number % 4]
+        path = (CHAT, COMPLETIONS, "/v1/responses", "/tokenize", "/detokenize")[number % 5]
         answer = await gateway.http.post(path, content=random_body(rng))
         answered += answer.status_code == 200
         if answer.status_code != 200:

@@ -48,6 +48,8 @@ def collected(chunks: list[dict], index: int = 0) -> dict:
             message["content"] += delta.get("content", "")
             message["reasoning_content"] += delta.get("reasoning_content", "")
             assert delta.get("reasoning") == delta.get("reasoning_content")
+            # The official client reports a call as done by the chunk behind it.
+            assert len(delta.get("tool_calls", ())) <= (0 if choice["finish_reason"] else 1)
             for call in delta.get("tool_calls", ()):
                 _add_call(message["tool_calls"], call)
             message["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
