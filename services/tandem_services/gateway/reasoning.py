@@ -68,7 +68,7 @@ class ReasoningParser:
     @property
     def reasons(self) -> bool:
         """The newest text belongs to the reasoning."""
-        return self._at in ("opened", "inside")
+        return self._at in ("opened", "before", "inside")
 
     def feed(self, text: str) -> Cut:
         self._buffer += text
@@ -83,7 +83,7 @@ class ReasoningParser:
         """The rest, when the output has ended."""
         rest, self._buffer = self._buffer, ""
         if self.reasons:
-            solid = rest.strip() if self._at == "opened" else rest.rstrip()
+            solid = rest.rstrip() if self._at == "inside" else rest.strip()
             return Cut([Reasoning(solid)] if solid else [], "")
         return Cut([], rest if self._at == "start" else "")
 
@@ -94,22 +94,23 @@ class ReasoningParser:
                 return cut
             case "inside":
                 return self._read(cut)
-            case "behind":
-                self._buffer = self._buffer.lstrip()
-                self._at = "outside" if self._buffer else "behind"
+            case "before" | "behind":
+                self._skip_blanks("inside" if self._at == "before" else "outside")
                 return cut
             case _:
                 rest, self._buffer = self._buffer, ""
                 return Cut(cut.reasoning, cut.rest + rest)
+
+    def _skip_blanks(self, following: str) -> None:
+        self._buffer = self._buffer.lstrip()
+        self._at = following if self._buffer else self._at
 
     def _open(self) -> None:
         solid = self._buffer.lstrip()
         if len(solid) < len(self._style.begin) and self._style.begin.startswith(solid):
             return
         if solid.startswith(self._style.begin):
-            self._buffer, self._at = solid.removeprefix(self._style.begin).lstrip(), "opened"
-            if self._buffer:
-                self._at = "inside"
+            self._buffer, self._at = solid.removeprefix(self._style.begin), "before"
         elif self._at == "opened":
             self._buffer, self._at = solid, "inside"
         else:

@@ -10,10 +10,11 @@ from tandem_services.gateway.tool_parsers.json_call import JsonCall
 class CallArray:
     """Reads from the opening bracket on. Implements `ToolParser` for an output that is nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: int = 0) -> None:
         self._buffer = ""
         self._call: JsonCall | None = None
-        self._calls = 0
+        self.calls = first
+        """Index of the next call."""
         self.ended = False
 
     def feed(self, text: str) -> list[Part]:
@@ -39,7 +40,7 @@ class CallArray:
         if self._call.ended:
             # What is no call in such an array is nothing that can be shown.
             self.ended = not self._call.begun
-            self._calls += self._call.begun
+            self.calls += self._call.begun
             self._call = None
             return True
         return False
@@ -49,7 +50,7 @@ class CallArray:
         if not self._buffer:
             return False
         if self._buffer[0] == "{":
-            self._call = JsonCall(self._calls)
+            self._call = JsonCall(self.calls)
         else:
             self._buffer = self._buffer.removeprefix("]")
             self.ended = True

@@ -2,30 +2,20 @@
 
 from tandem_services.gateway.output_parts import Part
 from tandem_services.gateway.tool_parsers.json_call import JsonCall
-from tandem_services.gateway.tool_parsers.parser import ContentGate, Schemas, find_marker
+from tandem_services.gateway.tool_parsers.parser import Schemas, StepParser, find_marker
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
 
 
-class HermesParser:
-    """Implements `ToolParser`. What is marked as a call and is none stays content."""
+class HermesParser(StepParser):
+    """What is marked as a call and is none stays content."""
 
     def __init__(self, schemas: Schemas) -> None:
-        del schemas  # the arguments are JSON already
-        self._gate = ContentGate()
-        self._buffer = ""
+        super().__init__(schemas)
         self._call: JsonCall | None = None
         self._closing = False
         """Between a call and its end marker."""
-        self._calls = 0
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         if self._call is not None:

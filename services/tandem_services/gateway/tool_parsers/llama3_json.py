@@ -5,31 +5,22 @@ Nothing marks a call, so an object counts as one only if it names a tool of the 
 
 from tandem_services.gateway.output_parts import Part
 from tandem_services.gateway.tool_parsers.json_call import JsonCall
-from tandem_services.gateway.tool_parsers.parser import ContentGate, Schemas, half_marker
+from tandem_services.gateway.tool_parsers.parser import Schemas, StepParser, half_marker
 
 TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"
 
 
-class Llama3JsonParser:
-    """Implements `ToolParser`."""
+class Llama3JsonParser(StepParser):
+    """Reads one output."""
 
     def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
         self._names = frozenset(schemas)
-        self._gate = ContentGate()
-        self._buffer = ""
         self._separator = ""
         self._call: JsonCall | None = None
-        self._calls = 0
         self._content = False
         """The output is, or has become, ordinary text."""
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         if self._call is not None and self._call.begun:

@@ -5,7 +5,7 @@ import re
 from tandem_services.gateway.output_parts import CallArguments, CallBegin, Part
 from tandem_services.gateway.tool_parsers.call_array import CallArray
 from tandem_services.gateway.tool_parsers.json_span import JsonSpan
-from tandem_services.gateway.tool_parsers.parser import ContentGate, Schemas, find_marker
+from tandem_services.gateway.tool_parsers.parser import Schemas, StepParser, find_marker
 
 BEGIN = "[TOOL_CALLS]"
 _HEAD = re.compile(r"([\w.-]{1,64})\s{0,8}(?:\[CALL_ID\]\w{0,64}\s{0,8})?(?:\[ARGS\]\s{0,8})?(?=\{)")
@@ -13,24 +13,14 @@ _LONGEST_HEAD = 192
 """Characters that `_HEAD` looks at: what does not match by then never will."""
 
 
-class MistralParser:
-    """Implements `ToolParser`."""
+class MistralParser(StepParser):
+    """Reads one output."""
 
     def __init__(self, schemas: Schemas) -> None:
-        del schemas  # the arguments are JSON already
-        self._gate = ContentGate()
-        self._buffer = ""
+        super().__init__(schemas)
         self._at = "content"
         self._array = CallArray()
         self._span = JsonSpan()
-        self._calls = 0
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         match self._at:
@@ -63,8 +53,9 @@ class MistralParser:
         solid = self._buffer.lstrip()
         if not solid:
             return False
-        if solid[0] == "[" and not self._calls:
+        if solid[0] == "[":
             self._gate.call()
+            self._array = CallArray(first=self._calls)
             self._buffer, self._at = solid, "array"
             return True
         head = _HEAD.match(solid)
@@ -84,7 +75,7 @@ class MistralParser:
         parts += self._array.feed(self._buffer)
         self._buffer = self._array.rest() if self._array.ended else ""
         if self._array.ended:
-            self._at = "content"
+            self._calls, self._at = self._array.calls, "content"
         return self._array.ended
 
     def _read_arguments(self, parts: list[Part]) -> bool:

@@ -5,6 +5,7 @@ was cut, so an output that goes on at another worker reads as if nothing had hap
 be the beginning of a call is held back.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -75,3 +76,28 @@ class ContentGate:
     def finish(self) -> list[Part]:
         blank, self._blank = self._blank, ""
         return [Content(blank)] if blank and not self._called else []
+
+
+class StepParser(ABC):
+    """What families share: text that is not decided yet, and steps that decide some of it. Implements `ToolParser`."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
+        self._gate = ContentGate()
+        self._buffer = ""
+        self._calls = 0
+        """Calls that have begun."""
+
+    def feed(self, text: str) -> list[Part]:
+        self._buffer += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    @abstractmethod
+    def finish(self) -> list[Part]: ...
+
+    @abstractmethod
+    def _step(self, parts: list[Part]) -> bool:
+        """Decide the beginning of the buffer, adding to `parts`. False when that takes more text."""

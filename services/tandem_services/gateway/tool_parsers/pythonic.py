@@ -8,7 +8,7 @@ import re
 
 from tandem_services.gateway.output_parts import CallArguments, CallBegin, Part
 from tandem_services.gateway.tool_parsers.literals import json_string, python_literal
-from tandem_services.gateway.tool_parsers.parser import ContentGate, Schemas, half_marker
+from tandem_services.gateway.tool_parsers.parser import Schemas, StepParser, half_marker
 
 TAG = "<|python_start|>"
 _HEAD = re.compile(r"\s{0,8}([A-Za-z_][\w.-]{0,63})\(")
@@ -17,13 +17,11 @@ _KEY = re.compile(r"\s*([A-Za-z_]\w{0,127})\s*=(?!=)")
 _PLAIN = re.compile(r"""[^"'\\()\[\]{},]+""")
 
 
-class PythonicParser:
-    """Implements `ToolParser`. Each argument is a piece, once it is complete."""
+class PythonicParser(StepParser):
+    """Each argument is a piece, once it is complete."""
 
     def __init__(self, schemas: Schemas) -> None:
-        self._schemas = schemas
-        self._gate = ContentGate()
-        self._buffer = ""
+        super().__init__(schemas)
         self._at = "start"
         self._name = ""
         self._argument: list[str] = []
@@ -31,14 +29,6 @@ class PythonicParser:
         self._quote = ""
         self._escaped = False
         self._given = 0
-        self._calls = 0
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         if self._at in ("start", "content") or (self._at == "head" and not self._calls):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from tandem_services.gateway.output_parts import CallArguments, CallBegin, Part
 from tandem_services.gateway.tool_parsers.literals import json_or_literal, json_string
-from tandem_services.gateway.tool_parsers.parser import ContentGate, Schemas, find_marker
+from tandem_services.gateway.tool_parsers.parser import Schemas, StepParser, find_marker
 
 WRAP = "<tool_call>"
 UNWRAP = "</tool_call>"
@@ -19,13 +19,11 @@ END_FUNCTION = "</function>"
 MAX_NAME_CHARACTERS = 128
 
 
-class Qwen3CoderParser:
-    """Implements `ToolParser`. Argument pieces always add up to JSON once the call is closed."""
+class Qwen3CoderParser(StepParser):
+    """Argument pieces always add up to JSON once the call is closed."""
 
     def __init__(self, schemas: Schemas) -> None:
-        self._schemas = schemas
-        self._gate = ContentGate()
-        self._buffer = ""
+        super().__init__(schemas)
         self._at = "content"
         self._wrapped = ""
         self._name = ""
@@ -35,14 +33,6 @@ class Qwen3CoderParser:
         """Nothing of the parameter's value has been read."""
         self._given = 0
         """Parameters of this call so far."""
-        self._calls = 0
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         match self._at:

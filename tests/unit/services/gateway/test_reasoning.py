@@ -30,6 +30,7 @@ def read(style: str, text: str, *, opened: bool = False, **fields):
         ("qwen3", False, "<thi", [Content("<thi")]),
         ("deepseek_r1", True, "Well.</think>Yes", [Reasoning("Well."), Content("Yes")]),
         ("deepseek_r1", True, "<think>\nWell.\n</think>\nYes", [Reasoning("Well."), Content("Yes")]),
+        ("deepseek_r1", True, "<think><think>a", [Reasoning("<think>a")]),
         ("deepseek_r1", True, "never ends ", [Reasoning("never ends")]),
         ("mistral", False, "[THINK]Well.[/THINK]Yes", [Reasoning("Well."), Content("Yes")]),
     ],

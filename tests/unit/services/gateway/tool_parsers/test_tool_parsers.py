@@ -69,6 +69,11 @@ OUTPUTS = [
         '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}',
         [*call(0, "f", '{"a": 1}'), *call(1, "g", "{}")],
     ),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f"}][TOOL_CALLS]g{}[TOOL_CALLS][{"name": "f"}]',
+        [*call(0, "f", "{}"), *call(1, "g", "{}"), *call(2, "f", "{}")],
+    ),
     ("mistral", '[TOOL_CALLS]f{"a": 1}', call(0, "f", '{"a": 1}')),
     ("mistral", "a list [1, 2] [TOOL", [Content("a list [1, 2] [TOOL")]),
     ("mistral", "[TOOL_CALLS]" + "x" * 300, [Content("[TOOL_CALLS]" + "x" * 300)]),
