@@ -13,9 +13,14 @@ class CallArray:
     def __init__(self, *, first: int = 0) -> None:
         self._buffer = ""
         self._call: JsonCall | None = None
+        self._first = first
+        self._before = ""
+        """What stands before the first call."""
         self.calls = first
         """Index of the next call."""
         self.ended = False
+        self.other = ""
+        """What the array has in place of a call, which ends it; without any call, all that was read."""
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
@@ -38,20 +43,32 @@ class CallArray:
         new, self._buffer = self._call.feed(self._buffer)
         parts += new
         if self._call.ended:
-            # What is no call in such an array is nothing that can be shown.
-            self.ended = not self._call.begun
-            self.calls += self._call.begun
+            if self._call.begun:
+                self.calls += 1
+            else:
+                self._end(self._call.raw)
             self._call = None
             return True
         return False
 
     def _separate(self) -> bool:
-        self._buffer = self._buffer.lstrip(" \t\r\n[,")
-        if not self._buffer:
+        solid = self._buffer.lstrip(" \t\r\n[,")
+        if not self._called:
+            self._before += self._buffer[: len(self._buffer) - len(solid)]
+        self._buffer = solid
+        if not solid:
             return False
-        if self._buffer[0] == "{":
+        if solid[0] == "{":
             self._call = JsonCall(self.calls)
         else:
-            self._buffer = self._buffer.removeprefix("]")
-            self.ended = True
+            self._buffer = solid.removeprefix("]") if self._called else solid
+            self._end("")
         return True
+
+    @property
+    def _called(self) -> bool:
+        return self.calls > self._first
+
+    def _end(self, other: str) -> None:
+        self.other = other if self._called else self._before + other
+        self.ended = True

@@ -11,6 +11,8 @@ BEGIN = "[TOOL_CALLS]"
 _HEAD = re.compile(r"([\w.-]{1,64})\s{0,8}(?:\[CALL_ID\]\w{0,64}\s{0,8})?(?:\[ARGS\]\s{0,8})?(?=\{)")
 _LONGEST_HEAD = 192
 """Characters that `_HEAD` looks at: what does not match by then never will."""
+_ENDS_OF_HEADS = [end[cut:] for end in ("[CALL_ID]{", "[ARGS]{") for cut in range(len(end))]
+"""One of these is what the beginning of a head lacks."""
 
 
 class MistralParser(StepParser):
@@ -54,9 +56,8 @@ class MistralParser(StepParser):
         if not solid:
             return False
         if solid[0] == "[":
-            self._gate.call()
             self._array = CallArray(first=self._calls)
-            self._buffer, self._at = solid, "array"
+            self._at = "array"
             return True
         head = _HEAD.match(solid)
         if head is not None:
@@ -65,16 +66,21 @@ class MistralParser(StepParser):
             self._calls += 1
             self._buffer, self._at, self._span = solid[head.end() :], "arguments", JsonSpan()
             return True
-        hopeless = len(solid) > _LONGEST_HEAD
+        hopeless = not _may_become_head(solid)
         if hopeless:
             parts += self._gate.add(BEGIN)
             self._at = "content"
         return hopeless
 
     def _read_array(self, parts: list[Part]) -> bool:
-        parts += self._array.feed(self._buffer)
+        calls = self._array.feed(self._buffer)
+        if calls:
+            self._gate.call()
+        parts += calls
         self._buffer = self._array.rest() if self._array.ended else ""
         if self._array.ended:
+            marker = BEGIN if self._array.calls == self._calls else ""
+            parts += self._gate.add(marker + self._array.other)
             self._calls, self._at = self._array.calls, "content"
         return self._array.ended
 
@@ -86,3 +92,7 @@ class MistralParser(StepParser):
         if self._span.done:
             self._at = "content"
         return self._span.done
+
+
+def _may_become_head(text: str) -> bool:
+    return len(text) <= _LONGEST_HEAD and any(_HEAD.match(text + end) for end in _ENDS_OF_HEADS)

@@ -77,6 +77,17 @@ OUTPUTS = [
     ("mistral", '[TOOL_CALLS]f{"a": 1}', call(0, "f", '{"a": 1}')),
     ("mistral", "a list [1, 2] [TOOL", [Content("a list [1, 2] [TOOL")]),
     ("mistral", "[TOOL_CALLS]" + "x" * 300, [Content("[TOOL_CALLS]" + "x" * 300)]),
+    ("mistral", "[TOOL_CALLS] I see none. ", [Content("[TOOL_CALLS] I see none. ")]),
+    ("mistral", "[TOOL_CALLS]f[ARGS](1)", [Content("[TOOL_CALLS]f[ARGS](1)")]),
+    ("mistral", "[TOOL_CALLS] [1, 2]", [Content("[TOOL_CALLS] [1, 2]")]),
+    ("mistral", '[TOOL_CALLS][{"city": 1}] x', [Content('[TOOL_CALLS][{"city": 1}] x')]),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f"}, {"city": 1}]',
+        [*call(0, "f", "{}"), Content('{"city": 1}]')],
+    ),
+    ("mistral", "x[TOOL_CALLS]f[AR", [Content("x")]),
+    ("mistral", '[TOOL_CALLS][{"name": "f', []),
     (
         "qwen3_coder",
         "Hm.\n<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n<parameter=s>\none\n</x>\n\n</parameter>\n"
