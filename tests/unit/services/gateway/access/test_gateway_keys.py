@@ -12,8 +12,10 @@ from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.key_files import bearer, key_of, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.waiting import until
 
 CHAT = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+RESPONSE = {"model": "mock", "input": "hi", "max_output_tokens": 4}
 SESSION = {"model": "mock", "prompt": "hi", "max_tokens": 3, "session_params": {"id": "s", "turn": 0}}
 
 TENANTS = {
@@ -27,6 +29,11 @@ TENANTS = {
     "tpm": {"tokens_per_minute": 100},
     "single": {"concurrency": 1},
 }
+
+
+as_chat_and_response = pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSE)], ids=["chat", "response"]
+)
 
 
 class DeadBoard:
@@ -57,8 +64,8 @@ async def guarded(rack, tokenizer, keys):
         yield live
 
 
-async def ask(gateway, tenant: str, path: str = "/v1/chat/completions", **fields):
-    return await gateway.http.post(path, json={**CHAT, **fields}, headers=bearer(tenant))
+async def ask(gateway, tenant: str, path: str = "/v1/chat/completions", body=CHAT, **fields):
+    return await gateway.http.post(path, json={**body, **fields}, headers=bearer(tenant))
 
 
 # Who comes in
@@ -107,7 +114,7 @@ async def test_a_key_lets_in(guarded, scheme):
 
 async def test_every_path_needs_a_key_but_those_of_probes(guarded):  # vLLM: unguarded siblings
     paths = ["/v1/models", "/version", "/metrics", "/tokenize", "/v1/sessions", "/open_session", "/nope", "/", "//live"]
-    paths += ["/live/", "/Live", "/v1/requests/x/explain", "/docs", "/openapi.json"]
+    paths += ["/v1/responses", "/live/", "/Live", "/v1/requests/x/explain", "/docs", "/openapi.json"]
     for path in paths:
         for method in ("GET", "POST", "DELETE", "OPTIONS", "TRACE"):
             assert (await guarded.http.request(method, path)).status_code == 401, (method, path)
@@ -147,7 +154,7 @@ async def test_a_model_that_is_not_theirs_is_not_there(guarded):
     card = await guarded.http.get("/v1/models/mock", headers=bearer("other"))
     paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
     body = {**CHAT, "prompt": "hi", "input": "hi", "tokens": [5]}
-    answers = [card]
+    answers = [card, await ask(guarded, "other", "/v1/responses", RESPONSE)]
     for path in paths:
         fields = {k: v for k, v in body.items() if path != "/tokenize" or k != "messages"}
         answers.append(await guarded.http.post(path, json=fields, headers=bearer("other")))
@@ -156,14 +163,13 @@ async def test_a_model_that_is_not_theirs_is_not_there(guarded):
         assert answer.json()["error"]["code"] == "model_not_found"
 
 
-async def test_nobody_sees_where_anothers_request_ran(guarded):
-    answer = await guarded.http.post(
-        "/v1/chat/completions", json=CHAT, headers={**bearer("ann"), "X-Request-Id": "mine"}
-    )
+@as_chat_and_response
+async def test_nobody_sees_where_anothers_request_ran(guarded, path, body):
+    answer = await guarded.http.post(path, json=body, headers={**bearer("ann"), "X-Request-Id": "mine"})
     for known in (answer.json()["id"], "mine"):
-        path = f"/v1/requests/{known}/explain"
-        assert (await guarded.http.get(path, headers=bearer("bob"))).status_code == 404
-        assert (await guarded.http.get(path, headers=bearer("ann"))).json()["tenant"] == "ann"
+        explained = f"/v1/requests/{known}/explain"
+        assert (await guarded.http.get(explained, headers=bearer("bob"))).status_code == 404
+        assert (await guarded.http.get(explained, headers=bearer("ann"))).json()["tenant"] == "ann"
 
 
 # Caches and sessions
@@ -199,6 +205,13 @@ async def test_the_router_sees_the_same_salt_as_the_worker(guarded, rack):
     assert guarded.chooser.queries[-1].cache_salt == salt
 
 
+async def test_a_response_has_the_salt_of_the_chat_that_means_the_same(guarded, rack):
+    chat, mine = await salts(guarded, rack, ("ann", None), ("ann", "x"))
+    for salt in (None, "x"):
+        assert (await ask(guarded, "ann", "/v1/responses", RESPONSE, cache_salt=salt)).status_code == 200
+    assert [request.cache_salt for request in rack.engines[0].received[-2:]] == [chat, mine]
+
+
 async def test_sessions_with_one_id_are_one_for_each_tenant(guarded):
     for tenant in ("ann", "bob"):
         opened = await guarded.http.post("/v1/sessions", json={"session_id": "s"}, headers=bearer(tenant))
@@ -210,17 +223,19 @@ async def test_sessions_with_one_id_are_one_for_each_tenant(guarded):
     assert len(guarded.sessions.bindings) == 1
 
 
-async def test_a_request_is_no_more_important_than_its_tenant(guarded, rack):
+@as_chat_and_response
+async def test_a_request_is_no_more_important_than_its_tenant(guarded, rack, path, body):
     for tenant, wanted in (("ann", 99), ("ann", -3), ("bob", 99), ("bob", 2), ("bob", None)):
-        await ask(guarded, tenant, priority=wanted)
+        await ask(guarded, tenant, path, body, priority=wanted)
     assert [request.priority for request in rack.engines[0].received] == [0, -3, 5, 2, 0]
 
 
 # How much
 
 
-async def test_answers_tell_what_is_left_and_the_last_one_when_to_come_back(guarded):
-    answers = [await ask(guarded, "rpm") for _ in range(3)]
+@as_chat_and_response
+async def test_answers_tell_what_is_left_and_the_last_one_when_to_come_back(guarded, path, body):
+    answers = [await ask(guarded, "rpm", path, body) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
     assert (left, answers[0].headers["x-ratelimit-limit-requests"]) == (["1", "0", "0"], "2")
@@ -255,6 +270,16 @@ async def test_tokens_are_counted_as_they_were_used(guarded, rack):
     assert "retry-after" in refused.headers
 
 
+async def test_tokens_of_a_response_are_counted_as_they_were_used(guarded, rack):
+    rack.engines[0].behaviour.eos = None
+    answer = await ask(guarded, "tpm", "/v1/responses", RESPONSE, max_output_tokens=40)
+    used = answer.json()["usage"]["total_tokens"]
+    assert used > 40
+    later = await ask(guarded, "tpm", "/v1/responses", RESPONSE, max_output_tokens=60)
+    assert later.status_code == 429
+    assert f"Limit 100, Used {used}" in later.json()["error"]["message"]
+
+
 async def test_tokens_that_were_expected_and_not_used_are_given_back(guarded, rack):
     rack.engines[0].behaviour.token = lambda *_: EOS
     body = {"model": "mock", "prompt": [5] * 10, "max_tokens": 80}
@@ -276,11 +301,12 @@ async def test_what_can_never_fit_is_not_told_to_come_back(guarded):
     assert "retry-after" not in refused.headers
 
 
-async def test_one_at_a_time_means_until_the_answer_has_ended_or_the_client_left(guarded, rack):
+@as_chat_and_response
+async def test_one_at_a_time_means_until_the_answer_has_ended_or_the_client_left(guarded, rack, path, body):
     rack.engines[0].behaviour.mute = True
-    running = asyncio.ensure_future(ask(guarded, "single"))
+    running = asyncio.ensure_future(ask(guarded, "single", path, body))
     await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
-    refused = await ask(guarded, "single")
+    refused = await ask(guarded, "single", path, body)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert (await guarded.http.get("/v1/models", headers=bearer("single"))).status_code == 200
     running.cancel()
@@ -300,6 +326,21 @@ async def test_with_redis_away_limits_hold_and_nothing_fails(rack, tokenizer, ke
         text = (await gateway.http.get("/metrics", headers=bearer("root"))).text
     assert "tandem_gateway_limits_local_total 5.0" in text
     assert 'tandem_gateway_requests_limited_total{limit="requests",tenant="rpm"} 1.0' in text
+
+
+@as_chat_and_response
+async def test_without_room_for_it_a_request_waits(guarded, rack, path, body):
+    guarded.chooser.room = 0
+    waiting = asyncio.ensure_future(ask(guarded, "ann", path, body))
+    await until(lambda: _waits(guarded), 10.0, "it waits")
+    assert not rack.engines[0].received
+    guarded.chooser.room = 1
+    assert (await waiting).status_code == 200
+
+
+async def _waits(gateway) -> bool:
+    text = (await gateway.http.get("/metrics", headers=bearer("root"))).text
+    return "\ntandem_gateway_num_requests_waiting 1.0" in text
 
 
 # Without keys
@@ -323,9 +364,10 @@ async def test_a_timeout_that_is_no_duration_is_refused(gateway, value):
     assert answer.json()["error"]["param"] == "X-Request-Timeout"
 
 
-@pytest.mark.parametrize(("headers", "body"), [({"X-Request-Timeout": "0.2"}, {}), ({}, {"timeout": 0.2})])
-async def test_a_client_may_have_less_time_than_the_gateway_gives(gateway, rack, headers, body):  # E5 #65
+@as_chat_and_response
+@pytest.mark.parametrize(("headers", "fields"), [({"X-Request-Timeout": "0.2"}, {}), ({}, {"timeout": 0.2})])
+async def test_a_client_may_have_less_time_than_the_gateway_gives(gateway, rack, headers, fields, path, body):  # E5 #65
     rack.engines[0].behaviour.mute = True
-    answer = await gateway.http.post("/v1/chat/completions", json={**CHAT, **body}, headers=headers)
+    answer = await gateway.http.post(path, json={**body, **fields}, headers=headers)
     assert answer.status_code == 504
     assert gateway.chooser.open == 0
