@@ -1,36 +1,27 @@
-"""Answering a generation request: plan it, run it, write it, account for it.
+"""Answering a generation request: plan it, run it, write it. `answering` accounts for it.
 
     body ─▶ plan ─▶ job ─▶ pieces ─▶ whole JSON or events
-                     └───── record: explain, metrics, one log line, whatever the end
 
 Until the first piece exists nothing has been written, so an error until then has an HTTP status. After it,
 an error is an event of the stream, which it ends.
 """
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import aclosing
 from typing import Protocol
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from tandem_engine.clock import Clock
-from tandem_services.common.errors import timed_out
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage, share_prompt_logprobs
+from tandem_services.gateway.answering import Answering, new_record, time_limit
 from tandem_services.gateway.best_of import keep_best
-from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
+from tandem_services.gateway.boundary import RequestIdentity, identity_of
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
-from tandem_services.gateway.deadline import deadline_of
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
-from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
-from tandem_services.gateway.generation import Generator, Job
-from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.generation import Job
 from tandem_services.gateway.openai_schemas import Usage
 from tandem_services.gateway.plan import GenerationPlan
 from tandem_services.gateway.request_body import read_body
@@ -49,18 +40,6 @@ class Planner(Protocol):
     def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat: ...
 
 
-@dataclass(kw_only=True, slots=True)
-class Answering:
-    """What generation endpoints share. One per gateway."""
-
-    generator: Generator
-    journal: RequestJournal
-    metrics: GatewayMetrics
-    clock: Clock
-    timeout_s: float
-    """Longest life of a request."""
-
-
 class GenerationEndpoint:
     """ASGI application of one generation route."""
 
@@ -75,35 +54,21 @@ class GenerationEndpoint:
     async def _serve(self, body: bytes, identity: RequestIdentity, send: Send) -> None:
         caller = identity.caller
         plan = (await self._planner.plan(body, caller)).owned_by(caller)
-        deadline = deadline_of(identity, wanted_s=plan.timeout_s, most_s=self._shared.timeout_s)
-        await caller.reserve(plan.expected_tokens)
-        record = _new_record(plan, identity, self._planner.endpoint)
-        self._shared.journal.open(record)
-        job = Job(
-            plan=plan,
-            record=record,
-            arrived=identity.arrived,
-            deadline=deadline,
-            caller=caller,
+        record = new_record(
+            identity,
+            endpoint=self._planner.endpoint,
+            model=plan.model,
+            prompt_tokens=plan.prompt_tokens,
+            choices=len(plan.choices),
+            n=plan.n,
+            stream=plan.stream,
         )
-        answer = Answer(job, self._planner.format(plan, identity.request_id, record.created), self._shared, send)
-        self._shared.metrics.running.inc()
-        try:
+        tokens, timeout_s = plan.expected_tokens, plan.timeout_s
+        async with self._shared.accepted(record, identity, tokens=tokens, timeout_s=timeout_s) as deadline:
+            job = Job(plan=plan, record=record, arrived=identity.arrived, deadline=deadline, caller=caller)
+            answer_format = self._planner.format(plan, identity.request_id, record.created)
+            answer = Answer(job, answer_format, self._shared, send)
             await (answer.stream() if plan.stream else answer.whole())
-            record.status = 200 if record.error is None else record.status
-        except asyncio.CancelledError:
-            record.status = CLIENT_CLOSED_REQUEST
-            raise
-        except Exception as error:
-            refusal = as_api_error(error) or UNEXPECTED
-            record.status, record.error = refusal.status, str(refusal)
-            raise
-        finally:
-            self._shared.metrics.running.dec()
-            caller.used(record.used_tokens)
-            record.e2e_s = self._shared.clock.now() - identity.arrived
-            self._shared.metrics.finished(record)
-            log_finished(record)
 
 
 class Answer:
@@ -192,28 +157,3 @@ class Answer:
             cached_tokens=record.cached_tokens,
             reasoning_tokens=record.reasoning_tokens,
         )
-
-
-@asynccontextmanager
-async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """Raises `ApiError` 504 in the caller when the block takes longer."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise timed_out("The request did not finish before its deadline.") from error
-
-
-def _new_record(plan: GenerationPlan, identity: RequestIdentity, endpoint: str) -> RequestRecord:
-    return RequestRecord(
-        request_id=identity.request_id,
-        client_request_id=identity.client_request_id,
-        tenant=identity.caller.tenant.name,
-        endpoint=endpoint,
-        model=plan.model,
-        stream=plan.stream,
-        prompt_tokens=plan.prompt_tokens,
-        n=plan.n,
-        created=int(time.time()),
-        choices=[ChoiceRecord(index=choice.index) for choice in plan.choices],
-    )

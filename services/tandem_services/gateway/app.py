@@ -40,8 +40,9 @@ from tandem_services.gateway.access.authentication import Access, Authentication
 from tandem_services.gateway.access.key_watch import KeyWatch
 from tandem_services.gateway.access.tenant_limits import Board as UsageBoard
 from tandem_services.gateway.access.tenant_limits import TenantLimits
-from tandem_services.gateway.answer import Answering, GenerationEndpoint
+from tandem_services.gateway.answer import GenerationEndpoint
 from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.answering import Answering
 from tandem_services.gateway.boundary import RequestBoundary, identity_of
 from tandem_services.gateway.chat import ChatPlanner
 from tandem_services.gateway.completions import CompletionPlanner

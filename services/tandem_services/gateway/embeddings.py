@@ -9,7 +9,6 @@ where there is one.
 
 import asyncio
 import base64
-import time
 from array import array
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,15 +22,13 @@ from tandem_engine.messages.pooling import Pooling, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import bad_request, internal_error
 from tandem_services.gateway.access.caller import Caller
-from tandem_services.gateway.answer import Answering, time_limit
 from tandem_services.gateway.answer_format import encode_json
-from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
-from tandem_services.gateway.deadline import deadline_of
+from tandem_services.gateway.answering import Answering, new_record, time_limit
+from tandem_services.gateway.boundary import RequestIdentity, identity_of
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.dispatch import ChoiceRequest
 from tandem_services.gateway.embedding_schemas import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
-from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
-from tandem_services.gateway.explain import ChoiceRecord, RequestRecord, log_finished
+from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.limits import (
     MAX_EMBEDDING_INPUTS,
     check_cache_salt,
@@ -127,28 +124,17 @@ class EmbeddingEndpoint:
     async def _serve(self, body: bytes, identity: RequestIdentity, send: Send) -> None:
         caller = identity.caller
         plan = await self._planner.plan(body, caller)
-        deadline = deadline_of(identity, wanted_s=plan.timeout_s, most_s=self._shared.timeout_s)
-        await caller.reserve(plan.prompt_tokens)
-        record = _new_record(plan, identity, self.path)
-        self._shared.journal.open(record)
-        self._shared.metrics.running.inc()
-        try:
+        record = new_record(
+            identity,
+            endpoint=self.path,
+            model=plan.model,
+            prompt_tokens=plan.prompt_tokens,
+            choices=len(plan.inputs),
+        )
+        tokens, timeout_s = plan.prompt_tokens, plan.timeout_s
+        async with self._shared.accepted(record, identity, tokens=tokens, timeout_s=timeout_s) as deadline:
             vectors = await self._vectors(plan, record, deadline, caller)
-            record.status = 200
             await send_json(send, 200, _response(plan, vectors))
-        except asyncio.CancelledError:
-            record.status = CLIENT_CLOSED_REQUEST
-            raise
-        except Exception as error:
-            refusal = as_api_error(error) or UNEXPECTED
-            record.status, record.error = refusal.status, str(refusal)
-            raise
-        finally:
-            self._shared.metrics.running.dec()
-            caller.used(record.used_tokens)
-            record.e2e_s = self._shared.clock.now() - identity.arrived
-            self._shared.metrics.finished(record)
-            log_finished(record)
 
     async def _vectors(
         self, plan: EmbeddingPlan, record: RequestRecord, deadline: float, caller: Caller
@@ -190,21 +176,6 @@ def _choice(plan: EmbeddingPlan, record: RequestRecord, index: int, deadline: fl
         priority=plan.priority,
         deadline=deadline,
         caller=caller,
-    )
-
-
-def _new_record(plan: EmbeddingPlan, identity: RequestIdentity, endpoint: str) -> RequestRecord:
-    return RequestRecord(
-        request_id=identity.request_id,
-        client_request_id=identity.client_request_id,
-        tenant=identity.caller.tenant.name,
-        endpoint=endpoint,
-        model=plan.model,
-        stream=False,
-        prompt_tokens=plan.prompt_tokens,
-        n=1,
-        created=int(time.time()),
-        choices=[ChoiceRecord(index=index) for index in range(len(plan.inputs))],
     )
 
 

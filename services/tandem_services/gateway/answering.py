@@ -1,0 +1,99 @@
+"""What endpoints that ask workers share: the life of an accepted request, from its limits to its last line in the log.
+
+plan ─▶ deadline, tokens reserved ─▶ running ─▶ answered, refused or left
+                                         └───── record: explain, metrics, one log line, whatever the end
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tandem_engine.clock import Clock
+from tandem_services.common.errors import timed_out
+from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity
+from tandem_services.gateway.deadline import deadline_of
+from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
+from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
+from tandem_services.gateway.generation import Generator
+from tandem_services.gateway.metrics import GatewayMetrics
+
+
+@dataclass(kw_only=True, slots=True)
+class Answering:
+    """One per gateway."""
+
+    generator: Generator
+    journal: RequestJournal
+    metrics: GatewayMetrics
+    clock: Clock
+    timeout_s: float
+    """Longest life of a request."""
+
+    @asynccontextmanager
+    async def accepted(
+        self, record: RequestRecord, identity: RequestIdentity, *, tokens: int, timeout_s: float | None
+    ) -> AsyncIterator[float]:
+        """The block answers the request, which is accounted for however the block ends. Yields the deadline.
+
+        `tokens` are those that it is expected to use; `timeout_s` is the longest that the client wants to wait. A block
+        that has written an error into its stream has noted it in `record`. Raises `ApiError` 400 for what is no
+        duration and 429 beyond the tenant's limits, both before the block.
+        """
+        caller = identity.caller
+        deadline = deadline_of(identity, wanted_s=timeout_s, most_s=self.timeout_s)
+        await caller.reserve(tokens)
+        self.journal.open(record)
+        self.metrics.running.inc()
+        try:
+            yield deadline
+            record.status = 200 if record.error is None else record.status
+        except asyncio.CancelledError:
+            record.status = CLIENT_CLOSED_REQUEST
+            raise
+        except Exception as error:
+            refusal = as_api_error(error) or UNEXPECTED
+            record.status, record.error = refusal.status, str(refusal)
+            raise
+        finally:
+            self.metrics.running.dec()
+            caller.used(record.used_tokens)
+            record.e2e_s = self.clock.now() - identity.arrived
+            self.metrics.finished(record)
+            log_finished(record)
+
+
+@asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raises `ApiError` 504 in the caller when the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise timed_out("The request did not finish before its deadline.") from error
+
+
+def new_record(
+    identity: RequestIdentity,
+    *,
+    endpoint: str,
+    model: str,
+    prompt_tokens: int,
+    choices: int,
+    n: int = 1,
+    stream: bool = False,
+) -> RequestRecord:
+    """Of a request that has just been planned; `choices` of all its prompts, `n` of each."""
+    return RequestRecord(
+        request_id=identity.request_id,
+        client_request_id=identity.client_request_id,
+        tenant=identity.caller.tenant.name,
+        endpoint=endpoint,
+        model=model,
+        stream=stream,
+        prompt_tokens=prompt_tokens,
+        n=n,
+        created=int(time.time()),
+        choices=[ChoiceRecord(index=index) for index in range(choices)],
+    )
