@@ -1,7 +1,9 @@
-"""Messages between engines: one inbound socket, one outbound socket per peer incarnation.
+"""Messages between engines: one inbound socket, one outbound socket per incarnation and endpoint of a peer.
 
 Life of a channel to a peer
-    1. opened    by the first message to that incarnation, at the endpoint the gateway or the peer named
+    1. opened    by the first message to that incarnation at that endpoint. The registry may name another one than the
+                 peer itself does, a proxy's for instance: messages go to whichever their room was given, and a new
+                 endpoint takes nothing away that is still on its way to the other
     2. used      sends never block; what a peer does not read is dropped and the caller told
     3. closed    when the incarnation is fenced: superseded by a newer one, or its lease gone
 
@@ -73,7 +75,8 @@ class PeerChannels:
         self.me = me
         """This engine, as peers know it. Its `compat_hash` changes when its weights are replaced."""
         self._incarnations = Incarnations()
-        self._channels: dict[str, DealerChannel[PeerMessage]] = {}
+        self._channels: dict[tuple[str, str], DealerChannel[PeerMessage]] = {}
+        """By incarnation and endpoint."""
         self.inbound = inbound
         """Owned by the caller's event loop for polling; closed here."""
         self._dropped = 0
@@ -84,8 +87,8 @@ class PeerChannels:
         return self._dropped + self.inbound.refused
 
     @property
-    def open_incarnations(self) -> list[str]:
-        """Peers with a channel, the oldest first."""
+    def open_channels(self) -> list[tuple[str, str]]:
+        """Incarnation and endpoint of each channel, the oldest first."""
         return [*self._channels]
 
     def send(self, peer: Peer, message: PeerMessage) -> bool:
@@ -100,14 +103,14 @@ class PeerChannels:
                 self._drop(message, str(error))
 
     def fence(self, incarnation: str) -> None:
-        channel = self._channels.pop(incarnation, None)
-        if channel is not None:
-            channel.close()
+        for key in [key for key in self._channels if key[0] == incarnation]:
+            self._channels.pop(key).close()
 
     def close(self) -> None:
         """Close every socket. Idempotent."""
-        for incarnation in [*self._channels]:
-            self.fence(incarnation)
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
         self.inbound.close()
 
     def _channel_to(self, peer: Peer) -> DealerChannel[PeerMessage] | None:
@@ -115,21 +118,17 @@ class PeerChannels:
         try:
             if self._incarnations.is_superseded(peer):
                 return None
-            channel = self._channels.get(peer.incarnation)
-            if channel is None or channel.endpoint != peer.endpoint:
-                channel = self._open(peer)
+            channel = self._channels.get((peer.incarnation, peer.endpoint))
+            return channel or self._open(peer)
         except WireError as error:
             logger.warning("no channel to %r: %s", peer.incarnation, error)
             return None
-        return channel
 
     def _open(self, peer: Peer) -> DealerChannel[PeerMessage]:
         channel: DealerChannel[PeerMessage] = DealerChannel(self._context, peer.endpoint, outbound=PeerMessage)
-        # Whoever named another endpoint before was wrong: an incarnation has one for life.
-        self.fence(peer.incarnation)
         if len(self._channels) >= MAX_CHANNELS:
-            self.fence(next(iter(self._channels)))
-        self._channels[peer.incarnation] = channel
+            self._channels.pop(next(iter(self._channels))).close()
+        self._channels[peer.incarnation, peer.endpoint] = channel
         return channel
 
     def _admit(self, message: PeerMessage) -> Iterator[PeerEvent]:

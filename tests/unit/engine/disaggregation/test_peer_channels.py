@@ -167,6 +167,27 @@ def test_a_wrong_endpoint_does_not_stay_with_a_peer(prefill, decode):  # E10
     assert receive(decode) == [ack(prefill)]
 
 
+def test_what_is_on_its_way_arrives_though_the_peer_is_known_by_another_endpoint_too(context, prefill, decode):
+    """Grants were lost by the dozen where the registry named the address of a proxy and peers answered each other."""
+    proxy: RouterChannel[PeerMessage, PeerMessage] = RouterChannel(
+        context, "127.0.0.1", 0, inbound=PeerMessage, outbound=PeerMessage
+    )
+    behind_it = msgspec.structs.replace(decode.me, endpoint=proxy.endpoint)
+    rooms = [f"room-{number}" for number in range(20)]
+    for room in rooms:
+        assert prefill.send(behind_it, ack(prefill, f"{room} by proxy"))
+        assert prefill.send(decode.me, ack(prefill, room))
+    assert receive(decode, len(rooms)) == [ack(prefill, room) for room in rooms]
+    passed: list[str] = []
+    while len(passed) < len(rooms):
+        assert proxy.socket.poll(PATIENCE * 1000), f"only {passed} came"
+        passed += [message.room for _, message in proxy.receive()]
+    assert passed == [f"{room} by proxy" for room in rooms]
+    prefill.fence(decode.me.incarnation)
+    assert prefill.open_channels == []
+    proxy.close()
+
+
 def test_a_sender_with_a_number_of_thousands_of_digits_is_not_listened_to(prefill, decode):  # E10
     forged = Peer(worker_id="p", incarnation="p@" + "9" * 5000, endpoint="", compat_hash=COMPAT)
     prefill.send(decode.me, DrainAck(room="room", generation=1, sender=forged))
@@ -179,7 +200,7 @@ def test_the_oldest_of_too_many_channels_makes_room(monkeypatch, prefill, decode
         stranger = msgspec.structs.replace(decode.me, worker_id=f"s{number}", incarnation=f"s{number}@1")
         assert prefill.send(stranger, ack(prefill, f"room-{number}"))
         receive(decode)
-    assert len(prefill.open_incarnations) == 2
+    assert len(prefill.open_channels) == 2
 
 
 def test_an_undecodable_message_is_counted_and_the_next_one_read(context, prefill, decode):
