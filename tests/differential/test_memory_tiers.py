@@ -8,6 +8,7 @@ as late as can be.
 from itertools import product
 
 import pytest
+from msgspec import structs
 
 from tandem_engine.config import HostConfig, PreemptionMode, WritePolicy
 from tandem_engine.messages.requests import GenerateRequest, SessionRef
@@ -78,6 +79,23 @@ def test_a_prefix_that_comes_back_from_host_memory_is_what_it_was(mode, policy):
     engine = engine_of(mode, host_pages=400 // mode[2], host=host)
     run_rounds(engine)
     assert engine.scheduler.tally.host_cached_tokens > 0
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_tokens_of_an_output_that_is_resumed_are_no_cached_prompt_in_any_tier(stored):
+    storage = MemoryStorage() if stored else None
+    host_pages = 24 if stored else 100
+    engine = engine_of((False, False, 4), host_pages=host_pages, host=HostConfig(enable_cache=True), storage=storage)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(make_message(f"first-{number}", [*prompt], max_tokens=4))
+        engine.run()
+    resumed = make_message("resumed", [*PROMPTS[0][:44]], max_tokens=40)
+    engine.add(structs.replace(resumed, resume_ids=PROMPTS[0][44:60]))
+    engine.run()
+    tally = engine.scheduler.tally
+    below = tally.disk_cached_tokens if stored else tally.host_cached_tokens
+    assert below == len(resumed.input_ids) - 32, "the device has kept what the third prompt shares"
+    assert tally.host_cached_tokens + tally.disk_cached_tokens == below
 
 
 @pytest.mark.parametrize("policy", WritePolicy)

@@ -259,8 +259,12 @@ class Planner:
         req.cached_tokens = min(req.launched_len, req.prompt_len)
         self.tally.prompt_tokens += req.prompt_len
         self.tally.cached_tokens += req.cached_tokens
-        self.tally.host_cached_tokens += req.held_kv.loaded.host * self.memory.page_size
-        self.tally.disk_cached_tokens += req.held_kv.loaded.disk * self.memory.page_size
+        # The device has what comes first, then the host; what a resumed request finds of its output is not counted.
+        loaded = req.held_kv.loaded
+        host, disk = loaded.host * self.memory.page_size, loaded.disk * self.memory.page_size
+        left = max(0, req.cached_tokens - (req.launched_len - host - disk))
+        self.tally.host_cached_tokens += min(host, left)
+        self.tally.disk_cached_tokens += min(disk, max(0, left - host))
 
     def sweep(self) -> None:
         """Finished rows leave whatever the last step did (T19); wishes of idle requests come true (T8)."""

@@ -1,9 +1,12 @@
 """Metrics of a gateway. Names follow vLLM's, with our prefix; label values are bounded."""
 
+from itertools import pairwise
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tandem_services.common.metrics import REQUEST_SECONDS, TOKEN_SECONDS
-from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
+from tandem_services.common.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS
+from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord, RequestRecord
+from tandem_services.router.choice import Source
 
 
 class GatewayMetrics:
@@ -37,6 +40,19 @@ class GatewayMetrics:
             ["placement"],
             registry=registry,
         )
+        self._routes = Counter(
+            "tandem_gateway_route_decisions_total",
+            "Attempts of finished requests by who chose the workers (redis, local: without Redis, session) and what "
+            "spoke for them: their session, a prefix that they are to fetch, one that they have cached, or load alone",
+            ["source", "reason"],
+            registry=registry,
+        )
+        self._resumptions = Counter(
+            "tandem_gateway_resumptions_total",
+            "Attempts of finished requests that went on after tokens of the attempt before, by how that one ended",
+            ["cause"],
+            registry=registry,
+        )
         self.running = Gauge(
             "tandem_gateway_num_requests_running", "Generation requests being answered", registry=registry
         )
@@ -45,6 +61,12 @@ class GatewayMetrics:
         self.e2e = seconds("e2e_request_latency", "From a request's arrival to its last byte")
         self.queue = seconds("request_queue_time", "On the worker, from receipt to the first scheduled step")
         self.prefill = seconds("request_prefill_time", "On the worker, from the first step to the first token")
+        self.transfer = seconds(
+            "kv_transfer", "On the decode worker, from granting KV pages to committing them", TRANSFER_SECONDS
+        )
+        self.exposed = seconds(
+            "kv_transfer_exposed", "Of a KV transfer, what came after the prompt was computed", TRANSFER_SECONDS
+        )
         self.prompt_tokens = total("prompt_tokens", "Prompt tokens of finished requests")
         self.cached_tokens = total("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
         self.output_tokens = total("generation_tokens", "Tokens generated and accepted")
@@ -77,6 +99,10 @@ class GatewayMetrics:
     def _count_choice(self, choice: ChoiceRecord) -> None:
         for attempt in choice.attempts:
             self._placements.labels(placement=attempt.placement).inc()
+            self._routes.labels(source=attempt.source, reason=_reason(attempt)).inc()
+        for before, attempt in pairwise(choice.attempts):
+            if attempt.resumed_tokens:
+                self._resumptions.labels(cause=before.outcome).inc()
         if choice.ttft_s is not None:
             self.ttft.observe(choice.ttft_s)
         if choice.queue_s is not None:
@@ -86,3 +112,14 @@ class GatewayMetrics:
         if choice.transfer is not None:
             self.moved_pages.inc(choice.transfer.pages)
             self.moved_bytes.inc(choice.transfer.bytes)
+            self.transfer.observe(choice.transfer.wait_s)
+            self.exposed.observe(choice.transfer.exposed_s)
+
+
+def _reason(attempt: AttemptRecord) -> str:
+    """What spoke for the chosen workers, the strongest of it."""
+    if attempt.source == Source.SESSION.value:
+        return "session"
+    if attempt.fetch is not None:
+        return "fetch"
+    return "prefix" if attempt.matched_tokens else "load"

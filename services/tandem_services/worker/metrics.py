@@ -1,7 +1,8 @@
 """Prometheus metrics of a worker, computed from the engine's last statistics when they are scraped.
 
 Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. No labels, for one process is one
-engine, but for its role, the reason why requests wait and the peers of links.
+engine, but for its role, the reason why requests wait, the tiers of the prefix cache and the peers of links. A help
+text is read alone, so each says what it counts without its neighbours.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineStats, LinkReport, SpeculationStats
+from tandem_engine.messages.kv_events import Tier
 from tandem_services.router.keys import worker_id_of
 
 PREFIX = "tandem_worker_"
@@ -34,13 +36,13 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_inflight", "Requests whose KV pages are being sent to a peer.", lambda s: s.inflight),
     ("waiting_prompt_tokens", "Prompt tokens not yet computed.", lambda s: s.waiting_tokens),
     ("kv_cache_usage_perc", "Share of KV pages that are neither free nor evictable, 0 to 1.", _usage),
-    ("kv_pages_total", "KV pages of the pool.", lambda s: s.total_pages),
+    ("kv_pages", "KV pages of the pool.", lambda s: s.total_pages),
     ("kv_pages_free", "KV pages on the free list.", lambda s: s.free_pages),
     ("kv_pages_evictable", "KV pages that only the prefix cache holds.", lambda s: s.evictable_pages),
     ("kv_pages_quarantined", "KV pages kept until a silent writer is fenced.", lambda s: s.quarantined_pages),
     ("num_requests_swapped", "Requests whose KV is in host memory.", lambda s: s.swapped),
-    ("host_pages_total", "Pages of host memory for KV.", lambda s: s.host_pages),
-    ("host_pages_used", "Of them, with cached blocks or swapped requests.", lambda s: s.host_pages_used),
+    ("host_pages", "Pages of host memory for KV.", lambda s: s.host_pages),
+    ("host_pages_used", "Pages of host memory with cached blocks or swapped requests.", lambda s: s.host_pages_used),
     ("stored_blocks", "KV blocks in files.", lambda s: s.stored_blocks),
     ("prefill_tokens_per_second", "Measured prefill rate.", lambda s: s.prefill_tokens_per_s),
     ("gen_throughput", "Output tokens per second, over the last report's span.", lambda s: s.output_tokens_per_s),
@@ -53,9 +55,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("scheduler_steps", "Turns of the scheduler loop.", lambda s: s.loop_count),
     ("prompt_tokens", "Prompt tokens of finished prefills.", lambda s: s.prompt_tokens_total),
-    ("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens_total),
-    ("prefix_cache_hit_tokens_host", "Of them, copied back from host memory.", lambda s: s.host_cached_tokens_total),
-    ("prefix_cache_hit_tokens_disk", "Of them, read from files.", lambda s: s.disk_cached_tokens_total),
     ("generation_tokens", "Output tokens.", lambda s: s.output_tokens_total),
     ("requests", "Requests accepted.", lambda s: s.requests_total),
     ("requests_aborted", "Requests aborted.", lambda s: s.aborted_total),
@@ -66,33 +65,33 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("requests_unsound", "Requests ended because of NaN or infinite logits.", lambda s: s.unsound_total),
     ("audit_failures", "Audits while idle that found a page without an owner.", lambda s: s.audit_failures_total),
     ("num_preemptions", "Retractions of running requests.", lambda s: s.retracted_total),
-    ("num_priority_preemptions", "Of them, for a more important request.", lambda s: s.preempted_total),
+    ("num_priority_preemptions", "Retractions for a more important request.", lambda s: s.preempted_total),
     ("swapped_out", "Retracted requests whose KV went to host memory.", lambda s: s.swapped_out_total),
-    ("swapped_in", "Of them, those that came back from there.", lambda s: s.swapped_in_total),
-    ("swap_misses", "Of them, those that were computed again.", lambda s: s.swap_misses_total),
+    ("swapped_in", "Swapped requests whose KV came back from host memory.", lambda s: s.swapped_in_total),
+    ("swap_misses", "Swapped requests that were computed again.", lambda s: s.swap_misses_total),
     ("kv_transfers", "KV transfers committed.", lambda s: s.transfers_total),
     ("kv_transfer_failures", "KV transfers that failed.", lambda s: s.transfer_failures_total),
     ("kv_transfer_bytes", "Bytes of committed KV transfers.", lambda s: s.transfer_bytes_total),
     ("kv_handovers", "Prompts computed here whose KV went to a peer.", lambda s: s.handed_over_total),
-    ("kv_exposed_seconds", "Of their transfers, time after the prompt was computed.", lambda s: s.transfer_exposed_s),
+    ("kv_exposed_seconds", "Time that handovers took after their prompts.", lambda s: s.transfer_exposed_s),
     ("kv_digest_mismatches", "Transferred pages whose digest did not match.", lambda s: s.digest_mismatches_total),
     ("prefix_fetch_asked", "Prefixes asked of other workers.", lambda s: s.prefix_fetch.asked_total),
-    ("prefix_fetch_fetched", "Of them, those that came, if only in part.", lambda s: s.prefix_fetch.fetched_total),
-    ("prefix_fetch_missed", "Of them, those no longer cached there.", lambda s: s.prefix_fetch.missed_total),
-    ("prefix_fetch_failed", "Of them, those late, torn, refused or lost.", lambda s: s.prefix_fetch.failed_total),
-    ("prefix_fetch_skipped", "Named by a gateway and not asked for.", lambda s: s.prefix_fetch.skipped_total),
+    ("prefix_fetch_fetched", "Prefixes that came, if only in part.", lambda s: s.prefix_fetch.fetched_total),
+    ("prefix_fetch_missed", "Prefixes that others had no longer.", lambda s: s.prefix_fetch.missed_total),
+    ("prefix_fetch_failed", "Prefixes late, torn, refused or lost.", lambda s: s.prefix_fetch.failed_total),
+    ("prefix_fetch_skipped", "Prefixes named by a gateway and not asked for.", lambda s: s.prefix_fetch.skipped_total),
     ("prefix_fetch_pages", "KV pages brought from other workers.", lambda s: s.prefix_fetch.pages_total),
-    ("prefix_fetch_bytes", "Their bytes.", lambda s: s.prefix_fetch.bytes_total),
-    ("prefix_fetch_wait_seconds", "From asking to the end of each.", lambda s: s.prefix_fetch.wait_s),
+    ("prefix_fetch_bytes", "Bytes of KV pages brought from other workers.", lambda s: s.prefix_fetch.bytes_total),
+    ("prefix_fetch_wait_seconds", "Time from asking for prefixes to the end of each.", lambda s: s.prefix_fetch.wait_s),
     ("prefix_fetch_lent", "Prefixes sent to workers that asked.", lambda s: s.prefix_fetch.lent_total),
-    ("prefix_fetch_lent_pages", "Their KV pages.", lambda s: s.prefix_fetch.lent_pages_total),
+    ("prefix_fetch_lent_pages", "KV pages sent to workers that asked.", lambda s: s.prefix_fetch.lent_pages_total),
     ("requests_moved", "Running requests that moved to another worker with their KV.", lambda s: s.moved_total),
-    ("request_moves_failed", "Of those that left, computed again elsewhere.", lambda s: s.move_failures_total),
+    ("request_moves_failed", "Requests that left without their KV.", lambda s: s.move_failures_total),
     ("schedule_seconds", "Time spent scheduling.", lambda s: s.schedule_s),
-    ("plan_seconds", "Of it, choosing what to compute.", lambda s: s.plan_s),
-    ("launch_seconds", "Of it, building batches.", lambda s: s.launch_s),
-    ("settle_seconds", "Of it, taking results in.", lambda s: s.settle_s),
-    ("schedule_hidden_seconds", "Of it, while a forward was computing.", lambda s: s.overlap_hidden_s),
+    ("plan_seconds", "Scheduling time spent on choosing what to compute.", lambda s: s.plan_s),
+    ("launch_seconds", "Scheduling time spent on building batches.", lambda s: s.launch_s),
+    ("settle_seconds", "Scheduling time spent on taking results in.", lambda s: s.settle_s),
+    ("schedule_hidden_seconds", "Scheduling time while a forward was computing.", lambda s: s.overlap_hidden_s),
     ("step_wait_seconds", "Time the scheduler waited for steps.", lambda s: s.wait_s),
 )
 
@@ -143,6 +142,7 @@ class WorkerCollector(Collector):
             yield _gauge(name, text, value(stats))
         for name, text, value in _COUNTERS:
             yield _counter(name, text, value(stats))
+        yield _cache_hits(stats)
         yield _head_waits(stats.head_waits)
         yield from _links(stats.links)
         if stats.speculation is not None:
@@ -152,6 +152,19 @@ class WorkerCollector(Collector):
 def _role(role: Role) -> Metric:
     metric = GaugeMetricFamily(PREFIX + "role", "1 for the role that the router uses it in.", labels=["role"])
     metric.add_metric([role.value], 1.0)
+    return metric
+
+
+def _cache_hits(stats: EngineStats) -> Metric:
+    """By where they were: their sum is what did not have to be computed."""
+    metric = CounterMetricFamily(
+        PREFIX + "prefix_cache_hit_tokens",
+        "Prompt tokens found in the prefix cache: on the device, in host memory or in files.",
+        labels=["tier"],
+    )
+    host, disk = stats.host_cached_tokens_total, stats.disk_cached_tokens_total
+    for tier, tokens in ((Tier.DEVICE, stats.cached_tokens_total - host - disk), (Tier.HOST, host), (Tier.DISK, disk)):
+        metric.add_metric([tier.value], tokens)
     return metric
 
 

@@ -180,7 +180,7 @@ class SystemClient:
             await until(idle, SETTLE_TIMEOUT_S, f"{worker_id} idle", report.copy)
             assert report["problems"] == [], f"{worker_id}: {report['problems']}"
             dummy = 1
-            total = await self.metric("tandem_worker_kv_pages_total", url)
+            total = await self.metric("tandem_worker_kv_pages", url)
             assert report["free_pages"] + report["tree_pages"] + dummy == total, f"{worker_id}: {report}"
 
     async def all_ready(self, *, instead_of: Sequence[int] = ()) -> None:

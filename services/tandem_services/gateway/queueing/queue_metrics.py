@@ -15,11 +15,14 @@ class QueueMetrics:
             "tandem_gateway_num_requests_waiting", "Requests that wait here for a worker with room", registry=registry
         )
         self._by_tenant = Gauge(
-            "tandem_gateway_tenant_requests_waiting", "The same by tenant", ["tenant"], registry=registry
+            "tandem_gateway_tenant_requests_waiting",
+            "Requests that wait here for a worker with room, by tenant",
+            ["tenant"],
+            registry=registry,
         )
         self.wait = Histogram(
             "tandem_gateway_queue_wait_seconds",
-            "In this gateway's queue, of requests that got a worker; 0 for those that found one at once",
+            "Time in this gateway's queue, of requests that got a worker; 0 for those that found one at once",
             buckets=(0.0, *REQUEST_SECONDS),
             registry=registry,
         )

@@ -194,7 +194,7 @@ async def _leaked_pages(fleet: Fleet, worker: Worker, timeout_s: float) -> tuple
         return int(str(report.get("private_pages", 0))) + int(str(report.get("held_pages", 0))), [str(error)]
     await fleet.http.post(f"{worker.url}/flush_cache")
     dummy = 1
-    total = await fleet.metric(worker.url, "tandem_worker_kv_pages_total")
+    total = await fleet.metric(worker.url, "tandem_worker_kv_pages")
     after: dict[str, object] = {}
 
     def leaked() -> int:

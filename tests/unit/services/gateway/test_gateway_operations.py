@@ -5,12 +5,15 @@ import logging
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
 from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.gateway.explain import RequestJournal, RequestRecord
+from tandem_services.gateway.explain import PredictedFetch, RequestJournal, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_testing.exported_metrics import gateway_metrics, resumed_record
 from tandem_testing.gateway_builders import live_gateway
+from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 
@@ -184,9 +187,52 @@ async def test_metrics_count_requests_tokens_and_attempts(pair):
         'tandem_gateway_prompt_tokens_total{model="mock"} 2.0',
         'tandem_gateway_time_to_first_token_seconds_count{model="mock"} 1.0',
         'tandem_gateway_transferred_pages_total{model="mock"} 3.0',
+        'tandem_gateway_kv_transfer_seconds_count{model="mock"} 1.0',
+        'tandem_gateway_kv_transfer_exposed_seconds_count{model="mock"} 1.0',
+        'tandem_gateway_route_decisions_total{reason="prefix",source="local"} 1.0',
     ):
         assert line in text
     assert "unheard-of" not in text
+
+
+def test_a_resumption_is_counted_by_how_the_attempt_before_ended():
+    registry = CollectorRegistry()
+    GatewayMetrics(registry, model="m").finished(resumed_record())
+    assert registry.get_sample_value("tandem_gateway_resumptions_total", {"cause": "worker_lost"}) == 1
+    assert registry.get_sample_value("tandem_gateway_kv_transfer_seconds_sum", {"model": "m"}) == 0.004
+    assert registry.get_sample_value("tandem_gateway_kv_transfer_exposed_seconds_sum", {"model": "m"}) == 0.0004
+
+
+FETCH = PredictedFetch(source="w@1", tokens=32, seconds=0.01)
+
+
+@pytest.mark.parametrize(
+    ("reason", "source", "fetch", "matched_tokens"),
+    [
+        ("session", "session", None, 32),
+        ("fetch", "redis", FETCH, 8),
+        ("prefix", "local", None, 8),
+        ("load", "redis", None, 0),
+    ],
+)
+def test_a_route_decision_is_counted_by_what_spoke_for_the_workers(reason, source, fetch, matched_tokens):
+    done = resumed_record()
+    [choice] = done.choices
+    attempt = msgspec.structs.replace(choice.attempts[0], source=source, fetch=fetch, matched_tokens=matched_tokens)
+    choice.attempts = [attempt]
+    registry = CollectorRegistry()
+    GatewayMetrics(registry, model="m").finished(done)
+    labels = {"source": source, "reason": reason}
+    assert registry.get_sample_value("tandem_gateway_route_decisions_total", labels) == 1
+
+
+async def test_a_gateway_serves_every_metric_that_is_checked_for_conventions(rack, tokenizer, tmp_path):
+    keys = write_keys(tmp_path, root={"admin": True})
+    async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as gateway:
+        text = (await gateway.http.get("/metrics", headers=bearer("root"))).text
+    served = {family.name for family in text_string_to_metric_families(text)}
+    checked = {family.name for family in gateway_metrics()}
+    assert {name for name in served if name.startswith("tandem_") and not name.endswith("_created")} == checked
 
 
 async def test_paths_do_not_multiply_metrics(gateway):

@@ -146,7 +146,9 @@ async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(clien
     apart = {"speculation", "links", "quarantined_for", "prefix_fetch"}
     flat = [name for name in EngineStats.__struct_fields__ if name not in apart]
     flat += PrefixFetchStats.__struct_fields__
-    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 1 + len(flat) + 2
+    of_one_family = {"cached_tokens_total", "host_cached_tokens_total", "disk_cached_tokens_total"}
+    flat = [name for name in flat if name not in of_one_family]
+    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 1 + len(flat) + 1 + 2
     assert "spec_decode" not in text
 
 
@@ -178,6 +180,13 @@ async def test_links_are_exported_by_worker_id(probed, client):
     assert 'tandem_link_broken{peer="d2"} 1.0' in text
     assert 'tandem_link_conditions{peer="d2"} 1.0' in text
     assert 'tandem_link_conditions{peer="d1"} 0.0' in text
+
+
+async def test_cache_hits_are_told_apart_by_tier_and_add_up(probed, client):
+    probed.stats = idle_stats(cached_tokens_total=100, host_cached_tokens_total=30, disk_cached_tokens_total=8)
+    text = (await client.get("/metrics")).text
+    for tier, tokens in (("device", 62.0), ("host", 30.0), ("disk", 8.0)):
+        assert f'tandem_worker_prefix_cache_hit_tokens_total{{tier="{tier}"}} {tokens}' in text
 
 
 async def test_an_engine_that_speculates_exports_what_became_of_its_drafts(probed, client):

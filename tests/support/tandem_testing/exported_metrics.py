@@ -1,0 +1,88 @@
+"""Every metric that Tandem exports, each with at least one sample, so that its labels can be seen."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Metric
+
+from tandem_engine.config import Role
+from tandem_engine.messages.control import LinkReport, SpeculationStats
+from tandem_engine.messages.outputs import TransferReport
+from tandem_engine.names import LinkTransport
+from tandem_services.gateway.access.access_metrics import AccessMetrics
+from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord, RequestRecord
+from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
+from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
+from tandem_testing.mock_engine_process import idle_stats
+
+
+def gateway_metrics() -> list[Metric]:
+    """Those of a gateway with API keys, on which everything has happened once."""
+    registry = CollectorRegistry()
+    gateway, access, queue = GatewayMetrics(registry, model="m"), AccessMetrics(registry), QueueMetrics(registry)
+    gateway.answered("/v1/completions", 200)
+    gateway.attempts.labels(outcome="finished").inc()
+    gateway.finished(resumed_record())
+    access.keys_loaded(1)
+    access.refused("unknown")
+    access.limited("t", "requests")
+    access.used("t", 5)
+    queue.refused("full")
+    queue.waiting({"t": 1})
+    return list(registry.collect())
+
+
+def worker_metrics() -> list[Metric]:
+    """Those of a worker that speculates, has a peer and lets a request wait."""
+    speculation = SpeculationStats(
+        proposer="NGRAM", runs_total=4, drafted_total=12, accepted_total=9, accept_length=3.25, propose_s=0.5
+    )
+    link = LinkReport(peer="d1@7", bytes_per_s=2e9, latency_s=0.001, transport=LinkTransport.SHM)
+    stats = idle_stats(speculation=speculation, links=(link,), head_waits="no_pages", waiting=1)
+    service = ServiceNumbers(
+        registered=True, offered=True, index_replays=0, redis_failures=0, role=Role.DECODE, draining_s=None
+    )
+    return list(WorkerCollector(lambda: stats, lambda: service).collect())
+
+
+def labels_of_series(metrics: Iterable[Metric]) -> dict[str, frozenset[str]]:
+    """Name of each series as a query would have it (`…_bucket`, `…_total`) → its labels."""
+    return {sample.name: frozenset(sample.labels) for metric in metrics for sample in metric.samples}
+
+
+def resumed_record() -> RequestRecord:
+    """Of a request whose first worker died after five tokens."""
+    lost = _attempt(resumed_tokens=0, outcome="worker_lost", matched_tokens=16)
+    resumed = _attempt(resumed_tokens=5, outcome="finished", matched_tokens=0)
+    choice = ChoiceRecord(
+        index=0,
+        attempts=[lost, resumed],
+        output_tokens=9,
+        transfer=TransferReport(pages=3, bytes=96, pages_reused=0, wait_s=0.004, exposed_s=0.0004),
+    )
+    return RequestRecord(
+        request_id="r",
+        client_request_id=None,
+        endpoint="/v1/completions",
+        model="m",
+        stream=False,
+        prompt_tokens=20,
+        n=1,
+        created=0,
+        choices=[choice],
+        e2e_s=0.3,
+    )
+
+
+def _attempt(*, resumed_tokens: int, outcome: str, matched_tokens: int) -> AttemptRecord:
+    return AttemptRecord(
+        decode="d@1",
+        prefill="p@1",
+        source="redis",
+        placement="pair",
+        terms=(),
+        matched_tokens=matched_tokens,
+        fetch=None,
+        resumed_tokens=resumed_tokens,
+        outcome=outcome,
+    )

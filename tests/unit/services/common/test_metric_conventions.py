@@ -1,0 +1,55 @@
+"""Names, units, labels and help texts of all metrics follow https://prometheus.io/docs/practices/naming/."""
+
+import re
+
+import pytest
+from prometheus_client import Metric
+
+from tandem_testing.exported_metrics import gateway_metrics, worker_metrics
+
+METRICS = gateway_metrics() + worker_metrics()
+OTHER_UNITS = re.compile(r"_(ms|us|ns|milliseconds|minutes|kib|mib|gib|kilobytes|megabytes|percent)(_|$)")
+OF_SCRAPES = {"job", "instance", "le", "quantile"}
+"""Labels that Prometheus sets itself."""
+UNBOUNDED = {"request_id", "rid", "user", "path", "url", "prompt", "incarnation", "digest", "key"}
+
+
+@pytest.fixture(params=METRICS, ids=[metric.name for metric in METRICS])
+def metric(request) -> Metric:
+    return request.param
+
+
+def test_names_are_plain_and_begin_with_the_product(metric):
+    assert re.fullmatch(r"tandem_(gateway|worker|link)(_[a-z0-9]+)+", metric.name)
+
+
+def test_only_counters_end_in_total(metric):
+    named_total = all(s.name.endswith(("_total", "_created")) for s in metric.samples)
+    assert named_total == (metric.type == "counter")
+    assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_info"))
+
+
+def test_units_are_base_units(metric):
+    assert not OTHER_UNITS.search(metric.name)
+    if metric.type == "histogram":
+        assert metric.name.endswith(("_seconds", "_bytes"))
+
+
+def test_a_help_text_can_be_read_alone(metric):
+    assert re.match(r"[A-Z0-9]", metric.documentation)
+    assert not re.match(r"(Of (it|them)|Their|Those|The same)\b", metric.documentation)
+
+
+def test_labels_are_few_and_not_those_of_clients_or_of_prometheus(metric):
+    assert metric.samples, "not exercised, so its labels are not known"
+    labels = set().union(*(sample.labels for sample in metric.samples)) - (
+        {"le"} if metric.type == "histogram" else set()
+    )
+    assert all(re.fullmatch(r"[a-z][a-z_]*", label) for label in labels)
+    assert len(labels) <= 3
+    assert not labels & (OF_SCRAPES | UNBOUNDED)
+
+
+def test_no_two_families_have_one_name():
+    names = [metric.name for metric in METRICS]
+    assert sorted(names) == sorted(set(names))
