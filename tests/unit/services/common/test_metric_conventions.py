@@ -1,12 +1,14 @@
 """Names, units, labels and help texts of all metrics follow https://prometheus.io/docs/practices/naming/."""
 
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client import Metric
 
-from tandem_testing.exported_metrics import gateway_metrics, worker_metrics
+from tandem_testing.exported_metrics import gateway_metrics, labels_of_series, worker_metrics
 
+ROOT = Path(__file__).resolve().parents[4]
 METRICS = gateway_metrics() + worker_metrics()
 OTHER_UNITS = re.compile(r"_(ms|us|ns|milliseconds|minutes|kib|mib|gib|kilobytes|megabytes|percent)(_|$)")
 OF_SCRAPES = {"job", "instance", "le", "quantile"}
@@ -53,3 +55,15 @@ def test_labels_are_few_and_not_those_of_clients_or_of_prometheus(metric):
 def test_no_two_families_have_one_name():
     names = [metric.name for metric in METRICS]
     assert sorted(names) == sorted(set(names))
+
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_only_metrics_that_exist(document):
+    series = labels_of_series(METRICS)
+    families = series.keys() | {metric.name for metric in METRICS if metric.type == "histogram"}
+    named = set(re.findall(r"tandem_(?:gateway|worker|link)_[a-z0-9_]*", document.read_text("utf-8")))
+    begun = {name for name in named if name.endswith("_") and any(family.startswith(name) for family in families)}
+    assert named - begun <= families
