@@ -6,7 +6,13 @@ from pathlib import Path
 from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
-from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_model, add_output_parsers
+from tandem_services.cli.shared_flags import (
+    add_deployment,
+    add_local_prefill,
+    add_model,
+    add_output_parsers,
+    add_router_policy,
+)
 from tandem_services.common.settings import read_settings
 
 EXAMPLES = """\
@@ -54,6 +60,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_local_prefill(parser)
     add_output_parsers(parser)
+    add_router_policy(parser)
     parser.add_argument(
         "--session-ttl",
         type=positive_float,
@@ -90,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     from tandem_engine.logs import LogFormat
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.gateway.serve import GatewayConfig, serve
+    from tandem_services.router.policies.by_role import PolicyNames
 
     folder = model_folder(args.model)
     return serve(
@@ -104,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
             tool_call_parser=args.tool_call_parser,
             reasoning_parser=args.reasoning_parser,
             local_prefill_tokens=args.local_prefill_tokens,
+            policies=PolicyNames.parse(args.router_policy),
             session_ttl_s=args.session_ttl,
             drain_notice_s=args.drain_notice,
             api_keys=args.api_keys,

@@ -14,11 +14,11 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from tandem_engine.errors import ConfigError, EngineError
-from tandem_services.cli import bench, chat, ctl, gateway, keys, quarantine, up, verify, worker
+from tandem_services.cli import bench, chat, ctl, gateway, keys, quarantine, simulate, up, verify, worker
 from tandem_services.common.errors import ServiceError
 from tandem_services.common.settings import read_settings
 
-COMMANDS = (up, chat, bench, verify, gateway, worker, ctl, quarantine, keys)
+COMMANDS = (up, chat, bench, verify, simulate, gateway, worker, ctl, quarantine, keys)
 
 EPILOG = """\
 first steps:
@@ -26,6 +26,7 @@ first steps:
   tandem chat                        talk to it (in a second terminal)
   tandem verify --quick              prove that outputs equal transformers, token by token
   tandem bench serve --help          measure a running server
+  tandem simulate --help             replay a trace against the router, without a GPU
 
 `tandem COMMAND --help` explains each command with examples.
 """

@@ -85,3 +85,14 @@ def add_local_prefill(parser: argparse.ArgumentParser) -> None:
         help="a decode worker computes up to N tokens of a prompt itself where that is predicted to be faster than a "
         "prefill worker and a transfer; 0: only when no prefill worker lives (default 2048)",
     )
+
+
+def add_router_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--router-policy",
+        default="locality",
+        metavar="POLICY",
+        help="who is offered a request: locality (cached prefixes and load in predicted seconds), round_robin, "
+        "least_loaded, power_of_two or session (by the request's user); one for all, or prefill=POLICY,decode=POLICY "
+        "(default locality)",
+    )

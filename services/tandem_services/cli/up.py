@@ -17,7 +17,14 @@ from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import python_command, require_free, require_redis, start_redis
-from tandem_services.cli.shared_flags import add_cluster, add_local_prefill, add_model, add_output_parsers, add_redis
+from tandem_services.cli.shared_flags import (
+    add_cluster,
+    add_local_prefill,
+    add_model,
+    add_output_parsers,
+    add_redis,
+    add_router_policy,
+)
 from tandem_services.common.errors import StartupError
 from tandem_services.common.ports import free_port
 
@@ -69,6 +76,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_local_prefill(parser)
     add_output_parsers(parser)
+    add_router_policy(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -168,6 +176,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]
+    gateway += ["--router-policy", args.router_policy]
     supervisor.start(_child(todo, "gateway", gateway))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem_engine.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
+from tandem_services.router.policies.by_role import PolicyNames
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,8 @@ class GatewayConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     """Names in `TOOL_CALL_PARSERS` and `REASONING_PARSERS`."""
+    policies: PolicyNames = field(default_factory=PolicyNames)
+    """How the router chooses, by role."""
     request_timeout_s: float = 600.0
     session_ttl_s: float = 600.0
     """An unused session is forgotten after this long; the workers' --session-ttl."""

@@ -119,6 +119,8 @@ class ChoiceRequest:
     sampling: SamplingParams
     cache_salt: str
     priority: int
+    session_key: str = ""
+    """Whose request it is, for routing by the policy `session`."""
     pooling: PoolingParams | None = None
     """An embedding is wanted instead of text; `sampling` then allows one token."""
     group: str = ""
@@ -370,6 +372,7 @@ class Dispatcher:
             max_tokens=request.sampling.max_tokens - len(progress.received),
             exclude=frozenset(progress.failed),
             compat_hash=self._kind_wanted(progress),
+            session_key=request.session_key,
         )
 
     def _kind_wanted(self, progress: Progress) -> str | None:

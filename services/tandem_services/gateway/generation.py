@@ -163,6 +163,7 @@ def _choice_request(job: Job, choice: PlannedChoice, route: SharedRoute | None) 
         input_ids=choice.input_ids,
         sampling=choice.sampling,
         cache_salt=job.plan.cache_salt,
+        session_key=job.plan.session_key,
         priority=job.plan.priority,
         group="" if route is None else f"{job.record.request_id}-{choice.index // job.plan.n}",
         route=route,

@@ -57,6 +57,8 @@ class GenerationPlan:
     """The request field that asked for a grammar: what errors about it name."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that its answer repeats, where the endpoint does so."""
+    session_key: str = ""
+    """The request's `user`, for routing by the policy `session`."""
     turn: SessionTurn | None = None
     """The session that its one choice continues."""
 

@@ -170,6 +170,7 @@ async def _serve(
             redis=config.redis,
             cluster=config.cluster,
             local_prefill_tokens=config.local_prefill_tokens,
+            policies=config.policies,
         )
     )
     context = IpcContext(keys)

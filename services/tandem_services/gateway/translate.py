@@ -155,6 +155,7 @@ def generation_plan(
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
         generate=generate,
         cache_salt=request.cache_salt or "",
+        session_key=request.user or "",
         priority=request.priority or 0,
         timeout_s=request.timeout,
         skip_special_tokens=request.skip_special_tokens is not False,

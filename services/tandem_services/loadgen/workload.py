@@ -4,19 +4,13 @@ Prompts are made of blocks of words; equal block numbers give equal text, so tha
 (Mooncake's `hash_ids`) is real reuse. Lengths are counted in words here; the server's usage tells tokens.
 """
 
-import csv
-import json
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
 from tandem_engine.errors import ConfigError
-
-TRACE_BLOCK = 512
-"""Tokens of one Mooncake hash block."""
+from tandem_services.common.traces import TRACE_BLOCK, TraceRow, read_trace
 
 WORDS = tuple(
     "the river fox lives near a quiet village and every morning it walks along old stone bridge to look for "
@@ -83,55 +77,22 @@ def trace_workload(path: Path, count: int, *, scale: float, speed: float) -> lis
     `scale` divides lengths (64 suits a small CPU model), `speed` divides the times between arrivals.
     Raises `ConfigError` naming the file and line that cannot be read.
     """
-    rows = _mooncake(path) if path.suffix == ".jsonl" else _azure(path)
-    try:
-        chosen = list(islice(rows, count))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--trace {path}: {error}. Expected Mooncake JSON lines or Azure CSV") from error
+    chosen = list(islice(read_trace(path), count))
     if not chosen:
         raise ConfigError(f"--trace {path}: no requests in it")
     start = chosen[0].at
     return [
         RequestSpec(
-            prompt=" ".join(row.words(scale)),
-            max_tokens=max(1, round(row.output / scale)),
+            prompt=" ".join(_words(row, scale)),
+            max_tokens=max(1, round(row.output_tokens / scale)),
             at=(row.at - start) / speed,
         )
         for row in chosen
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TraceRow:
-    at: float
-    prompt: int
-    output: int
-    blocks: Sequence[int]
-
-    def words(self, scale: float) -> list[str]:
-        total = max(1, round(self.prompt / scale))
-        size = max(1, round(TRACE_BLOCK / scale))
-        words = [word for block in self.blocks for word in block_words(block, size)]
-        return words[:total]
-
-
-def _mooncake(path: Path) -> Iterator[_TraceRow]:
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            yield _TraceRow(
-                at=row["timestamp"] / 1000.0,
-                prompt=row["input_length"],
-                output=row["output_length"],
-                blocks=row["hash_ids"],
-            )
-
-
-def _azure(path: Path) -> Iterator[_TraceRow]:
-    with path.open(encoding="utf-8", newline="") as lines:
-        for number, row in enumerate(csv.DictReader(lines)):
-            prompt = int(row["ContextTokens"])
-            blocks = range(number * 1000, number * 1000 + prompt // TRACE_BLOCK + 1)
-            # Azure writes seven digits of a second, one more than Python reads.
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            yield _TraceRow(at=at, prompt=prompt, output=int(row["GeneratedTokens"]), blocks=blocks)
+def _words(row: TraceRow, scale: float) -> list[str]:
+    total = max(1, round(row.prompt_tokens / scale))
+    size = max(1, round(TRACE_BLOCK / scale))
+    words = [word for block in row.blocks for word in block_words(block, size)]
+    return words[:total]

@@ -70,6 +70,8 @@ class RouteQuery:
     """Incarnations that this request has already failed on."""
     compat_hash: str | None = None
     """Of the workers whose output is continued: other weights would continue it with other tokens (B3.52)."""
+    session_key: str = ""
+    """Whose request it is, for the policy `session`."""
 
 
 @dataclass(frozen=True, slots=True)

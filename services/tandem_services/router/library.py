@@ -15,7 +15,7 @@ from importlib.resources import files
 from tandem_services.common.redis_client import Argument, FunctionMissingError, RedisClient, Reply
 from tandem_services.router import cost, keys, scoring, shortlist, usage_windows, virtual_counters
 
-SCRIPTS = ("state", "fleet_row", "index", "lease", "score", "fetch", "route", "usage", "fair")
+SCRIPTS = ("clock", "state", "fleet_row", "index", "lease", "score", "fetch", "route", "usage", "fair")
 
 CONSTANTS: Mapping[str, float] = {
     "LEASE_MS": keys.LEASE_MS,
@@ -52,10 +52,16 @@ class LibrarySource:
     text: str
 
 
-def library_source(constants: Mapping[str, float] = CONSTANTS) -> LibrarySource:
-    """The library, named `tandem_` and eight hex digits of its content's digest."""
+def library_source(constants: Mapping[str, float] = CONSTANTS, *, clock: str | None = None) -> LibrarySource:
+    """The library, named `tandem_` and eight hex digits of its content's digest.
+
+    `clock` takes the place of scripts/clock.lua, where time is not Redis's own.
+    """
     folder = files("tandem_services.router") / "scripts"
-    scripts = [(folder / f"{name}.lua").read_text("utf-8") for name in SCRIPTS]
+    scripts = [
+        clock if name == "clock" and clock is not None else (folder / f"{name}.lua").read_text("utf-8")
+        for name in SCRIPTS
+    ]
     body = "\n".join((*(f"local {name} = {value}" for name, value in constants.items()), *scripts))
     name = "tandem_" + blake2b(body.encode(), digest_size=4).hexdigest()
     return LibrarySource(name, f"#!lua name={name}\nlocal VERSION = '{name}'\n{body}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from tandem_engine.clock import Clock, MonotonicClock
+from tandem_engine.config import Role
 from tandem_engine.messages.block_hash import chain_hashes, chain_seed
 from tandem_services.common.redis_client import (
     BACKGROUND_TIMEOUT_S,
@@ -40,9 +41,10 @@ from tandem_services.router.fair_board import FairBoard
 from tandem_services.router.fetching import planned_fetch
 from tandem_services.router.index import BlockIndex, Routed
 from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATION_MS, Keys
-from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.library import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
 from tandem_services.router.membership import Membership
+from tandem_services.router.policies.by_role import PoliciesByRole, PolicyNames
 from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import Registry
 from tandem_services.router.scoring import has_to_wait, placement_of
@@ -68,6 +70,8 @@ class RouterConfig:
     local_prefill_tokens: int = LOCAL_PREFILL_TOKENS
     """A decode worker computes a prompt alone where that is predicted to be faster and it lacks no more tokens than
     this; 0: only when no prefill worker can."""
+    policies: PolicyNames = field(default_factory=PolicyNames)
+    """Who is left for the price to choose among, by role."""
     routing_timeout_s: float = ROUTING_TIMEOUT_S
     start_timeout_s: float = 30.0
     """How long `start` waits for Redis."""
@@ -89,7 +93,15 @@ class RouterCounters:
 class Router:
     """See the module docstring. All methods belong to one event loop."""
 
-    def __init__(self, config: RouterConfig, *, clock: Clock | None = None, random: Random | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        clock: Clock | None = None,
+        random: Random | None = None,
+        source: LibrarySource | None = None,
+    ) -> None:
+        """`source`: the functions to call in Redis instead of the product's own."""
         self.counters = RouterCounters()
         self._config = config
         self._clock = clock or MonotonicClock()
@@ -101,15 +113,17 @@ class Router:
         """Which worker keeps which conversation."""
         self.quarantine = QuarantineBoard(client=self._background, keys=keys)
         """Which requests no worker should see again."""
-        self.usage = UsageBoard(library=FunctionLibrary(self._routing), keys=keys)
+        source = source or library_source()
+        self.usage = UsageBoard(library=FunctionLibrary(self._routing, source), keys=keys)
         """What tenants have used of their limits."""
-        self.fairness = FairBoard(library=FunctionLibrary(self._background), keys=keys)
+        self.fairness = FairBoard(library=FunctionLibrary(self._background, source), keys=keys)
         """What tenants have had of the fleet."""
-        self._index = BlockIndex(library=FunctionLibrary(self._routing), keys=keys)
-        self._registry = Registry(library=FunctionLibrary(self._background), keys=keys)
+        self._index = BlockIndex(library=FunctionLibrary(self._routing, source), keys=keys)
+        self._registry = Registry(library=FunctionLibrary(self._background, source), keys=keys)
         self._membership = Membership(clock=self._clock)
         self._own = OwnLoad(clock=self._clock)
         self._local = LocalRouting(own=self._own, random=self._random)
+        self._policies = PoliciesByRole(config.policies, self._random, self._outstanding)
         self._chosen_at: dict[int, float] = {}
         """Choices not released yet, by serial."""
         self._serial = 0
@@ -221,6 +235,7 @@ class Router:
 
     async def _find(self, query: RouteQuery) -> Choice | None:
         query = replace(query, exclude=query.exclude | self._membership.dead | self._strangers(query))
+        query = replace(query, exclude=query.exclude | self._passed_over(query))
         return await self._choose_in_redis(query) or self._choose_locally(query)
 
     def _strangers(self, query: RouteQuery) -> frozenset[str]:
@@ -228,6 +243,18 @@ class Router:
         if query.compat_hash is None:
             return frozenset()
         return frozenset(each.incarnation for each in self.workers() if each.compat_hash != query.compat_hash)
+
+    def _passed_over(self, query: RouteQuery) -> frozenset[str]:
+        """Workers that the policies leave out."""
+        if not self._policies.narrows:
+            return frozenset()
+        records = self._membership.candidates(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
+        return self._policies.passed_over((record.view for record in records), query)
+
+    def _outstanding(self, worker: WorkerView) -> float:
+        if worker.role is Role.PREFILL:
+            return self._own.wait_s(worker.incarnation)
+        return self._own.sequences(worker.incarnation)
 
     async def _choose_in_redis(self, query: RouteQuery) -> Choice | None:
         """None when Redis cannot tell: the caller decides locally."""

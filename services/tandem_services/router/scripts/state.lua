@@ -1,4 +1,4 @@
--- What every function shares: the four keys, the clock, and protection from rubbish.
+-- What every function shares: the four keys, and protection from rubbish.
 --
 -- KEYS of every registry function: 1 fleet, 2 owner, 3 fenced, 4 meta.
 -- ARGV[1] is the key prefix; worker:<id>, blocks:<incarnation> and cursor:<incarnation> are derived from
@@ -8,11 +8,6 @@ local EXPECTED_TYPES = {'hash', 'hash', 'zset', 'hash'}
 
 local function register(name, callback)
   redis.register_function(VERSION .. '_' .. name, callback)
-end
-
-local function now_ms()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
 -- 1 when a key of another type had to be dropped, else 0.

@@ -1,0 +1,267 @@
+"""`tandem simulate`: policies side by side on one trace, with the real router and modelled workers."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from tandem_engine.errors import ConfigError
+from tandem_engine.flags import positive_int
+from tandem_services.cli.numbers import fraction, positive_float
+from tandem_services.cli.shared_flags import add_local_prefill
+from tandem_services.common.errors import StartupError
+
+if TYPE_CHECKING:
+    from tandem_services.loadgen.summary import Slo
+    from tandem_services.router.policies.by_role import PolicyNames
+    from tandem_services.simulate.fleet import FleetShape
+    from tandem_services.simulate.report import Report
+    from tandem_services.simulate.requests import SimulatedRequest
+    from tandem_services.simulate.run import Simulation
+    from tandem_services.simulate.service_times import ServiceTimes
+
+EXAMPLES = """\
+examples:
+  tandem simulate --trace conversation_trace.jsonl --workers 8 --cache-share 0.1
+  tandem simulate --trace conversation_trace.jsonl --workers prefill=4,decode=4 --slo-ttft-ms 2000 --slo-itl-ms 50
+  tandem simulate --trace conv.csv --workers 4 --policy locality --prefill-rate 8000 --decode-step-ms 1:12,64:35
+  tandem simulate --trace conversation_trace.jsonl --workers 8 --policy locality,round_robin --plot policies.svg
+  tandem simulate --trace conversation_trace.jsonl --workers prefill=4,decode=4 --policy prefill=locality,decode=session
+
+What is real: the router with its index, prices, reservations and policies, in a Redis of its own whose time is the
+simulation's. What is modelled: workers, with the rates that workers publish. Take yours from a running deployment
+(redis-cli hgetall 'tandem:{default}:worker:NAME': prefill_tokens_per_s, decode_step_s, token_bytes,
+transfer_bytes_per_s). Nothing sleeps; equal inputs and seeds give equal figures.
+
+How to read it: "of pooled LRU" is the block hit rate over that of one cache as large as all workers' together, which
+no router can beat by much; "busiest/mean" is 1 where work is even. Workers in docs/simulate.md.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="replay a request trace against the router with modelled workers",
+        description="Replay a trace (Mooncake .jsonl or Azure .csv) in simulated time and compare routing policies by "
+        "hit rate, TTFT, ITL, goodput and balance.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_load(parser)
+    _add_workers(parser)
+    add_local_prefill(parser)
+    report = parser.add_argument_group("report")
+    report.add_argument("--slo-ttft-ms", type=positive_float, metavar="MS", help="count requests within this as good")
+    report.add_argument("--slo-itl-ms", type=positive_float, metavar="MS", help="same, mean inter-token latency")
+    report.add_argument("--slo-e2e-ms", type=positive_float, metavar="MS", help="same, whole request")
+    report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    report.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object to FILE too")
+    report.add_argument("--plot", type=Path, metavar="FILE", help="write the figures as SVG")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("load")
+    load.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Mooncake .jsonl or Azure .csv")
+    load.add_argument("--num-prompts", type=positive_int, metavar="N", help="the first N requests (default: all)")
+    load.add_argument(
+        "--trace-speed",
+        type=positive_float,
+        default=1.0,
+        metavar="F",
+        help="divide the gaps between arrivals (default 1)",
+    )
+    load.add_argument(
+        "--policy",
+        action="append",
+        metavar="LIST",
+        help="policies to compare, separated by commas: locality, round_robin, least_loaded, power_of_two, session; or "
+        "prefill=POLICY,decode=POLICY as one; may be repeated (default locality,round_robin,least_loaded,power_of_two)",
+    )
+    load.add_argument("--seed", type=int, default=0, help="of every random choice (default 0)")
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    workers = parser.add_argument_group("workers")
+    workers.add_argument(
+        "--workers", default="8", metavar="N", help="N that do both, or prefill=N,decode=N[,both=N] (default 8)"
+    )
+    cache = workers.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--cache-share",
+        type=fraction,
+        default=0.1,
+        metavar="F",
+        help="KV of all workers that compute prompts together, by the trace's distinct blocks (default 0.1)",
+    )
+    cache.add_argument("--cache-blocks", type=positive_int, metavar="N", help="KV of each worker in 512-token blocks")
+    workers.add_argument(
+        "--prefill-rate", type=positive_float, default=10_000.0, metavar="R", help="prompt tokens/s (default 10000)"
+    )
+    workers.add_argument(
+        "--decode-step-ms",
+        default="1:10,64:30,256:80",
+        metavar="N:MS,…",
+        help="step time by sequences, linear in between (default 1:10,64:30,256:80)",
+    )
+    workers.add_argument(
+        "--chunked-prefill-size",
+        type=positive_int,
+        default=2048,
+        metavar="N",
+        help="prompt tokens per step (default 2048)",
+    )
+    workers.add_argument(
+        "--max-running-requests", type=positive_int, default=256, metavar="N", help="rows of each worker (default 256)"
+    )
+    workers.add_argument(
+        "--context-length", type=positive_int, default=131_072, metavar="N", help="longest sequence (default 131072)"
+    )
+    workers.add_argument(
+        "--token-kib", type=positive_float, default=128.0, metavar="KIB", help="KV of one token (default 128)"
+    )
+    workers.add_argument(
+        "--transfer-gb-per-s", type=positive_float, default=10.0, metavar="GB", help="of each link (default 10)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Everything that can be wrong with the input is found before Redis is started."""
+    from tandem_services.simulate.figures import plot, table
+
+    simulation = _simulation(args)
+    for path in (args.out, args.plot):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path}: the folder {path.parent} does not exist")
+    report = _replayed(simulation, quiet=args.json)
+    text = _json(report)
+    if args.out is not None:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    if args.plot is not None:
+        title = f"{args.trace.name}, {args.workers} workers, {report.trace.cache_blocks} blocks of KV"
+        args.plot.write_text(plot(report, title), encoding="utf-8")
+    print(text if args.json else table(report))
+    return 0
+
+
+def _simulation(args: argparse.Namespace) -> "Simulation":
+    from tandem_services.common.traces import read_trace
+    from tandem_services.simulate.requests import simulated_requests
+    from tandem_services.simulate.run import Simulation
+
+    policies = _policies(args.policy)
+    times = _times(args)
+    counts = _worker_counts(args.workers)
+    requests = simulated_requests(read_trace(args.trace), limit=args.num_prompts, speed=args.trace_speed)
+    if not requests:
+        raise ConfigError(f"--trace {args.trace}: no requests in it")
+    return Simulation(
+        requests=requests,
+        shape=_shape(args, counts, times, requests),
+        policies=policies,
+        local_prefill_tokens=args.local_prefill_tokens,
+        seed=args.seed,
+        slo=_slo(args),
+    )
+
+
+def _policies(lists: Sequence[str] | None) -> "dict[str, PolicyNames]":
+    from tandem_services.router.policies.by_role import PolicyNames
+
+    names = []
+    for text in lists or ["locality,round_robin,least_loaded,power_of_two"]:
+        names += [text] if "=" in text else text.split(",")
+    return {name: PolicyNames.parse(name) for name in names}
+
+
+def _worker_counts(text: str) -> dict[str, int]:
+    """`8` or `prefill=4,decode=4`."""
+    counts = {}
+    for part in text.split(",") if "=" in text else [f"both={text}"]:
+        role, _, count = part.partition("=")
+        if role not in ("both", "prefill", "decode") or role in counts or not count.isdecimal():
+            raise ConfigError(f"--workers {text[:100]!r}: expected a number, or prefill=N,decode=N[,both=N]")
+        counts[role] = int(count)
+    return counts
+
+
+def _times(args: argparse.Namespace) -> "ServiceTimes":
+    from tandem_services.simulate.service_times import ServiceTimes
+
+    return ServiceTimes(
+        prefill_rate=args.prefill_rate,
+        chunk_tokens=args.chunked_prefill_size,
+        decode_steps=_decode_steps(args.decode_step_ms),
+        token_bytes=args.token_kib * 1024,
+        transfer_rate=args.transfer_gb_per_s * 1e9,
+    )
+
+
+def _decode_steps(text: str) -> tuple[tuple[int, float], ...]:
+    steps = []
+    for part in text.split(","):
+        size, _, ms = part.partition(":")
+        try:
+            steps.append((positive_int(size), positive_float(ms) / 1e3))
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise ConfigError(f"--decode-step-ms {part[:100]!r}: expected SEQUENCES:MS, e.g. 64:30") from error
+    return tuple(steps)
+
+
+def _shape(
+    args: argparse.Namespace, counts: dict[str, int], times: "ServiceTimes", requests: "Sequence[SimulatedRequest]"
+) -> "FleetShape":
+    from tandem_services.common.traces import TRACE_BLOCK
+    from tandem_services.simulate.fleet import FleetShape
+    from tandem_services.simulate.run import distinct_blocks
+
+    computing = counts.get("both", 0) + counts.get("prefill", 0)
+    shared = int(distinct_blocks(requests) * args.cache_share) // max(1, computing)
+    return FleetShape(
+        **counts,
+        cache_blocks=shared if args.cache_blocks is None else args.cache_blocks,
+        block_tokens=TRACE_BLOCK,
+        max_sequences=args.max_running_requests,
+        context_length=args.context_length,
+        times=times,
+    )
+
+
+def _slo(args: argparse.Namespace) -> "Slo | None":
+    from tandem_services.loadgen.summary import Slo
+
+    slo = Slo(ttft_ms=args.slo_ttft_ms, itl_ms=args.slo_itl_ms, e2e_ms=args.slo_e2e_ms)
+    return None if slo == Slo() else slo
+
+
+def _replayed(simulation: "Simulation", *, quiet: bool) -> "Report":
+    """With a Redis of its own, which ends with it."""
+    import uvloop
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from tandem_services.cli.processes import Supervisor
+    from tandem_services.cli.redis_process import start_redis
+    from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    supervisor = Supervisor()
+    with (
+        TemporaryDirectory(prefix="tandem-simulate-") as folder,
+        Progress(*columns, console=Console(stderr=True), disable=quiet) as progress,
+    ):
+        tasks = {name: progress.add_task(name, total=len(simulation.requests)) for name in simulation.policies}
+        try:
+            url = start_redis(supervisor, Path(folder))
+            return uvloop.run(simulation.run(RedisAddress(url=url), lambda name: progress.advance(tasks[name])))
+        except RedisUnavailableError as error:
+            raise StartupError(f"the simulation's own Redis failed: {error}") from error
+        finally:
+            supervisor.stop(grace=5.0)
+
+
+def _json(report: "Report") -> str:
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(report), indent=1).decode()

@@ -1,0 +1,146 @@
+"""Modelled workers as the router sees them: heartbeats and prefix index through the product's own registry code.
+
+heartbeat     each second, at a moment of its own for each worker
+index         what a cache has stored and removed, at most every `PACE_S`, revision by revision
+"""
+
+from dataclasses import dataclass, field
+
+from tandem_engine.config import Role
+from tandem_engine.errors import ConfigError
+from tandem_services.router.choice import WorkerView
+from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
+from tandem_services.router.keys import HEARTBEAT_S
+from tandem_services.router.registry import WorkerRecord, WorkerState
+from tandem_services.simulate.redis_time import SimulatedRedis
+from tandem_services.simulate.service_times import ServiceTimes
+from tandem_services.simulate.worker import ModelledWorker
+
+MODEL = "simulated"
+
+PACE_S = 0.05
+"""As `tandem_services.worker.index_feed.PACE_S`."""
+
+MAX_WORKERS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetShape:
+    """How many workers of each role, and what each is like."""
+
+    both: int = 0
+    prefill: int = 0
+    decode: int = 0
+    cache_blocks: int
+    """Of each worker."""
+    block_tokens: int
+    max_sequences: int = 256
+    context_length: int = 131_072
+    times: ServiceTimes = field(default_factory=ServiceTimes)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= MAX_WORKERS:
+            raise ConfigError(f"--workers: there must be 1 to {MAX_WORKERS} workers, got {self.size}")
+        if self.both + self.decode == 0:
+            raise ConfigError("--workers: somebody must decode, e.g. --workers 8 or --workers prefill=4,decode=4")
+        if self.both == 0 and (self.prefill == 0) != (self.decode == 0):
+            raise ConfigError("--workers: decode workers need prefill workers, e.g. --workers prefill=4,decode=4")
+        if self.cache_blocks < 1:
+            raise ConfigError("--cache-blocks: each worker must have at least one block")
+
+    @property
+    def size(self) -> int:
+        return self.both + self.prefill + self.decode
+
+    @property
+    def computing(self) -> int:
+        """Workers whose caches save computing: decode workers cache what was computed elsewhere."""
+        return self.both + self.prefill
+
+    def roles(self) -> list[tuple[str, Role]]:
+        counts = ((Role.BOTH, self.both), (Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
+        return [(f"{role.value}-{number:04}", role) for role, count in counts for number in range(count)]
+
+
+class Fleet:
+    """All workers of one run. `begin` registers them."""
+
+    def __init__(self, shape: FleetShape, redis: SimulatedRedis) -> None:
+        self.redis = redis
+        self._shape = shape
+        self._revision = dict.fromkeys((name for name, _ in shape.roles()), 0)
+        self._publishing: set[str] = set()
+        self.workers = {_incarnation(name): self._worker(name, role) for name, role in shape.roles()}
+        """By incarnation."""
+        self.closing = False
+        """No heartbeats any more."""
+
+    async def begin(self) -> None:
+        """Register everybody with an empty cache. Raises `RedisUnavailableError`."""
+        await self.redis.begin()
+        await self.redis.follow()
+        for number, worker in enumerate(self.workers.values()):
+            await self._heartbeat(worker)
+            await self._publish(worker, [IndexUpdate(UpdateKind.CLEARED)])
+            moment = HEARTBEAT_S * (1 + number / self._shape.size)
+            self.redis.events.at(moment, lambda worker=worker: self._beat(worker))  # type: ignore[misc]
+
+    def _worker(self, name: str, role: Role) -> ModelledWorker:
+        return ModelledWorker(
+            name=name,
+            role=role,
+            times=self._shape.times,
+            capacity=self._shape.cache_blocks,
+            block_tokens=self._shape.block_tokens,
+            max_sequences=self._shape.max_sequences,
+            events=self.redis.events,
+            on_cache_change=lambda: self._cache_changed(name),
+        )
+
+    async def _beat(self, worker: ModelledWorker) -> None:
+        if self.closing:
+            return
+        await self.redis.follow()
+        await self._heartbeat(worker)
+        self.redis.events.after(HEARTBEAT_S, lambda: self._beat(worker))
+
+    async def _heartbeat(self, worker: ModelledWorker) -> None:
+        record = WorkerRecord(view=self._view(worker), state=WorkerState.READY, load=worker.load(), details={})
+        await self.redis.registry.heartbeat(record, deployment="simulate", known_generation=0, report_age_s=0.0)
+
+    def _view(self, worker: ModelledWorker) -> WorkerView:
+        return WorkerView(
+            worker_id=worker.name,
+            incarnation=_incarnation(worker.name),
+            role=worker.role,
+            request_endpoint="tcp://127.0.0.1:5600",
+            peer_endpoint="tcp://127.0.0.1:5601",
+            compat_hash="simulated",
+            context_length=self._shape.context_length,
+            page_size=self._shape.block_tokens,
+            model=MODEL,
+        )
+
+    def _cache_changed(self, name: str) -> None:
+        if name not in self._publishing:
+            self._publishing.add(name)
+            self.redis.events.after(PACE_S, lambda: self._publish_changes(name))
+
+    async def _publish_changes(self, name: str) -> None:
+        self._publishing.discard(name)
+        worker = self.workers[_incarnation(name)]
+        updates = worker.cache.changes()
+        if updates:
+            await self._publish(worker, updates)
+
+    async def _publish(self, worker: ModelledWorker, updates: list[IndexUpdate]) -> None:
+        revision = self._revision[worker.name]
+        self._revision[worker.name] = revision + 1
+        applied = await self.redis.index.apply(
+            _incarnation(worker.name), updates, builds_on=revision, revision=revision + 1
+        )
+        assert applied is Applied.APPLIED, f"the index of {worker.name} answered {applied}"
+
+
+def _incarnation(name: str) -> str:
+    return f"{name}@1"

@@ -1,0 +1,73 @@
+"""The router's own functions in a Redis whose time is the simulation's.
+
+Leases, report ages and reservations count simulated milliseconds, which `SimulatedRedis.follow` writes before Redis is
+asked for anything. What Redis expires by itself would go by its own time, so nothing does within a day.
+"""
+
+from dataclasses import dataclass, field
+
+from tandem_services.common.redis_client import RedisAddress, RedisClient
+from tandem_services.router.index import BlockIndex
+from tandem_services.router.keys import Keys
+from tandem_services.router.library import CONSTANTS, FunctionLibrary, LibrarySource, library_source
+from tandem_services.router.registry import Registry
+from tandem_services.simulate.events import EventQueue
+
+PATIENCE_S = 60.0
+"""A run that fell back to local routing because this machine was busy would not be repeatable: it fails instead."""
+
+START_MS = 1_000_000
+"""Redis time at the start: leases and reservations are never of before it."""
+
+DAY_MS = 86_400_000
+
+EXPIRIES = {"INDEX_TTL_MS": DAY_MS, "FLEET_TTL_MS": DAY_MS, "LEASE_MS": DAY_MS, "FENCE_AFTER_MS": DAY_MS}
+
+ORDERED_HASHES = {"hash-max-listpack-entries": 4096, "hash-max-listpack-value": 4096}
+"""As many workers as there may be, and rows with as many reservations as they may have."""
+
+CLOCK = """\
+local function now_ms()
+  return tonumber(redis.call('GET', '{key}'))
+end
+"""
+
+
+@dataclass(kw_only=True)
+class SimulatedRedis:
+    """One cluster name's registry and index."""
+
+    address: RedisAddress
+    cluster: str
+    events: EventQueue
+    keys: Keys = field(init=False)
+    source: LibrarySource = field(init=False)
+    client: RedisClient = field(init=False)
+    registry: Registry = field(init=False)
+    index: BlockIndex = field(init=False)
+    _written: int = -1
+
+    def __post_init__(self) -> None:
+        self.keys = Keys(self.cluster)
+        self.source = library_source({**CONSTANTS, **EXPIRIES}, clock=CLOCK.format(key=self._clock_key))
+        self.client = RedisClient(self.address, timeout_s=PATIENCE_S)
+        library = FunctionLibrary(self.client, self.source)
+        self.registry = Registry(library=library, keys=self.keys)
+        self.index = BlockIndex(library=library, keys=self.keys)
+
+    @property
+    def _clock_key(self) -> str:
+        return self.keys.prefix + "simulated_clock"
+
+    async def begin(self) -> None:
+        """Keep hashes in the order in which they were written: otherwise it is another one in each Redis process, and
+        with it which of equal workers is taken. Raises `RedisUnavailableError`."""
+        for option, value in ORDERED_HASHES.items():
+            await self.client.command("CONFIG", "SET", option, value)
+
+    async def follow(self) -> None:
+        """Redis time is the simulation's from now on. Raises `RedisUnavailableError`."""
+        now = START_MS + int(self.events.now() * 1000)
+        if now != self._written:
+            await self.client.command("SET", self._clock_key, now)
+            self._written = now

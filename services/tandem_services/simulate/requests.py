@@ -1,0 +1,78 @@
+"""A trace as the router gets it: token ids that are a function of the block numbers, and a guess of who sent them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from tandem_engine.messages.block_hash import TOKEN_BYTES, chain_packed, chain_seed
+from tandem_services.common.traces import TRACE_BLOCK, TraceRow
+
+TOKEN_PERIOD = 8
+"""Tokens of a block repeat after as many: the bytes of its number. Small integers, which cost no memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedRequest:
+    """One request of a run."""
+
+    number: int
+    at: float
+    """Seconds after the first."""
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    chain: tuple[bytes, ...]
+    """Digests of its whole blocks, as the router computes them."""
+    session: str
+    """Requests that share more than their first block are taken for one conversation."""
+
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(_tokens(self.blocks)[: self.prompt_tokens])
+
+
+def simulated_requests(rows: Iterable[TraceRow], *, limit: int | None, speed: float) -> list[SimulatedRequest]:
+    """In the order of arrival. `speed` divides the times between them."""
+    ordered = sorted(islice(rows, limit), key=lambda row: row.at)
+    sessions = _Sessions()
+    return [
+        SimulatedRequest(
+            number=number,
+            at=(row.at - ordered[0].at) / speed,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            blocks=row.blocks,
+            chain=tuple(_chain(row)),
+            session=sessions.of(row.blocks),
+        )
+        for number, row in enumerate(ordered)
+    ]
+
+
+def _chain(row: TraceRow) -> Iterator[bytes]:
+    tokens = _tokens(row.blocks[: row.prompt_tokens // TRACE_BLOCK])
+    packed = bytearray(len(tokens) * TOKEN_BYTES)
+    packed[::TOKEN_BYTES] = tokens
+    yield from chain_packed(packed, TRACE_BLOCK * TOKEN_BYTES, parent=chain_seed(""))
+
+
+def _tokens(blocks: Iterable[int]) -> bytes:
+    """One byte for each token."""
+    return b"".join(block.to_bytes(TOKEN_PERIOD, "little") * (TRACE_BLOCK // TOKEN_PERIOD) for block in blocks)
+
+
+class _Sessions:
+    """Names conversations by the blocks that their requests have in common."""
+
+    def __init__(self) -> None:
+        self._of_block: dict[int, str] = {}
+        self._count = 0
+
+    def of(self, blocks: tuple[int, ...]) -> str:
+        # The first block is everybody's system prompt.
+        known = next((self._of_block[block] for block in reversed(blocks[1:]) if block in self._of_block), None)
+        if known is None:
+            self._count += 1
+            known = f"conversation-{self._count}"
+        for block in blocks[1:]:
+            self._of_block.setdefault(block, known)
+        return known

@@ -1,0 +1,66 @@
+"""A whole simulation: one replay for each policy, on one trace, one fleet and one Redis."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.loadgen.summary import Slo
+from tandem_services.router.policies.by_role import PolicyNames
+from tandem_services.simulate.fleet import FleetShape
+from tandem_services.simulate.pooled import infinite_cache, pooled_lru
+from tandem_services.simulate.replay import replay
+from tandem_services.simulate.report import PolicyReport, Report, TraceLimits, policy_report
+from tandem_services.simulate.requests import SimulatedRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    requests: Sequence[SimulatedRequest]
+    shape: FleetShape
+    policies: Mapping[str, PolicyNames]
+    """By the name that the report uses."""
+    local_prefill_tokens: int
+    seed: int
+    slo: Slo | None = None
+
+    async def run(self, redis: RedisAddress, on_served: Callable[[str], None]) -> Report:
+        """`on_served` is called with the policy's name for each request. Raises `RedisUnavailableError`."""
+        limits = self.limits()
+        began = time.monotonic()
+        reports: dict[str, PolicyReport] = {}
+        for number, (name, policies) in enumerate(self.policies.items()):
+            outcome = await replay(
+                self.requests,
+                self.shape,
+                redis=redis,
+                cluster=f"simulation-{number}",
+                policies=policies,
+                local_prefill_tokens=self.local_prefill_tokens,
+                seed=self.seed,
+                on_served=lambda name=name: on_served(name),  # type: ignore[misc]
+            )
+            reports[name] = policy_report(outcome, pooled=limits.pooled_lru_hit_rate, slo=self.slo)
+        minutes = (time.monotonic() - began) / 60
+        return Report(
+            trace=limits,
+            policies=reports,
+            requests_per_minute=len(self.requests) * len(self.policies) / minutes,
+        )
+
+    def limits(self) -> TraceLimits:
+        chains = [request.chain for request in self.requests]
+        capacity = self.shape.cache_blocks * self.shape.computing
+        return TraceLimits(
+            requests=len(chains),
+            blocks=sum(len(chain) for chain in chains),
+            distinct_blocks=distinct_blocks(self.requests),
+            cache_blocks=capacity,
+            infinite_cache_hit_rate=infinite_cache(chains).share,
+            pooled_lru_hit_rate=pooled_lru(chains, capacity).share,
+        )
+
+
+def distinct_blocks(requests: Sequence[SimulatedRequest]) -> int:
+    """Whole blocks of a trace, each counted once."""
+    return len({block for request in requests for block in request.chain})

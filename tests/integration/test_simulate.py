@@ -1,0 +1,178 @@
+"""A short trace through the real router in Redis: repeatable, complete, and better with locality."""
+
+import json
+
+import msgspec
+import pytest
+
+from tandem_engine.config import Role
+from tandem_services.cli.main import main
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.common.traces import TRACE_BLOCK, TraceRow
+from tandem_services.loadgen.summary import Slo
+from tandem_services.router.choice import Placement
+from tandem_services.router.policies.by_role import PolicyNames
+from tandem_services.simulate.fleet import FleetShape
+from tandem_services.simulate.replay import replay
+from tandem_services.simulate.report import Report
+from tandem_services.simulate.requests import simulated_requests
+from tandem_services.simulate.run import Simulation
+
+TURNS, CONVERSATIONS = 4, 13
+
+
+def conversations() -> list[TraceRow]:
+    """Each turn repeats the one before it and adds three blocks; block 0 is everybody's."""
+    rows = []
+    for turn in range(TURNS):
+        for number in range(CONVERSATIONS):
+            own = range(1 + number * 100, 1 + number * 100 + 3 * (turn + 1))
+            blocks = (0, *own)
+            at = turn * 30.0 + number * 1.7
+            rows.append(
+                TraceRow(at=at, prompt_tokens=len(blocks) * TRACE_BLOCK, output_tokens=20 + number, blocks=blocks)
+            )
+    return rows
+
+
+REQUESTS = simulated_requests(conversations(), limit=None, speed=1.0)
+BLOCKS = sum(len(request.chain) for request in REQUESTS)
+
+
+def simulation(*policies: str, seed: int = 0, **shape: int) -> Simulation:
+    counts = shape or {"both": 3}
+    return Simulation(
+        requests=REQUESTS,
+        shape=FleetShape(**counts, cache_blocks=500, block_tokens=TRACE_BLOCK),
+        policies={name: PolicyNames.parse(name) for name in policies},
+        local_prefill_tokens=2048,
+        seed=seed,
+        slo=Slo(ttft_ms=10_000),
+    )
+
+
+async def report_of(server, *policies: str, **settings) -> Report:
+    server.command("FLUSHALL")
+    return await simulation(*policies, **settings).run(RedisAddress(url=server.url), lambda _: None)
+
+
+async def test_every_policy_serves_every_request_and_locality_finds_what_is_cached(server):
+    report = await report_of(server, "locality", "round_robin", "least_loaded", "power_of_two", "session")
+    assert all(each.requests == len(REQUESTS) and each.refused == 0 for each in report.policies.values())
+    by_hand = sum(1 + 3 * turn for turn in range(TURNS)) * CONVERSATIONS - 1
+    assert report.trace.infinite_cache_hit_rate == pytest.approx(by_hand / BLOCKS)
+    assert report.trace.pooled_lru_hit_rate == report.trace.infinite_cache_hit_rate
+    locality, others = report.policies["locality"], [report.policies[n] for n in ("round_robin", "power_of_two")]
+    assert locality.of_pooled_lru > 0.9
+    assert all(locality.block_hit_rate > other.block_hit_rate + 0.1 for other in others)
+    assert locality.goodput_requests_per_s == pytest.approx(len(REQUESTS) / locality.simulated_s)
+    assert report.policies["round_robin"].balance.requests == pytest.approx(18 * 3 / len(REQUESTS))
+
+
+async def test_equal_seeds_give_equal_reports(server):
+    first, second = [(await report_of(server, "locality", "power_of_two")).policies for _ in range(2)]
+    assert msgspec.json.encode(first) == msgspec.json.encode(second)
+    other = (await report_of(server, "locality", "power_of_two", seed=5)).policies
+    assert other["power_of_two"] != first["power_of_two"]
+
+
+async def test_one_worker_with_room_for_all_hits_exactly_what_an_infinite_cache_does(server):
+    report = await report_of(server, "locality", both=1)
+    assert report.policies["locality"].block_hit_rate == report.trace.infinite_cache_hit_rate
+
+
+async def test_prompts_move_from_prefill_to_decode_workers_and_nothing_stays_behind(server):
+    server.command("FLUSHALL")
+    shape = FleetShape(prefill=2, decode=2, cache_blocks=500, block_tokens=TRACE_BLOCK)
+    outcome = await replay(
+        REQUESTS,
+        shape,
+        redis=RedisAddress(url=server.url),
+        cluster="pairs",
+        policies=PolicyNames(),
+        local_prefill_tokens=0,
+        seed=0,
+        on_served=lambda: None,
+    )
+    assert outcome.placements == {Placement.PAIR: len(REQUESTS)}
+    assert outcome.local_choices == 0
+    assert len(outcome.served) == len(REQUESTS)
+    assert all(each.request.at < each.first < each.last for each in outcome.served)
+    for worker in outcome.workers:
+        assert worker.outstanding == 0
+        assert worker.cache.room == worker.cache.capacity
+        assert worker.done.output_tokens == 0 or worker.role is Role.DECODE
+    assert sum(worker.done.output_tokens for worker in outcome.workers) == sum(r.output_tokens for r in REQUESTS)
+
+
+async def test_what_no_worker_can_hold_is_refused(server):
+    server.command("FLUSHALL")
+    shape = FleetShape(both=2, cache_blocks=8, block_tokens=TRACE_BLOCK, context_length=4096)
+    outcome = await replay(
+        REQUESTS,
+        shape,
+        redis=RedisAddress(url=server.url),
+        cluster="small",
+        policies=PolicyNames(),
+        local_prefill_tokens=0,
+        seed=0,
+        on_served=lambda: None,
+    )
+    fitting = [request for request in REQUESTS if request.prompt_tokens < 4096 and len(request.blocks) < 8]
+    assert outcome.refused == len(REQUESTS) - len(fitting) > 0
+    assert len(outcome.served) == len(fitting) > 0
+
+
+def write_trace(path, rows: list[TraceRow]) -> None:
+    lines = [
+        {
+            "timestamp": int(row.at * 1000),
+            "input_length": row.prompt_tokens,
+            "output_length": row.output_tokens,
+            "hash_ids": row.blocks,
+        }
+        for row in rows
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+
+
+@pytest.mark.usefixtures("server")
+def test_the_command_prints_and_writes_one_report(tmp_path, capsys):
+    trace, out, svg = tmp_path / "trace.jsonl", tmp_path / "out.json", tmp_path / "plot.svg"
+    write_trace(trace, conversations())
+    argv = ["simulate", "--trace", str(trace), "--workers", "2", "--cache-blocks", "300", "--json"]
+    argv += ["--policy", "locality", "--policy", "prefill=locality,decode=round_robin"]
+    assert main([*argv, "--out", str(out), "--plot", str(svg)]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == json.loads(out.read_text())
+    assert list(json.loads(printed)["policies"]) == ["locality", "prefill=locality,decode=round_robin"]
+    assert svg.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--workers", "none"], "--workers 'none'"),
+        (["--workers", "prefill=2"], "somebody must decode"),
+        (["--workers", "decode=2"], "decode workers need prefill workers"),
+        (["--workers", "0"], "1 to 1024 workers"),
+        (["--policy", "localty"], "no policy 'localty'"),
+        (["--decode-step-ms", "64"], "--decode-step-ms '64'"),
+        (["--cache-share", "0"], "--cache-blocks"),
+        (["--plot", "absent/plot.svg"], "absent does not exist"),
+    ],
+)
+def test_a_bad_flag_is_named_before_anything_starts(tmp_path, capsys, flags, reason):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, conversations())
+    assert main(["simulate", "--trace", str(trace), *flags]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_bad_line_of_the_trace_is_named_with_its_number(tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, conversations())
+    with trace.open("a") as file:
+        file.write('{"timestamp": 1, "input_length": 10}\n')
+    assert main(["simulate", "--trace", str(trace)]) == 2
+    assert f"line {len(REQUESTS) + 1}: " in capsys.readouterr().err

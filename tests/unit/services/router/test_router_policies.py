@@ -1,0 +1,115 @@
+"""Each policy keeps whom it says, and roles have policies of their own."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_engine.errors import ConfigError
+from tandem_services.router.choice import RouteQuery
+from tandem_services.router.policies.by_role import POLICIES, PoliciesByRole, PolicyNames
+from tandem_services.router.policies.policy import Contender
+from tandem_testing.router_builders import MODEL, make_view
+
+
+def query(number: int = 0, **changes) -> RouteQuery:
+    return RouteQuery(**{"request_id": f"r{number}", "model": MODEL, "token_ids": (1, 2)} | changes)
+
+
+def picks(name: str, contenders, queries) -> list[str]:
+    policy = POLICIES[name](Random(1))
+    chosen = []
+    for each in queries:
+        kept = policy.narrow(contenders, each)
+        assert len(kept) == 1
+        chosen.append(kept[0].incarnation)
+    return chosen
+
+
+EVEN = [Contender(name, 0.0) for name in "abcd"]
+
+
+def test_locality_leaves_everybody():
+    assert POLICIES["locality"](Random(1)).narrow(EVEN, query()) == EVEN
+
+
+def test_round_robin_takes_turns_also_when_somebody_leaves():
+    policy = POLICIES["round_robin"](Random(1))
+    order = [policy.narrow(EVEN, query())[0].incarnation for _ in range(6)]
+    assert order == ["a", "b", "c", "d", "a", "b"]
+    assert policy.narrow(EVEN[:1], query())[0].incarnation == "a"
+    assert policy.narrow([EVEN[0], EVEN[3]], query())[0].incarnation == "d"
+
+
+def test_least_loaded_takes_the_least_and_shares_ties():
+    uneven = [Contender("a", 2.0), Contender("b", 1.0), Contender("c", 1.0)]
+    assert set(picks("least_loaded", uneven, [query()] * 40)) == {"b", "c"}
+
+
+def test_power_of_two_never_takes_the_most_loaded_and_reaches_all_others():
+    uneven = [Contender(name, float(load)) for load, name in enumerate("abcd")]
+    counts = Counter(picks("power_of_two", uneven, [query()] * 400))
+    assert set(counts) == {"a", "b", "c"}
+    assert counts["a"] > counts["b"] > counts["c"]
+    assert picks("power_of_two", EVEN[:1], [query()]) == ["a"]
+
+
+def test_session_keeps_a_key_on_its_worker_and_moves_only_what_a_leaver_had():
+    queries = [query(n, session_key=f"user-{n}") for n in range(200)]
+    before = picks("session", EVEN, queries)
+    assert before == picks("session", EVEN[::-1], queries)
+    assert set(before) == set("abcd")
+    after = picks("session", EVEN[:3], queries)
+    assert all(new == old for new, old in zip(after, before, strict=True) if old != "d")
+
+
+def test_session_without_a_key_spreads_and_tenants_differ():
+    assert set(picks("session", EVEN, [query(n) for n in range(50)])) == set("abcd")
+    salts = [query(session_key="same", cache_salt=f"tenant-{n}") for n in range(50)]
+    assert set(picks("session", EVEN, salts)) == set("abcd")
+
+
+def by_role(names: str, **outstanding: float) -> PoliciesByRole:
+    return PoliciesByRole(PolicyNames.parse(names), Random(1), lambda view: outstanding.get(view.worker_id, 0.0))
+
+
+FLEET = [
+    make_view("p1", Role.PREFILL),
+    make_view("p2", Role.PREFILL),
+    make_view("d1", Role.DECODE),
+    make_view("d2", Role.DECODE),
+]
+
+
+def test_one_name_counts_for_both_roles():
+    assert by_role("least_loaded", p1=1.0, d2=3.0).passed_over(FLEET, query()) == {"p1@1", "d2@1"}
+
+
+def test_each_role_may_have_its_own():
+    policies = by_role("prefill=locality,decode=least_loaded", d2=3.0)
+    assert policies.passed_over(FLEET, query()) == {"d2@1"}
+    assert by_role("prefill=least_loaded", p1=1.0).passed_over(FLEET, query()) == {"p1@1"}
+
+
+def test_a_prefill_worker_is_one_that_can_hand_to_the_chosen_decode_worker():
+    fleet = [
+        *FLEET[:2],
+        make_view("p3", Role.PREFILL, compat_hash="new"),
+        make_view("d3", Role.DECODE, compat_hash="new"),
+    ]
+    over = by_role("round_robin").passed_over(fleet, query(exclude=frozenset()))
+    assert {view.incarnation for view in fleet} - over == {"p3@1", "d3@1"}
+
+
+def test_locality_for_all_asks_nobody():
+    assert not by_role("locality").narrows
+    assert by_role("decode=session").narrows
+
+
+@pytest.mark.parametrize(
+    "text", ["", "locale", "prefill=locale", "both=locality", "prefill=locality,prefill=session", ","]
+)
+def test_unknown_policies_and_roles_are_refused_by_name(text):
+    with pytest.raises(ConfigError, match="--router-policy"):
+        PolicyNames.parse(text)
