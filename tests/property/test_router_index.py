@@ -15,6 +15,7 @@ from tandem_services.router.cost import (
     BROKEN_TOKEN_S,
     FETCH_S,
     FETCH_TURNS,
+    FOLLOWERS,
     HANDOFF_S,
     NO_ROOM_S,
     TURN_TOKENS,
@@ -104,7 +105,7 @@ def computing_s(computing: Member, source: Member | None) -> float:
         turn = min(there.queue_tokens, TURN_TOKENS) / there.prefill_rate + (there.step_s if there.sequences else 0.0)
         moving = (source.matched - computing.matched) * moving_s(source, computing)
         ready = max(ready, FETCH_S + FETCH_TURNS * turn + moving)
-    return ready + missing * (1 + waiting) / load.prefill_rate
+    return ready + missing * (1 + waiting + FOLLOWERS) / load.prefill_rate
 
 
 def sources(fleet: list[Member], computing: Member) -> list[Member]:

@@ -6,8 +6,8 @@ Redis decides with the Lua twin, the local fallback with this one, and a propert
                      pays: messages + turns of the other's loop + KV bytes that it lacks / rate of the link
     prefill_queue    tokens queued and reserved / prefill rate of the worker that computes the prompt
     prefill_compute  prompt tokens that it has neither cached nor fetched, at least one / its prefill rate
-    prefill_stall    prefill_compute × the sequences that wait for it meanwhile: those that decode on that worker and,
-                     on a decode worker, one that will come. Nothing on a prefill worker
+    prefill_stall    prefill_compute × the sequences that wait for it: those that decode on that worker, on a decode
+                     worker one that will come, and everywhere those that will come later (FOLLOWERS)
     transfer         of a pair: handoff messages + KV bytes that the decode worker lacks / rate of the link between them
     decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
     decode_room      NO_ROOM_S when the sequence would have to wait for others to end
@@ -50,6 +50,11 @@ BROKEN_TOKEN_S = 1.0
 COMING = 1
 """Sequences that a decode worker is expected to get while it computes a prompt. It is there to decode, so even an idle
 one computes only what is over sooner than a handoff."""
+
+FOLLOWERS = 4
+"""Requests that computing keeps waiting later, wherever it is done: the next ones on that worker, and those whose blocks
+leave its cache for a second copy of what another worker has. `tandem simulate` finds it: without it the router leaves a
+cached prefix for any shorter queue, and the copies push each other out (docs/benchmarks.md)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,11 +109,11 @@ def waiting_sequences(load: Load, role: Role) -> float:
     """Sequences that a prompt computed on this worker keeps waiting."""
     match role:
         case Role.PREFILL:
-            return 0.0
+            return FOLLOWERS
         case Role.DECODE:
-            return load.sequences + COMING
+            return load.sequences + COMING + FOLLOWERS
         case Role.BOTH:
-            return load.sequences
+            return load.sequences + FOLLOWERS
 
 
 def token_s(load: Load, bytes_per_s: float | None) -> float:

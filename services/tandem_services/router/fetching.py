@@ -31,7 +31,8 @@ def planned_fetch(computing: Candidate, demand: Demand) -> PlannedFetch | None:
     fetch = computing.fetch
     if fetch is None:
         return None
-    saved = _compute_s(computing, computing.matched, demand) - _compute_s(computing, fetch.tokens, demand)
+    uncached = cost.prefill_compute_s(computing.load, computing.matched, demand)
+    saved = uncached - cost.prefill_compute_s(computing.load, fetch.tokens, demand)
     return PlannedFetch(
         source=fetch.source,
         tokens=fetch.tokens,

@@ -36,6 +36,7 @@ CONSTANTS: Mapping[str, float] = {
     "NO_ROOM_S": cost.NO_ROOM_S,
     "BROKEN_TOKEN_S": cost.BROKEN_TOKEN_S,
     "COMING": cost.COMING,
+    "FOLLOWERS": cost.FOLLOWERS,
     "FETCH_S": cost.FETCH_S,
     "FETCH_TURNS": cost.FETCH_TURNS,
     "TURN_TOKENS": cost.TURN_TOKENS,

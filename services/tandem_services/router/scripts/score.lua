@@ -4,7 +4,7 @@
 --   prefix_fetch     what bringing a prefix from another worker takes beyond the queue, where that pays (fetch.lua)
 --   prefill_queue    (tokens queued + reserved) × seconds per token
 --   prefill_compute  prompt tokens neither cached nor fetched × seconds per token; one at least is always computed
---   prefill_stall    prefill_compute × sequences that wait meanwhile
+--   prefill_stall    prefill_compute × sequences that wait for it, now and later
 --   transfer         handoff messages + prompt tokens that the decode worker lacks × seconds to move one
 --   decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
 --   decode_room      NO_ROOM_S when the sequence would have to wait for others to end
@@ -26,8 +26,8 @@ local function prefill_compute(worker, query)
 end
 
 local function waiting_sequences(worker)
-  if worker.role == ROLE_PREFILL then return 0 end
-  return worker.sequences + (worker.role == ROLE_DECODE and COMING or 0)
+  if worker.role == ROLE_PREFILL then return FOLLOWERS end
+  return worker.sequences + (worker.role == ROLE_DECODE and COMING or 0) + FOLLOWERS
 end
 
 local function prefill_stall(worker, query)

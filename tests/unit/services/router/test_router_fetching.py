@@ -63,8 +63,8 @@ def test_what_is_reserved_is_what_is_left_to_compute():
     [
         {"links": {"p@1": 1e3}},
         {"links": {"p@1": 0.0}},
-        {"matched": 3},
-        {"sequences": 1, "step_s": 0.5},
+        {"matched": 2, "queue_tokens": 10},
+        {"sequences": 1, "step_s": 3.0},
     ],
     ids=["slow link", "broken link", "a few tokens", "slow turns"],
 )
