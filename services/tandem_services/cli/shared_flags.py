@@ -90,9 +90,18 @@ def add_local_prefill(parser: argparse.ArgumentParser) -> None:
 def add_router_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router-policy",
+        type=_router_policy,
         default="locality",
         metavar="POLICY",
         help="who is offered a request: locality (cached prefixes and load in predicted seconds), round_robin, "
         "least_loaded, power_of_two or session (by the request's user); one for all, or prefill=POLICY,decode=POLICY "
         "(default locality)",
     )
+
+
+def _router_policy(text: str) -> str:
+    """`text` as it is. Raises `ConfigError` here, so that `tandem up` starts nothing with a policy that is none."""
+    from tandem_services.router.policies.by_role import PolicyNames
+
+    PolicyNames.parse(text)
+    return text

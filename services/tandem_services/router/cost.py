@@ -52,9 +52,9 @@ COMING = 1
 one computes only what is over sooner than a handoff."""
 
 FOLLOWERS = 4
-"""Requests that computing keeps waiting later, wherever it is done: the next ones on that worker, and those whose blocks
-leave its cache for a second copy of what another worker has. `tandem simulate` finds it: without it the router leaves a
-cached prefix for any shorter queue, and the copies push each other out (docs/benchmarks.md)."""
+"""Requests that computing keeps waiting later, wherever it is done: the next ones there, and those whose blocks leave
+that cache for a second copy of what another worker has. Found by `tandem simulate`: without it a cached prefix is left
+for any shorter queue, and the copies push each other out (docs/benchmarks.md)."""
 
 
 @dataclass(kw_only=True, slots=True)

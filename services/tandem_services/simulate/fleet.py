@@ -4,6 +4,8 @@ heartbeat     each second, at a moment of its own for each worker
 index         what a cache has stored and removed, at most every `PACE_S`, revision by revision
 """
 
+import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tandem_engine.config import Role
@@ -22,6 +24,9 @@ PACE_S = 0.05
 """As `tandem_services.worker.index_feed.PACE_S`."""
 
 MAX_WORKERS = 1024
+
+AT_ONCE = 16
+"""Heartbeats, each on a connection of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +84,10 @@ class Fleet:
         """Register everybody with an empty cache. Raises `RedisUnavailableError`."""
         await self.redis.begin()
         await self.redis.follow()
-        for number, worker in enumerate(self.workers.values()):
+        for worker in self.workers.values():
             await self._heartbeat(worker)
             await self._publish(worker, [IndexUpdate(UpdateKind.CLEARED)])
-            moment = HEARTBEAT_S * (1 + number / self._shape.size)
-            self.redis.events.at(moment, lambda worker=worker: self._beat(worker))  # type: ignore[misc]
+        self.redis.events.after(HEARTBEAT_S, self._beat)
 
     def _worker(self, name: str, role: Role) -> ModelledWorker:
         return ModelledWorker(
@@ -97,12 +101,14 @@ class Fleet:
             on_cache_change=lambda: self._cache_changed(name),
         )
 
-    async def _beat(self, worker: ModelledWorker) -> None:
+    async def _beat(self) -> None:
+        """Everybody's heartbeat. They write different rows, so it does not matter which comes first."""
         if self.closing:
             return
         await self.redis.follow()
-        await self._heartbeat(worker)
-        self.redis.events.after(HEARTBEAT_S, lambda: self._beat(worker))
+        for some in _slices(tuple(self.workers.values())):
+            await asyncio.gather(*(self._heartbeat(worker) for worker in some))
+        self.redis.events.after(HEARTBEAT_S, self._beat)
 
     async def _heartbeat(self, worker: ModelledWorker) -> None:
         record = WorkerRecord(view=self._view(worker), state=WorkerState.READY, load=worker.load(), details={})
@@ -144,3 +150,7 @@ class Fleet:
 
 def _incarnation(name: str) -> str:
     return f"{name}@1"
+
+
+def _slices(workers: tuple[ModelledWorker, ...]) -> Iterator[tuple[ModelledWorker, ...]]:
+    return (workers[first : first + AT_ONCE] for first in range(0, len(workers), AT_ONCE))

@@ -17,7 +17,7 @@ from tandem_services.cli.up import plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.ports import free_port
 
-COMMANDS = ["up", "chat", "bench", "verify", "gateway", "worker", "ctl", "keys"]
+COMMANDS = ["up", "chat", "bench", "verify", "simulate", "gateway", "worker", "ctl", "keys"]
 
 
 @pytest.mark.parametrize("command", [[], *[[c] for c in COMMANDS], ["bench", "serve"], ["bench", "offline"]])
@@ -59,6 +59,9 @@ BAD_VALUES = [
     (["gateway"], "--redis-url"),
     (["worker", "--redis-url", "redis://h", "--health-port", "70000"], "--health-port: must be between 0 and 65535"),
     (["bench", "serve", "--spread", "2"], "--spread: must be between 0 and 1, got 2"),
+    (["simulate"], "required: --trace"),
+    (["simulate", "--trace", "t.jsonl", "--cache-share", "2"], "--cache-share: must be between 0 and 1, got 2"),
+    (["simulate", "--trace", "t.jsonl", "--prefill-rate", "0"], "--prefill-rate: must be more than 0"),
     (["bench", "serve", "--request-rate", "0"], "--request-rate: must be more than 0"),
     (["bench", "serve", "--request-rate", "nan"], "--request-rate: must be a number, got 'nan'"),
     (["bench", "serve", "--trace-scale", "-1"], "--trace-scale: must be more than 0"),

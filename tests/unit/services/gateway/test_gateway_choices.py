@@ -17,6 +17,12 @@ async def test_a_single_choice_has_no_group(gateway, rack):
     assert {request.group for engine in rack.engines for request in engine.received} == {""}
 
 
+async def test_the_user_is_the_key_by_which_sessions_are_routed(gateway):
+    await gateway.complete(max_tokens=2, user="ann")
+    await gateway.complete(max_tokens=2)
+    assert [query.session_key for query in gateway.chooser.queries] == ["ann", ""]
+
+
 async def test_best_of_returns_the_likeliest_choices_best_first(gateway):
     fields = {"max_tokens": 6, "seed": 5, "logprobs": 0}
     every = (await gateway.complete(n=5, **fields)).json()["choices"]
