@@ -13,7 +13,7 @@ from tandem_services.loadgen.summary import Slo
 from tandem_services.router.choice import Placement
 from tandem_services.router.policies.by_role import PolicyNames
 from tandem_services.simulate.fleet import FleetShape
-from tandem_services.simulate.replay import replay
+from tandem_services.simulate.replay import Outcome, replay
 from tandem_services.simulate.report import Report
 from tandem_services.simulate.requests import simulated_requests
 from tandem_services.simulate.run import Simulation
@@ -56,6 +56,20 @@ async def report_of(server, *policies: str, **settings) -> Report:
     return await simulation(*policies, **settings).run(RedisAddress(url=server.url), lambda _: None)
 
 
+async def replayed(server, shape: FleetShape) -> Outcome:
+    server.command("FLUSHALL")
+    return await replay(
+        REQUESTS,
+        shape,
+        redis=RedisAddress(url=server.url),
+        cluster="replayed",
+        policies=PolicyNames(),
+        local_prefill_tokens=0,
+        seed=0,
+        on_served=lambda: None,
+    )
+
+
 async def test_every_policy_serves_every_request_and_locality_finds_what_is_cached(server):
     report = await report_of(server, "locality", "round_robin", "least_loaded", "power_of_two", "session")
     assert all(each.requests == len(REQUESTS) and each.refused == 0 for each in report.policies.values())
@@ -82,18 +96,8 @@ async def test_one_worker_with_room_for_all_hits_exactly_what_an_infinite_cache_
 
 
 async def test_prompts_move_from_prefill_to_decode_workers_and_nothing_stays_behind(server):
-    server.command("FLUSHALL")
     shape = FleetShape(prefill=2, decode=2, cache_blocks=500, block_tokens=TRACE_BLOCK)
-    outcome = await replay(
-        REQUESTS,
-        shape,
-        redis=RedisAddress(url=server.url),
-        cluster="pairs",
-        policies=PolicyNames(),
-        local_prefill_tokens=0,
-        seed=0,
-        on_served=lambda: None,
-    )
+    outcome = await replayed(server, shape)
     assert outcome.placements == {Placement.PAIR: len(REQUESTS)}
     assert outcome.local_choices == 0
     assert len(outcome.served) == len(REQUESTS)
@@ -106,18 +110,8 @@ async def test_prompts_move_from_prefill_to_decode_workers_and_nothing_stays_beh
 
 
 async def test_what_no_worker_can_hold_is_refused(server):
-    server.command("FLUSHALL")
     shape = FleetShape(both=2, cache_blocks=8, block_tokens=TRACE_BLOCK, context_length=4096)
-    outcome = await replay(
-        REQUESTS,
-        shape,
-        redis=RedisAddress(url=server.url),
-        cluster="small",
-        policies=PolicyNames(),
-        local_prefill_tokens=0,
-        seed=0,
-        on_served=lambda: None,
-    )
+    outcome = await replayed(server, shape)
     fitting = [request for request in REQUESTS if request.prompt_tokens < 4096 and len(request.blocks) < 8]
     assert outcome.refused == len(REQUESTS) - len(fitting) > 0
     assert len(outcome.served) == len(fitting) > 0

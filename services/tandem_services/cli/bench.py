@@ -10,6 +10,7 @@ from typing import Any
 from tandem_engine.flags import non_negative_int, positive_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import fraction, non_negative_float, positive_float
+from tandem_services.cli.shared_flags import add_slo, slo_of
 from tandem_services.common.errors import RemoteError
 
 SERVE_EXAMPLES = """\
@@ -78,9 +79,7 @@ def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     report.add_argument(
         "--reference-url", metavar="URL", help="take reference texts from this server (default: the same)"
     )
-    report.add_argument("--slo-ttft-ms", type=positive_float, metavar="MS", help="count requests within this as good")
-    report.add_argument("--slo-itl-ms", type=positive_float, metavar="MS", help="same, mean inter-token latency")
-    report.add_argument("--slo-e2e-ms", type=positive_float, metavar="MS", help="same, whole request")
+    add_slo(report)
     report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run_serve, parser=parser)
 
@@ -139,7 +138,7 @@ async def _serve(args: argparse.Namespace) -> int:
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from tandem_services.loadgen.run import at_arrival_times, at_concurrency, reference_texts
-    from tandem_services.loadgen.summary import Slo, summarise
+    from tandem_services.loadgen.summary import summarise
     from tandem_services.loadgen.workload import Prompt
 
     specs = _specs(args)
@@ -157,9 +156,7 @@ async def _serve(args: argparse.Namespace) -> int:
                 result = await at_arrival_times(target, specs, lambda _: progress.advance(task))
             else:
                 result = await at_concurrency(target, specs, args.concurrency, lambda _: progress.advance(task))
-    bounds = (args.slo_ttft_ms, args.slo_itl_ms, args.slo_e2e_ms)
-    slo = None if bounds == (None, None, None) else Slo(ttft_ms=bounds[0], itl_ms=bounds[1], e2e_ms=bounds[2])
-    summary = summarise(result.measurements, result.seconds, slo=slo, references=references)
+    summary = summarise(result.measurements, result.seconds, slo=slo_of(args), references=references)
     print(msgspec.json.encode(summary).decode() if args.json else _table(msgspec.to_builtins(summary)))
     return 1 if summary.failed or summary.mismatched else 0
 

@@ -2,11 +2,16 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem_engine.flags import non_negative_int
+from tandem_services.cli.numbers import positive_float
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.reasoning import REASONING_PARSERS
 from tandem_services.gateway.tool_parsers.registry import TOOL_CALL_PARSERS
+
+if TYPE_CHECKING:
+    from tandem_services.loadgen.summary import Slo
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +102,21 @@ def add_router_policy(parser: argparse.ArgumentParser) -> None:
         "least_loaded, power_of_two or session (by the request's user); one for all, or prefill=POLICY,decode=POLICY "
         "(default locality)",
     )
+
+
+def add_slo(group: "argparse._ArgumentGroup") -> None:
+    """Bounds that make a request a good one; see `slo_of`."""
+    group.add_argument("--slo-ttft-ms", type=positive_float, metavar="MS", help="count requests within this as good")
+    group.add_argument("--slo-itl-ms", type=positive_float, metavar="MS", help="same, mean inter-token latency")
+    group.add_argument("--slo-e2e-ms", type=positive_float, metavar="MS", help="same, whole request")
+
+
+def slo_of(args: argparse.Namespace) -> "Slo | None":
+    """None when no bound was given."""
+    from tandem_services.loadgen.summary import Slo
+
+    slo = Slo(ttft_ms=args.slo_ttft_ms, itl_ms=args.slo_itl_ms, e2e_ms=args.slo_e2e_ms)
+    return None if slo == Slo() else slo
 
 
 def _router_policy(text: str) -> str:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import positive_int
 from tandem_services.cli.numbers import fraction, positive_float
-from tandem_services.cli.shared_flags import add_local_prefill
+from tandem_services.cli.shared_flags import add_local_prefill, add_slo, slo_of
 from tandem_services.common.errors import StartupError
 
 if TYPE_CHECKING:
-    from tandem_services.loadgen.summary import Slo
     from tandem_services.router.policies.by_role import PolicyNames
     from tandem_services.simulate.fleet import FleetShape
     from tandem_services.simulate.report import Report
@@ -52,9 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_workers(parser)
     add_local_prefill(parser)
     report = parser.add_argument_group("report")
-    report.add_argument("--slo-ttft-ms", type=positive_float, metavar="MS", help="count requests within this as good")
-    report.add_argument("--slo-itl-ms", type=positive_float, metavar="MS", help="same, mean inter-token latency")
-    report.add_argument("--slo-e2e-ms", type=positive_float, metavar="MS", help="same, whole request")
+    add_slo(report)
     report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     report.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object to FILE too")
     report.add_argument("--plot", type=Path, metavar="FILE", help="write the figures as SVG")
@@ -162,7 +159,7 @@ def _simulation(args: argparse.Namespace) -> "Simulation":
         policies=policies,
         local_prefill_tokens=args.local_prefill_tokens,
         seed=args.seed,
-        slo=_slo(args),
+        slo=slo_of(args),
     )
 
 
@@ -226,13 +223,6 @@ def _shape(
         context_length=args.context_length,
         times=times,
     )
-
-
-def _slo(args: argparse.Namespace) -> "Slo | None":
-    from tandem_services.loadgen.summary import Slo
-
-    slo = Slo(ttft_ms=args.slo_ttft_ms, itl_ms=args.slo_itl_ms, e2e_ms=args.slo_e2e_ms)
-    return None if slo == Slo() else slo
 
 
 def _replayed(simulation: "Simulation", *, quiet: bool) -> "Report":

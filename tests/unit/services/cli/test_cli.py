@@ -282,3 +282,9 @@ def test_a_chat_turn_keeps_text_usage_and_id_and_raises_on_an_error_event() -> N
     assert (turn.text, turn.response_id, turn.usage) == ("Hi", "x", {"prompt_tokens": 1})
     with pytest.raises(RemoteError, match="lost"):
         turn.take({"error": {"message": "lost"}})
+
+
+@pytest.mark.parametrize("command", ["up", "gateway"])
+def test_a_policy_that_is_none_is_refused_before_anything_starts(capsys, command: str) -> None:
+    assert main([command, "--redis-url", "redis://127.0.0.1:1", "--router-policy", "nearest"]) == 2
+    assert "there is no policy 'nearest'; choose from locality, round_robin" in capsys.readouterr().err
