@@ -29,7 +29,7 @@ COLUMNS: tuple[tuple[str, Figure], ...] = (
     ("busiest/mean, at once", lambda report: report.balance.outstanding),
     ("busiest/mean, tokens", lambda report: report.balance.prompt_tokens),
     ("busiest/mean, requests", lambda report: report.balance.requests),
-    ("refused", lambda report: float(report.refused)),
+    ("refused", lambda report: report.refused),
 )
 
 
@@ -68,4 +68,6 @@ def plot(report: Report, title: str) -> str:
 def _shown(value: float | None) -> str:
     if value is None:
         return "-"
+    if isinstance(value, int):
+        return str(value)
     return f"{value:.4f}" if value < 10 else f"{value:.1f}"
