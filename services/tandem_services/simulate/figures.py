@@ -20,6 +20,7 @@ def _p(of: Callable[[PolicyReport], Percentiles | None], rank: str) -> Figure:
 COLUMNS: tuple[tuple[str, Figure], ...] = (
     ("block hit rate", lambda report: report.block_hit_rate),
     ("of pooled LRU", lambda report: report.of_pooled_lru),
+    ("fetched blocks", lambda report: report.fetched_block_rate),
     ("TTFT p50 ms", _p(lambda report: report.ttft_ms, "p50")),
     ("TTFT p99 ms", _p(lambda report: report.ttft_ms, "p99")),
     ("ITL p50 ms", _p(lambda report: report.itl_ms, "p50")),

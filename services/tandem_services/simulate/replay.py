@@ -1,7 +1,8 @@
 """One run: every request of a trace through the product's router to modelled workers, in simulated time.
 
 Life of a request
-    1. arrives; `Router.choose` decides in Redis, with this moment's index, reports and reservations
+    1. arrives; `Router.choose` decides in Redis, with this moment's index, reports and reservations. Who computes the
+       prompt may have to fetch a prefix of it first
     2. alone: one worker computes the prompt and decodes
        pair: the decode worker has room first, then the prefill worker computes, then the KV moves, then decoding begins
     3. the first token is the prompt's last step, or the end of its transfer; the router is told when the last is out
@@ -21,6 +22,7 @@ from tandem_services.router.policies.by_role import PolicyNames
 from tandem_services.router.router import Router, RouterConfig
 from tandem_services.simulate.events import EventQueue
 from tandem_services.simulate.fleet import MODEL, Fleet, FleetShape
+from tandem_services.simulate.prefix_fetch import WantedPrefix
 from tandem_services.simulate.redis_time import PATIENCE_S, SimulatedRedis
 from tandem_services.simulate.requests import SimulatedRequest
 from tandem_services.simulate.service_times import ServiceTimes
@@ -197,6 +199,7 @@ class _Run:
             output_tokens=0,
             on_prompt=transfer,
             on_end=lambda: None,
+            wanted=self._wanted(choice),
         )
         return receiving
 
@@ -216,7 +219,17 @@ class _Run:
             # The gateway tells the router in a task of its own.
             on_end=lambda: self._events.after(0.0, lambda: self._last(served, choice)),
             on_room=on_room,
+            wanted=None if choice.prefill is not None else self._wanted(choice),
         )
+
+    def _wanted(self, choice: Choice) -> WantedPrefix | None:
+        """What the worker that computes the prompt is told to fetch."""
+        fetch = choice.fetch
+        if fetch is None:
+            return None
+        holder = self._fleet.workers[fetch.source.incarnation]
+        blocks = fetch.tokens // fetch.source.page_size
+        return WantedPrefix(holder=holder, blocks=blocks, within_s=fetch.within_s)
 
     def _first(self, served: Served) -> None:
         served.first = self._events.now()

@@ -34,6 +34,8 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     block_hit_rate: float
     of_pooled_lru: float
     """`block_hit_rate` over that of one pooled LRU cache as large as all caches that save computing."""
+    fetched_block_rate: float
+    """Blocks that came from another worker, by those of all prompts."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     e2e_ms: Percentiles | None
@@ -86,6 +88,7 @@ def policy_report(outcome: Outcome, *, pooled: float, slo: Slo | None) -> Policy
         refused=outcome.refused,
         block_hit_rate=hit_rate,
         of_pooled_lru=hit_rate / pooled if pooled else 1.0,
+        fetched_block_rate=sum(worker.fetches.blocks for worker in outcome.workers) / blocks if blocks else 0.0,
         ttft_ms=percentiles([served.ttft_s for served in outcome.served]),
         itl_ms=weighted_percentiles(gaps),
         e2e_ms=percentiles([served.e2e_s for served in outcome.served]),

@@ -22,6 +22,8 @@ class ServiceTimes:
     """Bytes per second from a prefill to a decode worker (`transfer_bytes_per_s`)."""
     handoff_s: float = 0.002
     """Messages of one transfer, whatever its size."""
+    fetch_s: float = 0.004
+    """The same of one prefix fetch; half of them before its blocks move."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.decode_steps]

@@ -1,7 +1,8 @@
 """A modelled worker: the engine's queue, batch, prefix cache and steps, with times from published rates.
 
 Life of a job
-    1. waits in the queue, first come first served, until its pages fit (and, where it decodes, a row is free);
+    1. waits beside the queue for the prefix that the router says is worth fetching, if there is one (`prefix_fetch`)
+       and in the queue, first come first served, until its pages fit (and, where it decodes, a row is free);
        then it takes pages for its prompt and all of its output, and holds what is cached of the prompt
     2. its prompt is computed chunk by chunk, one prompt at a time; whoever decodes meanwhile gets a token per step
     3. it decodes here, or it waits for its transfer (`on_prompt`), and then lets go of its pages
@@ -10,6 +11,7 @@ One that comes with a transfer skips the second part: `on_room` says that its pa
 KV is. Consecutive decode steps of one batch are one event; whoever comes meanwhile waits for the step that runs.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from tandem_engine.config import Role
 from tandem_services.router.cost import Load
 from tandem_services.simulate.block_cache import BlockCache
 from tandem_services.simulate.events import EventQueue
+from tandem_services.simulate.prefix_fetch import PrefixFetches, WantedPrefix
 from tandem_services.simulate.service_times import ServiceTimes
 
 Callback = Callable[[], None]
@@ -40,6 +43,10 @@ class Job:
     """The last token is there."""
     on_room: Callback | None = None
     """Pages are there: the prompt is computed elsewhere. None: it is computed here."""
+    wanted: WantedPrefix | None = None
+    """What to fetch before it joins the queue."""
+    serial: int = 0
+    """Which of the worker's jobs it is."""
     matched: int = 0
     """Blocks found in the cache on admission."""
     missing_tokens: int = 0
@@ -83,11 +90,17 @@ class ModelledWorker:
         self.role = role
         self.cache = BlockCache(capacity)
         self.done = WorkDone()
+        self.fetches = PrefixFetches(
+            cache=self.cache, times=times, block_tokens=block_tokens, events=events, on_cache_change=on_cache_change
+        )
         self._times = times
         self._block = block_tokens
         self._max_sequences = max_sequences
         self._events = events
         self._on_cache_change = on_cache_change
+        self._submitted = 0
+        self._fetching: list[Job] = []
+        """Beside the queue until their prefix has come."""
         self._waiting: deque[Job] = deque()
         self._incoming: deque[Job] = deque()
         """Those whose prompt is computed elsewhere: they do not wait behind a prompt."""
@@ -106,35 +119,48 @@ class ModelledWorker:
     def outstanding(self) -> int:
         """Requests here that have not ended."""
         sending = self._computing is not None and self._computing.output_tokens == 0
-        return len(self._waiting) + len(self._incoming) + self._sequences + sending
+        return len(self._fetching) + len(self._waiting) + len(self._incoming) + self._sequences + sending
 
     def fits(self, job: Job) -> bool:
         """Whether it would fit in an empty pool."""
         return self._pages(job) <= self.cache.capacity
 
     def submit(self, job: Job) -> None:
+        self._submitted += 1
+        job.serial = self._submitted
+        if job.wanted is not None and self.fetches.fetch(job.chain, job.wanted, lambda: self._fetched(job)):
+            self._fetching.append(job)
+            return
         (self._waiting if job.on_room is None else self._incoming).append(job)
-        self._wake()
+        self.wake()
+
+    def turn_left_s(self) -> float:
+        """Until the step that runs ends and the worker looks at its messages; 0 if it is idle."""
+        step = self._step
+        if step is None:
+            return 0.0
+        now = self._events.now()
+        return max(0.0, step.began + step.seconds * (step.passed(now) + 1) - now)
 
     def begin_decode(self, job: Job) -> None:
         """The KV of a job that got room has arrived, and so has its first token."""
         self._store_prompt(job)
         self._first_token(job)
-        self._wake()
+        self.wake()
 
     def let_go(self, job: Job) -> None:
         """A job without output here has been transferred."""
         self._release(job)
-        self._wake()
+        self.wake()
 
     def load(self) -> Load:
         """What the worker reports, as `tandem_services.worker.load` does from the engine's statistics."""
         unfinished = 0 if self._computing is None else self._computing.left
-        queued = sum(job.output_tokens > 0 for job in self._waiting) + len(self._incoming)
+        queued = (*self._waiting, *self._fetching)
         return Load(
-            queue_tokens=sum(job.prompt_tokens for job in self._waiting) + unfinished,
+            queue_tokens=sum(job.prompt_tokens for job in queued) + unfinished,
             prefill_rate=self._times.prefill_rate,
-            sequences=self._sequences + queued,
+            sequences=self._sequences + sum(job.output_tokens > 0 for job in queued) + len(self._incoming),
             step_s=self._times.decode_step_s(max(1, len(self._decoding))),
             room_tokens=self.cache.room * self._block,
             max_sequences=self._max_sequences,
@@ -145,7 +171,13 @@ class ModelledWorker:
     def _pages(self, job: Job) -> int:
         return ceil((job.prompt_tokens + job.output_tokens) / self._block)
 
-    def _wake(self) -> None:
+    def _fetched(self, job: Job) -> None:
+        """Its prefix has come, or what is left of it: in the queue it stands where it would have stood."""
+        self._fetching.remove(job)
+        insort(self._waiting, job, key=lambda each: each.serial)
+        self.wake()
+
+    def wake(self) -> None:
         """Somebody came or pages became free: the step that runs is the last of its batch."""
         if self._step is None:
             self._next_step()
@@ -153,7 +185,7 @@ class ModelledWorker:
             self._cut_short(self._step)
 
     def _cut_short(self, step: "_RunningStep") -> None:
-        passed = int((self._events.now() - step.began) / step.seconds) + 1
+        passed = step.passed(self._events.now()) + 1
         if passed < step.count:
             step.count = passed
             self._plan_end(step)
@@ -277,3 +309,7 @@ class _RunningStep:
     count: int
     tokens: int
     """Prompt tokens of the (then single) step."""
+
+    def passed(self, now: float) -> int:
+        """Of its steps, those that have ended."""
+        return int((now - self.began) / self.seconds)

@@ -32,6 +32,7 @@ def report_of(hit_rate: float) -> PolicyReport:
         refused=0,
         block_hit_rate=hit_rate,
         of_pooled_lru=hit_rate / 0.4,
+        fetched_block_rate=0.01,
         ttft_ms=percentiles([0.1, 0.2]),
         itl_ms=None,
         e2e_ms=percentiles([1.0]),
