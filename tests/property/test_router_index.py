@@ -13,6 +13,7 @@ from tandem_engine.messages.control import LinkReport
 from tandem_services.router.candidate import Candidate
 from tandem_services.router.cost import (
     BROKEN_TOKEN_S,
+    COPY_FOLLOWERS,
     FETCH_S,
     FETCH_TURNS,
     FOLLOWERS,
@@ -99,13 +100,16 @@ def computing_s(computing: Member, source: Member | None) -> float:
     load, role = computing.record.load, computing.record.view.role
     waiting = {Role.PREFILL: 0, Role.DECODE: load.sequences + 1}.get(role, load.sequences)
     missing = max(1, len(PROMPT) - (source or computing).matched)
+    work = missing * (1 + waiting + FOLLOWERS)
     ready = load.queue_tokens / load.prefill_rate
     if source is not None:
         there = source.record.load
         turn = min(there.queue_tokens, TURN_TOKENS) / there.prefill_rate + (there.step_s if there.sequences else 0.0)
-        moving = (source.matched - computing.matched) * moving_s(source, computing)
+        lacking = source.matched - computing.matched
+        moving = lacking * moving_s(source, computing)
         ready = max(ready, FETCH_S + FETCH_TURNS * turn + moving)
-    return ready + missing * (1 + waiting + FOLLOWERS) / load.prefill_rate
+        work += lacking * COPY_FOLLOWERS
+    return ready + work / load.prefill_rate
 
 
 def sources(fleet: list[Member], computing: Member) -> list[Member]:

@@ -34,3 +34,8 @@ class Candidate:
     def known(self) -> int:
         """Prompt tokens that it need not compute."""
         return self.matched if self.fetch is None else self.fetch.tokens
+
+    @property
+    def fetched(self) -> int:
+        """Of them, those that come from another worker."""
+        return self.known - self.matched

@@ -7,7 +7,8 @@ Redis decides with the Lua twin, the local fallback with this one, and a propert
     prefill_queue    tokens queued and reserved / prefill rate of the worker that computes the prompt
     prefill_compute  prompt tokens that it has neither cached nor fetched, at least one / its prefill rate
     prefill_stall    prefill_compute × the sequences that wait for it: those that decode on that worker, on a decode
-                     worker one that will come, and everywhere those that will come later (FOLLOWERS)
+                     worker one that will come, and everywhere those that will come later (FOLLOWERS); for tokens that
+                     are fetched, only those whose blocks they push out of the cache (COPY_FOLLOWERS)
     transfer         of a pair: handoff messages + KV bytes that the decode worker lacks / rate of the link between them
     decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
     decode_room      NO_ROOM_S when the sequence would have to wait for others to end
@@ -51,10 +52,13 @@ COMING = 1
 """Sequences that a decode worker is expected to get while it computes a prompt. It is there to decode, so even an idle
 one computes only what is over sooner than a handoff."""
 
-FOLLOWERS = 4
+FOLLOWERS = 3
 """Requests that computing keeps waiting later, wherever it is done: the next ones there, and those whose blocks leave
 that cache for a second copy of what another worker has. Found by `tandem simulate`: without it a cached prefix is left
 for any shorter queue, and the copies push each other out (docs/benchmarks.md)."""
+
+COPY_FOLLOWERS = 2
+"""Of the followers, those that a fetched prefix has, too: it is not computed, but it is a second copy."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,6 +107,11 @@ def prefill_compute_s(load: Load, matched: int, demand: Demand) -> float:
 
 def prefill_stall_s(load: Load, role: Role, matched: int, demand: Demand) -> float:
     return prefill_compute_s(load, matched, demand) * waiting_sequences(load, role)
+
+
+def copy_s(load: Load, tokens: int) -> float:
+    """What a second copy of `tokens` tokens pushes out of the worker's cache, and somebody computes again."""
+    return tokens / load.prefill_rate * COPY_FOLLOWERS
 
 
 def waiting_sequences(load: Load, role: Role) -> float:

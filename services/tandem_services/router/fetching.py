@@ -56,6 +56,7 @@ def _cheapest(member: Candidate, sources: Sequence[Candidate], demand: Demand) -
 
 
 def _compute_s(member: Candidate, known: int, demand: Demand) -> float:
-    """Without its queue, which is the same whatever it fetches."""
+    """If it fetches what it lacks of `known` tokens. Without its queue, which is the same whatever it fetches."""
     compute = cost.prefill_compute_s(member.load, known, demand)
-    return compute + cost.prefill_stall_s(member.load, member.view.role, known, demand)
+    stall = cost.prefill_stall_s(member.load, member.view.role, known, demand)
+    return compute + stall + cost.copy_s(member.load, known - member.matched)

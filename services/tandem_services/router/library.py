@@ -37,6 +37,7 @@ CONSTANTS: Mapping[str, float] = {
     "BROKEN_TOKEN_S": cost.BROKEN_TOKEN_S,
     "COMING": cost.COMING,
     "FOLLOWERS": cost.FOLLOWERS,
+    "COPY_FOLLOWERS": cost.COPY_FOLLOWERS,
     "FETCH_S": cost.FETCH_S,
     "FETCH_TURNS": cost.FETCH_TURNS,
     "TURN_TOKENS": cost.TURN_TOKENS,

@@ -157,7 +157,7 @@ def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float,
         0.0 if candidate.fetch is None else cost.fetch_wait_s(candidate.fetch.seconds, load),
         cost.prefill_queue_s(load),
         cost.prefill_compute_s(load, known, demand),
-        cost.prefill_stall_s(load, candidate.view.role, known, demand),
+        cost.prefill_stall_s(load, candidate.view.role, known, demand) + cost.copy_s(load, candidate.fetched),
     )
 
 

@@ -24,6 +24,7 @@ local function consider(worker, source, token_s, query)
   local seconds = FETCH_S + FETCH_TURNS * turn(source) + (source.matched - worker.matched) * token_s
   local saved = (missing_after(worker.known, query) - missing_after(source.matched, query)) * worker.token_s
   local added = fetch_wait(worker, seconds) - fetch_wait(worker, worker.fetch_s)
+    + copy(worker, source.matched - worker.known)
   if added < saved * (1 + waiting_sequences(worker)) then
     worker.known, worker.fetch_s, worker.source = source.matched, seconds, source
   end

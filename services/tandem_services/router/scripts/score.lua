@@ -4,7 +4,7 @@
 --   prefix_fetch     what bringing a prefix from another worker takes beyond the queue, where that pays (fetch.lua)
 --   prefill_queue    (tokens queued + reserved) × seconds per token
 --   prefill_compute  prompt tokens neither cached nor fetched × seconds per token; one at least is always computed
---   prefill_stall    prefill_compute × sequences that wait for it, now and later
+--   prefill_stall    prefill_compute × sequences that wait for it, now and later; what fetched tokens push out
 --   transfer         handoff messages + prompt tokens that the decode worker lacks × seconds to move one
 --   decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
 --   decode_room      NO_ROOM_S when the sequence would have to wait for others to end
@@ -30,8 +30,13 @@ local function waiting_sequences(worker)
   return worker.sequences + (worker.role == ROLE_DECODE and COMING or 0) + FOLLOWERS
 end
 
+-- Of a second copy of that many tokens: what it pushes out of the cache is computed again.
+local function copy(worker, tokens)
+  return tokens * worker.token_s * COPY_FOLLOWERS
+end
+
 local function prefill_stall(worker, query)
-  return prefill_compute(worker, query) * waiting_sequences(worker)
+  return prefill_compute(worker, query) * waiting_sequences(worker) + copy(worker, worker.known - worker.matched)
 end
 
 local function transfer(worker, query, token_s)
@@ -56,7 +61,7 @@ end
 -- What the worker costs as the end that computes and as the end that holds the sequence.
 local function price(worker, query)
   worker.compute_s = prefill_queue(worker) + fetch_wait(worker, worker.fetch_s)
-    + prefill_compute(worker, query) * (1 + waiting_sequences(worker))
+    + prefill_compute(worker, query) + prefill_stall(worker, query)
   worker.hold_s = decode_load(worker) + decode_room(worker, query)
   worker.alone_s = worker.compute_s + worker.hold_s
 end

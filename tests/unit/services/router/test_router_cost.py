@@ -8,7 +8,7 @@ from tandem_engine.config import Role
 from tandem_services.router import cost
 from tandem_services.router.candidate import Candidate
 from tandem_services.router.choice import Placement
-from tandem_services.router.cost import BROKEN_TOKEN_S, FOLLOWERS, HANDOFF_S, NO_ROOM_S, Demand, Load
+from tandem_services.router.cost import BROKEN_TOKEN_S, COPY_FOLLOWERS, FOLLOWERS, HANDOFF_S, NO_ROOM_S, Demand, Load
 from tandem_services.router.scoring import Option, select
 from tandem_services.router.shortlist import PAIR_ENDS
 from tandem_testing.router_builders import make_load, make_view
@@ -50,6 +50,7 @@ def test_each_term_by_hand():
     assert cost.prefill_stall_s(load, Role.BOTH, 600, DEMAND) == pytest.approx(0.4 * (4 + FOLLOWERS))
     assert cost.prefill_stall_s(load, Role.DECODE, 600, DEMAND) == pytest.approx(0.4 * (5 + FOLLOWERS))
     assert cost.prefill_stall_s(load, Role.PREFILL, 600, DEMAND) == pytest.approx(0.4 * FOLLOWERS)
+    assert cost.copy_s(load, 600) == pytest.approx(0.6 * COPY_FOLLOWERS)
     assert cost.transfer_s(cost.token_s(load, 1e6), 600, DEMAND) == pytest.approx(HANDOFF_S + 0.4)
     assert cost.decode_load_s(load) == 0.04
     assert cost.decode_room_s(load, DEMAND) == NO_ROOM_S
@@ -76,7 +77,7 @@ def test_a_long_prompt_goes_to_a_prefill_worker_even_when_the_decode_worker_is_i
 
 def test_a_cached_prefix_is_worth_a_queue_but_not_any_queue():
     has_it = {"matched": PROMPT - 100}
-    busy = candidate("has", Role.BOTH, queue_tokens=900, **has_it)
+    busy = candidate("has", Role.BOTH, queue_tokens=2000, **has_it)
     assert choose(busy, candidate("idle", Role.BOTH)).decode.view.worker_id == "has"
     full = candidate("has", Role.BOTH, queue_tokens=6000, **has_it)
     assert choose(full, candidate("idle", Role.BOTH)).decode.view.worker_id == "idle"

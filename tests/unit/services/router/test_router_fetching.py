@@ -6,7 +6,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.candidate import Candidate
-from tandem_services.router.cost import FETCH_S, FETCH_TURNS, TURN_TOKENS, Demand
+from tandem_services.router.cost import COPY_FOLLOWERS, FETCH_S, FETCH_TURNS, FOLLOWERS, TURN_TOKENS, Demand
 from tandem_services.router.fetching import LEAST_PATIENCE_S, PATIENCE, planned_fetch, with_fetches
 from tandem_services.router.local import claims_of
 from tandem_services.router.scoring import Option, select
@@ -44,6 +44,15 @@ def test_an_idle_worker_fetches_what_a_busy_one_has():
     terms = {term.name: term.seconds for term in option.terms}
     assert terms["prefix_fetch"] == pytest.approx(FETCH_S + FETCH_TURNS * TURN_TOKENS / 10_000 + 960 * 1e-6)
     assert terms["prefill_compute"] == pytest.approx(0.04)
+    assert terms["prefill_stall"] == pytest.approx(0.04 * FOLLOWERS + 0.96 * COPY_FOLLOWERS)
+
+
+def test_a_second_copy_is_not_made_for_a_short_queue():
+    home = candidate("home", Role.PREFILL, matched=960, queue_tokens=1000)
+    rest = [candidate("idle", Role.PREFILL), candidate("d", Role.DECODE)]
+    assert choose(home, *rest).computing.view.worker_id == "home"
+    longer = candidate("home", Role.PREFILL, matched=960, queue_tokens=5000)
+    assert choose(longer, *rest).computing.view.worker_id == "idle"
 
 
 def test_the_kv_of_an_answer_flows_back_to_the_worker_that_computes_the_next_turn():
@@ -63,10 +72,10 @@ def test_what_is_reserved_is_what_is_left_to_compute():
     [
         {"links": {"p@1": 1e3}},
         {"links": {"p@1": 0.0}},
-        {"matched": 2, "queue_tokens": 10},
-        {"sequences": 1, "step_s": 3.0},
+        {"matched": 1},
+        {"sequences": 1, "step_s": 1.0},
     ],
-    ids=["slow link", "broken link", "a few tokens", "slow turns"],
+    ids=["slow link", "broken link", "a token", "slow turns"],
 )
 def test_what_does_not_pay_is_not_fetched(source):
     have = candidate("d", Role.DECODE, **{"matched": 960, **source})
@@ -103,14 +112,15 @@ def test_who_has_most_fetches_from_nobody():
 
 
 def test_waiting_ends_when_the_prefix_could_have_been_computed_but_not_for_a_hiccup():
-    def within(**have) -> float:
+    def within(asker: Candidate | None = None, **have) -> float:
         source = candidate("d", Role.DECODE, **have)
-        fetched = with_fetches([candidate("p", Role.PREFILL), source], DEMAND, Random(0))[0]
+        fetched = with_fetches([asker or candidate("p", Role.PREFILL), source], DEMAND, Random(0))[0]
         planned = planned_fetch(fetched, DEMAND)
         assert planned is not None
         return planned.within_s
 
     assert within(matched=960) == pytest.approx(0.96)
+    assert within(candidate("b", Role.BOTH, sequences=9), matched=960) == pytest.approx(0.96)
     assert within(matched=48) == LEAST_PATIENCE_S
     slow = FETCH_S + 960 * 1e5 / 1e9 * 5
     assert within(matched=960, links={"p@1": 2e8}, token_bytes=1e5) == pytest.approx(PATIENCE * slow)
