@@ -109,6 +109,35 @@ async def test_prompts_move_from_prefill_to_decode_workers_and_nothing_stays_beh
     assert sum(worker.done.output_tokens for worker in outcome.workers) == sum(r.output_tokens for r in REQUESTS)
 
 
+async def test_a_burst_on_one_prefix_makes_a_second_worker_fetch_it(server):
+    server.command("FLUSHALL")
+    shared, tail = range(40), 20
+    prompts = [(0.0, tuple(shared))]
+    prompts += [(30.0, (*shared, *range(first, first + tail))) for first in range(100, 100 + 16 * tail, tail)]
+    rows = [
+        TraceRow(at=at, prompt_tokens=len(blocks) * TRACE_BLOCK, output_tokens=10, blocks=blocks)
+        for at, blocks in prompts
+    ]
+    outcome = await replay(
+        simulated_requests(rows, limit=None, speed=1.0),
+        FleetShape(both=2, cache_blocks=2000, block_tokens=TRACE_BLOCK),
+        redis=RedisAddress(url=server.url),
+        cluster="burst",
+        policies=PolicyNames(),
+        local_prefill_tokens=0,
+        seed=0,
+        on_served=lambda: None,
+    )
+    assert len(outcome.served) == len(rows)
+    assert sorted(worker.fetches.blocks for worker in outcome.workers) == [0, len(shared)]
+    # Nobody has computed the shared blocks again.
+    assert sum(worker.done.hit_blocks for worker in outcome.workers) == 16 * len(shared)
+    for worker in outcome.workers:
+        assert worker.done.requests > 4
+        assert worker.outstanding == 0
+        assert worker.cache.room == worker.cache.capacity
+
+
 async def test_what_no_worker_can_hold_is_refused(server):
     shape = FleetShape(both=2, cache_blocks=8, block_tokens=TRACE_BLOCK, context_length=4096)
     outcome = await replayed(server, shape)
