@@ -37,7 +37,7 @@ async def test_every_pair_is_measured_and_the_operator_sees_it(fleet, capsys):
             return sum(link.get("bytes_per_s", 0.0) > 0 for link in links) == 2
 
         await until(measured, MEASURED_S, f"{worker_id} has measured its links")
-        assert await fleet.metric("tandem_link_bytes_per_second{", url) > 0
+        assert await fleet.metric("tandem_link_bytes_per_second", url) > 0
         assert await asyncio.to_thread(main, ["ctl", url, "links"]) == 0
         header, *rows = capsys.readouterr().out.splitlines()
         assert header.startswith("PEER")

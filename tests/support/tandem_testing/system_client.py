@@ -10,6 +10,7 @@ import httpx
 from tandem_services.loadgen.run import at_concurrency
 from tandem_services.loadgen.stream_client import Measurement, StreamCheck, Target
 from tandem_services.loadgen.workload import Prompt, RequestSpec
+from tandem_testing.metric_text import metric_sum
 from tandem_testing.system import System
 from tandem_testing.waiting import until
 
@@ -95,8 +96,7 @@ class SystemClient:
 
     async def metric(self, name: str, url: str = "") -> float:
         """Sum of a metric's series, of the gateway or of the worker at `url`."""
-        lines = (await self.http.get(f"{url}/metrics")).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+        return metric_sum((await self.http.get(f"{url}/metrics")).text, name)
 
     async def streams(self, specs: Sequence[RequestSpec], sampling: Sampling = GREEDY) -> list[Measurement]:
         """Stream all of `specs` at the same time, results in their order."""

@@ -29,6 +29,7 @@ from tandem_testing.chaos.knobs import KnobFile
 from tandem_testing.chaos.names import NameService
 from tandem_testing.chaos.parts import Gateway, Part, Worker
 from tandem_testing.chaos.worker_main import WorkerSettings
+from tandem_testing.metric_text import metric_sum
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.system import tandem_command
 from tandem_testing.tcp_proxy import TcpProxy
@@ -208,7 +209,7 @@ class Fleet:
             text = (await self.http.get(f"{url}/metrics")).text
         except httpx.TransportError:
             return 0.0
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+        return metric_sum(text, name)
 
     async def gateway_metric(self, name: str) -> float:
         return sum([await self.metric(gateway.url, name) for gateway in self.gateways])

@@ -1,0 +1,21 @@
+"""The reader that system tests and chaos read metrics with."""
+
+from tandem_testing.metric_text import metric_sum
+
+TEXT = """\
+# TYPE tandem_worker_kv_pages gauge
+tandem_worker_kv_pages 4096.0
+tandem_worker_kv_pages_free{tier="l1"} 4000.0
+tandem_gateway_attempts_total{outcome="moved"} 2.0
+tandem_gateway_attempts_total{outcome="finished"} 5.0
+"""
+
+
+def test_a_metric_is_not_taken_for_another_whose_name_goes_on():
+    assert metric_sum(TEXT, "tandem_worker_kv_pages") == 4096
+
+
+def test_all_series_of_a_metric_or_one():
+    assert metric_sum(TEXT, "tandem_gateway_attempts_total") == 7
+    assert metric_sum(TEXT, 'tandem_gateway_attempts_total{outcome="moved"}') == 2
+    assert metric_sum(TEXT, "tandem_absent") == 0
