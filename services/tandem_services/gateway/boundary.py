@@ -1,6 +1,6 @@
 """The outermost layer of every HTTP request: its id, its bounds, its last word.
 
-1. bounds      too many or too large headers, or too long a URL, are refused before routing
+1. bounds      too many or too large headers, too long a URL, and a Host that is none, are refused before routing
 2. identity    our own id, unique for the life of the fleet; the client's X-Request-Id is echoed when it
                sent a sane one, otherwise ours is its value
 3. last word   whatever a handler raises becomes an error response, or a log line when the client is gone
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem_engine.clock import Clock
-from tandem_services.common.errors import ApiError
+from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.access.caller import Caller
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 TIMEOUT_HEADER = "X-Request-Timeout"
 _SANE_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
+_SANE_HOST = re.compile(rb"[\w.~%:\[\]-]{0,261}")
+"""A name of at most 255 characters and a port."""
 _SCOPE_KEY = "tandem_request"
 
 
@@ -149,5 +151,16 @@ def _check_head(scope: Scope) -> None:
             f"request headers are limited to {MAX_HEADER_FIELDS} fields and {MAX_HEADER_BYTES} bytes",
             kind="RequestHeaderFieldsTooLargeError",
         )
+    _check_host(scope, [value for name, value in headers if name == b"host"])
     if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
         raise ApiError(414, f"the URL is limited to {MAX_URL_BYTES} bytes", kind="UriTooLongError")
+
+
+def _check_host(scope: Scope, hosts: list[bytes]) -> None:
+    """What is taken for the URL by whoever puts it together must not depend on a header (Starlette CVE-2026-48710)."""
+    if scope["http_version"] not in ("1.0", "1.1"):
+        raise ApiError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here", kind="HttpVersionNotSupportedError")
+    if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
+        raise bad_request(f"a request has one Host header, this one has {len(hosts)}", "Host")
+    if hosts and not _SANE_HOST.fullmatch(hosts[0]):
+        raise bad_request("the Host header must be a name or an address, with or without a port", "Host")

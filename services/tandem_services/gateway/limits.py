@@ -12,6 +12,12 @@ from tandem_services.common.errors import ApiError, bad_request
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 30.0
 """From the headers to the end of the body."""
+MAX_CONNECTIONS = 4096
+"""Of one port of one gateway, idle ones among them."""
+HEAD_TIMEOUT_S = 30.0
+"""From the connection, or a request's first byte, to the end of its headers."""
+MAX_HEAD_BYTES = 64 << 10
+"""What is kept of a head that has not ended; what it may have when it has is the next three."""
 MAX_HEADER_FIELDS = 64
 MAX_HEADER_BYTES = 32 << 10
 MAX_URL_BYTES = 8 << 10

@@ -32,6 +32,7 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import Boards, Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.connection import GatewayConnection
 from tandem_services.router.router import Router, RouterConfig
 
 __all__ = ["GatewayConfig", "serve"]
@@ -120,7 +121,7 @@ def http_server(app: FastAPI, config: GatewayConfig, health: Health) -> GatewayS
 def _uvicorn_config(app: Starlette, config: GatewayConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=GatewayConnection,
         ws="none",
         log_config=None,
         access_log=False,

@@ -1,0 +1,146 @@
+"""One connection, from being accepted to its end: bounds on what it costs while there is no request to bound.
+
+1. accepted  at most MAX_CONNECTIONS: one more ends one on which nothing is answered, or is refused with a 503
+2. head      from the connection, or its own first byte, to the empty line: HEAD_TIMEOUT_S and MAX_HEAD_BYTES, or a
+             408 or 431 and the end; what is no HTTP gets a 400
+3. request   is the application's: `boundary` bounds what is in the head, `request_body` the body
+4. idle      until the next one: uvicorn's keep-alive
+
+uvicorn alone waits for a head for ever, and keeps all of one that never ends. What is wrong with one request is never
+written where another one's answer is expected: the connection then ends without a word.
+"""
+
+import asyncio
+import math
+import uuid
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tandem_services.common.errors import ApiError, bad_request, unavailable
+from tandem_services.gateway.error_responses import error_json
+from tandem_services.gateway.limits import HEAD_TIMEOUT_S, MAX_CONNECTIONS, MAX_HEAD_BYTES
+
+CONNECTIONS_RETRY_S = 1.0
+
+
+class GatewayConnection(HttpToolsProtocol):
+    """uvicorn's connection, with the bounds above."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    """Ends a head that does not arrive. None while a request is answered, and while the client owes nothing."""
+    _in_head = False
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS and not self._end_an_idle_one():
+            message = f"This gateway takes at most {MAX_CONNECTIONS} connections at once. Try again later."
+            self._end_with(unavailable(message, retry_after=CONNECTIONS_RETRY_S))
+            return
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_arrived()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        began_in_head = self._in_head
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if began_in_head and self._in_head:
+            self._count_head(len(data))
+        if not self.answering:
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_arrived()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # uvicorn's name for its own sentence
+        """What uvicorn answers to bytes that are no HTTP."""
+        self._end_with(bad_request("this is not a valid HTTP request"))
+
+    @property
+    def answering(self) -> bool:
+        """Whether a request is being answered."""
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def end(self) -> None:
+        """Close, without a word, once what was written before has been sent."""
+        self.transport.close()
+
+    def _end_an_idle_one(self) -> bool:
+        others = (connection for connection in self.connections if connection is not self)
+        idle = next((other for other in others if isinstance(other, GatewayConnection) and not other.answering), None)
+        if idle is None:
+            return False
+        self.connections.discard(idle)
+        idle.end()
+        return True
+
+    def _expect_head(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _head_arrived(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _head_is_late(self) -> None:
+        self._deadline = None
+        if self.answering:
+            # The next request's head, behind an answer that takes its time: nothing is read on while it is written.
+            self._expect_head()
+            return
+        message = f"request headers did not arrive within {HEAD_TIMEOUT_S:g} s"
+        self._end_with(ApiError(408, message, kind="RequestTimeoutError"))
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            message = f"the request line and headers are limited to {MAX_HEAD_BYTES} bytes"
+            self._end_with(ApiError(431, message, kind="RequestHeaderFieldsTooLargeError"))
+
+    def _end_with(self, refusal: ApiError) -> None:
+        if self._may_be_answered_here:
+            self.transport.write(_whole_response(refusal))
+        self.end()
+
+    @property
+    def _may_be_answered_here(self) -> bool:
+        """Whether the next bytes that the client gets would be taken as the answer to what is wrong."""
+        cycle: Any = self.cycle
+        if cycle is None:
+            return True
+        if cycle.response_complete:
+            # What still arrives of a body whose request was refused has had its answer.
+            return not cycle.more_body
+        return cycle.more_body and not cycle.response_started and not self.pipeline
+
+
+def _whole_response(refusal: ApiError) -> bytes:
+    body = error_json(refusal)
+    lines = [
+        f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        f"x-request-id: {uuid.uuid4().hex}",
+        "connection: close",
+    ]
+    if refusal.retry_after is not None:
+        lines.append(f"retry-after: {math.ceil(refusal.retry_after)}")
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body

@@ -1,0 +1,206 @@
+"""Connections that send no request, half of one, or none that is HTTP (RELIABILITY E1 #8–12, #15–20, C1)."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+BODY = b'{"model": "mock", "prompt": "a", "max_tokens": 1}'
+
+
+@asynccontextmanager
+async def connection(gateway):
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(20):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def said(gateway, *parts: bytes) -> bytes:
+    """Everything that is answered until the gateway closes the connection."""
+    async with connection(gateway) as (reader, writer):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return await reader.read()
+
+
+def check_refusal(answer: bytes, status: int) -> str:
+    """One answer with this status in OpenAI's shape, after which the connection closes. Returns its message."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode("ascii").lower().split("\r\n")
+    assert int(lines[0].split()[1]) == status, answer
+    assert "connection: close" in lines or status in (414, 505)
+    assert any(line.startswith("x-request-id: ") for line in lines)
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in error["message"]
+    return error["message"]
+
+
+NO_HTTP = {
+    "random bytes": bytes(range(256)),
+    "h2c preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "TLS ClientHello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+    "NUL in a header": b"GET /live HTTP/1.1\r\nHost: x\r\nX: \x00\r\n\r\n",
+    "CR in a header": b"GET /live HTTP/1.1\r\nHost: x\r\nX: a\rb\r\n\r\n",
+    "no ASCII in the URL": "GET /é HTTP/1.1\r\nHost: x\r\n\r\n".encode(),
+    "negative length": POST + b"Content-Length: -1\r\n\r\n",
+    "length of 30 digits": POST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n",
+    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 5\r\n\r\n{}",
+    "length and chunks": POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunk without a size": POST + b"Transfer-Encoding: chunked\r\n\r\nx\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", NO_HTTP.values(), ids=NO_HTTP.keys())
+async def test_what_is_no_http_is_a_400_and_the_end(gateway, rack, caplog, sent):  # E1 #8, #9, #12, #16
+    check_refusal(await said(gateway, sent), 400)
+    assert not rack.engines[0].received
+    assert not [record for record in caplog.records if record.exc_info]
+    assert (await gateway.http.get("/live")).status_code == 200
+
+
+HOSTS = {
+    "none": b"",
+    "two": b"Host: a\r\nHost: b\r\n",
+    "two alike": b"Host: a\r\nHost: a\r\n",
+    "a path": b"Host: x/y?z#\r\n",
+    "a user": b"Host: a@b\r\n",
+    "long": b"Host: " + b"x" * 300 + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS.keys())
+@pytest.mark.parametrize("path", [b"/live", b"/nope"])
+async def test_a_request_has_one_host_that_is_a_host(gateway, host, path):  # E1 #15, Starlette CVE-2026-48710
+    answer = await said(gateway, b"GET " + path + b" HTTP/1.1\r\n" + host + b"Connection: close\r\n\r\n")
+    assert "Host" in check_refusal(answer, 400)
+
+
+@pytest.mark.parametrize("host", [b"gateway", b"a-b.c_d:8000", b"[::1]:80", b"127.0.0.1"])
+async def test_names_and_addresses_are_hosts(gateway, host):  # E1 #15
+    answer = await said(gateway, b"GET /live HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_old_clients_need_no_host_and_older_ones_are_refused(gateway):  # E1 #16
+    assert (await said(gateway, b"GET /live HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    check_refusal(await said(gateway, b"GET /live\r\n\r\n"), 505)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET", b"GET /live HTTP/1.1\r\nHo", LIVE + b"GE"])
+async def test_a_head_that_never_ends_is_given_up(gateway, monkeypatch, sent):  # E1 #11, #20
+    monkeypatch.setattr("tandem_services.gateway.connection.HEAD_TIMEOUT_S", 0.05)
+    answer = await said(gateway, sent)
+    if sent.startswith(LIVE):
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        answer = answer[answer.index(b"HTTP/1.1 408") :]
+    assert "did not arrive" in check_refusal(answer, 408)
+
+
+async def test_an_idle_connection_between_requests_owes_no_head(gateway, monkeypatch):  # E1 #11
+    monkeypatch.setattr("tandem_services.gateway.connection.HEAD_TIMEOUT_S", 0.05)
+    async with connection(gateway) as (reader, writer):
+        writer.write(LIVE)
+        await reader.readuntil(b'"ok"}')
+        check_refusal(await said(gateway), 408)  # a later one has been given up
+        writer.write(LAST)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_head_without_end_is_not_kept(gateway, monkeypatch):  # E1 #12, vLLM CVE-2025-48956
+    monkeypatch.setattr("tandem_services.gateway.connection.MAX_HEAD_BYTES", 1000)
+    async with connection(gateway) as (reader, writer):
+        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nX: ")
+        answer = asyncio.ensure_future(reader.read())
+        while not answer.done():
+            writer.write(b"y" * 100)
+            await asyncio.wait([answer], timeout=0.001)
+        assert "limited to 1000 bytes" in check_refusal(await answer, 431)
+
+
+async def test_pipelined_requests_are_answered_in_order(gateway, rack):  # E1 #17
+    answer = await said(gateway, LIVE * 50 + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE * 48 + LAST)
+    bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+    assert len(bodies) == 100
+    assert [i for i, body in enumerate(bodies) if b'"version"' in body] == [50]
+
+
+@pytest.mark.parametrize("head", [b"Expect: 100-continue\r\nContent-Length: 2\r\n", b"Content-Length: 5000\r\n"])
+async def test_a_body_that_was_promised_and_never_sent_is_a_408(gateway, rack, monkeypatch, head):  # E1 #8, #17
+    monkeypatch.setattr("tandem_services.gateway.request_body.BODY_TIMEOUT_S", 0.05)
+    answer = await said(gateway, POST + b"Connection: close\r\n" + head + b"\r\n")
+    check_refusal(answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n"), 408)
+    assert not rack.engines[0].received
+
+
+async def test_a_body_longer_than_it_says_is_no_request(gateway, rack):  # E1 #8
+    check_refusal(await said(gateway, POST + b"Connection: close\r\nContent-Length: 5\r\n\r\n" + BODY), 400)
+    # What follows is the next request, which is none: it must not be the answer of the one that runs.
+    assert await said(gateway, POST + b"Content-Length: 5\r\n\r\n" + BODY) == b""
+    assert not rack.engines[0].received
+
+
+async def test_a_body_of_one_byte_chunks_is_a_body(gateway, rack):  # E1 #10
+    chunks = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in BODY)
+    head = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert (await said(gateway, head + chunks + b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # E1 #10
+    monkeypatch.setattr("tandem_services.gateway.request_body.MAX_BODY_BYTES", 1000)
+    answer = await said(
+        gateway, POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000
+    )
+    check_refusal(answer, 413)
+
+
+async def test_who_hangs_up_in_the_middle_of_a_body_harms_nobody(gateway, rack, caplog):  # E1 #19
+    async with connection(gateway) as (_, writer):
+        writer.write(POST + b"Content-Length: 100\r\n\r\n{")
+        await writer.drain()
+    assert (await gateway.complete(max_tokens=1)).status_code == 200
+    assert len(rack.engines[0].received) == 1
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypatch):  # E1 #20
+    monkeypatch.setattr("tandem_services.gateway.connection.MAX_CONNECTIONS", 3)
+    async with AsyncExitStack() as stack:
+        idle = [await stack.enter_async_context(connection(gateway)) for _ in range(6)]
+        assert (await said(gateway, LAST)).startswith(b"HTTP/1.1 200 ")
+        reads = [asyncio.ensure_future(reader.read()) for reader, _ in idle]
+        ended, others = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+        assert {read.result() for read in ended} == {b""}
+        for read in others:
+            read.cancel()
+    assert (await gateway.http.get("/live")).status_code == 200
+
+
+async def test_where_all_connections_are_busy_one_more_is_a_503(gateway, rack, monkeypatch):  # E1 #20
+    rack.engines[0].behaviour.mute = True
+    busy = asyncio.ensure_future(gateway.complete(max_tokens=1))
+    await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
+    monkeypatch.setattr("tandem_services.gateway.connection.MAX_CONNECTIONS", 1)
+    answer = await said(gateway, LAST)
+    assert "at most 1 connections" in check_refusal(answer, 503)
+    assert b"retry-after: 1" in answer
+    busy.cancel()
+
+
+async def test_a_refusal_is_never_written_into_anothers_answer(gateway, rack):  # E1 #9: smuggling
+    rack.engines[0].behaviour.mute = True
+    async with connection(gateway) as (reader, writer):
+        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
+        writer.write(b"\x00\x01 no request\r\n\r\n")
+        assert await reader.read() == b""
+    await asyncio.to_thread(rack.engines[0].wait_until, lambda: bool(rack.engines[0].aborted))
