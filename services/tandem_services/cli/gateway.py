@@ -62,6 +62,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_output_parsers(parser)
     add_router_policy(parser)
     parser.add_argument(
+        "--strict-fields",
+        action="store_true",
+        help="refuse requests with unknown fields, naming them (default: unknown fields are ignored)",
+    )
+    parser.add_argument(
         "--session-ttl",
         type=positive_float,
         default=600.0,
@@ -113,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
             reasoning_parser=args.reasoning_parser,
             local_prefill_tokens=args.local_prefill_tokens,
             policies=PolicyNames.parse(args.router_policy),
+            strict_fields=args.strict_fields,
             session_ttl_s=args.session_ttl,
             drain_notice_s=args.drain_notice,
             api_keys=args.api_keys,

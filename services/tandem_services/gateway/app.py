@@ -96,6 +96,8 @@ class Gateway:
     """None: everybody may do everything."""
     health: Health
     clock: Clock
+    strict_fields: bool
+    """Requests with fields that nobody knows are refused."""
 
     def background(self) -> dict[str, Coroutine[Any, Any, None]]:
         """What runs as long as the gateway serves, by name."""
@@ -195,6 +197,7 @@ def build_gateway(
         access=_access(config, registry, boards.usage, _salt(context, config.cluster), clock),
         health=health,
         clock=clock,
+        strict_fields=config.strict_fields,
     )
 
 
@@ -318,9 +321,10 @@ def boundary_of(gateway: Gateway) -> Middleware:
 
 def _generation_routes(gateway: Gateway) -> list[Route]:
     desk = gateway.sessions.desk
-    chats = ChatPlanner(gateway.prompts, desk)
-    planners = (chats, CompletionPlanner(gateway.prompts, desk), ResponsesPlanner(chats))
-    embeddings = EmbeddingEndpoint(gateway.prompts, gateway.answering)
+    strict = gateway.strict_fields
+    chats = ChatPlanner(gateway.prompts, desk, strict=strict)
+    planners = (chats, CompletionPlanner(gateway.prompts, desk, strict=strict), ResponsesPlanner(chats, strict=strict))
+    embeddings = EmbeddingEndpoint(gateway.prompts, gateway.answering, strict=strict)
     return [Route(EmbeddingEndpoint.path, embeddings, methods=["POST"])] + [
         Route(planner.endpoint, GenerationEndpoint(planner, gateway.answering), methods=["POST"])
         for planner in planners
@@ -328,7 +332,7 @@ def _generation_routes(gateway: Gateway) -> list[Route]:
 
 
 def _tokenizer_routes(gateway: Gateway) -> list[Route]:
-    tokenization = Tokenization(gateway.prompts)
+    tokenization = Tokenization(gateway.prompts, strict=gateway.strict_fields)
     return [
         Route(path, tokenization.detokenize if "detokenize" in path else tokenization.tokenize, methods=["POST"])
         for path in TOKENIZER_PATHS

@@ -1,7 +1,5 @@
 """`POST /v1/chat/completions`: its requests as plans."""
 
-import msgspec
-
 from tandem_engine.logs import quoted
 from tandem_engine.messages.grammar import GrammarKind
 from tandem_services.common.errors import bad_request
@@ -14,7 +12,7 @@ from tandem_services.gateway.openai_schemas import ChatRequest
 from tandem_services.gateway.output_reader import OutputReading
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.prompts import PromptEncoder
-from tandem_services.gateway.request_body import decode_body
+from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.session_turns import SessionDesk, SessionTurn
 from tandem_services.gateway.structured_output import AskedGrammar, asked_grammar
 from tandem_services.gateway.tools import ToolUse, tool_use
@@ -33,14 +31,14 @@ class ChatPlanner:
 
     endpoint = "/v1/chat/completions"
 
-    def __init__(self, prompts: PromptEncoder, sessions: SessionDesk) -> None:
+    def __init__(self, prompts: PromptEncoder, sessions: SessionDesk, *, strict: bool) -> None:
         self._prompts = prompts
         self._sessions = sessions
-        self._decoder = msgspec.json.Decoder(ChatRequest)
+        self._decoder = BodyDecoder(ChatRequest, strict=strict)
 
     async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
-        return await self.plan_chat(decode_body(self._decoder, body), caller)
+        return await self.plan_chat(self._decoder.decode(body), caller)
 
     async def plan_chat(self, request: ChatRequest, caller: Caller) -> GenerationPlan:
         """As `plan`, of a request that is decoded already."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem_engine.logs import quoted
@@ -30,9 +29,9 @@ from tandem_services.gateway.openai_schemas import (
     Usage,
 )
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
-from tandem_services.gateway.prompt_shapes import Prompt, split_prompts
+from tandem_services.gateway.prompt_shapes import Prompt, place_of, split_prompts
 from tandem_services.gateway.prompts import PromptEncoder
-from tandem_services.gateway.request_body import decode_body
+from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.session_turns import SessionDesk, SessionTurn
 from tandem_services.gateway.sse import DONE, data_event
 from tandem_services.gateway.structured_output import asked_grammar
@@ -55,14 +54,14 @@ class CompletionPlanner:
 
     endpoint = "/v1/completions"
 
-    def __init__(self, prompts: PromptEncoder, sessions: SessionDesk) -> None:
+    def __init__(self, prompts: PromptEncoder, sessions: SessionDesk, *, strict: bool) -> None:
         self._prompts = prompts
         self._sessions = sessions
-        self._decoder = msgspec.json.Decoder(CompletionRequest)
+        self._decoder = BodyDecoder(CompletionRequest, strict=strict)
 
     async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
-        request = decode_body(self._decoder, body)
+        request = self._decoder.decode(body)
         self._prompts.model.check_name(request.model, caller)
         check_common_fields(request, also_refused=FIELDS_OF_CHATS)
         prompts = split_prompts(request.prompt, param="prompt", most=MAX_PROMPTS)
@@ -84,7 +83,10 @@ class CompletionPlanner:
             cache_salt=caller.cache_salt(request.cache_salt or ""),
             choices=counts.generated * len(prompts),
         )
-        choices = [await self._choice(request, prompt, wanted, sampling, turn) for prompt in prompts]
+        choices = [
+            await self._choice(request, prompt, place_of(request.prompt, position, "prompt"), wanted, sampling, turn)
+            for position, prompt in enumerate(prompts)
+        ]
         return generation_plan(
             request,
             self._prompts.model.name,
@@ -102,13 +104,14 @@ class CompletionPlanner:
         self,
         request: CompletionRequest,
         prompt: Prompt,
+        place: str,
         wanted: int | None,
         sampling: SamplingParams,
         turn: SessionTurn | None,
     ) -> PlannedChoice:
         # Around a turn that continues a text there is nothing to add, such as BOS.
         begins = turn is None or turn.begins
-        input_ids = await self._encode(request, prompt, begins=begins)
+        input_ids = await self._encode(request, prompt, place, begins=begins)
         context_length = self._prompts.context_length() - (0 if turn is None else turn.history)
         check_context(len(input_ids), wanted or 0, context_length, "prompt")
         vocab_size = self._prompts.tokenizer.vocab_size
@@ -119,9 +122,9 @@ class CompletionPlanner:
             echo=self._echo(prompt) if request.echo else "",
         )
 
-    async def _encode(self, request: CompletionRequest, prompt: Prompt, *, begins: bool) -> tuple[int, ...]:
+    async def _encode(self, request: CompletionRequest, prompt: Prompt, place: str, *, begins: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            check_token_ids(prompt, self._prompts.tokenizer.vocab_size, "prompt")
+            check_token_ids(prompt, self._prompts.tokenizer.vocab_size, "prompt", place=place)
             return tuple(prompt)
         add_special_tokens = begins if request.add_special_tokens is None else request.add_special_tokens
         return await self._prompts.encode(prompt, add_special_tokens=add_special_tokens)

@@ -32,6 +32,8 @@ class GatewayConfig:
     """Names in `TOOL_CALL_PARSERS` and `REASONING_PARSERS`."""
     policies: PolicyNames = field(default_factory=PolicyNames)
     """How the router chooses, by role."""
+    strict_fields: bool = False
+    """Refuse requests with fields that nobody knows, as OpenAI does; otherwise they are ignored."""
     request_timeout_s: float = 600.0
     session_ttl_s: float = 600.0
     """An unused session is forgotten after this long; the workers' --session-ttl."""

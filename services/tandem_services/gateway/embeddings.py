@@ -14,7 +14,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from sys import byteorder
 
-import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -37,9 +36,9 @@ from tandem_services.gateway.limits import (
     check_token_ids,
     check_user,
 )
-from tandem_services.gateway.prompt_shapes import Prompt, split_prompts
+from tandem_services.gateway.prompt_shapes import Prompt, place_of, split_prompts
 from tandem_services.gateway.prompts import PromptEncoder
-from tandem_services.gateway.request_body import decode_body, read_body
+from tandem_services.gateway.request_body import BodyDecoder, read_body
 from tandem_services.gateway.sse import send_json
 
 CONCURRENT_INPUTS = 32
@@ -69,13 +68,13 @@ class EmbeddingPlan:
 class EmbeddingPlanner:
     """Validates embedding requests."""
 
-    def __init__(self, prompts: PromptEncoder) -> None:
+    def __init__(self, prompts: PromptEncoder, *, strict: bool) -> None:
         self._prompts = prompts
-        self._decoder = msgspec.json.Decoder(EmbeddingRequest)
+        self._decoder = BodyDecoder(EmbeddingRequest, strict=strict)
 
     async def plan(self, body: bytes, caller: Caller) -> EmbeddingPlan:
         """Raises `ApiError` naming the field at fault."""
-        request = decode_body(self._decoder, body)
+        request = self._decoder.decode(body)
         self._prompts.model.check_name(request.model, caller)
         check_user(request.user)
         check_cache_salt(request.cache_salt)
@@ -85,7 +84,7 @@ class EmbeddingPlanner:
         prompts = split_prompts(request.input, param="input", most=MAX_EMBEDDING_INPUTS)
         return EmbeddingPlan(
             model=self._prompts.model.name,
-            inputs=tuple([await self._encode(request, prompt) for prompt in prompts]),
+            inputs=tuple([await self._encode(request, prompt, position) for position, prompt in enumerate(prompts)]),
             pooling=PoolingParams(
                 pooling=request.pooling or Pooling.LAST,
                 normalize=request.normalize is not False,
@@ -97,12 +96,13 @@ class EmbeddingPlanner:
             timeout_s=request.timeout,
         )
 
-    async def _encode(self, request: EmbeddingRequest, prompt: Prompt) -> tuple[int, ...]:
+    async def _encode(self, request: EmbeddingRequest, prompt: Prompt, position: int) -> tuple[int, ...]:
         if isinstance(prompt, str):
             add_special_tokens = request.add_special_tokens is not False
             ids = await self._prompts.encode(prompt, add_special_tokens=add_special_tokens, param="input")
         else:
-            check_token_ids(prompt, self._prompts.tokenizer.vocab_size, "input")
+            place = place_of(request.input, position, "input")
+            check_token_ids(prompt, self._prompts.tokenizer.vocab_size, "input", place=place)
             ids = tuple(prompt)
         check_context(len(ids), 0, self._prompts.context_length(), "input")
         return ids
@@ -113,8 +113,8 @@ class EmbeddingEndpoint:
 
     path = "/v1/embeddings"
 
-    def __init__(self, prompts: PromptEncoder, shared: Answering) -> None:
-        self._planner = EmbeddingPlanner(prompts)
+    def __init__(self, prompts: PromptEncoder, shared: Answering, *, strict: bool) -> None:
+        self._planner = EmbeddingPlanner(prompts, strict=strict)
         self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

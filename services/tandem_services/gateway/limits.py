@@ -89,11 +89,13 @@ def check_priority(priority: int) -> None:
         raise bad_request(f"priority must be a 64-bit integer, got {quoted(priority)}", "priority")
 
 
-def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str, *, place: str | None = None) -> None:
+    """`place`: where the ids are in the request, when that is not field `param` itself."""
     for position, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             raise bad_request(
-                f"{param}[{position}]: token id {quoted(token)} is out of vocabulary, ids are 0 to {vocab_size - 1}",
+                f"{place or param}[{position}]: token id {quoted(token)} is out of vocabulary, ids are 0 to "
+                f"{vocab_size - 1}",
                 param,
             )
 

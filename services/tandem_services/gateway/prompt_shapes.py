@@ -32,3 +32,9 @@ def _one_prompt(item: PromptItem, position: int, param: str) -> Prompt:
     if not item:
         raise bad_request(f"{param}[{position}] must not be empty", param)
     return item
+
+
+def place_of(prompt: str | list[PromptItem] | None, position: int, param: str) -> str:
+    """Where the prompt that `split_prompts` has at `position` is in the request: field `param`, or an item of it."""
+    alone = not isinstance(prompt, list) or isinstance(prompt[position], int)
+    return param if alone else f"{param}[{position}]"

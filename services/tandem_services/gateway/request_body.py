@@ -6,7 +6,7 @@ The body is counted while it arrives, so that one without a Content-Length canno
 import asyncio
 import logging
 import re
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -19,6 +19,8 @@ from tandem_services.gateway.limits import BODY_TIMEOUT_S, MAX_BODY_BYTES
 
 logger = logging.getLogger(__name__)
 
+MAX_NAMED_FIELDS = 8
+"""Of those that are not known, in the answer: others are counted."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _AT_PATH = re.compile(r" - at `\$\.?(.*?)`$")
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
@@ -49,23 +51,45 @@ async def _counted_body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    """Raises `ApiError` 400 naming the field at fault as `param`."""
-    if not body.strip():
-        raise bad_request("request body is empty")
-    body = body.removeprefix(_BYTE_ORDER_MARK)
-    check_json_shape(body)
-    try:
-        request = decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _wrong_shape(str(error)) from error
-    except msgspec.DecodeError as error:
-        raise bad_request(f"request body is not valid JSON: {error}") from error
-    except UnicodeDecodeError as error:
-        raise bad_request("request body is not valid UTF-8") from error
-    if logger.isEnabledFor(logging.DEBUG):
-        _log_unknown_fields(request, body)
-    return request
+class BodyDecoder(Generic[T]):
+    """From bytes to requests of one `shape`.
+
+    Fields that it does not have are ignored, with a line in the debug log; `strict` refuses them instead.
+    """
+
+    def __init__(self, shape: type[T], *, strict: bool) -> None:
+        self._decoder = msgspec.json.Decoder(shape)
+        self._strict = strict
+
+    def decode(self, body: bytes) -> T:
+        """Raises `ApiError` 400 naming the field at fault as `param`."""
+        if not body.strip():
+            raise bad_request("request body is empty")
+        body = body.removeprefix(_BYTE_ORDER_MARK)
+        check_json_shape(body)
+        try:
+            request = self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise _wrong_shape(str(error)) from error
+        except msgspec.DecodeError as error:
+            raise bad_request(f"request body is not valid JSON: {error}") from error
+        except UnicodeDecodeError as error:
+            raise bad_request("request body is not valid UTF-8") from error
+        if self._strict or logger.isEnabledFor(logging.DEBUG):
+            self._tell_unknown_fields(request, body)
+        return request
+
+    def _tell_unknown_fields(self, request: T, body: bytes) -> None:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+        unknown = sorted(fields - set(request.__struct_encode_fields__))
+        if not unknown:
+            return
+        if not self._strict:
+            logger.debug("ignored unknown request fields", extra={"fields": {"names": [*map(quoted, unknown)]}})
+            return
+        names = ", ".join(map(quoted, unknown[:MAX_NAMED_FIELDS]))
+        more = f" and {len(unknown) - MAX_NAMED_FIELDS} more" if len(unknown) > MAX_NAMED_FIELDS else ""
+        raise bad_request(f"unknown fields: {names}{more}", quoted(unknown[0]))
 
 
 def _check_content_headers(request: Request) -> None:
@@ -107,9 +131,3 @@ def _wrong_shape(detail: str) -> ApiError:
         return bad_request(f"request body must be a JSON object: {what}")
     name = quoted(path[1])
     return bad_request(f"{name}: {what}", name)
-
-
-def _log_unknown_fields(request: msgspec.Struct, body: bytes) -> None:
-    unknown = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys() - request.__struct_fields__
-    if unknown:
-        logger.debug("ignored unknown request fields", extra={"fields": {"names": sorted(map(quoted, unknown))}})

@@ -22,7 +22,7 @@ from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.dispatch import PairChooser
 from tandem_services.gateway.engine_client import EnginePool
 from tandem_services.gateway.limits import check_cache_salt
-from tandem_services.gateway.request_body import decode_body, read_body
+from tandem_services.gateway.request_body import BodyDecoder, read_body
 from tandem_services.gateway.session_turns import SessionDesk, session_name
 from tandem_services.router.session_bindings import SessionName
 
@@ -54,6 +54,11 @@ class ClosedSession(msgspec.Struct, kw_only=True):
     deleted: Literal[True] = True
 
 
+# Never strict: SGLang's clients send what says nothing here.
+_OPEN = BodyDecoder(OpenRequest, strict=False)
+_CLOSE = BodyDecoder(CloseRequest, strict=False)
+
+
 @dataclass(kw_only=True, slots=True)
 class SessionRoutes:
     """The four routes. Errors are `ApiError`s, as those of every other route."""
@@ -83,12 +88,12 @@ class SessionRoutes:
         return _json(ClosedSession(id=session_id))
 
     async def close_as_sglang(self, request: Request) -> Response:
-        asked = decode_body(msgspec.json.Decoder(CloseRequest), await read_body(request))
+        asked = _CLOSE.decode(await read_body(request))
         await self._close(request, asked.session_id, asked.cache_salt)
         return Response()
 
     async def _open(self, request: Request) -> SessionName:
-        asked = decode_body(msgspec.json.Decoder(OpenRequest), await read_body(request))
+        asked = _OPEN.decode(await read_body(request))
         check_cache_salt(asked.cache_salt)
         session_id = secrets.token_hex(16) if asked.session_id is None else asked.session_id
         name = session_name(session_id, _salt(request, asked.cache_salt), param="session_id")

@@ -15,15 +15,27 @@ from tandem_services.gateway.limits import MAX_BAD_WORD_CHARACTERS
 
 MAX_WORDS = MAX_BAD_WORDS // 2
 """Each may take two token sequences."""
+MAX_NAMED_KEYS = 8
+"""Of a bad logit_bias, in the answer: others are counted."""
 
 
-def logit_biases(biases: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
-    """OpenAI's object of token id → bias. Raises `ApiError` 400 naming a key that is no token id."""
+def logit_biases(biases: Mapping[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """OpenAI's object of token id → bias. Raises `ApiError` 400 naming all keys that are no token ids."""
     if not biases:
         return ()
     if len(biases) > MAX_LOGIT_BIASES:
         raise bad_request(f"logit_bias takes at most {MAX_LOGIT_BIASES} entries, got {len(biases)}", "logit_bias")
-    return tuple((_token_id(key), bias) for key, bias in biases.items())
+    strange = [key for key in biases if not _is_token_id(key)]
+    if strange:
+        names = ", ".join(map(quoted, strange[:MAX_NAMED_KEYS]))
+        more = f" and {len(strange) - MAX_NAMED_KEYS} more" if len(strange) > MAX_NAMED_KEYS else ""
+        raise bad_request(f"logit_bias: not a token id: {names}{more}", "logit_bias")
+    for key in biases:
+        if not 0 <= int(key) < vocab_size:
+            raise bad_request(
+                f"logit_bias: token id {quoted(key)} is out of vocabulary, which has {vocab_size} tokens", "logit_bias"
+            )
+    return tuple((int(key), bias) for key, bias in biases.items())
 
 
 def allowed_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
@@ -43,11 +55,9 @@ def bad_word_ids(words: Sequence[str] | None, tokenizer: TextTokenizer) -> tuple
     return tuple(dict.fromkeys(spellings))
 
 
-def _token_id(key: str) -> int:
+def _is_token_id(key: str) -> bool:
     digits = key.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 18):
-        raise bad_request(f"logit_bias: {quoted(key)} is not a token id", "logit_bias")
-    return int(key)
+    return digits.isascii() and digits.isdecimal() and len(digits) <= 18
 
 
 def _spellings(word: str, position: int, tokenizer: TextTokenizer) -> list[tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,21 +17,21 @@ from tandem_services.gateway.openai_schemas import (
     TokenizeResponse,
 )
 from tandem_services.gateway.prompts import PromptEncoder
-from tandem_services.gateway.request_body import decode_body, read_body
+from tandem_services.gateway.request_body import BodyDecoder, read_body
 from tandem_services.gateway.tools import tool_use
 
 
 class Tokenization:
     """Both routes. A missing `model` means the one there is."""
 
-    def __init__(self, prompts: PromptEncoder) -> None:
+    def __init__(self, prompts: PromptEncoder, *, strict: bool) -> None:
         self._prompts = prompts
-        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
-        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
+        self._tokenize = BodyDecoder(TokenizeRequest, strict=strict)
+        self._detokenize = BodyDecoder(DetokenizeRequest, strict=strict)
 
     async def tokenize(self, request: Request) -> Response:
         """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
-        asked = decode_body(self._tokenize, await read_body(request))
+        asked = self._tokenize.decode(await read_body(request))
         self._check_model(asked.model, request)
         ids = list(await self._encode(asked))
         vocabulary = self._prompts.tokenizer.vocabulary
@@ -48,7 +47,7 @@ class Tokenization:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, control tokens included; U+FFFD for bytes that are not UTF-8."""
-        asked = decode_body(self._detokenize, await read_body(request))
+        asked = self._detokenize.decode(await read_body(request))
         self._check_model(asked.model, request)
         check_token_ids(asked.tokens, self._prompts.tokenizer.vocab_size, "tokens")
         text = self._prompts.tokenizer.decode(asked.tokens, skip_special_tokens=False)

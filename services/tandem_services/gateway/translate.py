@@ -84,7 +84,7 @@ def sampling_params(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        logit_bias=logit_biases(request.logit_bias),
+        logit_bias=logit_biases(request.logit_bias, tokenizer.vocab_size),
         allowed_token_ids=allowed_ids(request.allowed_token_ids),
         bad_words=bad_word_ids(request.bad_words, tokenizer),
         grammar=None if grammar is None else grammar.spec,

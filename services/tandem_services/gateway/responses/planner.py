@@ -12,7 +12,7 @@ from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat
 from tandem_services.gateway.chat import ChatPlanner
 from tandem_services.gateway.plan import GenerationPlan
-from tandem_services.gateway.request_body import decode_body
+from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.responses.conversation import chat_request
 from tandem_services.gateway.responses.format import ResponsesFormat
 from tandem_services.gateway.responses.schemas import ResponsesRequest
@@ -26,13 +26,13 @@ class ResponsesPlanner:
 
     endpoint = "/v1/responses"
 
-    def __init__(self, chats: ChatPlanner) -> None:
+    def __init__(self, chats: ChatPlanner, *, strict: bool) -> None:
         self._chats = chats
-        self._decoder = msgspec.json.Decoder(ResponsesRequest)
+        self._decoder = BodyDecoder(ResponsesRequest, strict=strict)
 
     async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
-        request = decode_body(self._decoder, body)
+        request = self._decoder.decode(body)
         chat = chat_request(request)
         try:
             plan = await self._chats.plan_chat(chat, caller)

@@ -125,31 +125,6 @@ async def test_a_path_is_taken_as_it_is_written(gateway, target):  # E1 #13, Bad
         assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("host", ["x/v1/models?", "x#", "x/../metrics", "a@b", "", "x" * 5000, "127.0.0.1:1/v1/models"])
-async def test_a_host_header_changes_no_route(gateway, host):  # Starlette CVE-2026-48710
-    for path, expected in (("/nope", 404), ("/v1/completions", 405), ("/live", 200)):
-        status, _ = await raw(gateway, f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close")
-        assert status in (400, expected)
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        "GET /live HTTP/1.1\r\nHost: x\r\nX: \x00",
-        "PRI * HTTP/2.0\r\n",
-        "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1",
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 5",
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked",
-    ],
-)
-async def test_what_is_no_http_is_refused_and_harms_nobody(gateway, head, caplog):  # E1 #8, #9, #12, #16
-    status, _ = await raw(gateway, head)
-    assert status in (0, 400, 505)
-    assert (await gateway.http.get("/live")).status_code == 200
-    assert not [record for record in caplog.records if record.exc_info]
-
-
 # Bodies
 
 
@@ -181,9 +156,22 @@ def test_brackets_in_strings_and_side_by_side_are_not_nesting(body):
     check_json_shape(body)
 
 
-def test_a_body_of_too_many_parts_is_refused():  # E2 #26
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" + b'["a"],' * MAX_JSON_PARTS + b"1]",
+        b"{" + b",".join(b'"k%d":1' % number for number in range(MAX_JSON_PARTS + 1)) + b"}",
+        b"[" + b'"a",' * (MAX_JSON_PARTS + 1) + b"1]",
+    ],
+    ids=["lists", "keys", "strings"],
+)
+def test_a_body_of_too_many_parts_is_refused(body):  # E2 #26
     with pytest.raises(ApiError, match=f"more than {MAX_JSON_PARTS}"):
-        check_json_shape(b"[" + b'["a"],' * MAX_JSON_PARTS + b"1]")
+        check_json_shape(body)
+
+
+def test_quotes_inside_a_string_are_no_parts():  # E2 #26
+    check_json_shape(json.dumps({"prompt": '"a", ' * MAX_JSON_PARTS}).encode())
 
 
 def random_value(rng: random.Random, depth: int = 0) -> Any:
