@@ -6,6 +6,9 @@
 3. request   is the application's: `boundary` bounds what is in the head, `request_body` the body
 4. idle      until the next one: uvicorn's keep-alive
 
+A client that closes its side has left, also when it would still read: nothing tells it from one that is gone, and what
+it asked for must not be computed for nobody.
+
 uvicorn alone waits for a head for ever, and keeps all of one that never ends. What is wrong with one request is never
 written where another one's answer is expected: the connection then ends without a word.
 """

@@ -68,6 +68,9 @@ class BodyDecoder(Generic[T]):
         body = body.removeprefix(_BYTE_ORDER_MARK)
         check_json_shape(body)
         try:
+            if not body.isascii():
+                # The decoder looks at no bytes of fields that it skips.
+                body.decode()
             request = self._decoder.decode(body)
         except msgspec.ValidationError as error:
             raise _wrong_shape(str(error)) from error

@@ -172,6 +172,16 @@ async def test_who_hangs_up_in_the_middle_of_a_body_harms_nobody(gateway, rack, 
     assert not [record for record in caplog.records if record.exc_info]
 
 
+async def test_who_closes_one_side_has_left(gateway, rack):  # E1 #19
+    rack.engines[0].behaviour.mute = True
+    async with connection(gateway) as (reader, writer):
+        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        assert await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
+        writer.write_eof()
+        assert await reader.read() == b""
+    assert await asyncio.to_thread(rack.engines[0].wait_until, lambda: bool(rack.engines[0].aborted))
+
+
 async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypatch):  # E1 #20
     monkeypatch.setattr("tandem_services.gateway.connection.MAX_CONNECTIONS", 3)
     async with AsyncExitStack() as stack:

@@ -298,7 +298,9 @@ BOTH = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "status", "param"), BOTH, ids=lambda value: json.dumps(value)[:40])
-async def test_a_bad_field_is_named(gateway, rack, fields, status, param, stream):  # E2 #29, E3 #31–59
+async def test_a_bad_field_is_named(
+    gateway, rack, fields, status, param, stream
+):  # E2 #29, E3 #31, #35, #37–53, #56, #58, #59
     for ask in (gateway.chat, gateway.complete):
         asked = fields if "stream" in fields or "stream_options" in fields else {"stream": stream, **fields}
         await check_refused(gateway, rack, await ask(**asked), status, param)
@@ -402,7 +404,7 @@ CHAT_FIELDS = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), CHAT_FIELDS, ids=lambda value: str(value)[:40])
-async def test_a_bad_chat_field_is_named(gateway, rack, fields, param, stream):
+async def test_a_bad_chat_field_is_named(gateway, rack, fields, param, stream):  # A2.5, E3 #40, #56, #57
     await check_refused(gateway, rack, await gateway.chat(stream=stream, **fields), 400, param)
 
 

@@ -76,7 +76,7 @@ async def test_all_tokens_disliked_still_end(gateway):  # E3 41
     assert answer.json()["usage"]["completion_tokens"] == 3
 
 
-# prompt_logprobs
+# A2.6: prompt_logprobs
 
 
 async def test_prompt_logprobs_have_vllms_shape(gateway, tokenizer):
@@ -132,7 +132,7 @@ async def test_more_of_them_than_an_answer_may_hold_are_refused(gateway, rack, f
     assert not rack.engines[0].received
 
 
-# echo with logprobs
+# A2.4: echo with logprobs
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -256,7 +256,7 @@ async def test_a_call_goes_on_at_another_worker_as_if_nothing_had_happened(tool_
     assert streamed["finish"] == ["tool_calls"]
 
 
-# Reasoning
+# A2.18: reasoning
 
 
 @pytest.fixture(scope="session")
