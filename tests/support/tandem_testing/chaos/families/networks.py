@@ -7,9 +7,10 @@ its own metadata. What is disturbed between peers is everything they agree on: h
 import asyncio
 
 from tandem_testing.chaos.fleet import Fleet, Shape
-from tandem_testing.chaos.scenario import Run, scenario
+from tandem_testing.chaos.scenario import SPEAK_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.tcp_proxy import CALM, TcpProxy, Weather
+from tandem_testing.waiting import until
 
 PROXIED = Shape(proxied=True)
 CUT_OFF_S = 8.0
@@ -28,7 +29,9 @@ async def a_decode_worker_is_cut_off_from_the_gateways(run: Run) -> None:
         assert victim.request_line is not None, "the fleet is proxied"
         victim.request_line.weather = Weather(silent=True)
         await asyncio.sleep(CUT_OFF_S)
-        # What the worker said meanwhile arrives now, all at once.
+        load.send(run.asks(Kind.GREEDY, Kind.SEEDED, first=400))
+        await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "the new ones speak")
+        # What the worker said meanwhile arrives now, all at once, beside streams that others generate.
         victim.request_line.weather = CALM
 
     await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED), fault, speaking=max(2, run.scale.streams // 3))

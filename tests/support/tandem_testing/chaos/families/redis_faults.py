@@ -63,11 +63,11 @@ async def the_routers_part_in_redis_dies(run: Run) -> None:
         run.fleet.redis.kill()
         gone = run.now()
         while run.now() - gone < OUTAGE_S:
+            await asyncio.sleep(0.5)
             wave = run.asks(Kind.PLAIN, Kind.GREEDY, count=2, tokens=200, first=600 + len(asked))
             load.send(wave)
             asked.extend(wave)
             await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "the new ones speak")
-            await asyncio.sleep(0.5)
 
     answers = await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
     late = [answer for answer in answers if answer.ask in asked]
