@@ -37,7 +37,7 @@ from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.prefill import PUSH_BYTES
-from tandem_engine.disaggregation.transport import Digests, Push, PushDone, PushKey
+from tandem_engine.disaggregation.transport import DigestOrder, Digests, Push, PushDone, PushKey
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.poller import Poller
 from tandem_engine.memory.pool import KvPool
@@ -168,7 +168,7 @@ def verified(end: End, turn: Turn, kind: DigestKind) -> float:
         for message in end.peers.receive():
             assert isinstance(message, HandoffRecord)
             sent = message.digests
-            end.transport.digest(turn.room, 1, turn.target, kind, 0)
+            end.transport.digest(DigestOrder(room=turn.room, generation=1, pages=turn.target, kind=kind, tail=0))
         for event in end.transport.poll():
             assert isinstance(event, Digests)
             assert event.digests == sent, "a page arrived wrong"
@@ -313,6 +313,7 @@ def with_pages(page_tokens: int, args: argparse.Namespace) -> list[dict[str, obj
     receiver = context.Process(target=receive, args=(there, shape), daemon=True)
     cores = os.sched_getaffinity(0)
     receiver.start()
+    there.close()  # so that the end of the receiver is the end of its answers
     try:
         keep_to_core(0)
         sender = Sender.connect(here, shape)
