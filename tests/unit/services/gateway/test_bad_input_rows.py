@@ -219,7 +219,7 @@ EDGES = [
 
 
 @BOTH
-@pytest.mark.parametrize(("fields", "holds"), EDGES, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("fields", "holds"), EDGES, ids=[str(fields)[:30] for fields, _ in EDGES])
 async def test_the_last_good_value_is_good(gateway, engine, path, fields, holds):
     assert (await send(gateway, path, {**SOUND[path], **fields})).status_code == 200
     assert holds(engine.received[0].sampling)
