@@ -15,7 +15,7 @@ from tandem_testing.waiting import until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
 
 SEEDED = Sampling(temperature=1.0, seed=7)
-LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=220, spread=0.4), 16, rate=None, seed=23)
+LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=500, spread=0.4), 16, rate=None, seed=23)
 
 
 async def exits_0(client: SystemClient, worker_id: str, pid: int) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tandem_services.loadgen.workload import RequestSpec
 from tandem_testing.system_client import SystemClient
 from tandem_testing.waiting import until
 
@@ -19,11 +18,6 @@ QUESTION = 2200
 
 def random_tokens(seed: int, count: int) -> tuple[int, ...]:
     return tuple(Random(seed).choices(range(20, 900), k=count))
-
-
-async def fetched(fleet: SystemClient) -> float:
-    name = "tandem_worker_prefix_fetch_fetched_total"
-    return sum([await fleet.metric(name, url) for url in fleet.system.workers.values()])
 
 
 async def answer(client: SystemClient, prompt: tuple[int, ...], max_tokens: int = 16) -> dict[str, Any]:
@@ -61,26 +55,4 @@ async def test_the_next_turn_brings_the_answer_back_from_the_decode_worker(fleet
     assert newest["fetch"]["peer"] == newest["attempts"][0]["fetch"]["source"]
     assert newest["fetch"]["bytes"] > 0
     assert newest["cached_tokens"] >= 800
-    await fleet.settled()
-
-
-async def test_an_idle_prefill_worker_fetches_what_a_busy_one_has(fleet, reference):
-    before = await fetched(fleet)
-    seeds = iter(range(1000, 10_000, 100))
-
-    async def spreads() -> bool:
-        seed = next(seeds)
-        shared = random_tokens(seed, 2400)
-        await answer(fleet, shared)
-        specs = [
-            RequestSpec(prompt=(*shared, *random_tokens(seed + 1 + number, 900)), max_tokens=24) for number in range(8)
-        ]
-        answers = await fleet.streams(specs)
-        assert [each.error for each in answers] == [None] * len(answers)
-        assert [each.text for each in answers] == await reference.texts(specs)
-        return await fetched(fleet) > before
-
-    await until(spreads, TOLD_S, "a prefix was fetched")
-    lent = [await fleet.metric("tandem_worker_prefix_fetch_lent_total", url) for url in fleet.system.workers.values()]
-    assert sum(lent) > 0
     await fleet.settled()
