@@ -38,6 +38,7 @@ LONGER = {
     "RetryPolicy.recovery_s": "a stream waits for a worker until its deadline when there is none (B3.13)",
     "GatewayConfig.recovery_s": "the same",
     "gateway.limits.BODY_TIMEOUT_S": "a client sends its body",
+    "gateway.limits.HEAD_TIMEOUT_S": "a client sends its headers",
     "GatewayConfig.room_s": "a client's request waits for room, until its deadline at most",
     "AdmissionPolicy.room_s": "the same",
     "GatewayConfig.keep_alive_s": "an idle connection of a client",
