@@ -4,6 +4,7 @@ One interface for both kinds of memory that a KV pool can lie in. A process that
 machine's memory in most places; what it may have is what its control groups allow.
 """
 
+import gc
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class HostMeter:
 
     def peak_growth(self, run: Callable[[], object]) -> int:
         status = self.proc / "self" / "status"
+        gc.collect()  # garbage that is freed meanwhile would hide as much of the growth
         before = _kib(status, "VmRSS")
         resettable = self._reset_peak()
         run()
@@ -122,6 +124,7 @@ class CudaMeter:
         return int(torch.cuda.memory_allocated(self.device))
 
     def peak_growth(self, run: Callable[[], object]) -> int:
+        gc.collect()
         torch.cuda.synchronize(self.device)
         before = self.used()
         torch.cuda.reset_peak_memory_stats(self.device)

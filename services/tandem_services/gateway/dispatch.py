@@ -21,10 +21,10 @@ Whatever ends the iteration, a client that leaves included, runs the `finally` t
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -35,6 +35,7 @@ from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, internal_error, unavailable
+from tandem_services.common.tasks import BackgroundTasks
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.attempt import Attempt, AttemptFailedError, FailureCause
 from tandem_services.gateway.engine_client import EngineConnection, EnginePool
@@ -147,7 +148,7 @@ class Dispatcher:
     admission: Admission
     quarantine: Quarantine
     suspects: Suspects = field(default_factory=Suspects)
-    _background: set[asyncio.Task[None]] = field(default_factory=set)
+    _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     async def run(self, request: ChoiceRequest, record: ChoiceRecord) -> AsyncGenerator[Accepted, None]:
         """New tokens as they come; the last piece carries the finish. Close the generator to abort.
@@ -266,7 +267,7 @@ class Dispatcher:
 
     async def settle(self) -> None:
         """Wait for releases under way. Call at shutdown."""
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._background.settle()
 
     def _send(
         self, attempt: Attempt, request: ChoiceRequest, choice: Choice, progress: Progress, *, moving: bool
@@ -388,12 +389,12 @@ class Dispatcher:
         choice = await self.chooser.choose(query)
         if choice.placement is not Placement.DEGRADED or self.policy.prefill_fallback:
             return choice
-        self._in_background(self.chooser.release(choice))
+        self._background.start(self.chooser.release(choice))
         raise NoWorkersError("no prefill worker is left", retry_after=1.0)
 
     def _release(self, request: ChoiceRequest, choice: Choice) -> None:
         if request.route is None or request.route.let_go(choice):
-            self._in_background(self.chooser.release(choice))
+            self._background.start(self.chooser.release(choice))
         self.admission.freed()
 
     async def _pay(self, progress: Progress) -> None:
@@ -430,12 +431,6 @@ class Dispatcher:
             raise quarantined() from failure
         if not failure.retryable or progress.exhausted(self.policy.max_attempts):
             raise _gave_up(failure) from failure
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        # The client's last chunk must not wait for the registry.
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _nobody(error: NoWorkersError) -> ApiError:

@@ -8,7 +8,6 @@ What is remembered is a keyed digest of prompt and parameters. The seed is no pa
 client names none. Redis carries the digests from gateway to gateway; without it each remembers its own.
 """
 
-import asyncio
 import logging
 from array import array
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.tasks import for_ever
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.router.keys import HEARTBEAT_S
 
@@ -92,13 +92,9 @@ class Quarantine:
 
     async def run(self) -> None:
         """Keep in step with the other gateways, for ever."""
-        while True:
-            try:
-                await self.sync()
-            except Exception:
-                # A task boundary: what other gateways know would never be learned again.
-                logger.exception("the quarantine could not be brought up to date")
-            await asyncio.sleep(HEARTBEAT_S)
+        # What other gateways know would otherwise never be learned again.
+        complaint = "the quarantine could not be brought up to date"
+        await for_ever(self.sync, every_s=HEARTBEAT_S, logger=logger, complaint=complaint, at_once=True)
 
     async def sync(self) -> None:
         """Publish what is new here, and take over what is known elsewhere. Redis away: next time."""

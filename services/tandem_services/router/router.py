@@ -24,6 +24,7 @@ from tandem_services.common.redis_client import (
     RedisClient,
     RedisUnavailableError,
 )
+from tandem_services.common.tasks import for_ever
 from tandem_services.router.candidate import Candidate, PricedFetch
 from tandem_services.router.choice import (
     Choice,
@@ -373,13 +374,9 @@ class Router:
         return self._serial
 
     async def _refresh_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            try:
-                await self._refresh_if_possible()
-            except Exception:
-                # A task boundary: a view that stops refreshing would go unnoticed until workers are gone.
-                logger.exception("refreshing the view of the fleet failed")
+        # A view that stops refreshing would go unnoticed until workers are gone.
+        complaint = "refreshing the view of the fleet failed"
+        await for_ever(self._refresh_if_possible, every_s=HEARTBEAT_S, logger=logger, complaint=complaint)
 
 
 def _continues(choice: Choice, query: RouteQuery) -> bool:

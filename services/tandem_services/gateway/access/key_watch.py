@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tandem_engine.errors import ConfigError
 from tandem_engine.logs import quoted
+from tandem_services.common.tasks import for_ever
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.access.key_file import MAX_FILE_BYTES, KeyFileError, KeyRing, parse_keys
 
@@ -82,13 +83,9 @@ class KeyWatch:
 
     async def run(self) -> None:
         """Follow changes, for ever."""
-        while True:
-            await asyncio.sleep(POLL_S)
-            try:
-                await self.poll()
-            except Exception:
-                # A task boundary: keys that are never followed again would keep what was taken away.
-                logger.exception("looking for changed API keys failed")
+        # Keys that are never followed again would keep what was taken away.
+        complaint = "looking for changed API keys failed"
+        await for_ever(self.poll, every_s=POLL_S, logger=logger, complaint=complaint)
 
     async def poll(self) -> None:
         """Take over what has changed."""

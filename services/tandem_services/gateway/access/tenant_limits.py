@@ -4,14 +4,14 @@ What Redis grants is noted here too, so that the local decision starts from what
 tenant gets at most its limit from each gateway, and no request fails or waits because Redis is away.
 """
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from tandem_engine.clock import Clock
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.tasks import BackgroundTasks, for_ever
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.router.keys import LEASE_OF_REQUEST_MS
@@ -52,7 +52,7 @@ class TenantLimits:
     metrics: AccessMetrics
     board: Board | None = None
     _windows: dict[str, UsageWindows] = field(default_factory=dict)
-    _background: set[asyncio.Task[None]] = field(default_factory=set)
+    _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     async def take(self, tenant: Tenant, ask: Ask) -> Taken:
         """Ask for one request. It is not granted where `usage.refused` says why."""
@@ -76,17 +76,14 @@ class TenantLimits:
         windows.settle(taken.local_second, tokens, self.clock.now())
         windows.end(lease)
         if taken.shared and self.board is not None and (tokens or lease):
-            self._in_background(self._settle_shared(tenant, taken.usage.second, tokens, lease))
+            # The client's last chunk must not wait for Redis.
+            self._background.start(self._settle_shared(tenant, taken.usage.second, tokens, lease))
 
     async def run(self) -> None:
         """Renew leases of running requests, and forget who is idle, for ever."""
-        while True:
-            await asyncio.sleep(RENEW_S)
-            try:
-                await self.renew()
-            except Exception:
-                # A task boundary: leases that are not renewed would let tenants run more than they may.
-                logger.exception("renewing leases of running requests failed")
+        # Leases that are not renewed would let tenants run more than they may.
+        complaint = "renewing leases of running requests failed"
+        await for_ever(self.renew, every_s=RENEW_S, logger=logger, complaint=complaint)
 
     async def renew(self) -> None:
         """Redis away: next time."""
@@ -103,7 +100,7 @@ class TenantLimits:
 
     async def close(self) -> None:
         """Wait for what Redis has still to learn."""
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._background.settle()
 
     async def _settle_shared(self, tenant: Tenant, second: int, tokens: int, lease: str) -> None:
         assert self.board is not None, "settled with nobody"
@@ -111,9 +108,3 @@ class TenantLimits:
             await self.board.settle(tenant.name, second=second, tokens=tokens, lease=lease)
         except RedisUnavailableError:
             logger.debug("usage of %s is forgotten by Redis in a minute", tenant.name)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        # The client's last chunk must not wait for Redis.
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)

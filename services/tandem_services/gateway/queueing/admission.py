@@ -19,13 +19,14 @@ last report says: as many requests may go to full workers as have ended since so
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from tandem_engine.clock import Clock
 from tandem_services.common.errors import ApiError, unavailable
+from tandem_services.common.tasks import BackgroundTasks
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import FairQueue, Waiting
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
@@ -103,7 +104,7 @@ class Admission:
     _pump: "asyncio.Task[None] | None" = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
-    _background: set[asyncio.Task[None]] = field(default_factory=set)
+    _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     async def admit(self, ask: Ask, *, tenant: Tenant, priority: int, prompt_tokens: int) -> Choice:
         """Workers with room for a new request, reserved for it; may take a while.
@@ -152,7 +153,8 @@ class Admission:
         """At shutdown: nobody waits any more."""
         if self._pump is not None:
             self._pump.cancel()
-        await asyncio.gather(*([self._pump] if self._pump else ()), *self._background, return_exceptions=True)
+            await asyncio.gather(self._pump, return_exceptions=True)
+        await self._background.settle()
 
     async def _wait(self, visitor: Visitor) -> Choice:
         self._seat(visitor)
@@ -161,7 +163,7 @@ class Admission:
         except asyncio.CancelledError:
             # It may have been admitted in the very moment in which its client left.
             if not visitor.choice.cancelled() and visitor.choice.exception() is None:
-                self._in_background(self.chooser.release(visitor.choice.result()))
+                self._background.start(self.chooser.release(visitor.choice.result()))
             raise
         finally:
             self._unseat(visitor)
@@ -240,7 +242,7 @@ class Admission:
         self._unseat(visitor)
         if visitor.choice.done():
             # Its client left while the router was asked.
-            self._in_background(self.chooser.release(choice))
+            self._background.start(self.chooser.release(choice))
             return
         self._note_admitted(visitor, choice)
         self._admitted_at.append(self.clock.now())
@@ -301,8 +303,3 @@ class Admission:
             return 1.0
         elapsed = max(self.clock.now() - self._admitted_at[0], 1e-3)
         return min(max(len(self.queue) * elapsed / len(self._admitted_at), 1.0), MOST_RETRY_S)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)

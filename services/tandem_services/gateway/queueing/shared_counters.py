@@ -5,7 +5,6 @@ more than one that asks one. No request waits for a report. Redis away: the coun
 has charged meanwhile is reported when Redis is back.
 """
 
-import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.tasks import for_ever
 from tandem_services.router.fair_board import Charge, Standing
 from tandem_services.router.virtual_counters import VirtualCounters
 
@@ -47,13 +47,9 @@ class SharedCounters:
 
     async def run(self) -> None:
         """Report, for ever."""
-        while True:
-            await asyncio.sleep(SYNC_S)
-            try:
-                await self.sync()
-            except Exception:
-                # A task boundary: gateways would drift apart for good.
-                logger.exception("virtual token counters could not be reported")
+        # Unreported, gateways would drift apart for good.
+        complaint = "virtual token counters could not be reported"
+        await for_ever(self.sync, every_s=SYNC_S, logger=logger, complaint=complaint)
 
     async def sync(self) -> None:
         """Report, and take over where tenants stand. Redis away: next time."""

@@ -64,7 +64,8 @@ def test_a_group_that_is_over_its_limit_has_nothing_left(machine):
 
 
 def test_a_peak_is_found_even_when_nothing_of_it_remains():
-    size = 64 << 20
+    # Far more than the machine may reclaim of libraries' pages meanwhile.
+    size = 256 << 20
     grown = HostMeter().peak_growth(lambda: torch.ones(size // 4).sum())
     assert grown > size // 2
 

@@ -135,7 +135,7 @@ async def test_a_new_request_waits_for_a_worker_to_come_back(rack, serving):  # 
 
 async def test_only_so_many_wait_and_only_so_long(rack, serving):  # B3.13
     rack.add("w", healthy())
-    async with serving(max_waiting=1, queue_s=1.0) as gateway:
+    async with serving(max_waiting=1, queue_s=4.0) as gateway:
         assert (await gateway.complete(max_tokens=3)).status_code == 200
         gateway.chooser.fleet.clear()
         waiting = asyncio.ensure_future(gateway.complete(max_tokens=3))
@@ -149,7 +149,7 @@ async def test_only_so_many_wait_and_only_so_long(rack, serving):  # B3.13
 
 async def test_a_stream_that_has_begun_waits_until_its_deadline_and_then_says_so(rack, serving):  # B3.13
     rack.add("only", healthy(die_after=3))
-    async with serving(recovery_s=float("inf"), request_timeout_s=1.5) as gateway:
+    async with serving(recovery_s=float("inf"), request_timeout_s=6.0) as gateway:
         chunks = events(await gateway.complete([7, 8], max_tokens=30, stream=True))
     assert chunks[-1]["error"]["type"] == "TimeoutError"
     assert sum("error" in chunk for chunk in chunks) == 1

@@ -1,0 +1,46 @@
+"""Work beside the requests of an event loop: what nobody waits for, and what is done again and again."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class BackgroundTasks:
+    """Work that nobody waits for. asyncio alone would let go of a running task that nobody holds."""
+
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settle(self) -> None:
+        """Wait for what is under way. Call at shutdown."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def for_ever(
+    step: Callable[[], Awaitable[None]],
+    *,
+    every_s: float,
+    logger: logging.Logger,
+    complaint: str,
+    at_once: bool = False,
+) -> None:
+    """Do `step` every `every_s` seconds, `at_once` for the first time, or after so long.
+
+    A task boundary: one that raises is logged as `complaint` and done again, for whoever relies on it would not notice
+    that it has stopped.
+    """
+    if not at_once:
+        await asyncio.sleep(every_s)
+    while True:
+        try:
+            await step()
+        except Exception:
+            logger.exception(complaint)
+        await asyncio.sleep(every_s)
