@@ -39,10 +39,9 @@ from tandem_engine.ipc.channels import IpcContext  # noqa: E402
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer  # noqa: E402
 from tandem_services.common.health import Health  # noqa: E402
 from tandem_services.gateway.app import create_app  # noqa: E402
-from tandem_services.gateway.config import GatewayConfig  # noqa: E402
 from tandem_services.gateway.serve import http_server, listen  # noqa: E402
 from tandem_services.router.choice import WorkerView  # noqa: E402
-from tandem_testing.gateway_builders import FakeChooser, SessionShelf  # noqa: E402
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of  # noqa: E402
 from tandem_testing.key_files import key_of, write_keys  # noqa: E402
 from tandem_testing.tokenizer_builders import write_tokenizer  # noqa: E402
 
@@ -55,12 +54,13 @@ def run_gateway(view: str, room: int, seats: int, *, keys: bool) -> None:
     folder = Path(tempfile.mkdtemp())
     tokenizer = TextTokenizer.load(write_tokenizer(folder))
     key_file = write_keys(folder, **{STEADY: {}, FLOOD: {}}) if keys else None
-    config = GatewayConfig(model_path=Path(), model_name="mock", api_keys=key_file, max_waiting=seats)
+    config = config_of(api_keys=key_file, max_waiting=seats)
 
     async def serve() -> None:
         health = Health()
         chooser = FakeChooser([WorkerView(**worker)], room=room)
-        app = create_app(config, chooser, SessionShelf(), IpcContext(), tokenizer, health=health)
+        fleet = fleet_of(config, chooser, SessionShelf(), IpcContext(), tokenizer)
+        app = create_app(config, [fleet], health=health)
         with listen("127.0.0.1", 0) as listener:
             print(listener.getsockname()[1], flush=True)
             await http_server(app, config, health).serve(sockets=[listener])

@@ -31,10 +31,9 @@ from tandem_engine.ipc.channels import IpcContext  # noqa: E402
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer  # noqa: E402
 from tandem_services.common.health import Health  # noqa: E402
 from tandem_services.gateway.app import create_app  # noqa: E402
-from tandem_services.gateway.config import GatewayConfig  # noqa: E402
 from tandem_services.gateway.serve import http_server, listen  # noqa: E402
 from tandem_services.router.choice import WorkerView  # noqa: E402
-from tandem_testing.gateway_builders import FakeChooser, SessionShelf  # noqa: E402
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of  # noqa: E402
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, scripted_tokens  # noqa: E402
 from tandem_testing.tokenizer_builders import write_tokenizer  # noqa: E402
 
@@ -73,13 +72,12 @@ def run_gateway(view: str) -> None:
     worker = json.loads(view)
     worker["role"] = Role(worker["role"])
     tokenizer = TextTokenizer.load(write_tokenizer(Path(tempfile.mkdtemp())))
-    config = GatewayConfig(model_path=Path(), model_name="mock")
+    config = config_of()
 
     async def serve() -> None:
         health = Health()
-        app = create_app(
-            config, FakeChooser([WorkerView(**worker)]), SessionShelf(), IpcContext(), tokenizer, health=health
-        )
+        fleet = fleet_of(config, FakeChooser([WorkerView(**worker)]), SessionShelf(), IpcContext(), tokenizer)
+        app = create_app(config, [fleet], health=health)
         with listen("127.0.0.1", 0) as listener:
             print(listener.getsockname()[1], flush=True)
             await http_server(app, config, health).serve(sockets=[listener])

@@ -11,11 +11,10 @@ from tandem_engine.clock import MonotonicClock
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.gateway.app import Boards, api_app, build_gateway
-from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.app import api_app, build_gateway
 from tandem_services.gateway.serve import http_server, listen
 from tandem_services.router.router import Router, RouterConfig
-from tandem_testing.gateway_builders import EngineRack
+from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
 from tandem_testing.redis_server import RedisServer
@@ -42,12 +41,12 @@ async def serving(server: RedisServer, rack: EngineRack, folder: Path):
     router = Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=5.0))
     await router.start()
     keys = write_keys(folder, flood={}, calm={"requests_per_minute": 2})
-    config = GatewayConfig(model_path=folder, model_name="m", api_keys=keys)
-    boards = Boards(quarantine=router.quarantine, usage=router.usage, fairness=router.fairness)
+    config = config_of(names=("m",), api_keys=keys)
+    boards = {"quarantine": router.quarantine, "fairness": router.fairness}
     health = Health()
     tokenizer = TextTokenizer.load(write_tokenizer(folder))
-    parts = (router, router.sessions, rack.context, tokenizer)
-    gateway = build_gateway(config, *parts, clock=MonotonicClock(), health=health, boards=boards)
+    fleet = fleet_of(config, router, router.sessions, rack.context, tokenizer, **boards)
+    gateway = build_gateway(config, [fleet], clock=MonotonicClock(), health=health, usage=router.usage)
     http = http_server(api_app(gateway, metrics=True), config, health)
     with listen("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()

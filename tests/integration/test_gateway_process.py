@@ -26,10 +26,10 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.gateway.serve import GatewayConfig, serve
+from tandem_services.gateway.serve import GatewayConfig, ModelConfig, serve
 folder, port, redis = sys.argv[1:]
 address = RedisAddress(url=redis)
-sys.exit(serve(GatewayConfig(model_path=Path(folder), model_name="m", port=int(port), redis=address)))
+sys.exit(serve(GatewayConfig(models=(ModelConfig(path=Path(folder), names=("m",), redis=address),), port=int(port))))
 """
 
 

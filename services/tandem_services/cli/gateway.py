@@ -101,32 +101,35 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     from tandem_engine.logs import LogFormat
     from tandem_services.common.redis_client import RedisAddress
-    from tandem_services.gateway.serve import GatewayConfig, serve
+    from tandem_services.gateway.serve import GatewayConfig, ModelConfig, serve
     from tandem_services.router.policies.by_role import PolicyNames
 
     folder = model_folder(args.model)
+    model = ModelConfig(
+        path=folder,
+        names=(args.served_model_name or folder.name,),
+        redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
+        cluster=args.cluster,
+        curve_keys=args.curve_keys,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        local_prefill_tokens=args.local_prefill_tokens,
+        policies=PolicyNames.parse(args.router_policy),
+        session_ttl_s=args.session_ttl,
+        max_waiting=args.max_waiting_requests,
+        room_s=args.queue_timeout,
+        prefill_fallback=args.prefill_fallback,
+    )
     return serve(
         GatewayConfig(
-            model_path=folder,
-            model_name=args.served_model_name or folder.name,
+            models=(model,),
             host=args.host,
             port=args.port,
-            redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
-            cluster=args.cluster,
-            curve_keys=args.curve_keys,
-            tool_call_parser=args.tool_call_parser,
-            reasoning_parser=args.reasoning_parser,
-            local_prefill_tokens=args.local_prefill_tokens,
-            policies=PolicyNames.parse(args.router_policy),
             strict_fields=args.strict_fields,
-            session_ttl_s=args.session_ttl,
             drain_notice_s=args.drain_notice,
             api_keys=args.api_keys,
             admin_host=args.admin_host,
             admin_port=args.admin_port,
-            max_waiting=args.max_waiting_requests,
-            room_s=args.queue_timeout,
-            prefill_fallback=args.prefill_fallback,
             log_format=LogFormat(args.log_format),
             log_level=read_settings().log_level,
         )

@@ -3,10 +3,21 @@
 A registry is built by whoever builds the process and passed down; nothing registers itself globally.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -27,6 +38,32 @@ def new_registry() -> CollectorRegistry:
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     return registry
+
+
+Family = TypeVar("Family", bound=MetricWrapperBase)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFamilies:
+    """Metric families of one registry, each made when it is first asked for: several may have series of one family."""
+
+    registry: CollectorRegistry
+    _made: dict[str, MetricWrapperBase] = field(default_factory=dict)
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        """`name` without `_total`."""
+        return self._family(name, lambda: Counter(name, text, labels, registry=self.registry))
+
+    def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        return self._family(name, lambda: Gauge(name, text, labels, registry=self.registry))
+
+    def histogram(self, name: str, text: str, labels: Sequence[str] = (), *, buckets: Sequence[float]) -> Histogram:
+        return self._family(name, lambda: Histogram(name, text, labels, buckets=buckets, registry=self.registry))
+
+    def _family(self, name: str, make: Callable[[], Family]) -> Family:
+        if name not in self._made:
+            self._made[name] = make()
+        return cast(Family, self._made[name])
 
 
 def render(registry: CollectorRegistry) -> bytes:

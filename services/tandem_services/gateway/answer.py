@@ -8,20 +8,23 @@ an error is an event of the stream, which it ends.
 
 import logging
 from contextlib import aclosing
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from tandem_engine.clock import Clock
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage, share_prompt_logprobs
 from tandem_services.gateway.answering import Answering, new_record, time_limit
 from tandem_services.gateway.best_of import keep_best
-from tandem_services.gateway.boundary import RequestIdentity, identity_of
+from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
-from tandem_services.gateway.generation import Job
+from tandem_services.gateway.generation import Generator, Job
+from tandem_services.gateway.model_catalog import ModelCatalog
+from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.openai_schemas import Usage
 from tandem_services.gateway.plan import GenerationPlan
 from tandem_services.gateway.request_body import read_body
@@ -30,54 +33,76 @@ from tandem_services.gateway.sse import EventStream, send_json
 logger = logging.getLogger(__name__)
 
 
-class Planner(Protocol):
-    """One endpoint's requests and answers."""
+class ModelRequest(Protocol):
+    """A decoded body that says which model is to answer."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+R = TypeVar("R", bound=ModelRequest)
+
+
+class Planner(Protocol[R]):
+    """One endpoint's requests and answers. The same for every model."""
 
     endpoint: str
 
-    async def plan(self, body: bytes, caller: Caller) -> GenerationPlan: ...
+    def decode(self, body: bytes) -> R:
+        """Raises `ApiError` 400 naming the field at fault."""
+        ...
 
-    def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat: ...
+    async def plan(self, request: R, served: ModelService, caller: Caller) -> GenerationPlan:
+        """For `served`, which `request` names. Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
+        ...
+
+    def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat: ...
 
 
-class GenerationEndpoint:
+class GenerationEndpoint(Generic[R]):
     """ASGI application of one generation route."""
 
-    def __init__(self, planner: Planner, answering: Answering) -> None:
+    def __init__(self, planner: Planner[R], models: ModelCatalog, answering: Answering) -> None:
         self._planner = planner
+        self._models = models
         self._shared = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(Request(scope, receive))
-        await run_until_disconnect(self._serve(body, identity_of(scope), send), receive)
+        await run_until_disconnect(self._serve(body, scope, send), receive)
 
-    async def _serve(self, body: bytes, identity: RequestIdentity, send: Send) -> None:
+    async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
+        request = self._planner.decode(body)
+        served = self._models.of_request(scope, request.model)
+        identity = identity_of(scope)
         caller = identity.caller
-        plan = (await self._planner.plan(body, caller)).owned_by(caller)
+        plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
         record = new_record(
             identity,
             endpoint=self._planner.endpoint,
-            model=plan.model,
+            requested_model=plan.model,
             prompt_tokens=plan.prompt_tokens,
             choices=len(plan.choices),
             n=plan.n,
             stream=plan.stream,
         )
         tokens, timeout_s = plan.expected_tokens, plan.timeout_s
-        async with self._shared.accepted(record, identity, tokens=tokens, timeout_s=timeout_s) as deadline:
+        accepted = self._shared.accepted(record, identity, served.metrics, tokens=tokens, timeout_s=timeout_s)
+        async with accepted as deadline:
             job = Job(plan=plan, record=record, arrived=identity.arrived, deadline=deadline, caller=caller)
-            answer_format = self._planner.format(plan, identity.request_id, record.created)
-            answer = Answer(job, answer_format, self._shared, send)
+            answer_format = self._planner.format(plan, served, identity.request_id, record.created)
+            answer = Answer(job, answer_format, served.generator, self._shared.clock, send)
             await (answer.stream() if plan.stream else answer.whole())
 
 
 class Answer:
     """One answer being written."""
 
-    def __init__(self, job: Job, answer_format: AnswerFormat, shared: Answering, send: Send) -> None:
+    def __init__(self, job: Job, answer_format: AnswerFormat, generator: Generator, clock: Clock, send: Send) -> None:
         self._job = job
         self._format = answer_format
-        self._shared = shared
+        self._generator = generator
+        self._clock = clock
         self._send = send
 
     async def whole(self) -> None:
@@ -107,7 +132,7 @@ class Answer:
             for choice in choices:
                 choice.finish = ChoiceFinish("length", None)
             return
-        async with aclosing(self._shared.generator.pieces(self._job)) as batches:
+        async with aclosing(self._generator.pieces(self._job)) as batches:
             async for batch in batches:
                 for piece in batch:
                     choices[piece.index].add(piece)
@@ -117,7 +142,7 @@ class Answer:
             await events.write(self._echo_events())
             return
         opened: set[int] = set()
-        async with aclosing(self._shared.generator.pieces(self._job)) as batches:
+        async with aclosing(self._generator.pieces(self._job)) as batches:
             async for batch in batches:
                 await events.write(b"".join([self._piece_events(piece, opened) for piece in batch]))
 
@@ -147,7 +172,7 @@ class Answer:
         await events.finish(self._format.failure(refusal))
 
     def _remaining(self) -> float:
-        return max(self._job.deadline - self._shared.clock.now(), 0.0)
+        return max(self._job.deadline - self._clock.now(), 0.0)
 
     def _usage(self) -> Usage:
         record = self._job.record

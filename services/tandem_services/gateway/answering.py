@@ -16,7 +16,6 @@ from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdent
 from tandem_services.gateway.deadline import deadline_of
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
 from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
-from tandem_services.gateway.generation import Generator
 from tandem_services.gateway.metrics import GatewayMetrics
 
 
@@ -24,28 +23,32 @@ from tandem_services.gateway.metrics import GatewayMetrics
 class Answering:
     """One per gateway."""
 
-    generator: Generator
     journal: RequestJournal
-    metrics: GatewayMetrics
     clock: Clock
     timeout_s: float
     """Longest life of a request."""
 
     @asynccontextmanager
     async def accepted(
-        self, record: RequestRecord, identity: RequestIdentity, *, tokens: int, timeout_s: float | None
+        self,
+        record: RequestRecord,
+        identity: RequestIdentity,
+        metrics: GatewayMetrics,
+        *,
+        tokens: int,
+        timeout_s: float | None,
     ) -> AsyncIterator[float]:
         """The block answers the request, which is accounted for however the block ends. Yields the deadline.
 
-        `tokens` are those that it is expected to use; `timeout_s` is the longest that the client wants to wait. A block
-        that has written an error into its stream has noted it in `record`. Raises `ApiError` 400 for what is no
-        duration and 429 beyond the tenant's limits, both before the block.
+        `metrics` are those of the model; `tokens` are those that it is expected to use; `timeout_s` is the longest that
+        the client wants to wait. A block that has written an error into its stream has noted it in `record`. Raises
+        `ApiError` 400 for what is no duration and 429 beyond the tenant's limits, both before the block.
         """
         caller = identity.caller
         deadline = deadline_of(identity, wanted_s=timeout_s, most_s=self.timeout_s)
         await caller.reserve(tokens)
         self.journal.open(record)
-        self.metrics.running.inc()
+        metrics.running.inc()
         try:
             yield deadline
             record.status = 200 if record.error is None else record.status
@@ -57,10 +60,10 @@ class Answering:
             record.status, record.error = refusal.status, str(refusal)
             raise
         finally:
-            self.metrics.running.dec()
+            metrics.running.dec()
             caller.used(record.used_tokens)
             record.e2e_s = self.clock.now() - identity.arrived
-            self.metrics.finished(record)
+            metrics.finished(record)
             log_finished(record)
 
 
@@ -78,7 +81,7 @@ def new_record(
     identity: RequestIdentity,
     *,
     endpoint: str,
-    model: str,
+    requested_model: str,
     prompt_tokens: int,
     choices: int,
     n: int = 1,
@@ -90,7 +93,8 @@ def new_record(
         client_request_id=identity.client_request_id,
         tenant=identity.caller.tenant.name,
         endpoint=endpoint,
-        model=model,
+        model=identity.model,
+        requested_model=requested_model,
         stream=stream,
         prompt_tokens=prompt_tokens,
         n=n,

@@ -12,10 +12,10 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any
@@ -29,47 +29,32 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem_engine.clock import Clock, MonotonicClock
-from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.logs import quoted
-from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import ApiError, not_found
 from tandem_services.common.health import Health
-from tandem_services.common.metrics import CONTENT_TYPE, new_registry, render
+from tandem_services.common.metrics import CONTENT_TYPE, MetricFamilies, new_registry, render
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.access.authentication import Access, Authentication
 from tandem_services.gateway.access.key_watch import KeyWatch
 from tandem_services.gateway.access.tenant_limits import Board as UsageBoard
 from tandem_services.gateway.access.tenant_limits import TenantLimits
-from tandem_services.gateway.answer import GenerationEndpoint
+from tandem_services.gateway.answer import GenerationEndpoint, Planner
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.answering import Answering
 from tandem_services.gateway.boundary import RequestBoundary, identity_of
 from tandem_services.gateway.chat import ChatPlanner
 from tandem_services.gateway.completions import CompletionPlanner
 from tandem_services.gateway.config import GatewayConfig
-from tandem_services.gateway.dispatch import Dispatcher, PairChooser, RetryPolicy
 from tandem_services.gateway.embeddings import EmbeddingEndpoint
-from tandem_services.gateway.engine_client import EnginePool, LivenessTiming
+from tandem_services.gateway.engine_client import LivenessTiming
 from tandem_services.gateway.error_responses import error_json
 from tandem_services.gateway.explain import RequestJournal
-from tandem_services.gateway.generation import Generator
-from tandem_services.gateway.metrics import GatewayMetrics
-from tandem_services.gateway.models import ServedModel
-from tandem_services.gateway.output_dialect import OutputDialect
-from tandem_services.gateway.prompts import PromptEncoder
-from tandem_services.gateway.quarantine import Board, Quarantine
-from tandem_services.gateway.queueing.admission import Admission, AdmissionPolicy
-from tandem_services.gateway.queueing.fair_queue import FairQueue
-from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
-from tandem_services.gateway.queueing.shared_counters import Board as FairBoard
-from tandem_services.gateway.queueing.shared_counters import SharedCounters
+from tandem_services.gateway.metrics import HttpMetrics
+from tandem_services.gateway.model_catalog import ModelCatalog
+from tandem_services.gateway.model_service import Fleet, Shared, build_model_service, deployment_salt
 from tandem_services.gateway.responses.planner import ResponsesPlanner
-from tandem_services.gateway.retry_budget import RetryBudget
-from tandem_services.gateway.revival import Revival
 from tandem_services.gateway.session_routes import SessionRoutes
-from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
 from tandem_services.gateway.tokenization import Tokenization
-from tandem_services.router.virtual_counters import VirtualCounters
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
@@ -84,13 +69,9 @@ class Gateway:
     """The parts of a gateway that routes use."""
 
     registry: CollectorRegistry
-    metrics: GatewayMetrics
-    model: ServedModel
+    metrics: HttpMetrics
+    models: ModelCatalog
     executor: ThreadPoolExecutor
-    prompts: PromptEncoder
-    engines: EnginePool
-    dispatcher: Dispatcher
-    sessions: SessionRoutes
     answering: Answering
     access: Access | None
     """None: everybody may do everything."""
@@ -101,10 +82,7 @@ class Gateway:
 
     def background(self) -> dict[str, Coroutine[Any, Any, None]]:
         """What runs as long as the gateway serves, by name."""
-        work = {
-            "quarantine": self.dispatcher.quarantine.run(),
-            "virtual token counters": self.dispatcher.admission.counters.run(),
-        }
+        work = {name: coroutine for service in self.models for name, coroutine in service.background().items()}
         if self.access is not None:
             work["api keys"] = self.access.keys.run()
             work["leases of requests"] = self.access.limits.run()
@@ -112,93 +90,61 @@ class Gateway:
 
     async def close(self) -> None:
         """Stop what the gateway itself started. Running requests have ended."""
-        await self.dispatcher.admission.close()
-        await self.dispatcher.settle()
+        for service in self.models:
+            await service.close()
         if self.access is not None:
             await self.access.limits.close()
-        self.engines.close()
         self.executor.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Boards:
-    """What all gateways of a deployment share through Redis. None: this gateway keeps it for itself."""
-
-    quarantine: Board | None = None
-    usage: UsageBoard | None = None
-    fairness: FairBoard | None = None
-
-
-ALONE = Boards()
 
 
 def build_gateway(
     config: GatewayConfig,
-    chooser: PairChooser,
-    sessions: SessionDirectory,
-    context: IpcContext,
-    tokenizer: TextTokenizer,
+    fleets: Sequence[Fleet],
     *,
     clock: Clock,
     health: Health,
-    boards: Boards = ALONE,
+    usage: UsageBoard | None = None,
 ) -> Gateway:
     """Compose the parts. The caller owns what it passes, and closes it after the gateway.
+
+    `fleets` are those of `config.models`; `usage` is what all gateways share of it, None where this one is alone.
 
     Raises `ConfigError` for a key file that is no good.
     """
     registry = new_registry()
-    metrics = GatewayMetrics(registry, model=config.model_name)
-    dialect = OutputDialect.of(
-        tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
-    )
-    model = ServedModel(name=config.model_name, tokenizer=tokenizer, dialect=dialect, workers=chooser.workers)
+    families = MetricFamilies(registry)
     executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
-    timing = LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings)
-
-    def answers_again(incarnation: str) -> None:
-        metrics.workers_answering_again.inc()
-        chooser.mark_alive(incarnation)
-
-    revival = Revival(context=context, clock=clock, on_alive=answers_again)
-    engines = EnginePool(context=context, timing=timing, on_dead=chooser.mark_dead, revival=revival, clock=clock)
-    dispatcher = Dispatcher(
-        chooser=chooser,
-        engines=engines,
+    shared = Shared(
         clock=clock,
-        policy=_retry_policy(config),
-        metrics=metrics,
-        budget=RetryBudget(clock=clock),
-        admission=_admission(config, chooser, boards.fairness, registry, clock),
-        quarantine=Quarantine(
-            clock=clock, metrics=metrics, salt=_salt(context, config.cluster), board=boards.quarantine
-        ),
+        families=families,
+        executor=executor,
+        timing=LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings),
+        turn_s=config.request_timeout_s,
     )
-    generator = Generator(dispatcher=dispatcher, vocabulary=tokenizer.vocabulary, clock=clock, metrics=metrics)
-    desk = SessionDesk(directory=sessions, ttl_s=config.session_ttl_s, turn_s=config.request_timeout_s)
-    answering = Answering(
-        generator=generator,
-        journal=RequestJournal(config.explain_records),
-        metrics=metrics,
-        clock=clock,
-        timeout_s=config.request_timeout_s,
-    )
-    health.add_check("workers", lambda: None if model.context_length else "no worker is registered")
+    # Without keys there is one tenant, and nothing to share out.
+    known = fleets if config.api_keys is not None else [replace(fleet, fairness=None) for fleet in fleets]
+    models = ModelCatalog([build_model_service(fleet, shared) for fleet in known])
+    first = fleets[0]
+    secret = deployment_salt(first.context, first.config.cluster)
+    health.add_check("workers", lambda: _missing_workers(models))
     return Gateway(
         registry=registry,
-        metrics=metrics,
-        model=model,
+        metrics=HttpMetrics(families),
+        models=models,
         executor=executor,
-        prompts=PromptEncoder(model=model, executor=executor),
-        engines=engines,
-        dispatcher=dispatcher,
-        sessions=SessionRoutes(desk=desk, chooser=chooser, engines=engines),
-        answering=answering,
-        access=_access(config, registry, boards.usage, _salt(context, config.cluster), clock),
+        answering=Answering(
+            journal=RequestJournal(config.explain_records), clock=clock, timeout_s=config.request_timeout_s
+        ),
+        access=_access(config, registry, usage, secret, clock),
         health=health,
         clock=clock,
         strict_fields=config.strict_fields,
     )
+
+
+def _missing_workers(models: ModelCatalog) -> str | None:
+    """A gateway is of use as long as one of its models is served."""
+    return None if any(service.model.context_length for service in models) else "no worker is registered"
 
 
 def _access(
@@ -218,59 +164,17 @@ def _access(
     )
 
 
-def _admission(
-    config: GatewayConfig, chooser: PairChooser, board: FairBoard | None, registry: CollectorRegistry, clock: Clock
-) -> Admission:
-    counters = VirtualCounters()
-    # Without keys there is one tenant, and nothing to share out.
-    board = None if config.api_keys is None else board
-    return Admission(
-        chooser=chooser,
-        clock=clock,
-        queue=FairQueue(seats=config.max_waiting, counters=counters),
-        counters=SharedCounters(counters=counters, board=board),
-        metrics=QueueMetrics(registry),
-        policy=AdmissionPolicy(room_s=config.room_s, worker_s=config.queue_s, worker_wait_s=config.worker_wait_s),
-    )
-
-
-def _retry_policy(config: GatewayConfig) -> RetryPolicy:
-    return RetryPolicy(
-        max_attempts=config.max_attempts,
-        recovery_s=config.recovery_s,
-        silence_s=config.silence_s,
-        prefill_fallback=config.prefill_fallback,
-    )
-
-
-def _salt(context: IpcContext, cluster: str) -> bytes:
-    """The same on all gateways of a deployment."""
-    secret = b"" if context.keys is None else context.keys.secret
-    return blake2b(cluster.encode(), key=secret, digest_size=16).digest()
-
-
 def create_app(
     config: GatewayConfig,
-    chooser: PairChooser,
-    sessions: SessionDirectory,
-    context: IpcContext,
-    tokenizer: TextTokenizer,
+    fleets: Sequence[Fleet],
     *,
     health: Health | None = None,
     clock: Clock | None = None,
-    boards: Boards = ALONE,
+    usage: UsageBoard | None = None,
 ) -> FastAPI:
     """A gateway and its application: see `build_gateway` and `api_app`."""
-    gateway = build_gateway(
-        config,
-        chooser,
-        sessions,
-        context,
-        tokenizer,
-        clock=clock or MonotonicClock(),
-        health=health or Health(),
-        boards=boards,
-    )
+    clock, health = clock or MonotonicClock(), health or Health()
+    gateway = build_gateway(config, fleets, clock=clock, health=health, usage=usage)
     return api_app(gateway, metrics=config.admin_port is None)
 
 
@@ -302,7 +206,7 @@ def api_app(gateway: Gateway, *, metrics: bool) -> FastAPI:
     app.add_exception_handler(HTTPException, http_error)
     app.router.routes.extend(_generation_routes(gateway))
     app.router.routes.extend(_tokenizer_routes(gateway))
-    app.router.routes.extend(gateway.sessions.routes())
+    app.router.routes.extend(SessionRoutes(gateway.models).routes())
     _add_model_routes(app, gateway)
     app.router.routes.extend(operations_routes(gateway, metrics=metrics))
     return app
@@ -320,19 +224,19 @@ def boundary_of(gateway: Gateway) -> Middleware:
 
 
 def _generation_routes(gateway: Gateway) -> list[Route]:
-    desk = gateway.sessions.desk
-    strict = gateway.strict_fields
-    chats = ChatPlanner(gateway.prompts, desk, strict=strict)
-    planners = (chats, CompletionPlanner(gateway.prompts, desk, strict=strict), ResponsesPlanner(chats, strict=strict))
-    embeddings = EmbeddingEndpoint(gateway.prompts, gateway.answering, strict=strict)
+    models, answering, strict = gateway.models, gateway.answering, gateway.strict_fields
+    chats = ChatPlanner(strict=strict)
+    embeddings = EmbeddingEndpoint(models, answering, strict=strict)
+    responses = ResponsesPlanner(chats, strict=strict)
+    planners: tuple[Planner[Any], ...] = (chats, CompletionPlanner(strict=strict), responses)
     return [Route(EmbeddingEndpoint.path, embeddings, methods=["POST"])] + [
-        Route(planner.endpoint, GenerationEndpoint(planner, gateway.answering), methods=["POST"])
+        Route(planner.endpoint, GenerationEndpoint(planner, models, answering), methods=["POST"])
         for planner in planners
     ]
 
 
 def _tokenizer_routes(gateway: Gateway) -> list[Route]:
-    tokenization = Tokenization(gateway.prompts, strict=gateway.strict_fields)
+    tokenization = Tokenization(gateway.models, strict=gateway.strict_fields)
     return [
         Route(path, tokenization.detokenize if "detokenize" in path else tokenization.tokenize, methods=["POST"])
         for path in TOKENIZER_PATHS
@@ -342,12 +246,11 @@ def _tokenizer_routes(gateway: Gateway) -> list[Route]:
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.api_route("/v1/models", methods=READ)
     async def list_models(request: Request) -> Response:
-        return json_response(gateway.model.listing(identity_of(request.scope).caller))
+        return json_response(gateway.models.listing(identity_of(request.scope).caller))
 
     @app.api_route("/v1/models/{name:path}", methods=READ)
     async def get_model(name: str, request: Request) -> Response:
-        gateway.model.check_name(name, identity_of(request.scope).caller)
-        return json_response(gateway.model.card())
+        return json_response(gateway.models.card(name, identity_of(request.scope).caller))
 
     @app.api_route("/v1/requests/{request_id}/explain", methods=READ)
     async def explain(request_id: str, request: Request) -> Response:

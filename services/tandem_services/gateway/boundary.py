@@ -29,7 +29,7 @@ from tandem_services.gateway.limits import (
     MAX_REQUEST_ID_CHARACTERS,
     MAX_URL_BYTES,
 )
-from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.metrics import HttpMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class RequestIdentity:
     timeout: str | None = None
     """The client's `TIMEOUT_HEADER`, as it was sent."""
     caller: Caller = field(default_factory=Caller)
+    model: str = ""
+    """Name of the model service that answers; "" until one is known to."""
 
 
 def identity_of(scope: Scope) -> RequestIdentity:
@@ -64,11 +66,16 @@ def identify_caller(scope: Scope, caller: Caller) -> None:
     scope[_SCOPE_KEY] = replace(identity_of(scope), caller=caller)
 
 
+def identify_model(scope: Scope, model: str) -> None:
+    """From now on the request is known to be answered by the model service of this name."""
+    scope[_SCOPE_KEY] = replace(identity_of(scope), model=model)
+
+
 class RequestBoundary:
     """ASGI middleware. `endpoints` are the paths that may become metric labels."""
 
     def __init__(
-        self, app: ASGIApp, *, clock: Clock, metrics: GatewayMetrics, health: Health, endpoints: Collection[str]
+        self, app: ASGIApp, *, clock: Clock, metrics: HttpMetrics, health: Health, endpoints: Collection[str]
     ) -> None:
         self._app = app
         self._clock = clock
@@ -88,11 +95,12 @@ class RequestBoundary:
             await self._app(scope, receive, answer.send)
         except ClientGoneError:
             answer.status = CLIENT_CLOSED_REQUEST
-            self._metrics.disconnects.inc()
+            self._metrics.disconnected(model=identity_of(scope).model)
         except Exception as error:  # noqa: BLE001  # the boundary of one request: others must go on
             await self._refuse(answer, identity, error)
         finally:
-            self._metrics.answered(bounded_label(scope["path"], self._endpoints), answer.status)
+            endpoint = bounded_label(scope["path"], self._endpoints)
+            self._metrics.answered(endpoint, answer.status, model=identity_of(scope).model)
 
     async def _refuse(self, answer: "_Answer", identity: RequestIdentity, error: Exception) -> None:
         refusal = as_api_error(error)

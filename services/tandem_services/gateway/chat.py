@@ -8,12 +8,12 @@ from tandem_services.gateway.answer_format import AnswerFormat
 from tandem_services.gateway.chat_format import ChatFormat
 from tandem_services.gateway.chat_messages import template_messages
 from tandem_services.gateway.limits import MAX_OUTPUT_TOKENS, check_context
+from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.openai_schemas import ChatRequest
 from tandem_services.gateway.output_reader import OutputReading
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
-from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import BodyDecoder
-from tandem_services.gateway.session_turns import SessionDesk, SessionTurn
+from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.structured_output import AskedGrammar, asked_grammar
 from tandem_services.gateway.tools import ToolUse, tool_use
 from tandem_services.gateway.translate import (
@@ -31,25 +31,20 @@ class ChatPlanner:
 
     endpoint = "/v1/chat/completions"
 
-    def __init__(self, prompts: PromptEncoder, sessions: SessionDesk, *, strict: bool) -> None:
-        self._prompts = prompts
-        self._sessions = sessions
+    def __init__(self, *, strict: bool) -> None:
         self._decoder = BodyDecoder(ChatRequest, strict=strict)
 
-    async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
-        """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
-        return await self.plan_chat(self._decoder.decode(body), caller)
+    def decode(self, body: bytes) -> ChatRequest:
+        return self._decoder.decode(body)
 
-    async def plan_chat(self, request: ChatRequest, caller: Caller) -> GenerationPlan:
-        """As `plan`, of a request that is decoded already."""
-        model = self._prompts.model
-        model.check_name(request.model, caller)
+    async def plan(self, request: ChatRequest, served: ModelService, caller: Caller) -> GenerationPlan:
+        """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         check_common_fields(request)
         if request.echo:
             raise bad_request("echo is not supported for chat", "echo")
         counts = choice_counts(request, prompts=1)
         wanted = _wanted_tokens(request)
-        tools = self._tools(request)
+        tools = _tools(request, served)
         grammar = _grammar(request, tools)
         # Ranges are checked before the prompt is encoded.
         sampling = sampling_params(
@@ -57,69 +52,78 @@ class ChatPlanner:
             max_tokens=wanted or MAX_OUTPUT_TOKENS,
             logprobs=chat_logprobs(request),
             prompt_logprobs=request.prompt_logprobs,
-            tokenizer=self._prompts.tokenizer,
+            tokenizer=served.prompts.tokenizer,
             grammar=grammar,
         )
-        turn = await self._sessions.take(
+        turn = await served.desk.take(
             request.session_params, cache_salt=caller.cache_salt(request.cache_salt or ""), choices=counts.generated
         )
-        input_ids = await self._encode(request, tools, turn)
-        context_length = self._prompts.context_length() - (0 if turn is None else turn.history)
+        input_ids = await _encode(request, served, tools, turn)
+        context_length = served.prompts.context_length() - (0 if turn is None else turn.history)
         check_context(len(input_ids), wanted or 0, context_length, "messages")
-        sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=self._prompts.tokenizer.vocab_size)
+        vocab_size = served.prompts.tokenizer.vocab_size
+        sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size)
         return generation_plan(
             request,
-            model.name,
             [PlannedChoice(index=0, input_ids=input_ids, sampling=sampling)],
             counts,
             grammar_field=None if grammar is None else grammar.field,
             turn=turn,
-            reading=self._reading(request, input_ids, tools, grammar),
+            reading=_reading(request, served, input_ids, tools, grammar),
         )
 
-    def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
-        return ChatFormat(f"chatcmpl-{request_id}", created, plan, self._prompts.tokenizer.vocabulary)
+    def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat:
+        return ChatFormat(f"chatcmpl-{request_id}", created, plan, served.prompts.tokenizer.vocabulary)
 
-    def _tools(self, request: ChatRequest) -> ToolUse | None:
-        dialect = self._prompts.model.dialect
-        return tool_use(
-            request.tools,
-            request.tool_choice,
-            parallel=request.parallel_tool_calls,
-            family=dialect.family,
-            template_knows_tools=dialect.knows_tools,
-        )
 
-    def _reading(
-        self, request: ChatRequest, prompt: tuple[int, ...], tools: ToolUse | None, grammar: AskedGrammar | None
-    ) -> OutputReading:
-        return self._prompts.model.dialect.reading(
-            prompt,
-            tools,
-            constrained=grammar is not None and grammar.spec.kind is not GrammarKind.STRUCTURAL_TAG,
-            shows_reasoning=request.include_reasoning is not False,
-        )
+def _tools(request: ChatRequest, served: ModelService) -> ToolUse | None:
+    dialect = served.model.dialect
+    return tool_use(
+        request.tools,
+        request.tool_choice,
+        parallel=request.parallel_tool_calls,
+        family=dialect.family,
+        template_knows_tools=dialect.knows_tools,
+    )
 
-    async def _encode(self, request: ChatRequest, tools: ToolUse | None, turn: SessionTurn | None) -> tuple[int, ...]:
-        continues = turn is not None and not turn.begins
-        messages = template_messages(request.messages, continues=continues)
-        shown = None if tools is None else tools.for_template
-        add_generation_prompt = request.add_generation_prompt is not False
-        if turn is not None and continues:
-            return await self._prompts.encode_chat_turn(
-                messages,
-                last_token=turn.last_token,
-                add_generation_prompt=add_generation_prompt,
-                tools=shown,
-                variables=request.chat_template_kwargs,
-            )
-        return await self._prompts.encode_chat(
+
+def _reading(
+    request: ChatRequest,
+    served: ModelService,
+    prompt: tuple[int, ...],
+    tools: ToolUse | None,
+    grammar: AskedGrammar | None,
+) -> OutputReading:
+    return served.model.dialect.reading(
+        prompt,
+        tools,
+        constrained=grammar is not None and grammar.spec.kind is not GrammarKind.STRUCTURAL_TAG,
+        shows_reasoning=request.include_reasoning is not False,
+    )
+
+
+async def _encode(
+    request: ChatRequest, served: ModelService, tools: ToolUse | None, turn: SessionTurn | None
+) -> tuple[int, ...]:
+    continues = turn is not None and not turn.begins
+    messages = template_messages(request.messages, continues=continues)
+    shown = None if tools is None else tools.for_template
+    add_generation_prompt = request.add_generation_prompt is not False
+    if turn is not None and continues:
+        return await served.prompts.encode_chat_turn(
             messages,
+            last_token=turn.last_token,
             add_generation_prompt=add_generation_prompt,
-            add_special_tokens=bool(request.add_special_tokens),
             tools=shown,
             variables=request.chat_template_kwargs,
         )
+    return await served.prompts.encode_chat(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        add_special_tokens=bool(request.add_special_tokens),
+        tools=shown,
+        variables=request.chat_template_kwargs,
+    )
 
 
 def _grammar(request: ChatRequest, tools: ToolUse | None) -> AskedGrammar | None:

@@ -20,6 +20,7 @@ from tandem_services.gateway.limits import (
     check_context,
     check_token_ids,
 )
+from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.openai_schemas import (
     CompletionChoice,
     CompletionLogprobs,
@@ -32,7 +33,7 @@ from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.prompt_shapes import Prompt, place_of, split_prompts
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import BodyDecoder
-from tandem_services.gateway.session_turns import SessionDesk, SessionTurn
+from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.sse import DONE, data_event
 from tandem_services.gateway.structured_output import asked_grammar
 from tandem_services.gateway.translate import (
@@ -54,15 +55,15 @@ class CompletionPlanner:
 
     endpoint = "/v1/completions"
 
-    def __init__(self, prompts: PromptEncoder, sessions: SessionDesk, *, strict: bool) -> None:
-        self._prompts = prompts
-        self._sessions = sessions
+    def __init__(self, *, strict: bool) -> None:
         self._decoder = BodyDecoder(CompletionRequest, strict=strict)
 
-    async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
+    def decode(self, body: bytes) -> CompletionRequest:
+        return self._decoder.decode(body)
+
+    async def plan(self, request: CompletionRequest, served: ModelService, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
-        request = self._decoder.decode(body)
-        self._prompts.model.check_name(request.model, caller)
+        prompt_encoder = served.prompts
         check_common_fields(request, also_refused=FIELDS_OF_CHATS)
         prompts = split_prompts(request.prompt, param="prompt", most=MAX_PROMPTS)
         counts = choice_counts(request, prompts=len(prompts))
@@ -75,21 +76,22 @@ class CompletionPlanner:
             max_tokens=DEFAULT_MAX_TOKENS if wanted is None else max(wanted, 1),
             logprobs=completion_logprobs(request),
             prompt_logprobs=completion_prompt_logprobs(request),
-            tokenizer=self._prompts.tokenizer,
+            tokenizer=prompt_encoder.tokenizer,
             grammar=grammar,
         )
-        turn = await self._sessions.take(
+        turn = await served.desk.take(
             request.session_params,
             cache_salt=caller.cache_salt(request.cache_salt or ""),
             choices=counts.generated * len(prompts),
         )
         choices = [
-            await self._choice(request, prompt, place_of(request.prompt, position, "prompt"), wanted, sampling, turn)
+            await _choice(
+                request, prompt_encoder, prompt, place_of(request.prompt, position, "prompt"), wanted, sampling, turn
+            )
             for position, prompt in enumerate(prompts)
         ]
         return generation_plan(
             request,
-            self._prompts.model.name,
             choices,
             counts,
             grammar_field=None if grammar is None else grammar.field,
@@ -97,40 +99,45 @@ class CompletionPlanner:
             turn=turn,
         )
 
-    def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
-        return CompletionFormat(f"cmpl-{request_id}", created, plan, self._prompts.tokenizer.vocabulary)
+    def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat:
+        return CompletionFormat(f"cmpl-{request_id}", created, plan, served.prompts.tokenizer.vocabulary)
 
-    async def _choice(
-        self,
-        request: CompletionRequest,
-        prompt: Prompt,
-        place: str,
-        wanted: int | None,
-        sampling: SamplingParams,
-        turn: SessionTurn | None,
-    ) -> PlannedChoice:
-        # Around a turn that continues a text there is nothing to add, such as BOS.
-        begins = turn is None or turn.begins
-        input_ids = await self._encode(request, prompt, place, begins=begins)
-        context_length = self._prompts.context_length() - (0 if turn is None else turn.history)
-        check_context(len(input_ids), wanted or 0, context_length, "prompt")
-        vocab_size = self._prompts.tokenizer.vocab_size
-        return PlannedChoice(
-            index=0,
-            input_ids=input_ids,
-            sampling=fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size),
-            echo=self._echo(prompt) if request.echo else "",
-        )
 
-    async def _encode(self, request: CompletionRequest, prompt: Prompt, place: str, *, begins: bool) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            check_token_ids(prompt, self._prompts.tokenizer.vocab_size, "prompt", place=place)
-            return tuple(prompt)
-        add_special_tokens = begins if request.add_special_tokens is None else request.add_special_tokens
-        return await self._prompts.encode(prompt, add_special_tokens=add_special_tokens)
+async def _choice(
+    request: CompletionRequest,
+    prompts: PromptEncoder,
+    prompt: Prompt,
+    place: str,
+    wanted: int | None,
+    sampling: SamplingParams,
+    turn: SessionTurn | None,
+) -> PlannedChoice:
+    # Around a turn that continues a text there is nothing to add, such as BOS.
+    begins = turn is None or turn.begins
+    input_ids = await _encode(request, prompts, prompt, place, begins=begins)
+    context_length = prompts.context_length() - (0 if turn is None else turn.history)
+    check_context(len(input_ids), wanted or 0, context_length, "prompt")
+    vocab_size = prompts.tokenizer.vocab_size
+    return PlannedChoice(
+        index=0,
+        input_ids=input_ids,
+        sampling=fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size),
+        echo=_echo(prompt, prompts) if request.echo else "",
+    )
 
-    def _echo(self, prompt: Prompt) -> str:
-        return prompt if isinstance(prompt, str) else self._prompts.tokenizer.decode(prompt)
+
+async def _encode(
+    request: CompletionRequest, prompts: PromptEncoder, prompt: Prompt, place: str, *, begins: bool
+) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        check_token_ids(prompt, prompts.tokenizer.vocab_size, "prompt", place=place)
+        return tuple(prompt)
+    add_special_tokens = begins if request.add_special_tokens is None else request.add_special_tokens
+    return await prompts.encode(prompt, add_special_tokens=add_special_tokens)
+
+
+def _echo(prompt: Prompt, prompts: PromptEncoder) -> str:
+    return prompt if isinstance(prompt, str) else prompts.tokenizer.decode(prompt)
 
 
 class CompletionFormat:

@@ -1,4 +1,4 @@
-"""Configuration of a gateway: frozen, from flags. Durations are seconds."""
+"""Configuration of a gateway and of the model services behind it: frozen, from flags. Durations are seconds."""
 
 import logging
 import math
@@ -11,37 +11,27 @@ from tandem_services.router.policies.by_role import PolicyNames
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatewayConfig:
-    """Everything a gateway is built from."""
+class ModelConfig:
+    """One model service: a model, and the fleet that serves it."""
 
-    model_path: Path
+    path: Path
     """Folder with tokenizer.json; weights are not read."""
-    model_name: str
-    """Name clients use."""
-    host: str = "127.0.0.1"
-    port: int = 8000
+    names: tuple[str, ...]
+    """Names clients use. The first is the model's own, which its workers have too; the others are aliases."""
     redis: RedisAddress = field(default_factory=lambda: RedisAddress(url="redis://127.0.0.1:6379/0"))
     cluster: str = "default"
-    """Separates deployments in one Redis."""
+    """Separates fleets in one Redis."""
     curve_keys: Path | None = None
-    """Key file of the deployment; None only where every socket is on loopback."""
-    local_prefill_tokens: int = 2048
-    """Most tokens that a decode worker may compute itself where that is predicted to be faster; 0 for none."""
+    """Key file of the fleet; None only where every socket is on loopback."""
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     """Names in `TOOL_CALL_PARSERS` and `REASONING_PARSERS`."""
+    local_prefill_tokens: int = 2048
+    """Most tokens that a decode worker may compute itself where that is predicted to be faster; 0 for none."""
     policies: PolicyNames = field(default_factory=PolicyNames)
     """How the router chooses, by role."""
-    strict_fields: bool = False
-    """Refuse requests with fields that nobody knows, as OpenAI does; otherwise they are ignored."""
-    request_timeout_s: float = 600.0
     session_ttl_s: float = 600.0
     """An unused session is forgotten after this long; the workers' --session-ttl."""
-    api_keys: Path | None = None
-    """File or folder that says who may use the gateway; None: everybody."""
-    admin_host: str = "127.0.0.1"
-    admin_port: int | None = None
-    """Where administrators' routes are; None: /metrics is on the API's port, and there is no other."""
     max_attempts: int = 3
     """Attempts in a row that bring one choice no further, on different workers where possible."""
     recovery_s: float = math.inf
@@ -58,6 +48,30 @@ class GatewayConfig:
     """Without any prefill worker decode workers compute prompts."""
     silence_s: float = 10.0
     """A choice whose workers say nothing at all, one after the other, fails after this long."""
+
+    @property
+    def name(self) -> str:
+        """The model's own."""
+        return self.names[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayConfig:
+    """Everything a gateway is built from."""
+
+    models: tuple[ModelConfig, ...]
+    """What it serves, at least one; no two have a name or a fleet in common. Gateways share what tenants have used of
+    their limits where the first one's fleet is."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    strict_fields: bool = False
+    """Refuse requests with fields that nobody knows, as OpenAI does; otherwise they are ignored."""
+    request_timeout_s: float = 600.0
+    api_keys: Path | None = None
+    """File or folder that says who may use the gateway; None: everybody."""
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    """Where administrators' routes are; None: /metrics is on the API's port, and there is no other."""
     ping_interval_s: float = 1.0
     unanswered_pings: int = 3
     """A worker that owes this many answers is dead."""

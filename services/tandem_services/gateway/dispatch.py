@@ -137,7 +137,7 @@ class ChoiceRequest:
 
 @dataclass(kw_only=True, slots=True)
 class Dispatcher:
-    """Runs choices. One per gateway."""
+    """Runs choices. One per model service."""
 
     chooser: PairChooser
     engines: EnginePool
@@ -202,7 +202,7 @@ class Dispatcher:
                 self._correct_charge(request, choice, progress, record)
                 if note.outcome == "running":
                     note.outcome = "stopped"
-                self.metrics.attempts.labels(outcome=note.outcome).inc()
+                self.metrics.attempt_ended(note.outcome)
                 self._release(request, choice)
         # The worker died between its last token and its finish.
         yield Accepted([], [], Finish(reason=FinishReason.LENGTH))

@@ -23,11 +23,12 @@ from tandem_services.common.errors import bad_request, internal_error
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.answering import Answering, new_record, time_limit
-from tandem_services.gateway.boundary import RequestIdentity, identity_of
+from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.dispatch import ChoiceRequest
 from tandem_services.gateway.embedding_schemas import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
-from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
+from tandem_services.gateway.explain import RequestRecord
+from tandem_services.gateway.generation import Generator
 from tandem_services.gateway.limits import (
     MAX_EMBEDDING_INPUTS,
     check_cache_salt,
@@ -36,8 +37,9 @@ from tandem_services.gateway.limits import (
     check_token_ids,
     check_user,
 )
+from tandem_services.gateway.model_catalog import ModelCatalog
+from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.prompt_shapes import Prompt, place_of, split_prompts
-from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import BodyDecoder, read_body
 from tandem_services.gateway.sse import send_json
 
@@ -65,17 +67,28 @@ class EmbeddingPlan:
         return sum(map(len, self.inputs))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingJob:
+    """One accepted request. `deadline`: the gateway's clock."""
+
+    plan: EmbeddingPlan
+    record: RequestRecord
+    deadline: float
+    caller: Caller
+
+
 class EmbeddingPlanner:
     """Validates embedding requests."""
 
-    def __init__(self, prompts: PromptEncoder, *, strict: bool) -> None:
-        self._prompts = prompts
+    def __init__(self, *, strict: bool) -> None:
         self._decoder = BodyDecoder(EmbeddingRequest, strict=strict)
 
-    async def plan(self, body: bytes, caller: Caller) -> EmbeddingPlan:
+    def decode(self, body: bytes) -> EmbeddingRequest:
         """Raises `ApiError` naming the field at fault."""
-        request = self._decoder.decode(body)
-        self._prompts.model.check_name(request.model, caller)
+        return self._decoder.decode(body)
+
+    async def plan(self, request: EmbeddingRequest, served: ModelService, caller: Caller) -> EmbeddingPlan:
+        """Raises `ApiError` naming the field at fault."""
         check_user(request.user)
         check_cache_salt(request.cache_salt)
         check_priority(request.priority or 0)
@@ -83,8 +96,8 @@ class EmbeddingPlanner:
             raise bad_request(f"dimensions must be at least 1, got {request.dimensions}", "dimensions")
         prompts = split_prompts(request.input, param="input", most=MAX_EMBEDDING_INPUTS)
         return EmbeddingPlan(
-            model=self._prompts.model.name,
-            inputs=tuple([await self._encode(request, prompt, position) for position, prompt in enumerate(prompts)]),
+            model=request.model or "",
+            inputs=tuple([await _encode(request, served, prompt, n) for n, prompt in enumerate(prompts)]),
             pooling=PoolingParams(
                 pooling=request.pooling or Pooling.LAST,
                 normalize=request.normalize is not False,
@@ -96,16 +109,18 @@ class EmbeddingPlanner:
             timeout_s=request.timeout,
         )
 
-    async def _encode(self, request: EmbeddingRequest, prompt: Prompt, position: int) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            add_special_tokens = request.add_special_tokens is not False
-            ids = await self._prompts.encode(prompt, add_special_tokens=add_special_tokens, param="input")
-        else:
-            place = place_of(request.input, position, "input")
-            check_token_ids(prompt, self._prompts.tokenizer.vocab_size, "input", place=place)
-            ids = tuple(prompt)
-        check_context(len(ids), 0, self._prompts.context_length(), "input")
-        return ids
+
+async def _encode(request: EmbeddingRequest, served: ModelService, prompt: Prompt, position: int) -> tuple[int, ...]:
+    prompts = served.prompts
+    if isinstance(prompt, str):
+        add_special_tokens = request.add_special_tokens is not False
+        ids = await prompts.encode(prompt, add_special_tokens=add_special_tokens, param="input")
+    else:
+        place = place_of(request.input, position, "input")
+        check_token_ids(prompt, prompts.tokenizer.vocab_size, "input", place=place)
+        ids = tuple(prompt)
+    check_context(len(ids), 0, prompts.context_length(), "input")
+    return ids
 
 
 class EmbeddingEndpoint:
@@ -113,69 +128,75 @@ class EmbeddingEndpoint:
 
     path = "/v1/embeddings"
 
-    def __init__(self, prompts: PromptEncoder, shared: Answering, *, strict: bool) -> None:
-        self._planner = EmbeddingPlanner(prompts, strict=strict)
+    def __init__(self, models: ModelCatalog, shared: Answering, *, strict: bool) -> None:
+        self._planner = EmbeddingPlanner(strict=strict)
+        self._models = models
         self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(Request(scope, receive))
-        await run_until_disconnect(self._serve(body, identity_of(scope), send), receive)
+        await run_until_disconnect(self._serve(body, scope, send), receive)
 
-    async def _serve(self, body: bytes, identity: RequestIdentity, send: Send) -> None:
-        caller = identity.caller
-        plan = await self._planner.plan(body, caller)
+    async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
+        request = self._planner.decode(body)
+        served = self._models.of_request(scope, request.model)
+        identity = identity_of(scope)
+        plan = await self._planner.plan(request, served, identity.caller)
         record = new_record(
             identity,
             endpoint=self.path,
-            model=plan.model,
+            requested_model=plan.model,
             prompt_tokens=plan.prompt_tokens,
             choices=len(plan.inputs),
         )
         tokens, timeout_s = plan.prompt_tokens, plan.timeout_s
-        async with self._shared.accepted(record, identity, tokens=tokens, timeout_s=timeout_s) as deadline:
-            vectors = await self._vectors(plan, record, deadline, caller)
+        accepted = self._shared.accepted(record, identity, served.metrics, tokens=tokens, timeout_s=timeout_s)
+        async with accepted as deadline:
+            job = EmbeddingJob(plan=plan, record=record, deadline=deadline, caller=identity.caller)
+            vectors = await self._vectors(job, served.generator)
             await send_json(send, 200, _response(plan, vectors))
 
-    async def _vectors(
-        self, plan: EmbeddingPlan, record: RequestRecord, deadline: float, caller: Caller
-    ) -> list[bytes]:
+    async def _vectors(self, job: EmbeddingJob, generator: Generator) -> list[bytes]:
         """One per input, in their order. The first failure ends all of them."""
         seats = asyncio.Semaphore(CONCURRENT_INPUTS)
 
         async def vector(index: int) -> bytes:
             async with seats:
-                return await self._vector(_choice(plan, record, index, deadline, caller), record.choices[index])
+                return await _vector(job, generator, index)
 
-        tasks = [asyncio.create_task(vector(index)) for index in range(len(plan.inputs))]
+        tasks = [asyncio.create_task(vector(index)) for index in range(len(job.plan.inputs))]
         try:
-            async with time_limit(max(deadline - self._shared.clock.now(), 0.0)):
+            async with time_limit(max(job.deadline - self._shared.clock.now(), 0.0)):
                 return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _vector(self, request: ChoiceRequest, record: ChoiceRecord) -> bytes:
-        async with aclosing(self._shared.generator.dispatcher.run(request, record)) as outputs:
-            async for accepted in outputs:
-                if accepted.embedding is not None:
-                    record.finish_reason = "stop"
-                    return accepted.embedding
-        raise internal_error("The model worker ended without an embedding. Try again.")
+
+async def _vector(job: EmbeddingJob, generator: Generator, index: int) -> bytes:
+    record = job.record.choices[index]
+    async with aclosing(generator.dispatcher.run(_choice(job, generator.model, index), record)) as outputs:
+        async for accepted in outputs:
+            if accepted.embedding is not None:
+                record.finish_reason = "stop"
+                return accepted.embedding
+    raise internal_error("The model worker ended without an embedding. Try again.")
 
 
-def _choice(plan: EmbeddingPlan, record: RequestRecord, index: int, deadline: float, caller: Caller) -> ChoiceRequest:
+def _choice(job: EmbeddingJob, model: str, index: int) -> ChoiceRequest:
+    plan = job.plan
     return ChoiceRequest(
-        request_id=record.request_id,
+        request_id=job.record.request_id,
         index=index,
-        model=plan.model,
+        model=model,
         input_ids=plan.inputs[index],
         sampling=NO_TEXT,
         pooling=plan.pooling,
         cache_salt=plan.cache_salt,
         priority=plan.priority,
-        deadline=deadline,
-        caller=caller,
+        deadline=job.deadline,
+        caller=job.caller,
     )
 
 

@@ -188,7 +188,7 @@ class EngineConnection:
 
 @dataclass(kw_only=True, slots=True)
 class EnginePool:
-    """All connections of a gateway, by incarnation. Belongs to one event loop."""
+    """All connections to one fleet, by incarnation. Belongs to one event loop."""
 
     context: IpcContext
     timing: LivenessTiming

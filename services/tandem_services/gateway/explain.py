@@ -106,6 +106,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """Whose it is; "" without a key file."""
     endpoint: str
     model: str
+    """The model's own name."""
+    requested_model: str
+    """What the client called it."""
     stream: bool
     prompt_tokens: int
     n: int
@@ -193,6 +196,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "tenant": record.tenant,
         "endpoint": record.endpoint,
         "model": record.model,
+        "requested_model": record.requested_model,
         "stream": record.stream,
         "status": record.status,
         "error": record.error,

@@ -37,8 +37,10 @@ class Job:
 
 @dataclass(kw_only=True, slots=True)
 class Generator:
-    """Runs jobs. One per gateway."""
+    """Runs jobs. One per model service."""
 
+    model: str
+    """Its name among the workers."""
     dispatcher: Dispatcher
     vocabulary: Vocabulary
     clock: Clock
@@ -125,7 +127,7 @@ class Generator:
         """What the workers send for one choice. A refused grammar is called by the name the client used."""
         record = job.record.choices[choice.index]
         try:
-            outputs = self.dispatcher.run(_choice_request(job, choice, route), record)
+            outputs = self.dispatcher.run(_choice_request(self.model, job, choice, route), record)
             if job.plan.turn is not None:
                 outputs = remembered(outputs, job.plan.turn, prompt_tokens=len(choice.input_ids))
             async with aclosing(outputs):
@@ -155,11 +157,11 @@ async def _gathered(arrived: "asyncio.Queue[ChoicePiece | Exception]") -> list[C
     return batch
 
 
-def _choice_request(job: Job, choice: PlannedChoice, route: SharedRoute | None) -> ChoiceRequest:
+def _choice_request(model: str, job: Job, choice: PlannedChoice, route: SharedRoute | None) -> ChoiceRequest:
     return ChoiceRequest(
         request_id=job.record.request_id,
         index=choice.index,
-        model=job.plan.model,
+        model=model,
         input_ids=choice.input_ids,
         sampling=choice.sampling,
         cache_salt=job.plan.cache_salt,

@@ -1,61 +1,77 @@
-"""Metrics of a gateway. Names follow vLLM's, with our prefix; label values are bounded."""
+"""Metrics of a gateway. Names follow vLLM's, with our prefix; label values are bounded.
+
+`model_name` is the first name of a model service: those that are served are known at start, and neither aliases nor
+what clients make up become labels. It is "" where a request has named no model that is there.
+"""
 
 from itertools import pairwise
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 
-from tandem_services.common.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS
+from tandem_services.common.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS, MetricFamilies
 from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord, RequestRecord
 from tandem_services.router.choice import Source
 
+MODEL = "model_name"
+
+
+class HttpMetrics:
+    """What can be said of every HTTP request."""
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._requests = families.counter(
+            "tandem_gateway_requests",
+            "HTTP requests answered, by status code; 499 is a client that left",
+            [MODEL, "endpoint", "code"],
+        )
+        self._disconnects = families.counter(
+            "tandem_gateway_client_disconnects", "Requests whose client left before the end", [MODEL]
+        )
+
+    def answered(self, endpoint: str, status: int, *, model: str) -> None:
+        self._requests.labels(model_name=model, endpoint=endpoint, code=str(status)).inc()
+
+    def disconnected(self, *, model: str) -> None:
+        self._disconnects.labels(model_name=model).inc()
+
 
 class GatewayMetrics:
-    """All series of one gateway, registered in `registry`. `model` is the only model label there will be."""
+    """The series of one model service."""
 
-    def __init__(self, registry: CollectorRegistry, *, model: str) -> None:
+    def __init__(self, families: MetricFamilies, *, model: str) -> None:
         def seconds(name: str, text: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
-            family = Histogram(f"tandem_gateway_{name}_seconds", text, ["model"], buckets=buckets, registry=registry)
-            return family.labels(model=model)
+            family = families.histogram(f"tandem_gateway_{name}_seconds", text, [MODEL], buckets=buckets)
+            return family.labels(model_name=model)
 
         def total(name: str, text: str) -> Counter:
-            return Counter(f"tandem_gateway_{name}_total", text, ["model"], registry=registry).labels(model=model)
+            return families.counter(f"tandem_gateway_{name}", text, [MODEL]).labels(model_name=model)
 
         self._model = model
-        self._requests = Counter(
-            "tandem_gateway_requests_total",
-            "HTTP requests answered, by status code; 499 is a client that left",
-            ["model", "endpoint", "code"],
-            registry=registry,
-        )
-        self.attempts = Counter(
-            "tandem_gateway_attempts_total",
+        self._attempts = families.counter(
+            "tandem_gateway_attempts",
             "Attempts at choices, by outcome; every one but finished, stopped and moved cost time",
-            ["outcome"],
-            registry=registry,
+            [MODEL, "outcome"],
         )
-        self._placements = Counter(
-            "tandem_gateway_placements_total",
+        self._placements = families.counter(
+            "tandem_gateway_placements",
             "Attempts of finished requests by who computed the prompt: pair, alone, local because that was predicted "
             "to be faster, degraded because no prefill worker could",
-            ["placement"],
-            registry=registry,
+            [MODEL, "placement"],
         )
-        self._routes = Counter(
-            "tandem_gateway_route_decisions_total",
+        self._routes = families.counter(
+            "tandem_gateway_route_decisions",
             "Attempts of finished requests by who chose the workers (redis, local: without Redis, session) and what "
             "spoke for them: their session, a prefix that they are to fetch, one that they have cached, or load alone",
-            ["source", "reason"],
-            registry=registry,
+            [MODEL, "source", "reason"],
         )
-        self._resumptions = Counter(
-            "tandem_gateway_resumptions_total",
+        self._resumptions = families.counter(
+            "tandem_gateway_resumptions",
             "Attempts of finished requests that went on after tokens of the attempt before, by how that one ended",
-            ["cause"],
-            registry=registry,
+            [MODEL, "cause"],
         )
-        self.running = Gauge(
-            "tandem_gateway_num_requests_running", "Generation requests being answered", registry=registry
-        )
+        self.running = families.gauge(
+            "tandem_gateway_num_requests_running", "Generation requests being answered", [MODEL]
+        ).labels(model_name=model)
         self.ttft = seconds("time_to_first_token", "From a request's arrival to its first token")
         self.itl = seconds("inter_token_latency", "Between two tokens of a choice", TOKEN_SECONDS)
         self.e2e = seconds("e2e_request_latency", "From a request's arrival to its last byte")
@@ -70,10 +86,9 @@ class GatewayMetrics:
         self.prompt_tokens = total("prompt_tokens", "Prompt tokens of finished requests")
         self.cached_tokens = total("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
         self.output_tokens = total("generation_tokens", "Tokens generated and accepted")
-        self.disconnects = total("client_disconnects", "Requests whose client left before the end")
-        self.quarantined = Gauge(
-            "tandem_gateway_quarantined_requests", "Digests of requests that are refused", registry=registry
-        )
+        self.quarantined = families.gauge(
+            "tandem_gateway_quarantined_requests", "Digests of requests that are refused", [MODEL]
+        ).labels(model_name=model)
         self.convictions = total("requests_quarantined", "Requests convicted here of killing workers")
         self.quarantine_refusals = total("quarantine_refusals", "Requests refused because they are quarantined")
         self.workers_answering_again = total(
@@ -83,8 +98,8 @@ class GatewayMetrics:
         self.moved_pages = total("transferred_pages", "KV pages moved from prefill to decode workers")
         self.moved_bytes = total("transferred_bytes", "KV bytes moved from prefill to decode workers")
 
-    def answered(self, endpoint: str, status: int) -> None:
-        self._requests.labels(model=self._model, endpoint=endpoint, code=str(status)).inc()
+    def attempt_ended(self, outcome: str) -> None:
+        self._attempts.labels(model_name=self._model, outcome=outcome).inc()
 
     def finished(self, record: RequestRecord) -> None:
         """Count what a finished request has used."""
@@ -98,11 +113,11 @@ class GatewayMetrics:
 
     def _count_choice(self, choice: ChoiceRecord) -> None:
         for attempt in choice.attempts:
-            self._placements.labels(placement=attempt.placement).inc()
-            self._routes.labels(source=attempt.source, reason=_reason(attempt)).inc()
+            self._placements.labels(model_name=self._model, placement=attempt.placement).inc()
+            self._routes.labels(model_name=self._model, source=attempt.source, reason=_reason(attempt)).inc()
         for before, attempt in pairwise(choice.attempts):
             if attempt.resumed_tokens:
-                self._resumptions.labels(cause=before.outcome).inc()
+                self._resumptions.labels(model_name=self._model, cause=before.outcome).inc()
         if choice.ttft_s is not None:
             self.ttft.observe(choice.ttft_s)
         if choice.queue_s is not None:

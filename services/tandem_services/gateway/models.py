@@ -1,13 +1,12 @@
-"""The model that a gateway serves: its name, its tokenizer, and how long its context is."""
+"""The model that a model service serves: its names, its tokenizer, and how long its context is."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.common.errors import bad_request
-from tandem_services.gateway.access.caller import Caller, no_such_model
-from tandem_services.gateway.openai_schemas import ModelCard, ModelList
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.openai_schemas import ModelCard
 from tandem_services.gateway.output_dialect import OutputDialect
 from tandem_services.router.choice import WorkerView
 
@@ -16,7 +15,8 @@ from tandem_services.router.choice import WorkerView
 class ServedModel:
     """One model. `workers` lists the live workers, from memory."""
 
-    name: str
+    names: tuple[str, ...]
+    """What clients may call it; the first is its own name, the others are aliases."""
     tokenizer: TextTokenizer
     dialect: OutputDialect
     workers: Callable[[], tuple[WorkerView, ...]]
@@ -27,6 +27,11 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self.longest_token = max(map(len, self.tokenizer.vocabulary.token_bytes), default=1)
+
+    @property
+    def name(self) -> str:
+        """Its own, under which its workers know it."""
+        return self.names[0]
 
     @property
     def context_length(self) -> int | None:
@@ -40,16 +45,10 @@ class ServedModel:
         self._last_length = self.context_length or self._last_length
         return self._last_length
 
-    def check_name(self, name: str | None, caller: Caller) -> None:
-        """Raises `ApiError` 400 without a name and 404 for any model that is not there for `caller`."""
-        if not name:
-            raise bad_request("model is required", "model")
-        if name != self.name:
-            raise no_such_model(name)
-        caller.check_model(name)
+    def names_for(self, caller: Caller) -> tuple[str, ...]:
+        """Those of its names that `caller` may use."""
+        return tuple(name for name in self.names if caller.may_use(name, model=self.name))
 
-    def card(self) -> ModelCard:
-        return ModelCard(id=self.name, created=self.created, root=self.name, max_model_len=self.context_length)
-
-    def listing(self, caller: Caller) -> ModelList:
-        return ModelList(data=[self.card()] if caller.may_use(self.name) else [])
+    def card(self, name: str) -> ModelCard:
+        """Of the model under one of its names."""
+        return ModelCard(id=name, created=self.created, root=self.name, max_model_len=self.context_length)

@@ -30,6 +30,7 @@ class GenerationPlan:
     """One request of a client."""
 
     model: str
+    """What the client calls it: the answer says the same."""
     choices: tuple[PlannedChoice, ...]
     """Ordered by index: prompt by prompt, `n` choices each."""
     shows_logprobs: bool

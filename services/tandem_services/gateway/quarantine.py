@@ -61,7 +61,7 @@ class Board(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Quarantine:
-    """What this gateway refuses. One per gateway; belongs to its event loop."""
+    """What this gateway refuses. One per model service; belongs to its event loop."""
 
     clock: Clock
     metrics: GatewayMetrics

@@ -12,7 +12,7 @@ from tandem_engine.clock import Clock
 
 @dataclass(kw_only=True, slots=True)
 class RetryBudget:
-    """One per gateway."""
+    """One per model service."""
 
     clock: Clock
     share: float = 0.2

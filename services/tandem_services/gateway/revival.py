@@ -41,7 +41,7 @@ class _Answered:
 
 @dataclass(kw_only=True, slots=True)
 class Revival:
-    """One per gateway. Belongs to one event loop."""
+    """One per model service. Belongs to one event loop."""
 
     context: IpcContext
     clock: Clock

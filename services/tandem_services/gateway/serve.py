@@ -14,8 +14,10 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -30,12 +32,13 @@ from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.app import Boards, Gateway, api_app, build_gateway
-from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.app import Gateway, api_app, build_gateway
+from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.connection import GatewayConnection
+from tandem_services.gateway.model_service import Fleet
 from tandem_services.router.router import Router, RouterConfig
 
-__all__ = ["GatewayConfig", "serve"]
+__all__ = ["GatewayConfig", "ModelConfig", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +49,25 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def serve(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit status. Raises `StartupError`, `ConfigError`, `CheckpointError`."""
     configure_logging(config.log_format, level=config.log_level)
-    tokenizer = TextTokenizer.load(config.model_path)
-    keys = None if config.curve_keys is None else KeyPair.load(config.curve_keys)
+    # Before there is an event loop that it could hold up.
+    tokenizers = load_tokenizers(config.models)
+    keys = {model.name: _key_pair(model) for model in config.models}
     with ExitStack() as listeners:
         api = listeners.enter_context(listen(config.host, config.port))
         admin = None
         if config.admin_port is not None:
             admin = listeners.enter_context(listen(config.admin_host, config.admin_port))
-        uvloop.run(_serve(config, tokenizer, keys, api, admin))
+        uvloop.run(_serve(config, tokenizers, keys, api, admin))
     return 0
+
+
+def load_tokenizers(models: Sequence[ModelConfig]) -> dict[Path, TextTokenizer]:
+    """By folder: models of one folder share one. Raises `CheckpointError`."""
+    return {path: TextTokenizer.load(path) for path in dict.fromkeys(model.path for model in models)}
+
+
+def _key_pair(model: ModelConfig) -> KeyPair | None:
+    return None if model.curve_keys is None else KeyPair.load(model.curve_keys)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -159,38 +172,74 @@ async def _admin_server(
         await serving
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedFleet:
+    """A fleet as it is in Redis."""
+
+    router: Router
+    parts: Fleet
+
+    @staticmethod
+    def of(config: ModelConfig, tokenizer: TextTokenizer, keys: KeyPair | None) -> "RoutedFleet":
+        router = Router(
+            RouterConfig(
+                redis=config.redis,
+                cluster=config.cluster,
+                local_prefill_tokens=config.local_prefill_tokens,
+                policies=config.policies,
+            )
+        )
+        parts = Fleet(
+            config=config,
+            chooser=router,
+            sessions=router.sessions,
+            context=IpcContext(keys),
+            tokenizer=tokenizer,
+            quarantine=router.quarantine,
+            fairness=router.fairness,
+        )
+        return RoutedFleet(router, parts)
+
+
+@asynccontextmanager
+async def _fleets(
+    models: Sequence[ModelConfig], tokenizers: Mapping[Path, TextTokenizer], keys: Mapping[str, KeyPair | None]
+) -> AsyncIterator[list[RoutedFleet]]:
+    """A router and sockets for each, until the block ends. They are not started."""
+    fleets = [RoutedFleet.of(model, tokenizers[model.path], keys[model.name]) for model in models]
+    try:
+        yield fleets
+    finally:
+        for fleet in fleets:
+            await fleet.router.stop()
+            fleet.parts.context.close()
+
+
 async def _serve(
     config: GatewayConfig,
-    tokenizer: TextTokenizer,
-    keys: KeyPair | None,
+    tokenizers: Mapping[Path, TextTokenizer],
+    keys: Mapping[str, KeyPair | None],
     listener: socket.socket,
     admin_listener: socket.socket | None,
 ) -> None:
-    router = Router(
-        RouterConfig(
-            redis=config.redis,
-            cluster=config.cluster,
-            local_prefill_tokens=config.local_prefill_tokens,
-            policies=config.policies,
-        )
-    )
-    context = IpcContext(keys)
-    boards = Boards(quarantine=router.quarantine, usage=router.usage, fairness=router.fairness)
     health = Health()
-    try:
+    async with _fleets(config.models, tokenizers, keys) as fleets:
         # A key file that is no good is told at once, without waiting for Redis.
-        gateway = build_gateway(
-            config, router, router.sessions, context, tokenizer, clock=MonotonicClock(), health=health, boards=boards
-        )
-        await router.start()
+        parts, usage = [fleet.parts for fleet in fleets], fleets[0].router.usage
+        gateway = build_gateway(config, parts, clock=MonotonicClock(), health=health, usage=usage)
+        await _start([fleet.router for fleet in fleets])
         server = http_server(api_app(gateway, metrics=admin_listener is None), config, health)
         if gateway.access is None:
             logger.info("no --api-keys: everybody who reaches this gateway may use it")
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
         async with _admin_server(gateway, server, config, admin_listener):
             await server.serve(sockets=[listener])
+
+
+async def _start(routers: Sequence[Router]) -> None:
+    """Raises `StartupError` when a Redis cannot be used at all."""
+    try:
+        for router in routers:
+            await router.start()
     except RedisUnavailableError as error:
         raise StartupError(str(error)) from error
-    finally:
-        await router.stop()
-        context.close()

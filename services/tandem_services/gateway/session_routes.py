@@ -1,9 +1,11 @@
 """Opening and closing sessions: `/v1/sessions`, and SGLang's two routes for its clients.
 
-POST /v1/sessions          {session_id?, cache_salt?} ─▶ {id, object, expires_in}
-DELETE /v1/sessions/{id}   ?cache_salt=               ─▶ {id, object, deleted}
-POST /open_session         {session_id?, …}           ─▶ "id"
-POST /close_session        {session_id}               ─▶ nothing
+POST /v1/sessions          {model?, session_id?, cache_salt?} ─▶ {id, object, expires_in}
+DELETE /v1/sessions/{id}   ?model=&cache_salt=                ─▶ {id, object, deleted}
+POST /open_session         {model?, session_id?, …}           ─▶ "id"
+POST /close_session        {model?, session_id}               ─▶ nothing
+
+A session belongs to a model, which has to be named where there are several.
 """
 
 import secrets
@@ -19,11 +21,10 @@ from tandem_engine.errors import WireError
 from tandem_engine.messages.requests import CloseSession
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.boundary import identity_of
-from tandem_services.gateway.dispatch import PairChooser
-from tandem_services.gateway.engine_client import EnginePool
 from tandem_services.gateway.limits import check_cache_salt
+from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.request_body import BodyDecoder, read_body
-from tandem_services.gateway.session_turns import SessionDesk, session_name
+from tandem_services.gateway.session_turns import session_name
 from tandem_services.router.session_bindings import SessionName
 
 PATH = "/v1/sessions"
@@ -32,12 +33,14 @@ PATH = "/v1/sessions"
 class OpenRequest(msgspec.Struct, kw_only=True):
     """SGLang also sends `capacity_of_str_len`, which says nothing here: pages are not set aside."""
 
+    model: str | None = None
     session_id: str | None = None
     cache_salt: str | None = None
 
 
 class CloseRequest(msgspec.Struct, kw_only=True):
     session_id: str
+    model: str | None = None
     cache_salt: str | None = None
 
 
@@ -59,13 +62,11 @@ _OPEN = BodyDecoder(OpenRequest, strict=False)
 _CLOSE = BodyDecoder(CloseRequest, strict=False)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class SessionRoutes:
     """The four routes. Errors are `ApiError`s, as those of every other route."""
 
-    desk: SessionDesk
-    chooser: PairChooser
-    engines: EnginePool
+    models: ModelCatalog
 
     def routes(self) -> list[Route]:
         return [
@@ -76,41 +77,46 @@ class SessionRoutes:
         ]
 
     async def open(self, request: Request) -> Response:
-        name = await self._open(request)
-        return _json(OpenedSession(id=name.id, expires_in=self.desk.ttl_s))
+        name, expires_in = await self._open(request)
+        return _json(OpenedSession(id=name.id, expires_in=expires_in))
 
     async def open_as_sglang(self, request: Request) -> Response:
-        return _json((await self._open(request)).id)
+        name, _ = await self._open(request)
+        return _json(name.id)
 
     async def delete(self, request: Request) -> Response:
         session_id: str = request.path_params["session_id"]
-        await self._close(request, session_id, request.query_params.get("cache_salt"))
+        params = request.query_params
+        await self._close(request, session_id, params.get("model"), params.get("cache_salt"))
         return _json(ClosedSession(id=session_id))
 
     async def close_as_sglang(self, request: Request) -> Response:
         asked = _CLOSE.decode(await read_body(request))
-        await self._close(request, asked.session_id, asked.cache_salt)
+        await self._close(request, asked.session_id, asked.model, asked.cache_salt)
         return Response()
 
-    async def _open(self, request: Request) -> SessionName:
+    async def _open(self, request: Request) -> tuple[SessionName, float]:
+        """The session, and for how long it is kept unused, in seconds."""
         asked = _OPEN.decode(await read_body(request))
+        served = self.models.of_request(request.scope, asked.model, or_only=True)
         check_cache_salt(asked.cache_salt)
         session_id = secrets.token_hex(16) if asked.session_id is None else asked.session_id
         name = session_name(session_id, _salt(request, asked.cache_salt), param="session_id")
-        await self.desk.open(name)
-        return name
+        await served.desk.open(name)
+        return name, served.desk.ttl_s
 
-    async def _close(self, request: Request, session_id: str, cache_salt: str | None) -> None:
+    async def _close(self, request: Request, session_id: str, model: str | None, cache_salt: str | None) -> None:
+        served = self.models.of_request(request.scope, model, or_only=True)
         check_cache_salt(cache_salt)
         name = session_name(session_id, _salt(request, cache_salt), param="session_id")
-        incarnation = await self.desk.close(name)
-        keeper = next((w for w in self.chooser.workers() if w.incarnation == incarnation), None)
+        incarnation = await served.desk.close(name)
+        keeper = next((w for w in served.chooser.workers() if w.incarnation == incarnation), None)
         if keeper is None:
             return
         try:
-            self.engines.connect(keeper).close_session(CloseSession(session=name.id, cache_salt=name.cache_salt))
+            served.engines.connect(keeper).close_session(CloseSession(session=name.id, cache_salt=name.cache_salt))
         except WireError:
-            self.chooser.mark_dead(keeper.incarnation)
+            served.chooser.mark_dead(keeper.incarnation)
 
 
 def _salt(request: Request, cache_salt: str | None) -> str:

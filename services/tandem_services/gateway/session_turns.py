@@ -125,7 +125,7 @@ class SessionTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionDesk:
-    """Where requests get their turn, and sessions are opened and closed. One per gateway."""
+    """Where requests get their turn, and sessions are opened and closed. One per model service."""
 
     directory: SessionDirectory
     ttl_s: float

@@ -69,7 +69,7 @@ class Suspicion:
 
 @dataclass(kw_only=True, slots=True)
 class Suspects:
-    """Requests that are on workers and have not proved themselves there. One per gateway."""
+    """Requests that are on workers and have not proved themselves there. One per model service."""
 
     _unproven: OrderedDict[str, set[str]] = field(default_factory=OrderedDict)
     """Names of attempts by incarnation. Those of a lost worker stay, to be counted by each of them."""

@@ -7,16 +7,16 @@ from starlette.responses import Response
 
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.answer_format import encode_json
-from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.chat_messages import template_messages
 from tandem_services.gateway.limits import check_token_ids
+from tandem_services.gateway.model_catalog import ModelCatalog
+from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.openai_schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.request_body import BodyDecoder, read_body
 from tandem_services.gateway.tools import tool_use
 
@@ -24,20 +24,20 @@ from tandem_services.gateway.tools import tool_use
 class Tokenization:
     """Both routes. A missing `model` means the one there is."""
 
-    def __init__(self, prompts: PromptEncoder, *, strict: bool) -> None:
-        self._prompts = prompts
+    def __init__(self, models: ModelCatalog, *, strict: bool) -> None:
+        self._models = models
         self._tokenize = BodyDecoder(TokenizeRequest, strict=strict)
         self._detokenize = BodyDecoder(DetokenizeRequest, strict=strict)
 
     async def tokenize(self, request: Request) -> Response:
         """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
         asked = self._tokenize.decode(await read_body(request))
-        self._check_model(asked.model, request)
-        ids = list(await self._encode(asked))
-        vocabulary = self._prompts.tokenizer.vocabulary
+        served = self._models.of_request(request.scope, asked.model, or_only=True)
+        ids = list(await _encode(asked, served))
+        vocabulary = served.prompts.tokenizer.vocabulary
         answer = TokenizeResponse(
             count=len(ids),
-            max_model_len=self._prompts.model.context_length,
+            max_model_len=served.model.context_length,
             tokens=ids,
             token_strs=[vocabulary.bytes_of(i).decode("utf-8", "replace") for i in ids]
             if asked.return_token_strs
@@ -48,31 +48,27 @@ class Tokenization:
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, control tokens included; U+FFFD for bytes that are not UTF-8."""
         asked = self._detokenize.decode(await read_body(request))
-        self._check_model(asked.model, request)
-        check_token_ids(asked.tokens, self._prompts.tokenizer.vocab_size, "tokens")
-        text = self._prompts.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+        tokenizer = self._models.of_request(request.scope, asked.model, or_only=True).prompts.tokenizer
+        check_token_ids(asked.tokens, tokenizer.vocab_size, "tokens")
+        text = tokenizer.decode(asked.tokens, skip_special_tokens=False)
         return Response(encode_json(DetokenizeResponse(prompt=text)), media_type="application/json")
 
-    async def _encode(self, asked: TokenizeRequest) -> tuple[int, ...]:
-        if (asked.prompt is None) == (asked.messages is None):
-            raise bad_request("give either prompt or messages", "prompt")
-        if asked.prompt is not None:
-            return await self._prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-        return await self._prompts.encode_chat(
-            template_messages(asked.messages),
-            add_generation_prompt=asked.add_generation_prompt is not False,
-            add_special_tokens=bool(asked.add_special_tokens),
-            tools=self._tools(asked),
-            variables=asked.chat_template_kwargs,
-        )
 
-    def _tools(self, asked: TokenizeRequest) -> list[dict[str, Any]] | None:
-        dialect = self._prompts.model.dialect
-        tools = tool_use(
-            asked.tools, None, parallel=None, family=dialect.family, template_knows_tools=dialect.knows_tools
-        )
-        return None if tools is None else tools.for_template
+async def _encode(asked: TokenizeRequest, served: ModelService) -> tuple[int, ...]:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    if asked.prompt is not None:
+        return await served.prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+    return await served.prompts.encode_chat(
+        template_messages(asked.messages),
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        add_special_tokens=bool(asked.add_special_tokens),
+        tools=_tools(asked, served),
+        variables=asked.chat_template_kwargs,
+    )
 
-    def _check_model(self, name: str | None, request: Request) -> None:
-        model = self._prompts.model
-        model.check_name(model.name if name is None else name, identity_of(request.scope).caller)
+
+def _tools(asked: TokenizeRequest, served: ModelService) -> list[dict[str, Any]] | None:
+    dialect = served.model.dialect
+    tools = tool_use(asked.tools, None, parallel=None, family=dialect.family, template_knows_tools=dialect.knows_tools)
+    return None if tools is None else tools.for_template

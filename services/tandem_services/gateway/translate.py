@@ -124,7 +124,6 @@ def choice_counts(request: GenerationFields, *, prompts: int) -> ChoiceCounts:
 
 def generation_plan(
     request: GenerationFields,
-    model: str,
     prompts: Sequence[PlannedChoice],
     counts: ChoiceCounts,
     *,
@@ -141,7 +140,7 @@ def generation_plan(
     options = request.stream_options
     _check_prompt_logprobs(prompts, counts.kept)
     return GenerationPlan(
-        model=model,
+        model=request.model or "",
         choices=tuple(
             _nth_choice(prompt, position * generated + nth, nth, scores_prompt=nth == 0 or bool(request.stream))
             for position, prompt in enumerate(prompts)

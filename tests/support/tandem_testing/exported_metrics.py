@@ -8,9 +8,10 @@ from tandem_engine.config import Role
 from tandem_engine.messages.control import LinkReport, SpeculationStats
 from tandem_engine.messages.outputs import TransferReport
 from tandem_engine.names import LinkTransport
+from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord, RequestRecord
-from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.metrics import GatewayMetrics, HttpMetrics
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_testing.mock_engine_process import idle_stats
@@ -19,9 +20,12 @@ from tandem_testing.mock_engine_process import idle_stats
 def gateway_metrics() -> list[Metric]:
     """Those of a gateway with API keys, on which everything has happened once."""
     registry = CollectorRegistry()
-    gateway, access, queue = GatewayMetrics(registry, model="m"), AccessMetrics(registry), QueueMetrics(registry)
-    gateway.answered("/v1/completions", 200)
-    gateway.attempts.labels(outcome="finished").inc()
+    families = MetricFamilies(registry)
+    http, access = HttpMetrics(families), AccessMetrics(registry)
+    gateway, queue = GatewayMetrics(families, model="m"), QueueMetrics(families, model="m")
+    http.answered("/v1/completions", 200, model="m")
+    http.disconnected(model="m")
+    gateway.attempt_ended("finished")
     gateway.finished(resumed_record())
     access.keys_loaded(1)
     access.refused("unknown")
@@ -65,6 +69,7 @@ def resumed_record() -> RequestRecord:
         client_request_id=None,
         endpoint="/v1/completions",
         model="m",
+        requested_model="m",
         stream=False,
         prompt_tokens=20,
         n=1,

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,8 +14,9 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.app import ALONE, Boards, create_app
-from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.app import create_app
+from tandem_services.gateway.config import GatewayConfig, ModelConfig
+from tandem_services.gateway.model_service import Fleet
 from tandem_services.gateway.serve import http_server, listen
 from tandem_services.router.choice import (
     Choice,
@@ -194,17 +195,47 @@ class LiveGateway:
         return await self.http.post("/v1/completions", json={"model": "mock", "prompt": prompt, **fields})
 
 
+def config_of(**config: Any) -> GatewayConfig:
+    """Of a gateway with one model, "mock" by default. `config`: fields of `GatewayConfig` and `ModelConfig`."""
+    of_model = {field.name for field in fields(ModelConfig)}
+    model = {"path": Path(), "names": ("mock",), **{name: config[name] for name in config.keys() & of_model}}
+    rest = {name: config[name] for name in config.keys() - of_model}
+    return GatewayConfig(models=(ModelConfig(**model),), **rest)
+
+
+def fleet_of(
+    config: GatewayConfig,
+    chooser: Any,
+    sessions: Any,
+    context: IpcContext,
+    tokenizer: TextTokenizer,
+    **boards: Any,
+) -> Fleet:
+    """That of the one model of `config`."""
+    [model] = config.models
+    return Fleet(config=model, chooser=chooser, sessions=sessions, context=context, tokenizer=tokenizer, **boards)
+
+
 @asynccontextmanager
 async def live_gateway(
-    context: IpcContext, tokenizer: TextTokenizer, engines: list[MockEngine], *, boards: Boards = ALONE, **config: Any
+    context: IpcContext,
+    tokenizer: TextTokenizer,
+    engines: list[MockEngine],
+    *,
+    usage: Any = None,
+    fairness: Any = None,
+    **config: Any,
 ) -> AsyncIterator[LiveGateway]:
-    """Serve until the block ends. A thread that gets no processor for seconds is not taken for a dead worker."""
-    defaults = {"model_path": Path(), "model_name": "mock", "ping_interval_s": 5.0, "recovery_s": 0.5}
-    settings = GatewayConfig(**{**defaults, **config})
+    """Serve until the block ends. A thread that gets no processor for seconds is not taken for a dead worker.
+
+    `config`: fields of `GatewayConfig`, and of the `ModelConfig` of its one model.
+    """
+    settings = config_of(**{"ping_interval_s": 5.0, "recovery_s": 0.5, **config})
     chooser = FakeChooser([engine.view for engine in engines])
     sessions = SessionShelf()
+    fleet = fleet_of(settings, chooser, sessions, context, tokenizer, fairness=fairness)
     health = Health()
-    app = create_app(settings, chooser, sessions, context, tokenizer, health=health, boards=boards)
+    app = create_app(settings, [fleet], health=health, usage=usage)
     server = http_server(app, settings, health)
     with listen("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()

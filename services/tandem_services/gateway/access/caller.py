@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from tandem_engine.logs import quoted
-from tandem_services.common.errors import ApiError, not_found
 from tandem_services.gateway.access.rate_headers import rate_headers, refusal
 from tandem_services.gateway.access.tenant_limits import Taken, TenantLimits
 from tandem_services.gateway.access.tenants import EVERYBODY, Tenant
@@ -37,13 +35,10 @@ class Caller:
         """False where no keys are required."""
         return self.tenant is not UNKNOWN
 
-    def may_use(self, model: str) -> bool:
-        return self.tenant.models is None or model in self.tenant.models
-
-    def check_model(self, model: str) -> None:
-        """Raises `ApiError` 404, as for a model that is not there."""
-        if not self.may_use(model):
-            raise no_such_model(model)
+    def may_use(self, name: str, *, model: str) -> bool:
+        """`name` is one of those of `model`. Whoever may use a model may use its aliases; not the other way round."""
+        allowed = self.tenant.models
+        return allowed is None or name in allowed or model in allowed
 
     def priority(self, wanted: int) -> int:
         """What a request that asks for `wanted` gets: no more than its tenant may."""
@@ -99,8 +94,3 @@ class Caller:
             limits.metrics.limited(self.tenant.name, taken.usage.refused.value)
             raise refusal(self.tenant, taken.usage, ask)
         return taken
-
-
-def no_such_model(model: str) -> ApiError:
-    """404."""
-    return not_found(f"The model '{quoted(model)}' does not exist.", "model", reason="model_not_found")

@@ -91,7 +91,7 @@ class Visitor(Waiting):
 
 @dataclass(kw_only=True, slots=True)
 class Admission:
-    """One per gateway; belongs to its event loop."""
+    """One per model service; belongs to its event loop."""
 
     chooser: Chooser
     clock: Clock

@@ -38,7 +38,7 @@ W = TypeVar("W", bound=Waiting)
 
 @dataclass(kw_only=True, slots=True)
 class FairQueue(Generic[W]):
-    """One per gateway; belongs to its event loop."""
+    """One per model service; belongs to its event loop."""
 
     seats: int
     counters: VirtualCounters

@@ -31,7 +31,7 @@ class Board(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class SharedCounters:
-    """One per gateway; belongs to its event loop."""
+    """One per model service; belongs to its event loop."""
 
     counters: VirtualCounters
     board: Board | None = None

@@ -11,6 +11,7 @@ from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat
 from tandem_services.gateway.chat import ChatPlanner
+from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.plan import GenerationPlan
 from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.responses.conversation import chat_request
@@ -30,19 +31,22 @@ class ResponsesPlanner:
         self._chats = chats
         self._decoder = BodyDecoder(ResponsesRequest, strict=strict)
 
-    async def plan(self, body: bytes, caller: Caller) -> GenerationPlan:
+    def decode(self, body: bytes) -> ResponsesRequest:
+        return self._decoder.decode(body)
+
+    async def plan(self, request: ResponsesRequest, served: ModelService, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
-        request = self._decoder.decode(body)
         chat = chat_request(request)
         try:
-            plan = await self._chats.plan_chat(chat, caller)
+            plan = await self._chats.plan(chat, served, caller)
         except ApiError as error:
             raise _renamed(error, error.param) from error
         except InvalidRequestError as error:
             raise _renamed(bad_request(str(error), error.param), error.param) from error
         return replace(plan, grammar_field=_name(plan.grammar_field), repeated=_repeated(request))
 
-    def format(self, plan: GenerationPlan, request_id: str, created: int) -> AnswerFormat:
+    def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat:
+        del served  # a response says nothing about single tokens
         return ResponsesFormat(f"resp_{request_id}", created, plan)
 
 

@@ -36,10 +36,10 @@ LONGER = {
     # The client's own time, or an operator's, or that of a process to start or to end.
     "GatewayConfig.request_timeout_s": "the deadline of a request",
     "RetryPolicy.recovery_s": "a stream waits for a worker until its deadline when there is none (B3.13)",
-    "GatewayConfig.recovery_s": "the same",
+    "ModelConfig.recovery_s": "the same",
     "gateway.limits.BODY_TIMEOUT_S": "a client sends its body",
     "gateway.limits.HEAD_TIMEOUT_S": "a client sends its headers",
-    "GatewayConfig.room_s": "a client's request waits for room, until its deadline at most",
+    "ModelConfig.room_s": "a client's request waits for room, until its deadline at most",
     "AdmissionPolicy.room_s": "the same",
     "GatewayConfig.keep_alive_s": "an idle connection of a client",
     "GatewayConfig.drain_timeout_s": "running requests finish before the process ends",
@@ -53,7 +53,7 @@ LONGER = {
     # Between two of something, or how long something is remembered: nobody waits for its end.
     "disaggregation.links.REPEAT_S": "a link's self-test is repeated",
     "worker.introductions.REFRESH_S": "peers are introduced again",
-    "GatewayConfig.session_ttl_s": "an unused conversation is kept",
+    "ModelConfig.session_ttl_s": "an unused conversation is kept",
     "gateway.queueing.admission.MOST_RETRY_S": "a client is told to come back",
     "router.usage_windows.WINDOW_S": "the minute of a limit",
     "router.keys.LEASE_OF_REQUEST_MS": "a running request of a gateway that died counts against its tenant",

@@ -15,9 +15,8 @@ from starlette.routing import Route
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.app import create_app
-from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.json_shape import MAX_JSON_DEPTH, MAX_JSON_PARTS, check_json_shape
-from tandem_testing.gateway_builders import FakeChooser, SessionShelf
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -65,8 +64,8 @@ def check_error(answer: httpx.Response) -> None:
 
 
 def test_every_route_is_listed_with_its_class(tokenizer):
-    config = GatewayConfig(model_path=Path(), model_name="m")
-    app = create_app(config, FakeChooser([]), SessionShelf(), IpcContext(), tokenizer)
+    config = config_of()
+    app = create_app(config, [fleet_of(config, FakeChooser([]), SessionShelf(), IpcContext(), tokenizer)])
     found = set()
     for route in app.routes:
         assert isinstance(route, Route), route

@@ -10,9 +10,8 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import api_app, build_gateway
-from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.explain import RequestRecord
-from tandem_testing.gateway_builders import FakeChooser, SessionShelf
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.service_clock import ServiceClock
 
@@ -30,6 +29,7 @@ def record(request_id: str, tenant: str) -> RequestRecord:
         tenant=tenant,
         endpoint="/v1/completions",
         model="m",
+        requested_model="m",
         stream=False,
         prompt_tokens=1,
         n=1,
@@ -43,9 +43,9 @@ class Ports:
 
     def __init__(self, tokenizer, keys: Path | None) -> None:
         self.context = IpcContext()
-        config = GatewayConfig(model_path=Path(), model_name="m", api_keys=keys, admin_port=1)
-        parts = (FakeChooser([]), SessionShelf(), self.context, tokenizer)
-        self.gateway = build_gateway(config, *parts, clock=ServiceClock(), health=Health())
+        config = config_of(api_keys=keys, admin_port=1)
+        fleet = fleet_of(config, FakeChooser([]), SessionShelf(), self.context, tokenizer)
+        self.gateway = build_gateway(config, [fleet], clock=ServiceClock(), health=Health())
         self.drained = 0
         self.admin_app = create_admin_app(self.gateway, drain=self._drain)
         self.admin = self._client(self.admin_app)

@@ -384,8 +384,8 @@ async def test_a_client_that_leaves_aborts_everything_everywhere(rack, faulty, s
         assert (await gateway.http.get("/live")).status_code == 200
         assert gateway.chooser.open == 0
         metrics = (await gateway.http.get("/metrics")).text
-        assert 'tandem_gateway_client_disconnects_total{model="mock"} 1.0' in metrics
-        assert "tandem_gateway_num_requests_running 0.0" in metrics
+        assert 'tandem_gateway_client_disconnects_total{model_name="mock"} 1.0' in metrics
+        assert 'tandem_gateway_num_requests_running{model_name="mock"} 0.0' in metrics
         assert 'code="499"' in metrics
 
 

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.explain import PredictedFetch, RequestJournal, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_testing.exported_metrics import gateway_metrics, resumed_record
@@ -40,7 +41,7 @@ async def test_the_model_is_listed_and_found(gateway):
 async def test_another_model_is_a_404_that_names_it(gateway):
     answer = await gateway.http.get("/v1/models/some/other")
     assert answer.status_code == 404
-    assert answer.json()["error"]["message"] == "The model 'some/other' does not exist."
+    assert answer.json()["error"]["message"] == "The model 'some/other' does not exist. Available: mock."
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
@@ -143,6 +144,7 @@ def record(request_id: str, *, client: str | None) -> RequestRecord:
         client_request_id=client,
         endpoint="/v1/completions",
         model="mock",
+        requested_model="mock",
         stream=False,
         prompt_tokens=1,
         n=1,
@@ -180,16 +182,16 @@ async def test_metrics_count_requests_tokens_and_attempts(pair):
     await pair.chat(model="unheard-of")
     text = (await pair.http.get("/metrics")).text
     for line in (
-        'tandem_gateway_requests_total{code="200",endpoint="/v1/completions",model="mock"} 1.0',
-        'tandem_gateway_requests_total{code="404",endpoint="/v1/chat/completions",model="mock"} 1.0',
-        'tandem_gateway_attempts_total{outcome="finished"} 1.0',
-        'tandem_gateway_generation_tokens_total{model="mock"} 4.0',
-        'tandem_gateway_prompt_tokens_total{model="mock"} 2.0',
-        'tandem_gateway_time_to_first_token_seconds_count{model="mock"} 1.0',
-        'tandem_gateway_transferred_pages_total{model="mock"} 3.0',
-        'tandem_gateway_kv_transfer_seconds_count{model="mock"} 1.0',
-        'tandem_gateway_kv_transfer_exposed_seconds_count{model="mock"} 1.0',
-        'tandem_gateway_route_decisions_total{reason="prefix",source="local"} 1.0',
+        'tandem_gateway_requests_total{code="200",endpoint="/v1/completions",model_name="mock"} 1.0',
+        'tandem_gateway_requests_total{code="404",endpoint="/v1/chat/completions",model_name=""} 1.0',
+        'tandem_gateway_attempts_total{model_name="mock",outcome="finished"} 1.0',
+        'tandem_gateway_generation_tokens_total{model_name="mock"} 4.0',
+        'tandem_gateway_prompt_tokens_total{model_name="mock"} 2.0',
+        'tandem_gateway_time_to_first_token_seconds_count{model_name="mock"} 1.0',
+        'tandem_gateway_transferred_pages_total{model_name="mock"} 3.0',
+        'tandem_gateway_kv_transfer_seconds_count{model_name="mock"} 1.0',
+        'tandem_gateway_kv_transfer_exposed_seconds_count{model_name="mock"} 1.0',
+        'tandem_gateway_route_decisions_total{model_name="mock",reason="prefix",source="local"} 1.0',
     ):
         assert line in text
     assert "unheard-of" not in text
@@ -197,10 +199,12 @@ async def test_metrics_count_requests_tokens_and_attempts(pair):
 
 def test_a_resumption_is_counted_by_how_the_attempt_before_ended():
     registry = CollectorRegistry()
-    GatewayMetrics(registry, model="m").finished(resumed_record())
-    assert registry.get_sample_value("tandem_gateway_resumptions_total", {"cause": "worker_lost"}) == 1
-    assert registry.get_sample_value("tandem_gateway_kv_transfer_seconds_sum", {"model": "m"}) == 0.004
-    assert registry.get_sample_value("tandem_gateway_kv_transfer_exposed_seconds_sum", {"model": "m"}) == 0.0004
+    GatewayMetrics(MetricFamilies(registry), model="m").finished(resumed_record())
+    assert (
+        registry.get_sample_value("tandem_gateway_resumptions_total", {"model_name": "m", "cause": "worker_lost"}) == 1
+    )
+    assert registry.get_sample_value("tandem_gateway_kv_transfer_seconds_sum", {"model_name": "m"}) == 0.004
+    assert registry.get_sample_value("tandem_gateway_kv_transfer_exposed_seconds_sum", {"model_name": "m"}) == 0.0004
 
 
 FETCH = PredictedFetch(source="w@1", tokens=32, seconds=0.01)
@@ -221,8 +225,8 @@ def test_a_route_decision_is_counted_by_what_spoke_for_the_workers(reason, sourc
     attempt = msgspec.structs.replace(choice.attempts[0], source=source, fetch=fetch, matched_tokens=matched_tokens)
     choice.attempts = [attempt]
     registry = CollectorRegistry()
-    GatewayMetrics(registry, model="m").finished(done)
-    labels = {"source": source, "reason": reason}
+    GatewayMetrics(MetricFamilies(registry), model="m").finished(done)
+    labels = {"model_name": "m", "source": source, "reason": reason}
     assert registry.get_sample_value("tandem_gateway_route_decisions_total", labels) == 1
 
 
@@ -246,6 +250,6 @@ async def test_paths_do_not_multiply_metrics(gateway):
 
 def test_two_gateways_in_one_process_do_not_share_metrics():
     first, second = CollectorRegistry(), CollectorRegistry()
-    GatewayMetrics(first, model="m").output_tokens.inc(5)
-    GatewayMetrics(second, model="m")
-    assert second.get_sample_value("tandem_gateway_generation_tokens_total", {"model": "m"}) == 0
+    GatewayMetrics(MetricFamilies(first), model="m").output_tokens.inc(5)
+    GatewayMetrics(MetricFamilies(second), model="m")
+    assert second.get_sample_value("tandem_gateway_generation_tokens_total", {"model_name": "m"}) == 0

@@ -7,6 +7,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_testing.gateway_builders import events, live_gateway
+from tandem_testing.metric_text import metric_sum
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
@@ -27,8 +28,7 @@ def serving(rack, tokenizer):
 
 
 async def metric(gateway, name: str) -> float:
-    lines = (await gateway.http.get("/metrics")).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+    return metric_sum((await gateway.http.get("/metrics")).text, name)
 
 
 # Poison

@@ -7,7 +7,7 @@ import pytest
 from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
-from tandem_services.common.metrics import new_registry
+from tandem_services.common.metrics import MetricFamilies, new_registry
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.quarantine import (
@@ -60,7 +60,9 @@ def board() -> SharedBoard:
 @pytest.fixture
 def make(clock, board):
     def quarantine(*, salt: bytes = b"salt") -> Quarantine:
-        return Quarantine(clock=clock, metrics=GatewayMetrics(new_registry(), model="m"), salt=salt, board=board)
+        return Quarantine(
+            clock=clock, metrics=GatewayMetrics(MetricFamilies(new_registry()), model="m"), salt=salt, board=board
+        )
 
     return quarantine
 

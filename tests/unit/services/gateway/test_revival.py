@@ -76,7 +76,7 @@ async def test_all_connections_cut_at_once_cost_nobody_anything(rack, tokenizer)
         await until(lambda: not gateway.chooser.dead, 5.0, "both are trusted again")
         assert sorted(gateway.chooser.revived) == ["a@1", "b@1"]
         metrics = (await gateway.http.get("/metrics")).text
-        assert 'tandem_gateway_workers_answering_again_total{model="mock"} 2.0' in metrics
+        assert 'tandem_gateway_workers_answering_again_total{model_name="mock"} 2.0' in metrics
     texts = {"".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) for chunks in answers}
     assert len(texts) == 1
     assert all(chunk.get("error") is None for chunks in answers for chunk in chunks)

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.app import Boards
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.key_files import bearer, key_of, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
@@ -317,8 +316,7 @@ async def test_one_at_a_time_means_until_the_answer_has_ended_or_the_client_left
 
 async def test_with_redis_away_limits_hold_and_nothing_fails(rack, tokenizer, keys):
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
-    boards = Boards(usage=DeadBoard(), fairness=DeadBoard())
-    config = {"api_keys": keys, "boards": boards, "ping_interval_s": 1.0}
+    config = {"api_keys": keys, "usage": DeadBoard(), "fairness": DeadBoard(), "ping_interval_s": 1.0}
     async with live_gateway(rack.context, tokenizer, rack.engines, **config) as gateway:
         assert [(await ask(gateway, "rpm")).status_code for _ in range(3)] == [200, 200, 429]
         assert (await ask(gateway, "single")).status_code == 200
@@ -340,7 +338,7 @@ async def test_without_room_for_it_a_request_waits(guarded, rack, path, body):
 
 async def _waits(gateway) -> bool:
     text = (await gateway.http.get("/metrics", headers=bearer("root"))).text
-    return "\ntandem_gateway_num_requests_waiting 1.0" in text
+    return '\ntandem_gateway_num_requests_waiting{model_name="mock"} 1.0' in text
 
 
 # Without keys

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem_services.common.errors import ApiError
+from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.caller import UNKNOWN
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import Admission, AdmissionPolicy
@@ -77,7 +78,7 @@ class Desk:
             clock=self.clock,
             queue=FairQueue(seats=seats, counters=counters),
             counters=SharedCounters(counters=counters),
-            metrics=QueueMetrics(self.registry),
+            metrics=QueueMetrics(MetricFamilies(self.registry), model="m"),
             policy=AdmissionPolicy(**{"poll_s": 0.001, **policy}),
         )
         self.order: list[str] = []
@@ -101,7 +102,7 @@ class Desk:
         self.admission.freed()
 
     def value(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"tandem_gateway_{name}", labels)
+        return self.registry.get_sample_value(f"tandem_gateway_{name}", {"model_name": "m", **labels})
 
 
 async def test_with_room_nobody_waits():

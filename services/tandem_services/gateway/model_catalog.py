@@ -1,0 +1,65 @@
+"""The model services behind one gateway, by the names that clients use.
+
+A name that is not there, and one that a key may not use, are the same to a client: nobody learns what others have.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from starlette.types import Scope
+
+from tandem_engine.logs import quoted
+from tandem_services.common.errors import ApiError, bad_request, not_found
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.boundary import identify_model, identity_of
+from tandem_services.gateway.model_service import ModelService
+from tandem_services.gateway.openai_schemas import ModelCard, ModelList
+
+MOST_NAMED = 8
+"""Models in the answer to a request for another one: the rest is told by /v1/models."""
+
+
+class ModelCatalog:
+    """All model services of a gateway."""
+
+    def __init__(self, services: Sequence[ModelService]) -> None:
+        """`services`: at least one, no two with a name in common."""
+        self._services = tuple(services)
+        self._by_name = {name: service for service in services for name in service.model.names}
+
+    def __iter__(self) -> Iterator[ModelService]:
+        return iter(self._services)
+
+    def find(self, name: str | None, caller: Caller) -> ModelService:
+        """Who answers for `name`. Raises `ApiError` 400 without one, and 404 for one that is not there for `caller`."""
+        if not name:
+            raise bad_request("model is required", "model")
+        service = self._by_name.get(name)
+        if service is None or name not in service.model.names_for(caller):
+            raise self._no_such_model(name, caller)
+        return service
+
+    def of_request(self, scope: Scope, name: str | None, *, or_only: bool = False) -> ModelService:
+        """As `find`, for the caller of the request in `scope`, which is known from now on to be answered by it.
+
+        `or_only`: without a name the one there is, if there is no other.
+        """
+        if or_only and name is None and len(self._services) == 1:
+            name = self._services[0].model.name
+        served = self.find(name, identity_of(scope).caller)
+        identify_model(scope, served.model.name)
+        return served
+
+    def listing(self, caller: Caller) -> ModelList:
+        """What `caller` may use, each name as a card."""
+        return ModelList(data=[s.model.card(name) for s in self._services for name in s.model.names_for(caller)])
+
+    def card(self, name: str, caller: Caller) -> ModelCard:
+        """Raises `ApiError` 404."""
+        return self.find(name, caller).model.card(name)
+
+    def _no_such_model(self, name: str, caller: Caller) -> ApiError:
+        names = [known for service in self._services for known in service.model.names_for(caller)]
+        shown = ", ".join(names[:MOST_NAMED])
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        there = f" Available: {shown}{more}." if names else ""
+        return not_found(f"The model '{quoted(name)}' does not exist.{there}", "model", reason="model_not_found")

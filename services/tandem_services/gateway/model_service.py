@@ -1,0 +1,174 @@
+"""One model service as a gateway serves it: a model, and everything between a plan and the fleet's workers.
+
+A gateway has one for each model (docs/models.md). They have no worker, queue, quarantine or session in common; what
+they do have in common is the gateway's: keys and limits, the journal, and threads that encode.
+"""
+
+from collections.abc import Coroutine
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from tandem_engine.clock import Clock
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.metrics import MetricFamilies
+from tandem_services.gateway.config import ModelConfig
+from tandem_services.gateway.dispatch import Dispatcher, PairChooser, RetryPolicy
+from tandem_services.gateway.engine_client import EnginePool, LivenessTiming
+from tandem_services.gateway.generation import Generator
+from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.models import ServedModel
+from tandem_services.gateway.output_dialect import OutputDialect
+from tandem_services.gateway.prompts import PromptEncoder
+from tandem_services.gateway.quarantine import Board as QuarantineBoard
+from tandem_services.gateway.quarantine import Quarantine
+from tandem_services.gateway.queueing.admission import Admission, AdmissionPolicy
+from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
+from tandem_services.gateway.queueing.shared_counters import Board as FairBoard
+from tandem_services.gateway.queueing.shared_counters import SharedCounters
+from tandem_services.gateway.retry_budget import RetryBudget
+from tandem_services.gateway.revival import Revival
+from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
+from tandem_services.router.virtual_counters import VirtualCounters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """What a model service is built on. Whoever made it closes it, after the gateway."""
+
+    config: ModelConfig
+    chooser: PairChooser
+    sessions: SessionDirectory
+    context: IpcContext
+    tokenizer: TextTokenizer
+    quarantine: QuarantineBoard | None = None
+    """What all gateways of the fleet share through Redis, as `fairness`. None: this gateway keeps it for itself."""
+    fairness: FairBoard | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What a gateway lends to its model services."""
+
+    clock: Clock
+    families: MetricFamilies
+    executor: Executor
+    """Threads that encode."""
+    timing: LivenessTiming
+    turn_s: float
+    """Longest life of a request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelService:
+    """The parts of one that routes use."""
+
+    model: ServedModel
+    prompts: PromptEncoder
+    desk: SessionDesk
+    chooser: PairChooser
+    engines: EnginePool
+    generator: Generator
+    metrics: GatewayMetrics
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self.generator.dispatcher
+
+    def background(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What runs as long as the gateway serves, by name."""
+        return {
+            f"quarantine of {self.model.name}": self.dispatcher.quarantine.run(),
+            f"virtual token counters of {self.model.name}": self.dispatcher.admission.counters.run(),
+        }
+
+    async def close(self) -> None:
+        """Stop what was started here. Running requests have ended."""
+        await self.dispatcher.admission.close()
+        await self.dispatcher.settle()
+        self.engines.close()
+
+
+def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
+    """Compose the parts."""
+    config, tokenizer = fleet.config, fleet.tokenizer
+    metrics = GatewayMetrics(shared.families, model=config.name)
+    dialect = OutputDialect.of(
+        tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+    )
+    model = ServedModel(names=config.names, tokenizer=tokenizer, dialect=dialect, workers=fleet.chooser.workers)
+    engines = _engines(fleet, shared, metrics)
+    dispatcher = Dispatcher(
+        chooser=fleet.chooser,
+        engines=engines,
+        clock=shared.clock,
+        policy=_retry_policy(config),
+        metrics=metrics,
+        budget=RetryBudget(clock=shared.clock),
+        admission=_admission(fleet, shared),
+        quarantine=Quarantine(
+            clock=shared.clock,
+            metrics=metrics,
+            salt=deployment_salt(fleet.context, config.cluster),
+            board=fleet.quarantine,
+        ),
+    )
+    return ModelService(
+        model=model,
+        prompts=PromptEncoder(model=model, executor=shared.executor),
+        desk=SessionDesk(directory=fleet.sessions, ttl_s=config.session_ttl_s, turn_s=shared.turn_s),
+        chooser=fleet.chooser,
+        engines=engines,
+        generator=Generator(
+            model=model.name,
+            dispatcher=dispatcher,
+            vocabulary=tokenizer.vocabulary,
+            clock=shared.clock,
+            metrics=metrics,
+        ),
+        metrics=metrics,
+    )
+
+
+def deployment_salt(context: IpcContext, cluster: str) -> bytes:
+    """The same on all gateways of a deployment."""
+    secret = b"" if context.keys is None else context.keys.secret
+    return blake2b(cluster.encode(), key=secret, digest_size=16).digest()
+
+
+def _engines(fleet: Fleet, shared: Shared, metrics: GatewayMetrics) -> EnginePool:
+    def answers_again(incarnation: str) -> None:
+        metrics.workers_answering_again.inc()
+        fleet.chooser.mark_alive(incarnation)
+
+    return EnginePool(
+        context=fleet.context,
+        timing=shared.timing,
+        on_dead=fleet.chooser.mark_dead,
+        revival=Revival(context=fleet.context, clock=shared.clock, on_alive=answers_again),
+        clock=shared.clock,
+    )
+
+
+def _admission(fleet: Fleet, shared: Shared) -> Admission:
+    config, counters = fleet.config, VirtualCounters()
+    return Admission(
+        chooser=fleet.chooser,
+        clock=shared.clock,
+        queue=FairQueue(seats=config.max_waiting, counters=counters),
+        counters=SharedCounters(counters=counters, board=fleet.fairness),
+        metrics=QueueMetrics(shared.families, model=config.name),
+        policy=AdmissionPolicy(room_s=config.room_s, worker_s=config.queue_s, worker_wait_s=config.worker_wait_s),
+    )
+
+
+def _retry_policy(config: ModelConfig) -> RetryPolicy:
+    return RetryPolicy(
+        max_attempts=config.max_attempts,
+        recovery_s=config.recovery_s,
+        silence_s=config.silence_s,
+        prefill_fallback=config.prefill_fallback,
+    )
