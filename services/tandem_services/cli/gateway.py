@@ -2,7 +2,9 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tandem_engine.errors import ConfigError
 from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
@@ -12,12 +14,18 @@ from tandem_services.cli.shared_flags import (
     add_model,
     add_output_parsers,
     add_router_policy,
+    served_names,
 )
 from tandem_services.common.settings import read_settings
+
+if TYPE_CHECKING:
+    from tandem_services.gateway.config import ModelConfig
 
 EXAMPLES = """\
 examples:
   tandem gateway --redis-url redis://127.0.0.1:6379 --model ~/llama --port 8000
+  tandem gateway --redis-url redis://127.0.0.1:6379 --model ~/llama --served-model-name llama gpt-4o-mini
+  tandem gateway --redis-url redis://127.0.0.1:6379 --models models.json     several models (docs/models.md)
 """
 
 
@@ -32,6 +40,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
+    parser.add_argument(
+        "--models",
+        type=Path,
+        metavar="FILE",
+        help="JSON or TOML file of several model services, instead of --model; what its entries leave out is as the "
+        "other flags say (docs/models.md)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default 8000)")
     parser.add_argument(
@@ -100,14 +115,37 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     from tandem_engine.logs import LogFormat
+    from tandem_services.gateway.serve import GatewayConfig, serve
+
+    return serve(
+        GatewayConfig(
+            models=models_of(args),
+            host=args.host,
+            port=args.port,
+            strict_fields=args.strict_fields,
+            drain_notice_s=args.drain_notice,
+            api_keys=args.api_keys,
+            admin_host=args.admin_host,
+            admin_port=args.admin_port,
+            log_format=LogFormat(args.log_format),
+            log_level=read_settings().log_level,
+        )
+    )
+
+
+def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
+    """Those of the file, or the one that the flags say. Raises `ConfigError`."""
     from tandem_services.common.redis_client import RedisAddress
-    from tandem_services.gateway.serve import GatewayConfig, ModelConfig, serve
+    from tandem_services.gateway.config import ModelConfig
+    from tandem_services.gateway.models_file import check_models, read_models
     from tandem_services.router.policies.by_role import PolicyNames
 
-    folder = model_folder(args.model)
-    model = ModelConfig(
+    if args.models is not None and (args.model is not None or args.served_model_name is not None):
+        raise ConfigError("--models names all models: leave out --model and --served-model-name")
+    folder = Path() if args.models is not None else model_folder(args.model)
+    flags = ModelConfig(
         path=folder,
-        names=(args.served_model_name or folder.name,),
+        names=served_names(args, folder),
         redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
         cluster=args.cluster,
         curve_keys=args.curve_keys,
@@ -120,17 +158,7 @@ def run(args: argparse.Namespace) -> int:
         room_s=args.queue_timeout,
         prefill_fallback=args.prefill_fallback,
     )
-    return serve(
-        GatewayConfig(
-            models=(model,),
-            host=args.host,
-            port=args.port,
-            strict_fields=args.strict_fields,
-            drain_notice_s=args.drain_notice,
-            api_keys=args.api_keys,
-            admin_host=args.admin_host,
-            admin_port=args.admin_port,
-            log_format=LogFormat(args.log_format),
-            log_level=read_settings().log_level,
-        )
-    )
+    if args.models is not None:
+        return read_models(args.models, flags)
+    check_models([flags], "--served-model-name")
+    return (flags,)

@@ -15,9 +15,19 @@ if TYPE_CHECKING:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """--model and the name it is served under."""
+    """--model and the names it is served under."""
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
-    parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="name clients use (default: the folder's); those behind it are aliases, which only gateways need",
+    )
+
+
+def served_names(args: argparse.Namespace, folder: Path) -> tuple[str, ...]:
+    """The model's own name, and its aliases."""
+    return tuple(args.served_model_name or (folder.name,))
 
 
 def add_output_parsers(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from tandem_services.cli.shared_flags import (
     add_output_parsers,
     add_redis,
     add_router_policy,
+    served_names,
 )
 from tandem_services.common.errors import StartupError
 from tandem_services.common.ports import free_port
@@ -86,7 +87,8 @@ class Plan:
     """What will be started, decided before anything is."""
 
     model: Path
-    model_name: str
+    model_names: tuple[str, ...]
+    """Its own, and aliases."""
     port: int
     run_dir: Path
     workers: tuple[tuple[str, str, int], ...]
@@ -115,7 +117,7 @@ def plan(args: argparse.Namespace) -> Plan:
     workers = tuple((f"{role}-{i}", role, free_port()) for role, count in names for i in range(count))
     return Plan(
         model=model,
-        model_name=args.served_model_name or model.name,
+        model_names=served_names(args, model),
         port=port,
         run_dir=_make_run_dir(args.run_dir or Path(".tandem") / str(port)),
         workers=workers,
@@ -167,7 +169,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     keys = todo.run_dir / "keys.json"
     KeyPair.generate().save(keys)
     shared = [*_redis_flags(args, todo, supervisor), "--cluster", args.cluster, "--curve-keys", str(keys)]
-    shared += ["--model", str(todo.model), "--served-model-name", todo.model_name]
+    shared += ["--model", str(todo.model), "--served-model-name", *todo.model_names]
     args.threads, args.mem_fraction_static = todo.threads, todo.mem_fraction_static
     args.crash_dump_folder = args.crash_dump_folder or str(todo.run_dir)
     for name, role, health_port in todo.workers:
@@ -237,9 +239,9 @@ def greeting(args: argparse.Namespace, todo: Plan) -> str:
     url = f"http://{_reachable(args.host)}:{todo.port}"
     chat_flags = "" if todo.port == 8000 else f" --url {url}"
     return f"""
-Tandem serves {todo.model_name} at {url}
+Tandem serves {todo.model_names[0]} at {url}
 
-  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"model": "{todo.model_name}", \
+  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"model": "{todo.model_names[0]}", \
 "stream": true, "messages": [{{"role": "user", "content": "Tell me a story about a fox who lives near a river."}}]}}'
 
   tandem chat{chat_flags}          a conversation in the terminal

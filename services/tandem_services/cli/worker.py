@@ -8,7 +8,7 @@ from tandem_engine.config import Role
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import port_number, positive_float
-from tandem_services.cli.shared_flags import add_deployment, add_model
+from tandem_services.cli.shared_flags import add_deployment, add_model, served_names
 from tandem_services.common.settings import read_settings
 
 EXAMPLES = """\
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     return run_worker(
         WorkerConfig(
             model_path=args.model,
-            model_name=args.served_model_name or folder.name,
+            model_name=served_names(args, folder)[0],
             role=Role(args.role),
             worker_id=args.worker_id or f"{platform.node()}-{os.getpid()}",
             redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),

@@ -1,7 +1,7 @@
 """A gateway as clients meet it: uvicorn on a free port, mock engines behind it, a chooser without Redis."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -234,18 +234,26 @@ async def live_gateway(
     chooser = FakeChooser([engine.view for engine in engines])
     sessions = SessionShelf()
     fleet = fleet_of(settings, chooser, sessions, context, tokenizer, fairness=fairness)
+    async with serving_fleets(settings, [fleet], usage=usage) as http:
+        url = str(http.base_url)
+        yield LiveGateway(url=url, http=http, chooser=chooser, sessions=sessions, tokenizer=tokenizer)
+
+
+@asynccontextmanager
+async def serving_fleets(
+    settings: GatewayConfig, fleets: Sequence[Fleet], *, usage: Any = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway that serves `fleets` until the block ends."""
     health = Health()
-    app = create_app(settings, [fleet], health=health, usage=usage)
-    server = http_server(app, settings, health)
+    server = http_server(create_app(settings, fleets, health=health, usage=usage), settings, health)
     with listen("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        url = f"http://{host}:{port}"
         try:
-            async with httpx.AsyncClient(base_url=url, timeout=20.0) as http:
+            async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=20.0) as http:
                 # The socket listens already: the first answer comes once the application has started.
                 await http.get("/live")
-                yield LiveGateway(url=url, http=http, chooser=chooser, sessions=sessions, tokenizer=tokenizer)
+                yield http
         finally:
             server.should_exit = True
             await serving

@@ -176,7 +176,7 @@ def test_a_plan_names_every_worker_and_shares_the_cores(tmp_path, monkeypatch) -
     assert [name for name, _, _ in todo.workers] == ["prefill-0", "prefill-1", "decode-0", "both-0"]
     assert todo.threads == 2
     assert todo.mem_fraction_static is None
-    assert todo.model_name == "tandem-mini"
+    assert todo.model_names == ("tandem-mini",)
 
 
 def test_a_share_of_the_memory_is_divided_among_the_workers(tmp_path) -> None:
