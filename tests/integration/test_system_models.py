@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import anthropic
 import httpx
 import pytest
 
 from tandem_services.cli.bundled import bundled_model
 from tandem_services.common.ports import free_port
-from tandem_testing.key_files import bearer, write_keys
+from tandem_testing.key_files import bearer, key_of, write_keys
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.system import tandem_command
 from tandem_testing.waiting import until
@@ -130,3 +131,17 @@ async def test_names_are_those_that_the_key_may_use(client):
         "model_not_found",
         "The model 'chat' does not exist. Available: tales.",
     )
+
+
+async def test_the_anthropic_client_talks_to_the_bundled_model(client, gateway):
+    asked = {"model": "tales", "max_tokens": 12, "temperature": 0}
+    messages = [{"role": "user", "content": "Tell me a story about a fox who lives near a river."}]
+    body = {**asked, "messages": messages}
+    async with anthropic.AsyncAnthropic(base_url=gateway, api_key=key_of("alias"), max_retries=0) as official:
+        whole = await official.messages.create(**asked, messages=messages)
+        async with official.messages.stream(**asked, messages=messages) as stream:
+            final = await stream.get_final_message()
+    chat = (await client.post("/v1/chat/completions", json=body)).json()
+    assert whole.content[0].text == final.content[0].text == chat["choices"][0]["message"]["content"]
+    assert (whole.model, whole.stop_reason, whole.usage.output_tokens) == ("tales", "max_tokens", 12)
+    assert final.usage.cache_read_input_tokens > 0

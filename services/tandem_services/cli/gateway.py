@@ -25,7 +25,7 @@ EXAMPLES = """\
 examples:
   tandem gateway --redis-url redis://127.0.0.1:6379 --model ~/llama --port 8000
   tandem gateway --redis-url redis://127.0.0.1:6379 --model ~/llama --served-model-name llama gpt-4o-mini
-  tandem gateway --redis-url redis://127.0.0.1:6379 --models models.json     several models (docs/models.md)
+  tandem gateway --redis-url redis://127.0.0.1:6379 --models models.json     several models (docs/multi-model.md)
 """
 
 
@@ -45,7 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=Path,
         metavar="FILE",
         help="JSON or TOML file of several model services, instead of --model; what its entries leave out is as the "
-        "other flags say (docs/models.md)",
+        "other flags say (docs/multi-model.md)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default 8000)")

@@ -2,6 +2,7 @@
 
 /v1/chat/completions /v1/completions       generation, plain ASGI: nothing between a token and its client
 /v1/responses                              the same as a chat, in the form of OpenAI's Responses API, stateless
+/v1/messages /v1/messages/count_tokens     the same in the form of Anthropic's Messages API
 /v1/embeddings                             vectors of prompts
 /v1/sessions /v1/sessions/{id}             conversations that a worker keeps (also /open_session, /close_session)
 /v1/models /v1/models/{id}                 what is served
@@ -47,8 +48,10 @@ from tandem_services.gateway.completions import CompletionPlanner
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.embeddings import EmbeddingEndpoint
 from tandem_services.gateway.engine_client import LivenessTiming
-from tandem_services.gateway.error_responses import error_json
+from tandem_services.gateway.error_responses import error_body
 from tandem_services.gateway.explain import RequestJournal
+from tandem_services.gateway.messages.count_tokens import TokenCount
+from tandem_services.gateway.messages.planner import MessagesPlanner
 from tandem_services.gateway.metrics import HttpMetrics
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import Fleet, Shared, build_model_service, deployment_salt
@@ -56,11 +59,12 @@ from tandem_services.gateway.responses.planner import ResponsesPlanner
 from tandem_services.gateway.session_routes import SessionRoutes
 from tandem_services.gateway.tokenization import Tokenization
 
-GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MessagesPlanner.endpoint)
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
 METRICS_PATH = "/metrics"
+_OTHER_PATHS = (EmbeddingEndpoint.path, TokenCount.path, "/v1/models", "/v1/sessions")
 READ = ["GET", "HEAD"]
-LABELLED_PATHS = frozenset({*GENERATION_PATHS, EmbeddingEndpoint.path, *TOKENIZER_PATHS, "/v1/models", "/v1/sessions"})
+LABELLED_PATHS = frozenset({*GENERATION_PATHS, *TOKENIZER_PATHS, *_OTHER_PATHS})
 """Paths that are metric labels; every other one counts as "other"."""
 
 
@@ -227,9 +231,13 @@ def _generation_routes(gateway: Gateway) -> list[Route]:
     models, answering, strict = gateway.models, gateway.answering, gateway.strict_fields
     chats = ChatPlanner(strict=strict)
     embeddings = EmbeddingEndpoint(models, answering, strict=strict)
+    messages = MessagesPlanner(chats, strict=strict)
     responses = ResponsesPlanner(chats, strict=strict)
-    planners: tuple[Planner[Any], ...] = (chats, CompletionPlanner(strict=strict), responses)
-    return [Route(EmbeddingEndpoint.path, embeddings, methods=["POST"])] + [
+    planners: tuple[Planner[Any], ...] = (chats, CompletionPlanner(strict=strict), responses, messages)
+    return [
+        Route(EmbeddingEndpoint.path, embeddings, methods=["POST"]),
+        Route(TokenCount.path, TokenCount(messages, models).answer, methods=["POST"]),
+    ] + [
         Route(planner.endpoint, GenerationEndpoint(planner, models, answering), methods=["POST"])
         for planner in planners
     ]
@@ -287,9 +295,10 @@ def json_response(document: object, status: int = 200) -> Response:
     return Response(encode_json(document), status, media_type="application/json")
 
 
-async def http_error(_: Request, error: Exception) -> Response:
-    """Routing's own refusals (404, 405) in OpenAI's shape."""
+async def http_error(request: Request, error: Exception) -> Response:
+    """Routing's own refusals (404, 405) in the shape that clients of the path expect."""
     assert isinstance(error, HTTPException), type(error)
     kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
     refusal = ApiError(error.status_code, error.detail, kind=kind)
-    return Response(error_json(refusal), error.status_code, error.headers, "application/json")
+    body = error_body(refusal, path=request.scope["path"], request_id=identity_of(request.scope).public_id)
+    return Response(body, error.status_code, error.headers, "application/json")

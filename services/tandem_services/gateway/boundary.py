@@ -29,6 +29,7 @@ from tandem_services.gateway.limits import (
     MAX_REQUEST_ID_CHARACTERS,
     MAX_URL_BYTES,
 )
+from tandem_services.gateway.messages.errors import speaks_anthropic
 from tandem_services.gateway.metrics import HttpMetrics
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,11 @@ class RequestIdentity:
     caller: Caller = field(default_factory=Caller)
     model: str = ""
     """Name of the model service that answers; "" until one is known to."""
+
+    @property
+    def public_id(self) -> str:
+        """What the client knows the request by: its own id, if it sent one."""
+        return self.client_request_id or self.request_id
 
 
 def identity_of(scope: Scope) -> RequestIdentity:
@@ -97,12 +103,13 @@ class RequestBoundary:
             answer.status = CLIENT_CLOSED_REQUEST
             self._metrics.disconnected(model=identity_of(scope).model)
         except Exception as error:  # noqa: BLE001  # the boundary of one request: others must go on
-            await self._refuse(answer, identity, error)
+            await self._refuse(answer, scope, error)
         finally:
             endpoint = bounded_label(scope["path"], self._endpoints)
             self._metrics.answered(endpoint, answer.status, model=identity_of(scope).model)
 
-    async def _refuse(self, answer: "_Answer", identity: RequestIdentity, error: Exception) -> None:
+    async def _refuse(self, answer: "_Answer", scope: Scope, error: Exception) -> None:
+        identity = identity_of(scope)
         refusal = as_api_error(error)
         if refusal is None:
             logger.error(
@@ -112,7 +119,7 @@ class RequestBoundary:
             )
             refusal = UNEXPECTED
         if not answer.started:
-            await send_error(answer.send, refusal)
+            await send_error(answer.send, refusal, path=scope["path"], request_id=identity.public_id)
 
 
 class _Answer:
@@ -131,8 +138,11 @@ class _Answer:
             self.status = message["status"]
             closing = [(b"connection", b"close")] if self._health.draining else []
             identity = identity_of(self._scope)
-            request_id = (identity.client_request_id or identity.request_id).encode("ascii")
-            ours = [(b"x-request-id", request_id), *identity.caller.headers(), *closing]
+            request_id = identity.public_id.encode("ascii")
+            ids = [(b"x-request-id", request_id)]
+            if speaks_anthropic(self._scope["path"]):
+                ids.append((b"request-id", request_id))
+            ours = [*ids, *identity.caller.headers(), *closing]
             message = {**message, "headers": [*message["headers"], *ours]}
         await self._send(message)
 

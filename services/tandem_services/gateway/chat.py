@@ -72,6 +72,10 @@ class ChatPlanner:
             reading=_reading(request, served, input_ids, tools, grammar),
         )
 
+    async def encode(self, request: ChatRequest, served: ModelService) -> tuple[int, ...]:
+        """The prompt alone. Raises as `plan`, for what is wrong with messages and tools."""
+        return await _encode(request, served, _tools(request, served), None)
+
     def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat:
         return ChatFormat(f"chatcmpl-{request_id}", created, plan, served.prompts.tokenizer.vocabulary)
 

@@ -1,4 +1,7 @@
-"""Errors as OpenAI shapes them: `{"error": {message, type, param, code}}`, all four keys, fixed sentences."""
+"""Errors as OpenAI shapes them: `{"error": {message, type, param, code}}`, all four keys, fixed sentences.
+
+On Anthropic's routes they have its shape (`messages.errors`).
+"""
 
 import math
 
@@ -8,12 +11,12 @@ from tandem_engine.errors import InvalidRequestError
 from tandem_engine.logs import escape
 from tandem_services.common.errors import ApiError, bad_request, internal_error
 from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.limits import MAX_ERROR_CHARACTERS
+from tandem_services.gateway.messages.errors import anthropic_error, speaks_anthropic
 from tandem_services.gateway.openai_schemas import ErrorBody, ErrorResponse
 from tandem_services.gateway.sse import send_json
 
 UNEXPECTED = internal_error("The gateway failed while answering. The request id tells operators where to look.")
-
-MAX_MESSAGE_CHARACTERS = 1000
 
 
 def as_api_error(error: Exception) -> ApiError | None:
@@ -27,7 +30,7 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 def error_json(error: ApiError) -> bytes:
     body = ErrorBody(
-        message=escape(str(error)[:MAX_MESSAGE_CHARACTERS]),
+        message=escape(str(error)[:MAX_ERROR_CHARACTERS]),
         type=error.kind,
         param=error.param,
         code=error.reason,
@@ -35,9 +38,14 @@ def error_json(error: ApiError) -> bytes:
     return encode_json(ErrorResponse(error=body))
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+def error_body(error: ApiError, *, path: str, request_id: str) -> bytes:
+    """In the shape that clients of `path` expect."""
+    return anthropic_error(error, request_id) if speaks_anthropic(path) else error_json(error)
+
+
+async def send_error(send: Send, error: ApiError, *, path: str, request_id: str) -> None:
     headers = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
     if error.retry_after is not None:
         seconds = max(1, math.ceil(error.retry_after))
         headers.append((b"retry-after", str(seconds).encode("ascii")))
-    await send_json(send, error.status, error_json(error), headers)
+    await send_json(send, error.status, error_body(error, path=path, request_id=request_id), headers)

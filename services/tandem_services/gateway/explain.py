@@ -5,6 +5,7 @@ before it ends. Records are bounded in number; the oldest is dropped. They hold 
 """
 
 import logging
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -159,11 +160,12 @@ class RequestJournal:
             self._drop_alias(oldest)
 
     def find(self, request_id: str, *, tenant: str = "") -> RequestRecord | None:
-        """Of one tenant: by our id, by the id of the answer (`chatcmpl-…`, `cmpl-…`, `resp_…`), or by the client's own.
+        """Of one tenant: by our id, by the id of the answer (`chatcmpl-…`, `cmpl-…`, `resp_…`, `msg_…`), or by the
+        client's own.
 
         Of several requests with the same client id, the newest.
         """
-        bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("resp_")
+        bare = re.sub(r"^(chatcmpl-|cmpl-|resp_|msg_)", "", request_id)
         record = self._records.get(bare) or self._records.get(self._aliases.get((tenant, request_id), ""))
         return record if record is not None and record.tenant == tenant else None
 

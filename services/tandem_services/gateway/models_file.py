@@ -1,4 +1,4 @@
-"""The models file: which model services a gateway serves (docs/models.md). JSON, or TOML by its name.
+"""The models file: which model services a gateway serves (docs/multi-model.md). JSON, or TOML by its name.
 
     {"models": [{"model": "/models/llama", "served_model_name": ["llama", "gpt-4o-mini"], "cluster": "llama"}, …]}
 

@@ -4,7 +4,8 @@ Every path needs a key but those of probes; a path that is not known needs one t
 which there are. The path is the one of the request line, byte by byte: no header has a say in it (Starlette
 CVE-2026-48710).
 
-    1. who      the `Authorization` header, exactly one, `Bearer KEY`. Anything else is a 401
+    1. who      the `Authorization` header, exactly one, `Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send;
+                both only with the same key. Anything else is a 401
     2. what     administrators' paths need a tenant that is one: 403
     3. how much requests that may cost something are counted, and take a place until they end: 429
 """
@@ -26,6 +27,7 @@ from tandem_services.gateway.boundary import identify_caller, identity_of
 
 PROBES = frozenset({"/live", "/ready", "/health"})
 
+_KEY = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_KEY_CHARACTERS)
 _BEARER = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +([\x21-\x7e]{1,%d}) *" % MAX_KEY_CHARACTERS)
 
 
@@ -74,19 +76,26 @@ class Authentication:
 
     def _tenant(self, access: Access, scope: Scope) -> Tenant:
         """Raises `ApiError` 401."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if not given:
-            access.metrics.refused("missing")
-            raise _unauthorized("You didn't provide an API key. Send it as Authorization: Bearer KEY.")
-        found = _BEARER.fullmatch(given[0]) if len(given) == 1 else None
-        if found is None:
-            access.metrics.refused("malformed")
-            raise _unauthorized("The Authorization header must be given once, as Bearer and an API key.")
-        tenant = access.keys.ring.find(found[1].decode("ascii"))
+        tenant = access.keys.ring.find(_key_of(access, scope))
         if tenant is None:
             access.metrics.refused("unknown")
             raise _unauthorized("Incorrect API key provided.")
         return tenant
+
+
+def _key_of(access: Access, scope: Scope) -> str:
+    """Raises `ApiError` 401 unless the request brings exactly one."""
+    bearers = [value for name, value in scope["headers"] if name == b"authorization"]
+    plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    if not bearers and not plain:
+        access.metrics.refused("missing")
+        raise _unauthorized("You didn't provide an API key. Send it as Authorization: Bearer KEY.")
+    found = [_BEARER.fullmatch(value) for value in bearers] + [_KEY.fullmatch(value) for value in plain]
+    keys = {match[match.lastindex or 0] for match in found if match is not None}
+    if None in found or len(bearers) > 1 or len(plain) > 1 or len(keys) != 1:
+        access.metrics.refused("malformed")
+        raise _unauthorized("The Authorization header must be given once, as Bearer and an API key.")
+    return keys.pop().decode("ascii")
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -6,13 +6,12 @@ from typing import Any
 
 import msgspec
 
-from tandem_engine.errors import InvalidRequestError
-from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat
 from tandem_services.gateway.chat import ChatPlanner
 from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.plan import GenerationPlan
+from tandem_services.gateway.renamed_fields import renamed_fields
 from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.responses.conversation import chat_request
 from tandem_services.gateway.responses.format import ResponsesFormat
@@ -37,12 +36,8 @@ class ResponsesPlanner:
     async def plan(self, request: ResponsesRequest, served: ModelService, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         chat = chat_request(request)
-        try:
+        with renamed_fields(_name):
             plan = await self._chats.plan(chat, served, caller)
-        except ApiError as error:
-            raise _renamed(error, error.param) from error
-        except InvalidRequestError as error:
-            raise _renamed(bad_request(str(error), error.param), error.param) from error
         return replace(plan, grammar_field=_name(plan.grammar_field), repeated=_repeated(request))
 
     def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat:
@@ -57,14 +52,6 @@ def _name(param: str | None) -> str | None:
     if param.startswith("messages"):
         return "input"
     return _NAMES.get(param, param.replace(".function.", "."))
-
-
-def _renamed(error: ApiError, param: str | None) -> ApiError:
-    name = _name(param)
-    if name == param or name is None:
-        return error
-    message = str(error).replace(str(param), name)
-    return ApiError(error.status, message, kind=error.kind, param=name, reason=error.reason)
 
 
 def _repeated(request: ResponsesRequest) -> Mapping[str, Any]:

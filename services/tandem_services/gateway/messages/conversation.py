@@ -1,0 +1,196 @@
+"""A messages request as the chat request that means the same.
+
+system                        the first message, of the role system
+blocks of an assistant        one message: its text, its reasoning, its calls
+tool_result blocks            messages of the role tool, before the text of the same user
+"""
+
+import msgspec
+
+from tandem_engine.logs import quoted
+from tandem_services.common.errors import bad_request
+from tandem_services.gateway.limits import MAX_MESSAGES
+from tandem_services.gateway.messages.schemas import (
+    REFUSED,
+    Block,
+    Choice,
+    CustomTool,
+    InputMessage,
+    MessagesRequest,
+    TextBlock,
+)
+from tandem_services.gateway.openai_schemas import (
+    CalledFunction,
+    CalledTool,
+    ChatMessage,
+    ChatRequest,
+    ChatTemplateVariables,
+)
+from tandem_services.gateway.structured_output import NamedSchema, ResponseFormat
+from tandem_services.gateway.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
+
+_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(request: MessagesRequest) -> ChatRequest:
+    """Raises `ApiError` 400 naming the field at fault."""
+    _refuse(request)
+    choice = request.tool_choice
+    return ChatRequest(
+        model=request.model,
+        messages=_messages(request),
+        max_completion_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        stop=request.stop_sequences,
+        stream=request.stream,
+        tools=None if request.tools is None else [_tool(tool, n) for n, tool in enumerate(request.tools)],
+        tool_choice=None if choice is None else _choice(choice),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        response_format=_response_format(request),
+        user=None if request.metadata is None else request.metadata.user_id,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        timeout=request.timeout,
+        chat_template_kwargs=_variables(request),
+    )
+
+
+def _refuse(request: MessagesRequest) -> None:
+    values = msgspec.structs.asdict(request)
+    for field, why in REFUSED.items():
+        if values[field]:
+            raise bad_request(f"{field} is not supported: {why}", field)
+    if request.output_config is not None and request.output_config.effort is not None:
+        raise bad_request("output_config.effort is not supported: leave it out", "output_config.effort")
+
+
+def _variables(request: MessagesRequest) -> ChatTemplateVariables | None:
+    """What the client says itself about the template wins."""
+    thinking = request.thinking
+    if request.chat_template_kwargs is not None or thinking is None or thinking.type == "adaptive":
+        return request.chat_template_kwargs
+    return ChatTemplateVariables(enable_thinking=thinking.type == "enabled")
+
+
+def _response_format(request: MessagesRequest) -> ResponseFormat | None:
+    wanted = None if request.output_config is None else request.output_config.format
+    if wanted is None:
+        return None
+    return ResponseFormat(type="json_schema", json_schema=NamedSchema(name="output", schema=wanted.schema, strict=True))
+
+
+def _messages(request: MessagesRequest) -> list[ChatMessage]:
+    given = request.messages
+    if not given:
+        raise bad_request("messages must have at least one message", "messages")
+    if len(given) > MAX_MESSAGES:
+        raise bad_request(f"messages takes at most {MAX_MESSAGES} messages, got {len(given)}", "messages")
+    if given[-1].role == "assistant":
+        raise bad_request("the last message must be the user's: an answer cannot be begun for the model", "messages")
+    messages = [] if not request.system else [ChatMessage(role="system", content=_text(request.system, "system"))]
+    for position, message in enumerate(given):
+        read = _of_assistant if message.role == "assistant" else _of_user
+        messages += read(message, f"messages[{position}].content")
+    return messages
+
+
+def _of_user(message: InputMessage, param: str) -> list[ChatMessage]:
+    if isinstance(message.content, str):
+        return [ChatMessage(role="user", content=message.content)]
+    results: list[ChatMessage] = []
+    texts: list[str] = []
+    for position, block in enumerate(message.content):
+        where = f"{param}[{position}]"
+        match block.type:
+            case "text":
+                texts.append(_required(block.text, f"{where}.text"))
+            case "tool_result" if texts:
+                raise bad_request(f"{where}: tool_result blocks come before any text of the message", where)
+            case "tool_result":
+                results.append(_result(block, where))
+            case other:
+                raise _unsupported(other, where)
+    if not results and not texts:
+        raise bad_request(f"{param} must have at least one block", param)
+    return [*results, *([ChatMessage(role="user", content="\n".join(texts))] if texts else [])]
+
+
+def _of_assistant(message: InputMessage, param: str) -> list[ChatMessage]:
+    if isinstance(message.content, str):
+        return [ChatMessage(role="assistant", content=message.content)]
+    thoughts: list[str] = []
+    texts: list[str] = []
+    calls: list[CalledTool] = []
+    for position, block in enumerate(message.content):
+        where = f"{param}[{position}]"
+        match block.type:
+            case "text":
+                texts.append(_required(block.text, f"{where}.text"))
+            case "thinking":
+                thoughts.append(_required(block.thinking, f"{where}.thinking"))
+            case "tool_use":
+                calls.append(_call(block, where))
+            case other:
+                raise _unsupported(other, where)
+    content = "\n".join(texts) if texts or not calls else None
+    reasoning = "\n".join(thoughts) or None
+    return [ChatMessage(role="assistant", content=content, reasoning_content=reasoning, tool_calls=calls or None)]
+
+
+def _result(block: Block, param: str) -> ChatMessage:
+    """Chats have no place for `is_error`, so the model is told in words."""
+    text = "" if block.content is None else _text(block.content, f"{param}.content")
+    content = f"Error: {text}" if block.is_error else text
+    return ChatMessage(role="tool", content=content, tool_call_id=_required(block.tool_use_id, f"{param}.tool_use_id"))
+
+
+def _call(block: Block, param: str) -> CalledTool:
+    if block.input is None:
+        raise bad_request(f"{param}.input is required", f"{param}.input")
+    arguments = msgspec.json.encode(block.input).decode()
+    return CalledTool(
+        id=_required(block.id, f"{param}.id"),
+        function=CalledFunction(name=_required(block.name, f"{param}.name"), arguments=arguments),
+    )
+
+
+def _text(content: str | list[TextBlock], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    for position, block in enumerate(content):
+        if block.type != "text":
+            raise _unsupported(block.type, f"{param}[{position}]")
+    return "\n".join(_required(block.text, f"{param}[{n}].text") for n, block in enumerate(content))
+
+
+def _required(value: str | None, param: str) -> str:
+    if value is None:
+        raise bad_request(f"{param} is required", param)
+    return value
+
+
+def _tool(tool: CustomTool, position: int) -> Tool:
+    param = f"tools[{position}]"
+    if tool.type not in (None, "custom"):
+        where = f"{param}.type"
+        raise bad_request(f"{where}: {quoted(tool.type)} is not supported, only tools that the client runs", where)
+    if tool.input_schema is None:
+        raise bad_request(f"{param}.input_schema is required", f"{param}.input_schema")
+    function = Function(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict or None
+    )
+    return Tool(type="function", function=function)
+
+
+def _choice(choice: Choice) -> ToolChoice:
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    return NamedTool(type="function", function=FunctionName(name=_required(choice.name, "tool_choice.name")))
+
+
+def _unsupported(kind: str, param: str) -> Exception:
+    return bad_request(f"{param}: blocks of the type {quoted(kind)} are not supported", param)

@@ -1,0 +1,110 @@
+"""Bodies of `POST /v1/messages`, as far as they are served: Anthropic's Messages API, stateless as the original.
+
+What would change the answer and is not served is refused by name (`REFUSED`); other unknown fields are ignored, such as
+`cache_control`: prefixes are cached without being asked.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from tandem_services.gateway.openai_schemas import ChatTemplateVariables
+
+
+class TextBlock(msgspec.Struct, kw_only=True):
+    """Of a system prompt or a tool's result."""
+
+    type: str
+    text: str | None = None
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """Part of a message: text, thinking, tool_use or tool_result, by `type`."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class InputMessage(msgspec.Struct, kw_only=True):
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class CustomTool(msgspec.Struct, kw_only=True):
+    """A tool that the client runs. Others have a `type` of their own."""
+
+    name: str | None = None
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """`budget_tokens` is what Anthropic's is: something to aim at, which the model alone decides about."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class Metadata(msgspec.Struct, kw_only=True):
+    user_id: str | None = None
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True):
+    """Also the body of `/v1/messages/count_tokens`, which needs no `max_tokens`."""
+
+    model: str | None = None
+    messages: list[InputMessage] | None = None
+    max_tokens: int | None = None
+    system: str | list[TextBlock] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[CustomTool] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    chat_template_kwargs: ChatTemplateVariables | None = None
+    container: Any = None
+    mcp_servers: Any = None
+    context_management: Any = None
+
+
+REFUSED = {
+    "container": "code is run by the client",
+    "mcp_servers": "tools are run by the client",
+    "context_management": "a conversation is answered as it is sent",
+}
+"""Why, by field. Null and empty ask for nothing."""
