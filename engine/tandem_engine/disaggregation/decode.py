@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
+from tandem_engine.disaggregation.endings import ask_for_ack, tell_ended
 from tandem_engine.disaggregation.failures import transfer_failed
-from tandem_engine.disaggregation.holds import HoldState, HoldTable, TransferHold
+from tandem_engine.disaggregation.holds import HoldTable, TransferHold
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prealloc import PreallocQueue, Waiting
@@ -358,23 +359,10 @@ class DecodeStage:
         overdue = self.holds.overdue()
         for hold in overdue:
             if hold.state.owns_pages:
-                self._ask_again(hold)
+                self.counters.quarantined += ask_for_ack(hold, holds=self.holds, peers=self.peers, of="handoff")
             else:
                 self._fail(self._receiving[hold.key], "the prefill worker fell silent")
         return bool(overdue)
-
-    def _ask_again(self, hold: TransferHold) -> None:
-        """No ack in time. The question or the answer may have been lost with a connection, so repeat it."""
-        if hold.state is HoldState.DRAINING:
-            self.counters.quarantined += 1
-            logger.warning(
-                "room %r: %s did not acknowledge the abort; %d pages go into quarantine",
-                str(hold.key),
-                hold.writer.incarnation,
-                len(hold.pages),
-            )
-        self.holds.quarantine(hold)
-        self._tell(hold.writer, hold.key, "waiting for the drain ack")
 
     def _fail(self, receiving: Receiving, reason: str) -> None:
         self._give_up(receiving, transfer_failed(reason), reason)
@@ -397,16 +385,7 @@ class DecodeStage:
         self.host.finish(req, finish)
 
     def _tell(self, peer: Peer, key: RoomKey, reason: str) -> None:
-        self.peers.send(
-            peer,
-            TransferAborted(
-                room=key.room,
-                generation=key.generation,
-                sender=self.peers.me,
-                side=HandoffSide.RECEIVE,
-                reason=reason,
-            ),
-        )
+        tell_ended(self.peers, peer, key, side=HandoffSide.RECEIVE, reason=reason)
 
     def _from(self, sender: Peer, key: RoomKey) -> Receiving | None:
         """The transfer in room `key`, if `sender` is its writer."""

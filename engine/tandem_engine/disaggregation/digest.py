@@ -23,7 +23,7 @@ import xxhash
 
 from tandem_engine.disaggregation.full_words import full_digests, full_digests_torch
 from tandem_engine.disaggregation.sampled_words import sampled_digests, sampled_digests_torch, sampled_rows
-from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool
+from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push
 from tandem_engine.disaggregation.word_mixing import Indices, Keys, word_bytes
 from tandem_engine.memory.pool import PageLayout
 from tandem_engine.names import DigestKind, PageId
@@ -68,6 +68,19 @@ class PageDigester:
         if tail:
             found += digests(where[full:], keys[full:], tail, part).tolist()
         return tuple(found)
+
+    def sent(self, push: Push) -> tuple[int, ...]:
+        """Digests of the pages that `push` sends, as they are now."""
+        key = push.key
+        return self.digest(
+            push.source,
+            room=key.room,
+            generation=key.generation,
+            first=key.first,
+            kind=push.digest,
+            tail=push.tail,
+            heads=None if push.heads is None else push.heads.source,
+        )
 
     def carry_out(self, order: DigestOrder) -> Digests:
         """The answer to `order`."""

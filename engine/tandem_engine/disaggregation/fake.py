@@ -135,15 +135,7 @@ class FakeFabric:
 
     def _arrive(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight) -> None:
         push, key = flight.push, flight.push.key
-        digests = PageDigester(sender.pool).digest(
-            push.source,
-            room=key.room,
-            generation=key.generation,
-            first=key.first,
-            kind=push.digest,
-            tail=push.tail,
-            heads=None if push.heads is None else push.heads.source,
-        )
+        digests = PageDigester(sender.pool).sent(push)
         if flight.fate.corrupt:
             receiver.pool.bytes_view()[push.target[0]] ^= 1
         sender.events.append(PushDone(key=key, digests=digests, seconds=flight.fate.seconds))

@@ -19,13 +19,14 @@ from itertools import count
 from typing import NamedTuple, Protocol
 
 from tandem_engine.clock import Clock
+from tandem_engine.disaggregation.endings import ask_for_ack
 from tandem_engine.disaggregation.holds import HoldTable
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, PushFailed, PushKey
 from tandem_engine.memory.allocator import Writer
-from tandem_engine.messages.requests import HandoffSide, Peer
+from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import DrainAck, ProbeGrant, ProbeRefusal, ProbeRequest, TransferAborted
 from tandem_engine.names import PageId
 
@@ -272,17 +273,7 @@ class ProbeTargets:
     def tick(self) -> None:
         """Ask writers that should be through by now."""
         for hold in self.holds.overdue():
-            self.holds.quarantine(hold)
-            self.peers.send(
-                hold.writer,
-                TransferAborted(
-                    room=hold.key.room,
-                    generation=hold.key.generation,
-                    sender=self.peers.me,
-                    side=HandoffSide.RECEIVE,
-                    reason="waiting for the drain ack of a link's self-test",
-                ),
-            )
+            ask_for_ack(hold, holds=self.holds, peers=self.peers, of="self-test of a link")
 
     def _refusal(self, key: RoomKey) -> str:
         if key in self.holds:

@@ -27,6 +27,7 @@ from typing import TypeGuard
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
 from tandem_engine.disaggregation.drains import AckDue, ClosedRooms, DrainBook
+from tandem_engine.disaggregation.endings import tell_ended
 from tandem_engine.disaggregation.grants import EarlyGrants, Grant
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
@@ -268,7 +269,7 @@ class PrefillStage:
             logprobs=tuple(req.logprobs) if req.sampling.logprobs is not None else None,
             cached_tokens=req.cached_tokens,
             exposed_s=exposed,
-            ranks=max(1, len(self.transport.hello().ranks)),
+            ranks=self.transport.hello().num_ranks,
         )
         if self.peers.send(room.peer, record):
             self.counters.moved += _moves(room)
@@ -317,17 +318,7 @@ class PrefillStage:
             self.peers.send(peer, DrainAck(room=key.room, generation=key.generation, sender=self.peers.me))
 
     def _tell(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> None:
-        self.peers.send(
-            peer,
-            TransferAborted(
-                room=key.room,
-                generation=key.generation,
-                sender=self.peers.me,
-                side=HandoffSide.SEND,
-                reason=reason,
-                finished=finished,
-            ),
-        )
+        tell_ended(self.peers, peer, key, side=HandoffSide.SEND, reason=reason, finished=finished)
 
     def _room_of(self, req: Request) -> SendRoom | None:
         handoff = _sends(req)

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from tandem_engine.config import DisaggConfig
-from tandem_engine.disaggregation.holds import HoldState, HoldTable, TransferHold
+from tandem_engine.disaggregation.endings import ask_for_ack, tell_ended
+from tandem_engine.disaggregation.holds import HoldTable, TransferHold
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prefix_counters import PrefixCounters
@@ -109,7 +110,7 @@ class PrefixFetcher:
                 self._give_up(fetch, "the requests that waited for it have ended")
         for hold in self.holds.overdue():
             if hold.state.owns_pages:
-                self._ask_for_ack(hold)
+                self.counters.quarantined += ask_for_ack(hold, holds=self.holds, peers=self.peers, of="prefix fetch")
             else:
                 self._fail(self._fetches[hold.key], "it did not come in time")
 
@@ -270,19 +271,7 @@ class PrefixFetcher:
         self.holds.drain(fetch.hold.key, fetch.hold.pages)
         fetch.here.give_back()
         self._close(fetch, pages=0)
-        self._tell(fetch.hold, reason)
-
-    def _ask_for_ack(self, hold: TransferHold) -> None:
-        if hold.state is HoldState.DRAINING:
-            self.counters.quarantined += 1
-            logger.warning(
-                "prefix %r: %s did not acknowledge the end; %d pages go into quarantine",
-                str(hold.key),
-                hold.writer.incarnation,
-                len(hold.pages),
-            )
-        self.holds.quarantine(hold)
-        self._tell(hold, "waiting for the drain ack of a prefix fetch")
+        tell_ended(self.peers, fetch.hold.writer, fetch.hold.key, side=HandoffSide.RECEIVE, reason=reason)
 
     def _close(self, fetch: Fetch, *, pages: int) -> None:
         del self._fetches[fetch.hold.key]
@@ -293,18 +282,6 @@ class PrefixFetcher:
             req.fetched = FetchReport(
                 peer=fetch.hold.writer.incarnation, pages=pages, bytes=pages * self.page_bytes, wait_s=waited
             )
-
-    def _tell(self, hold: TransferHold, reason: str) -> None:
-        self.peers.send(
-            hold.writer,
-            TransferAborted(
-                room=hold.key.room,
-                generation=hold.key.generation,
-                sender=self.peers.me,
-                side=HandoffSide.RECEIVE,
-                reason=reason,
-            ),
-        )
 
 
 def _wrote(fetch: Fetch, sender: Peer) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tandem_engine.disaggregation.drains import ClosedRooms, DrainBook
+from tandem_engine.disaggregation.endings import tell_ended
 from tandem_engine.disaggregation.grants import Grant
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
@@ -195,7 +196,7 @@ class PrefixLender:
                 sender=self.peers.me,
                 pages=loan.pages,
                 digests=loan.all_digests(),
-                ranks=max(1, len(self.transport.hello().ranks)),
+                ranks=self.transport.hello().num_ranks,
             ),
         )
 
@@ -215,13 +216,4 @@ class PrefixLender:
 
     def _refuse(self, grant: Grant, reason: str) -> None:
         self.closed.add(grant.key)
-        self.peers.send(
-            grant.receiver,
-            TransferAborted(
-                room=grant.key.room,
-                generation=grant.key.generation,
-                sender=self.peers.me,
-                side=HandoffSide.SEND,
-                reason=reason,
-            ),
-        )
+        tell_ended(self.peers, grant.receiver, grant.key, side=HandoffSide.SEND, reason=reason)

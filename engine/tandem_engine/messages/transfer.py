@@ -78,6 +78,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     ranks: RankPools = ()
     """Of an engine with several, all of them in order; what is not said here they have in common. Else none."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Of the sender's engine, at least 1."""
+        return max(1, len(self.ranks))
+
 
 class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     """The receiver allows `writer` to write KV of one prompt into `pages`."""

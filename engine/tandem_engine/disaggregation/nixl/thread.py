@@ -348,20 +348,9 @@ class TransferThread:
     def _done(self, outstanding: _Outstanding) -> None:
         push = outstanding.push
         del self._outstanding[push.key]
-        self.outbox.put(PushDone(key=push.key, digests=self._digests(push), seconds=outstanding.seconds))
-
-    def _digests(self, push: Push) -> tuple[int, ...]:
-        """Of the source pages, once they are written: on a CPU the write has brought them into its cache."""
-        key = push.key
-        return self.digester.digest(
-            push.source,
-            room=key.room,
-            generation=key.generation,
-            first=key.first,
-            kind=push.digest,
-            tail=push.tail,
-            heads=None if push.heads is None else push.heads.source,
-        )
+        # Once they are written: on a CPU the write has brought the pages into its cache.
+        digests = self.digester.sent(push)
+        self.outbox.put(PushDone(key=push.key, digests=digests, seconds=outstanding.seconds))
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:
         del self._outstanding[outstanding.push.key]

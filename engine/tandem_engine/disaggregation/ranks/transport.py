@@ -146,7 +146,7 @@ class RankedTransport:
         self.local.rename(self.place.agent(me))
 
     def connect(self, hello: Hello) -> None:
-        peer, ranks = hello.sender.incarnation, max(1, len(hello.ranks))
+        peer, ranks = hello.sender.incarnation, hello.num_ranks
         problem = _problem_with(hello, ranks, self.place.kv_heads)
         if problem is not None:
             self._refused[peer] = problem
