@@ -13,11 +13,9 @@ CLEARED = IndexUpdate(UpdateKind.CLEARED)
 
 @pytest.fixture
 async def fleet(server):
-    server.command("FLUSHALL")
-    workers = Fleet(server)
-    await workers.beat(make_record("w1"))
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        await workers.beat(make_record("w1"))
+        yield workers
 
 
 def stored(*hashes: bytes) -> IndexUpdate:

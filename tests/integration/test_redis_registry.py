@@ -22,18 +22,14 @@ SHORT = {"LEASE_MS": 150, "FENCE_AFTER_MS": 300, "SWEEP_EVERY_MS": 0}
 
 @pytest.fixture
 async def fleet(server):
-    server.command("FLUSHALL")
-    workers = Fleet(server)
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        yield workers
 
 
 @pytest.fixture
 async def brief(server):
-    server.command("FLUSHALL")
-    workers = Fleet(server, **SHORT)
-    yield workers
-    await workers.close()
+    async with Fleet.of(server, **SHORT) as workers:
+        yield workers
 
 
 async def names(workers: Fleet) -> set[str]:

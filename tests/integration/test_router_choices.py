@@ -18,10 +18,8 @@ PROMPT = tuple(range(20 * PAGE))
 
 @pytest.fixture
 async def fleet(server):
-    server.command("FLUSHALL")
-    workers = Fleet(server)
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        yield workers
 
 
 def make_router(server: RedisServer, seed: int = 1) -> Router:
@@ -41,14 +39,8 @@ def query(**changes) -> RouteQuery:
     return RouteQuery(**fields | changes)
 
 
-async def join(fleet: Fleet, router: Router, *records) -> None:
-    for record in records:
-        await fleet.beat(record)
-    await router.refresh()
-
-
 async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):
-    await join(fleet, router, make_record("p", Role.PREFILL), make_record("d", Role.DECODE))
+    await fleet.join(router, make_record("p", Role.PREFILL), make_record("d", Role.DECODE))
     choice = await router.choose(query())
     assert choice.source is Source.REDIS
     assert choice.prefill is not None
@@ -66,7 +58,7 @@ async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):
 
 async def test_a_worker_that_has_the_prefix_is_preferred_until_its_queue_costs_more(fleet, router):
     home, other = make_record("home"), make_record("other")
-    await join(fleet, router, home, other)
+    await fleet.join(router, home, other)
     await fleet.cache(home, chain_of(PROMPT))
     choice = await router.choose(query())
     assert choice.decode.worker_id == "home"
@@ -78,7 +70,7 @@ async def test_a_worker_that_has_the_prefix_is_preferred_until_its_queue_costs_m
 
 async def test_prompts_of_another_tenant_match_nothing(fleet, router):
     home = make_record("home")
-    await join(fleet, router, home)
+    await fleet.join(router, home)
     await fleet.cache(home, chain_of(PROMPT, salt="a"))
     assert (await router.choose(query(cache_salt="a"))).matched_tokens == len(PROMPT)
     assert (await router.choose(query(cache_salt="b"))).matched_tokens == 0
@@ -87,7 +79,7 @@ async def test_prompts_of_another_tenant_match_nothing(fleet, router):
 async def test_a_decode_worker_that_lacks_little_computes_alone(fleet, router):
     fast = make_load(prefill_rate=10_000)
     decode = make_record("d", Role.DECODE, load=fast)
-    await join(fleet, router, make_record("p", Role.PREFILL, load=fast), decode)
+    await fleet.join(router, make_record("p", Role.PREFILL, load=fast), decode)
     await fleet.cache(decode, chain_of(PROMPT)[:-1])
     choice = await router.choose(query())
     assert choice.prefill is None
@@ -95,20 +87,19 @@ async def test_a_decode_worker_that_lacks_little_computes_alone(fleet, router):
 
 
 async def test_a_decode_worker_computes_alone_when_no_prefill_worker_lives(fleet, router):  # RELIABILITY B3.12
-    await join(fleet, router, make_record("d", Role.DECODE))
+    await fleet.join(router, make_record("d", Role.DECODE))
     assert (await router.choose(query())).prefill is None
 
 
 async def test_a_prefill_worker_alone_cannot_serve(fleet, router):
-    await join(fleet, router, make_record("p", Role.PREFILL))
+    await fleet.join(router, make_record("p", Role.PREFILL))
     with pytest.raises(NoWorkersError) as caught:
         await router.choose(query())
     assert caught.value.retry_after > 0
 
 
 async def test_workers_of_different_geometry_are_never_paired(fleet, router):  # RELIABILITY B3.51
-    await join(
-        fleet,
+    await fleet.join(
         router,
         make_record("p-old", Role.PREFILL, compat_hash="old"),
         make_record("d-new", Role.DECODE, compat_hash="new"),
@@ -122,8 +113,7 @@ async def test_workers_of_different_geometry_are_never_paired(fleet, router):  #
 
 
 async def test_a_decode_worker_of_another_release_serves_alone_until_there_is_one_of_the_new(fleet, router):
-    await join(
-        fleet,
+    await fleet.join(
         router,
         make_record("p-new", Role.PREFILL, compat_hash="new"),
         make_record("d-old", Role.DECODE, compat_hash="old"),
@@ -133,8 +123,7 @@ async def test_a_decode_worker_of_another_release_serves_alone_until_there_is_on
 
 
 async def test_an_output_goes_on_with_the_weights_it_began_with(fleet, router):  # B3.52
-    await join(
-        fleet,
+    await fleet.join(
         router,
         make_record("new", compat_hash="new"),
         make_record("old", compat_hash="old", load=make_load(sequences=20)),
@@ -151,7 +140,7 @@ async def test_an_output_goes_on_with_the_weights_it_began_with(fleet, router): 
 
 
 async def test_excluded_and_dead_workers_are_not_chosen(fleet, router):
-    await join(fleet, router, make_record("a"), make_record("b"), make_record("c"))
+    await fleet.join(router, make_record("a"), make_record("b"), make_record("c"))
     router.mark_dead("c@1")
     for _ in range(10):
         assert (await router.choose(query(exclude=frozenset({"a@1"})))).decode.worker_id == "b"
@@ -159,13 +148,13 @@ async def test_excluded_and_dead_workers_are_not_chosen(fleet, router):
 
 
 async def test_excluding_everybody_is_an_error_and_not_a_hang(fleet, router):
-    await join(fleet, router, make_record("a"))
+    await fleet.join(router, make_record("a"))
     with pytest.raises(NoWorkersError):
         await router.choose(query(exclude=frozenset({"a@1"})))
 
 
 async def test_another_model_and_too_long_prompts_find_nobody(fleet, router):
-    await join(fleet, router, make_record("a", context_length=len(PROMPT)))
+    await fleet.join(router, make_record("a", context_length=len(PROMPT)))
     for bad in (query(), query(model="other", token_ids=(1, 2))):
         with pytest.raises(NoWorkersError):
             await router.choose(bad)
@@ -176,7 +165,7 @@ async def test_a_burst_spreads_over_equal_workers_across_gateways(server, fleet,
     await second.start()
     records = [make_record(f"p{n}", Role.PREFILL) for n in range(4)]
     records += [make_record(f"d{n}", Role.DECODE) for n in range(4)]
-    await join(fleet, router, *records)
+    await fleet.join(router, *records)
     await second.refresh()
     prefills: Counter[str] = Counter()
     decodes: Counter[str] = Counter()
@@ -192,7 +181,7 @@ async def test_a_burst_spreads_over_equal_workers_across_gateways(server, fleet,
 
 
 async def test_released_load_no_longer_weighs(fleet, router):
-    await join(fleet, router, make_record("a"))
+    await fleet.join(router, make_record("a"))
     first = await router.choose(query())
     await router.release(first)
     await router.release(first)
@@ -201,7 +190,7 @@ async def test_released_load_no_longer_weighs(fleet, router):
 
 
 async def test_a_report_takes_the_place_of_reservations(fleet, router):
-    await join(fleet, router, make_record("a"))
+    await fleet.join(router, make_record("a"))
     await router.choose(query())
     queued = {t.name: t.seconds for t in (await router.choose(query())).terms}["prefill_queue"]
     assert queued == pytest.approx(len(PROMPT) / 1000)
@@ -218,7 +207,7 @@ async def test_a_report_takes_the_place_of_reservations(fleet, router):
 async def test_a_worker_without_room_is_the_last_resort(fleet, router):
     full = make_record("full", load=make_load(room_tokens=10))
     busy = make_record("busy", load=make_load(sequences=60))
-    await join(fleet, router, full, busy)
+    await fleet.join(router, full, busy)
     assert (await router.choose(query())).decode.worker_id == "busy"
     router.mark_dead("busy@1")
     assert (await router.choose(query())).decode.worker_id == "full"
@@ -228,7 +217,7 @@ async def test_a_running_sequence_moves_to_whoever_decodes_and_has_room(fleet, r
     leaving = make_record("d1", Role.DECODE)
     small = make_record("d2", Role.DECODE, load=make_load(room_tokens=100))
     roomy = make_record("d3", Role.DECODE, load=make_load(sequences=5))
-    await join(fleet, router, make_record("p", Role.PREFILL), leaving, small, roomy)
+    await fleet.join(router, make_record("p", Role.PREFILL), leaving, small, roomy)
     choice = await router.relocate(query(), leaving.view)
     assert (choice.decode.worker_id, choice.prefill) == ("d3", leaving.view)
     await router.release(choice)
@@ -246,25 +235,25 @@ async def test_a_running_sequence_moves_to_whoever_decodes_and_has_room(fleet, r
 )
 async def test_a_running_sequence_stays_when_nobody_can_take_it_now(fleet, router, other):
     leaving = make_record("d1", Role.DECODE)
-    await join(fleet, router, leaving, other)
+    await fleet.join(router, leaving, other)
     with pytest.raises(NoWorkersError):
         await router.relocate(query(), leaving.view)
 
 
 async def test_a_worker_that_registered_since_the_last_view_is_found(fleet, router):
-    await join(fleet, router, make_record("a", load=make_load(sequences=50)))
+    await fleet.join(router, make_record("a", load=make_load(sequences=50)))
     await fleet.beat(make_record("b"))
     assert (await router.choose(query())).decode.worker_id == "b"
 
 
 async def test_short_and_empty_prompts_can_be_routed(fleet, router):
-    await join(fleet, router, make_record("a"))
+    await fleet.join(router, make_record("a"))
     for tokens in ((), (1,), tuple(range(PAGE))):
         assert (await router.choose(query(token_ids=tokens))).decode.worker_id == "a"
 
 
 async def test_a_worker_that_is_lost_while_redis_is_asked_is_not_chosen(fleet, router):
-    await join(fleet, router, make_record("d1"), make_record("d2", load=make_load(queue_tokens=100_000)))
+    await fleet.join(router, make_record("d1"), make_record("d2", load=make_load(queue_tokens=100_000)))
     choosing = asyncio.create_task(router.choose(query()))
     await asyncio.sleep(0)
     router.mark_dead("d1@1")
@@ -276,7 +265,7 @@ async def test_a_fast_link_is_preferred_and_a_broken_one_avoided(fleet, router):
     near = make_record("near", Role.PREFILL, links=(make_link(decode, 1e9),))
     for link in (make_link(decode, 1e6), make_link(decode, 1e9, broken=True)):
         far = make_record("far", Role.PREFILL, links=(link,))
-        await join(fleet, router, decode, near, far)
+        await fleet.join(router, decode, near, far)
         for _ in range(5):
             choice = await router.choose(query())
             assert choice.prefill is not None
@@ -287,7 +276,7 @@ async def test_a_fast_link_is_preferred_and_a_broken_one_avoided(fleet, router):
 async def test_a_link_without_a_figure_costs_what_the_others_of_its_worker_do(fleet, router):
     decode, gone = make_record("d", Role.DECODE, load=make_load(sequences=2)), make_record("gone", Role.DECODE)
     slow = make_record("slow", Role.PREFILL, links=(make_link(gone, 1e6),), load=make_load(transfer_rate=1e6))
-    await join(fleet, router, decode, slow)
+    await fleet.join(router, decode, slow)
     choice = await router.choose(query())
     terms = {term.name: term.seconds for term in choice.terms}
     assert choice.placement is Placement.PAIR
@@ -296,11 +285,11 @@ async def test_a_link_without_a_figure_costs_what_the_others_of_its_worker_do(fl
 
 async def test_figures_of_links_are_replaced_by_each_heartbeat_and_go_with_the_worker(fleet, router, server):
     decode = make_record("d", Role.DECODE)
-    await join(fleet, router, decode, make_record("p", Role.PREFILL, links=(make_link(decode, 1e6),)))
+    await fleet.join(router, decode, make_record("p", Role.PREFILL, links=(make_link(decode, 1e6),)))
     assert server.command("HKEYS", "tandem:{default}:links:p@1").split()[-1] == "d@1"
-    await join(fleet, router, make_record("p", Role.PREFILL))
+    await fleet.join(router, make_record("p", Role.PREFILL))
     assert server.command("EXISTS", "tandem:{default}:links:p@1").strip() == ":0"
-    await join(fleet, router, make_record("p", Role.PREFILL, links=(make_link(decode, 1e6),)))
+    await fleet.join(router, make_record("p", Role.PREFILL, links=(make_link(decode, 1e6),)))
     await fleet.registry.deregister("p@1")
     assert server.command("EXISTS", "tandem:{default}:links:p@1").strip() == ":0"
 
@@ -309,7 +298,7 @@ async def test_figures_of_links_are_replaced_by_each_heartbeat_and_go_with_the_w
     "rubbish", [("SET", "x"), ("HSET", "d@1", "nan"), ("HSET", "d@1", "-1"), ("HSET", "d@1", "1e9")]
 )
 async def test_rubbish_in_place_of_link_figures_is_no_figure(fleet, router, server, rubbish):  # RELIABILITY E6.70
-    await join(fleet, router, make_record("d", Role.DECODE), make_record("p", Role.PREFILL))
+    await fleet.join(router, make_record("d", Role.DECODE), make_record("p", Role.PREFILL))
     command, *arguments = rubbish
     server.command(command, "tandem:{default}:links:p@1", *arguments)
     choice = await router.choose(query())
@@ -321,15 +310,15 @@ async def test_rubbish_in_place_of_link_figures_is_no_figure(fleet, router, serv
 
 async def test_a_long_queue_makes_the_decode_worker_compute_and_says_so(fleet, router):
     decode = make_record("d", Role.DECODE)
-    await join(fleet, router, decode, make_record("p", Role.PREFILL, load=make_load(queue_tokens=5000)))
+    await fleet.join(router, decode, make_record("p", Role.PREFILL, load=make_load(queue_tokens=5000)))
     choice = await router.choose(query())
     assert (choice.prefill, choice.placement) == (None, Placement.LOCAL)
     await router.release(choice)
-    await join(fleet, router, make_record("p", Role.PREFILL))
+    await fleet.join(router, make_record("p", Role.PREFILL))
     assert (await router.choose(query())).placement is Placement.PAIR
 
 
 async def test_without_a_prefill_worker_a_choice_is_degraded(fleet, router):  # RELIABILITY B3.12
-    await join(fleet, router, make_record("d", Role.DECODE))
+    await fleet.join(router, make_record("d", Role.DECODE))
     assert (await router.choose(query())).placement is Placement.DEGRADED
     assert router.counters.placements[Placement.DEGRADED] == 1

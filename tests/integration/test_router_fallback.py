@@ -30,18 +30,15 @@ def server():
 
 @pytest.fixture
 async def fleet(server):
-    workers = Fleet(server)
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        yield workers
 
 
 @pytest.fixture
 async def router(server, fleet):
     gateway = Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=0.25), random=Random(1))
     await gateway.start()
-    for record in RECORDS:
-        await fleet.beat(record)
-    await gateway.refresh()
+    await fleet.join(gateway, *RECORDS)
     yield gateway
     await gateway.stop()
 

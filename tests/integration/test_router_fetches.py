@@ -20,10 +20,8 @@ BUSY = make_load(queue_tokens=100_000, prefill_rate=10_000)
 
 @pytest.fixture
 async def fleet(server):
-    server.command("FLUSHALL")
-    workers = Fleet(server)
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        yield workers
 
 
 @pytest.fixture
@@ -40,15 +38,9 @@ def query(**changes) -> RouteQuery:
     return RouteQuery(**fields | changes)
 
 
-async def join(fleet: Fleet, router: Router, *records) -> None:
-    for record in records:
-        await fleet.beat(record)
-    await router.refresh()
-
-
 async def test_an_idle_worker_is_told_who_has_the_prefix(fleet, router):
     home = make_record("home", Role.PREFILL, load=BUSY)
-    await join(fleet, router, home, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))
+    await fleet.join(router, home, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))
     await fleet.cache(home, CHAIN)
     choice = await router.choose(query())
     assert choice.source is Source.REDIS
@@ -67,7 +59,7 @@ async def test_an_idle_worker_is_told_who_has_the_prefix(fleet, router):
 
 async def test_the_decode_worker_is_named_for_the_next_turn(fleet, router):
     decode = make_record("d", Role.DECODE)
-    await join(fleet, router, make_record("p", Role.PREFILL), decode)
+    await fleet.join(router, make_record("p", Role.PREFILL), decode)
     await fleet.cache(decode, CHAIN)
     choice = await router.choose(query())
     assert choice.prefill is not None
@@ -81,7 +73,7 @@ async def test_nobody_is_named_who_could_not_help(fleet, router, fact):
     changes = {"compat_hash": "other"} if fact == "paired differently" else {}
     links = (make_link(idle, 0.0, broken=True),) if fact == "broken" else ()
     home = make_record("home", Role.PREFILL, load=BUSY, links=links, **changes)
-    await join(fleet, router, home, idle, make_record("d", Role.DECODE))
+    await fleet.join(router, home, idle, make_record("d", Role.DECODE))
     await fleet.cache(home, chain_of(PROMPT, salt="other") if fact == "salt" else CHAIN)
     if fact == "draining":
         await fleet.beat(replace(home, state=WorkerState.DRAINING))
@@ -93,7 +85,7 @@ async def test_nobody_is_named_who_could_not_help(fleet, router, fact):
 
 async def test_a_source_that_this_gateway_does_not_know_is_not_named(fleet, router):
     home = make_record("home", Role.PREFILL, load=BUSY)
-    await join(fleet, router, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))
+    await fleet.join(router, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))
     await fleet.beat(home)
     await fleet.cache(home, CHAIN)
     choice = await router.choose(query())
@@ -104,7 +96,7 @@ async def test_a_source_that_this_gateway_does_not_know_is_not_named(fleet, rout
 
 async def test_who_takes_over_a_running_sequence_fetches_nothing(fleet, router):
     leaving, taker = make_record("leaving", Role.DECODE), make_record("taker", Role.DECODE)
-    await join(fleet, router, leaving, taker, make_record("p", Role.PREFILL))
+    await fleet.join(router, leaving, taker, make_record("p", Role.PREFILL))
     await fleet.cache(taker, CHAIN)
     choice = await router.relocate(query(), leaving.view)
     assert (choice.prefill, choice.fetch) == (leaving.view, None)

@@ -18,14 +18,12 @@ QUERY = RouteQuery(request_id="r", model=MODEL, token_ids=PROMPT, max_tokens=16)
 
 @pytest.fixture
 async def fleet(server):
-    server.command("FLUSHALL")
-    workers = Fleet(server)
-    for name in ("p1", "p2"):
-        await workers.beat(make_record(name, Role.PREFILL))
-    for name in ("d1", "d2"):
-        await workers.beat(make_record(name, Role.DECODE))
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        for name in ("p1", "p2"):
+            await workers.beat(make_record(name, Role.PREFILL))
+        for name in ("d1", "d2"):
+            await workers.beat(make_record(name, Role.DECODE))
+        yield workers
 
 
 @pytest.fixture

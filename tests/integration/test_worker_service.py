@@ -40,9 +40,8 @@ def server():
 
 @pytest.fixture
 async def fleet(server):
-    workers = Fleet(server)
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        yield workers
 
 
 @pytest.fixture
@@ -290,7 +289,12 @@ async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog)
     await until(draining)
     assert await matched(fleet) is None
     assert (await worker.get("/ready")).status_code == 503
-    assert worker.remote.orders_of("drain")
+
+    async def told() -> bool:
+        return bool(worker.remote.orders_of("drain"))
+
+    # The engine's own process hears of it after Redis does.
+    await until(told)
     assert not worker.exit.done()
     worker.remote.tell(stats={"running": 0})
     assert await asyncio.wait_for(worker.exit, 15) == 0

@@ -1,7 +1,7 @@
 """What every side of a transfer says when a room ends early, and how it asks for the ack that frees its pages.
 
-    TransferAborted ─▶ DrainAck            the pages of the hold are free
-    TransferAborted ─▶ silence ─▶ quarantine, and the question again every `drain_timeout`
+TransferAborted ─▶ DrainAck            the pages of the hold are free
+TransferAborted ─▶ silence ─▶ quarantine, and the question again every `drain_timeout`
 """
 
 import logging

@@ -1,5 +1,7 @@
 """Workers, records and prompts for tests of router and worker service."""
 
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 from tandem_engine.config import Role
@@ -12,6 +14,7 @@ from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, Updat
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import CONSTANTS, FunctionLibrary, library_source
 from tandem_services.router.registry import HeartbeatReply, Registry, WorkerRecord, WorkerState
+from tandem_services.router.router import Router
 from tandem_testing.redis_server import RedisServer
 
 MODEL = "mini"
@@ -96,6 +99,12 @@ class Fleet:
             record, deployment=deployment, known_generation=self.generation, report_age_s=report_age_s
         )
 
+    async def join(self, router: Router, *records: WorkerRecord) -> None:
+        """These workers are there, and `router` knows it."""
+        for record in records:
+            await self.beat(record)
+        await router.refresh()
+
     async def cache(self, record: WorkerRecord, hashes: list[bytes]) -> None:
         """Make the index say that the worker holds exactly these blocks."""
         updates = [IndexUpdate(UpdateKind.CLEARED), IndexUpdate(UpdateKind.STORED, tuple(hashes))]
@@ -105,3 +114,14 @@ class Fleet:
 
     async def close(self) -> None:
         await self.client.close()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def of(cls, server: RedisServer, **options: Any) -> "AsyncIterator[Fleet]":
+        """On an empty Redis, closed at the end of the block. `options` as of the constructor."""
+        server.command("FLUSHALL")
+        fleet = cls(server, **options)
+        try:
+            yield fleet
+        finally:
+            await fleet.close()
