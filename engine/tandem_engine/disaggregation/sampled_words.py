@@ -75,34 +75,35 @@ def _sampled_digests(
     rows   [samples], of `sampled_rows`
     num_heads  that may be read, of the page's `heads`, from the one on that `rows` point to
     """
-    samples, page_words = rows.shape[0], words.shape[1]
+    # One plain loop for each thing that is done to a sample: what only calculates is calculated for several at once,
+    # and reads do not wait for each other.
+    samples, page_words = rows.shape[0], np.uint64(words.shape[1])
     flat = words.reshape(-1)
-    block = max(1, BLOCK_SAMPLES // samples)
+    pages_at_once = max(1, BLOCK_SAMPLES // samples)
     readable, num_words = np.uint64(num_heads), np.uint64(row_words)
     side, head_words = np.uint64(heads * slots * row_words), np.uint64(slots * row_words)
-    places, where = np.empty((block, samples), np.uint64), np.empty((block, samples), np.int64)
-    read = np.empty((block, samples), np.uint64)
-    for first in range(0, pages.shape[0], block):
-        count = min(block, pages.shape[0] - first)
+    places, where, read = np.empty((3, pages_at_once * samples), np.uint64)
+    for first in range(0, pages.shape[0], pages_at_once):
+        count = min(pages_at_once, pages.shape[0] - first)
         for i in range(count):
-            base = mix(keys[first + i])
-            start = pages[first + i] * page_words
+            base, start = mix(keys[first + i]), np.uint64(pages[first + i]) * page_words
             for s in range(samples):
-                place = mix(base + np.uint64(s) * _GOLDEN)
-                places[i, s] = place
-                offset = (place & _ONE) * side + _chosen(place, _HEAD, readable) * head_words
-                offset += _chosen(place, _WORD, num_words)
-                where[i, s] = start + rows[s] * row_words + np.int64(offset)
+                places[i * samples + s] = base + np.uint64(s) * _GOLDEN
+                where[i * samples + s] = start + np.uint64(rows[s]) * num_words
+        for k in range(count * samples):
+            place = mix(places[k])
+            offset = (place & _ONE) * side + _chosen(place, _HEAD, readable) * head_words
+            where[k] += offset + _chosen(place, _WORD, num_words)
+            places[k] = place
+        for k in range(count * samples):
+            read[k] = flat[where[k]]
+        for k in range(count * samples):
+            read[k] = mix(read[k] ^ places[k])
         for i in range(count):
-            for s in range(samples):
-                read[i, s] = flat[where[i, s]]
-        for i in range(count):
-            base = mix(keys[first + i])
-            total = base
-            for s in range(samples):
-                total += mix(read[i, s] ^ places[i, s])
+            total = mix(keys[first + i])
+            for k in range(i * samples, (i + 1) * samples):
+                total += read[k]
             out[first + i] = mix(total)
-
 
 sampled_digests = compiled(_sampled_digests)
 """`_sampled_digests`, compiled."""
