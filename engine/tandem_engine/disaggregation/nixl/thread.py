@@ -288,8 +288,9 @@ class TransferThread:
         if push.heads is None and there.heads != self.region.heads:
             reason = f"whole pages of {self.region.heads} KV heads for a pool of pages of {there.heads}"
             return PushFailed(key=push.key, reason=reason, peer_lost=False)
-        outside = next((page for page in push.target if not 0 < page < there.num_pages), None)
-        if outside is not None:
+        lowest, highest = min(push.target), max(push.target)
+        if lowest < 1 or highest >= there.num_pages:
+            outside = lowest if lowest < 1 else highest
             reason = f"page {outside} was granted, the pool of {push.peer} has pages 1 to {there.num_pages - 1}"
             return PushFailed(key=push.key, reason=reason, peer_lost=False)
         return None
