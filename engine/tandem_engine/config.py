@@ -469,6 +469,11 @@ class DisaggConfig:
         """Seconds between two signs of life: three may be lost before a lease runs out."""
         return min(self.grant_timeout, self.hold_timeout) / 4
 
+    @property
+    def question_period(self) -> float:
+        """Seconds between two questions about a grant whose end was not heard of."""
+        return self.renewal_period / 4
+
     def __post_init__(self) -> None:
         if not 0.0 < self.prefix_fetch_timeout < math.inf:
             raise ConfigError(

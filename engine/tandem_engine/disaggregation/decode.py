@@ -151,6 +151,10 @@ class DecodeStage:
                 self._greeted.discard(writer)
                 self._send_grant(receiving)
 
+    def unaccounted(self) -> Iterator[TransferHold]:
+        """Holds of which the writer has not said that all is written, or that nothing more will be."""
+        return (receiving.hold for receiving in self._receiving.values() if receiving.record is None)
+
     def on_record(self, record: HandoffRecord) -> None:
         """The writer's account of what it pushed, and the first token. Of a transfer that is over: ignored (T65)."""
         receiving = self._from(record.sender, room_key(record.room, record.generation))

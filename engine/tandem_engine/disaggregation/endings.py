@@ -17,14 +17,13 @@ logger = logging.getLogger(__name__)
 
 def tell_ended(
     peers: PeerLink, peer: Peer, key: RoomKey, *, side: HandoffSide, reason: str, finished: bool = False
-) -> None:
-    """This engine, which is `side` of room `key`, is done with it (T63, T64)."""
-    peers.send(
-        peer,
-        TransferAborted(
-            room=key.room, generation=key.generation, sender=peers.me, side=side, reason=reason, finished=finished
-        ),
+) -> TransferAborted:
+    """This engine, which is `side` of room `key`, is done with it (T63, T64). Returns what was said."""
+    message = TransferAborted(
+        room=key.room, generation=key.generation, sender=peers.me, side=side, reason=reason, finished=finished
     )
+    peers.send(peer, message)
+    return message
 
 
 def ask_for_ack(hold: TransferHold, *, holds: HoldTable, peers: PeerLink, of: str) -> bool:

@@ -10,11 +10,13 @@ silence (a dead, hung or partitioned peer) lets a lease run out.
     a hold: its deadline              ◀─ StillOpen ─   rooms granted: queued, computing or pushing, and how far
              └─ then ─────────────── GrantsRenewed ─▶  the grant: until when pushes may start
     requests that wait for memory     ── StillOpen ─▶  a computed prompt that is kept for a grant
+    a grant without word of its end   ── StillOpen ─▶  rooms that are over: what was said last is said again
 
 A renewed grant never outlives its hold (T62), whatever is lost or late: the receiver first puts off its
 deadline by `valid_s`, and the writer counts these seconds from when it asked, which was earlier.
-A grant that was lost on its way, because a connection broke, is not named as granted: it is sent again. A room that
-is not named any more has no grant and no renewal, so its hold runs out.
+A grant that was lost on its way, because a connection broke, is not named as granted: it is sent again. So is a lost
+handoff record or end: the receiver asks for those every `question_period`, which is no renewal and puts off nothing. A
+room that is not named any more has no grant and no renewal, so its hold runs out if the question is not answered.
 
 Renewals decide about waiting alone. Whether a page may be reused is decided by commit, ack and fencing.
 """
@@ -28,7 +30,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
 from tandem_engine.disaggregation.decode import DecodeStage
-from tandem_engine.disaggregation.holds import HoldTable
+from tandem_engine.disaggregation.holds import HoldTable, TransferHold
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prealloc import PreallocQueue
@@ -102,13 +104,15 @@ class SenderLeases:
     pulse: Pulse
     clock: Clock
     hold_timeout: float
+    account: Callable[[RoomKey, Peer], None]
+    """Of the stage: say again how a room has ended."""
 
     @classmethod
     def of(cls, stage: PrefillStage) -> Self:
         """For the rooms of `stage`."""
         clock, config = stage.host.clock, stage.config
         pulse = Pulse(side=HandoffSide.SEND, period=config.renewal_period, clock=clock, peers=stage.peers)
-        return cls(rooms=stage.rooms, pulse=pulse, clock=clock, hold_timeout=config.hold_timeout)
+        return cls(rooms=stage.rooms, pulse=pulse, clock=clock, hold_timeout=config.hold_timeout, account=stage.account)
 
     def beat(self) -> None:
         """Tell receivers which rooms are queued, computing, kept or being pushed."""
@@ -119,11 +123,17 @@ class SenderLeases:
             )
 
     def on_still_open(self, message: StillOpen) -> None:
-        """A receiver still waits for memory: keep its computed prompts. Other rooms are ignored."""
+        """A receiver still waits: for memory, so keep its computed prompts; or for word of what it has granted.
+
+        Other rooms are ignored.
+        """
         keep_until = self.clock.now() + self.hold_timeout
         for named in message.rooms:
             room = self._of(message.sender, named)
-            if room is not None and room.grant is None and room.keep_until is not None:
+            if named.granted:
+                if room is None:
+                    self.account(room_key(named.room, named.generation), message.sender)
+            elif room is not None and room.grant is None and room.keep_until is not None:
                 room.keep_until = keep_until
 
     def on_renewed(self, message: GrantsRenewed) -> None:
@@ -154,6 +164,9 @@ class ReceiverLeases:
     counters: TransferCounters
     pulse: Pulse
     standstill: Standstill
+    questions: Pulse
+    unaccounted: Callable[[], Iterable[TransferHold]]
+    """Of the stage: holds whose writer has not said that it is through."""
     grant_again: Callable[[Iterable[RoomKey], str], None]
     """Of the stage: a writer has no grant for these rooms, which may have been granted."""
 
@@ -170,22 +183,35 @@ class ReceiverLeases:
             counters=stage.counters,
             pulse=Pulse(side=HandoffSide.RECEIVE, period=period, clock=clock, peers=stage.peers),
             standstill=Standstill(clock=clock),
+            questions=Pulse(
+                side=HandoffSide.RECEIVE, period=stage.config.question_period, clock=clock, peers=stage.peers
+            ),
+            unaccounted=stage.unaccounted,
             grant_again=stage.grant_again,
         )
 
     def beat(self) -> None:
-        """Tell writers which requests wait here for memory, unless there is no hope of any.
+        """Tell writers which requests wait here for memory, unless there is no hope of any, and ask them about grants
+        that they have had for a while.
 
         Engines can wait in a circle: this one's memory is granted to prompts that a writer cannot compute,
         because its own is full of prompts that wait for ours. Then nothing moves here any more, and saying no
         more lets the writer give up prompts it has computed. Those it has not computed lose nothing by it.
         """
+        self._ask()
         if not self.pulse.due():
             return
         waiting = len(self.prealloc) > 0
         still = self.standstill.seconds(self.host.launched + self.counters.moves, waiting=waiting)
         if waiting and still < self.config.stall_timeout:
             self.pulse.tell(Open(entry.handoff.peer, _open_room(entry.key)) for entry in self.prealloc)
+
+    def _ask(self) -> None:
+        """The end of a room may have been lost with a connection; its writer would never name it again."""
+        if self.questions.due():
+            old = self.host.clock.now() - self.questions.period
+            holds = (hold for hold in self.unaccounted() if hold.granted_at <= old)
+            self.questions.tell(Open(hold.writer, _open_room(hold.key, granted=True)) for hold in holds)
 
     def on_still_open(self, message: StillOpen) -> None:
         """A writer goes on with these rooms: wait for it, and renew its grants, or repeat them if it has none.

@@ -30,6 +30,7 @@ from tandem_engine.disaggregation.drains import AckDue, ClosedRooms, DrainBook
 from tandem_engine.disaggregation.endings import tell_ended
 from tandem_engine.disaggregation.grants import EarlyGrants, Grant
 from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.last_words import LastWords
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.disaggregation.send_room import SendRoom
@@ -66,6 +67,7 @@ class PrefillStage:
     early: EarlyGrants
     drains: DrainBook
     closed: ClosedRooms
+    said: LastWords
     counters: TransferCounters
     _rooms: dict[RoomKey, SendRoom] = field(default_factory=dict)
     """Open rooms: computing and inflight."""
@@ -123,6 +125,7 @@ class PrefillStage:
     def tick(self) -> bool:
         """Let time pass: hand over what is complete, give up what is overdue. True if anything moved."""
         self.early.drop_expired()
+        self.said.drop_expired()
         now = self.host.clock.now()
         for room in [*self._rooms.values()]:
             if room.complete and room.keep_until is not None:
@@ -152,7 +155,7 @@ class PrefillStage:
             self._close(room, "the prefill worker's request ended")
         elif room is None and key not in self.closed:
             self.closed.add(key)
-            self._tell(handoff.peer, key, "the prefill worker refused the request")
+            self._end(handoff.peer, key, "the prefill worker refused the request")
 
     @property
     def rooms(self) -> Mapping[RoomKey, SendRoom]:
@@ -199,6 +202,14 @@ class PrefillStage:
         if room is not None and (event.peer_lost or not room.failed(event.key)):
             self._fail(room, event.reason)
 
+    def account(self, key: RoomKey, peer: Peer) -> None:
+        """A receiver lacks word of a room that it has granted: say again how it ended, if it has."""
+        said = self.said.said(key, peer)
+        if said is not None:
+            self.peers.send(peer, said)
+        elif key in self.closed:
+            self._tell(peer, key, "the room is closed")
+
     def on_abort(self, message: TransferAborted) -> None:
         """The receiver is done with the room: push no more, and ack once nothing is outstanding."""
         key = room_key(message.room, message.generation)
@@ -214,6 +225,7 @@ class PrefillStage:
         for room in [room for room in self._rooms.values() if room.peer.incarnation == incarnation]:
             self._fail(room, f"decode worker {incarnation} is gone")
         self.early.drop_from(incarnation)
+        self.said.drop_to(incarnation)
         self.drains.drop(incarnation)
 
     # Pushing.
@@ -276,6 +288,7 @@ class PrefillStage:
             self.counters.handed_over += 1
             self.counters.exposed_s += exposed
             self._forget(room)
+            self.said.keep(room.key, room.peer, record)
         else:
             self._fail(room, "the decode worker does not take messages")
 
@@ -298,7 +311,7 @@ class PrefillStage:
 
     def _close(self, room: SendRoom, reason: str, *, finished: bool = False) -> None:
         self._forget(room)
-        self._tell(room.peer, room.key, reason, finished=finished)
+        self._end(room.peer, room.key, reason, finished=finished)
 
     def _forget(self, room: SendRoom) -> None:
         del self._rooms[room.key]
@@ -317,8 +330,12 @@ class PrefillStage:
             key, peer = due
             self.peers.send(peer, DrainAck(room=key.room, generation=key.generation, sender=self.peers.me))
 
-    def _tell(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> None:
-        tell_ended(self.peers, peer, key, side=HandoffSide.SEND, reason=reason, finished=finished)
+    def _end(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> None:
+        """Tell `peer`, and remember what was said."""
+        self.said.keep(key, peer, self._tell(peer, key, reason, finished=finished))
+
+    def _tell(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> TransferAborted:
+        return tell_ended(self.peers, peer, key, side=HandoffSide.SEND, reason=reason, finished=finished)
 
     def _room_of(self, req: Request) -> SendRoom | None:
         handoff = _sends(req)

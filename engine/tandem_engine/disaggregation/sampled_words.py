@@ -105,6 +105,7 @@ def _sampled_digests(
                 total += read[k]
             out[first + i] = mix(total)
 
+
 sampled_digests = compiled(_sampled_digests)
 """`_sampled_digests`, compiled."""
 

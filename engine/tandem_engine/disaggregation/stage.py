@@ -20,6 +20,7 @@ from tandem_engine.disaggregation.drains import ClosedRooms, DrainBook
 from tandem_engine.disaggregation.grants import EarlyGrants
 from tandem_engine.disaggregation.holds import HoldTable
 from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.last_words import LastWords
 from tandem_engine.disaggregation.leases import ReceiverLeases, SenderLeases
 from tandem_engine.disaggregation.links import Links
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
@@ -89,6 +90,7 @@ class HandoffStage:
             early=EarlyGrants(clock=host.clock),
             drains=DrainBook(),
             closed=ClosedRooms(),
+            said=LastWords(clock=host.clock, keep_s=config.grant_timeout),
             counters=counters,
         )
         holds = HoldTable(clock=host.clock, give_back=host.memory.give_back, drain_timeout=config.drain_timeout)

@@ -4,7 +4,8 @@
       │ Hello(metadata, pool) ───────▶ │   once per pair of incarnations
       │ WriteGrant(pages)     ───────▶ │   may arrive before, during or after the computation
       │                    ◀── NIXL WRITE of one or more pushes
-      │ StillOpen(rooms)    ◀────────▶ │   every quarter of a lease, while either side goes on with rooms
+      │ StillOpen(rooms)    ◀────────▶ │   every quarter of a lease, while either side goes on with rooms; more often
+      │                                │   of grants whose end the receiver lacks: the writer repeats what it said last
       │ GrantsRenewed(rooms)  ───────▶ │   answers the writer's, for the rooms that have a grant
       │ ◀─────────────── HandoffRecord │   first token, logprobs, digests: after the last push is done
       │ TransferAborted ◀────────────▶ │   either way, on every terminal path (T63, T64)
@@ -148,7 +149,7 @@ class OpenRoom(msgspec.Struct, frozen=True, array_like=True):
     room: str
     generation: int
     granted: bool = False
-    """The sender of the message has a write grant for it."""
+    """SEND: the sender of the message has a write grant for it. RECEIVE: it has given one and lacks word of the end."""
     written: int = 0
     """Pages that it has written so far."""
 
@@ -161,7 +162,7 @@ class StillOpen(msgspec.Struct, frozen=True, kw_only=True, tag="still_open"):
 
     sender: Peer
     side: HandoffSide
-    """SEND: prompts to compute or to push. RECEIVE: requests that wait for memory."""
+    """SEND: prompts to compute or to push. RECEIVE: requests that wait for memory, and grants whose end it lacks."""
     said_at: float
     """By the sender's own clock, and for it alone: the answer repeats it unread (T75)."""
     rooms: OpenRooms

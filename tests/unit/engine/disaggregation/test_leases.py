@@ -77,11 +77,20 @@ class Scene:
         self.turn()
 
     def signs(self) -> list[StillOpen]:
-        return self.side.link.messages(StillOpen)
+        """That the engine under test goes on."""
+        return [sign for sign in self.side.link.messages(StillOpen) if not _asks(sign)]
+
+    def questions(self) -> list[StillOpen]:
+        """About rooms that it has granted."""
+        return [sign for sign in self.side.link.messages(StillOpen) if _asks(sign)]
 
     def gave_up(self) -> list[str]:
         """Rooms that the engine under test told the other end it is done with."""
         return [abort.room for abort in self.side.link.messages(TransferAborted)]
+
+
+def _asks(sign: StillOpen) -> bool:
+    return sign.side is HandoffSide.RECEIVE and any(room.granted for room in sign.rooms)
 
 
 def make_receiver(**engine: object) -> Scene:
@@ -264,6 +273,28 @@ def test_a_receiver_says_what_waits_for_memory_once_per_period():
     assert [(sign.side, sign.rooms) for sign in receiver.signs()] == [(HandoffSide.RECEIVE, (waiting(),))]
     receiver.pass_time(PERIOD)
     assert len(receiver.signs()) == 2
+
+
+def test_a_receiver_asks_about_what_it_has_granted_until_it_has_word_of_the_end():
+    receiver = make_receiver()
+    receiver.submit()
+    assert receiver.questions() == []
+    receiver.pass_time(CONFIG.question_period)
+    receiver.turn(5)
+    assert [question.rooms for question in receiver.questions()] == [(granted(),)]
+    receiver.other.record(receiver.other.grant(), next_token(PROMPT, vocab_size=VOCAB))
+    receiver.turn()
+    receiver.pass_time(CONFIG.question_period)
+    assert len(receiver.questions()) == 1
+
+
+def test_questions_put_off_nothing():  # T63
+    receiver = make_receiver()
+    receiver.submit()
+    while receiver.side.engine.clock.time < GRANT_TIMEOUT:
+        receiver.pass_time(CONFIG.question_period)
+    assert len(receiver.questions()) > 2
+    assert receiver.side.finish().retryable
 
 
 def test_a_receiver_in_which_nothing_moves_lets_go_of_what_waits():
@@ -511,6 +542,51 @@ def test_a_grant_that_was_lost_with_its_connection_costs_no_request(kinds):  # B
     assert gone >= set(kinds)
     assert pair.decode.tokens() == pair.expected()
     pair.assert_clean()
+
+
+def lose_first(pair, kind: type[PeerMessage]) -> list[PeerMessage]:
+    """The first message of a kind vanishes; what was lost is in the list."""
+    gone: list[PeerMessage] = []
+
+    def lost(message: PeerMessage) -> bool:
+        first = isinstance(message, kind) and not gone
+        gone.extend([message] * first)
+        return first
+
+    pair.network.lost = lost
+    return gone
+
+
+def test_a_handoff_record_that_was_lost_comes_again_and_costs_no_attempt():  # B3.26
+    pair = make_pair()
+    gone = lose_first(pair, HandoffRecord)
+    pair.submit()
+    pair.run(seconds_per_turn=CONFIG.question_period / 2)
+    assert pair.prefill.link.messages(HandoffRecord) == 2 * gone
+    assert pair.decode.engine.clock.time < GRANT_TIMEOUT
+    assert pair.decode.tokens() == pair.expected()
+    pair.assert_clean()
+
+
+def test_word_that_the_writer_gave_up_comes_again_when_it_was_lost():  # T63
+    pair = make_pair()
+    gone = lose_first(pair, TransferAborted)
+    pair.fabric.fates = lambda _push: Fate(fail=True)
+    pair.submit()
+    pair.run(seconds_per_turn=CONFIG.question_period / 2)
+    assert gone == pair.prefill.link.messages(TransferAborted)[:1]
+    assert pair.decode.finish().retryable
+    assert pair.decode.engine.clock.time < GRANT_TIMEOUT
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("named", [granted("unknown"), granted(generation=2)])
+def test_a_question_about_a_room_that_was_never_there_is_not_answered(named):  # T65
+    sender = make_sender()
+    sender.submit()
+    sender.hears(named)
+    assert sender.other.got(TransferAborted) == []
+    assert sender.other.got(HandoffRecord) == []
 
 
 def test_a_prompt_that_waits_for_the_receivers_memory_longer_than_the_lease_is_handed_over():

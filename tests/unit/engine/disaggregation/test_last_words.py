@@ -1,0 +1,69 @@
+"""What was said last in a room is known for as long as somebody may ask."""
+
+import pytest
+
+from tandem_engine.disaggregation.last_words import LastWords
+from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.messages.requests import HandoffSide
+from tandem_engine.messages.transfer import TransferAborted
+from tandem_testing.disagg_network import make_peer
+from tandem_testing.scheduler_builders import ManualClock
+
+KEEP_S = 8.0
+ME, PEER, STRANGER = make_peer("p"), make_peer("d"), make_peer("q")
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def said(clock):
+    return LastWords(clock=clock, keep_s=KEEP_S, capacity=2)
+
+
+def key_of(room: str) -> RoomKey:
+    return room_key(room, 1)
+
+
+def ended(room: str, reason: str = "over") -> TransferAborted:
+    return TransferAborted(room=room, generation=1, sender=ME, side=HandoffSide.SEND, reason=reason)
+
+
+def test_it_is_said_again_to_whom_it_was_said_and_to_nobody_else(said):
+    said.keep(key_of("a"), PEER, ended("a"))
+    assert said.said(key_of("a"), PEER) == ended("a")
+    assert said.said(key_of("a"), STRANGER) is None
+    assert said.said(key_of("b"), PEER) is None
+    assert said.said(room_key("a", 2), PEER) is None
+
+
+def test_the_newest_word_counts(said):
+    said.keep(key_of("a"), PEER, ended("a"))
+    said.keep(key_of("a"), PEER, ended("a", "really over"))
+    assert said.said(key_of("a"), PEER) == ended("a", "really over")
+
+
+def test_it_is_dropped_when_nobody_waits_for_it_any_more(said, clock):
+    said.keep(key_of("a"), PEER, ended("a"))
+    clock.time += KEEP_S / 2
+    said.keep(key_of("b"), PEER, ended("b"))
+    clock.time += KEEP_S / 2
+    said.drop_expired()
+    assert said.said(key_of("a"), PEER) is None
+    assert said.said(key_of("b"), PEER) == ended("b")
+
+
+def test_the_oldest_makes_room(said):
+    for room in "abc":
+        said.keep(key_of(room), PEER, ended(room))
+    assert [said.said(key_of(room), PEER) for room in "abc"] == [None, ended("b"), ended("c")]
+
+
+def test_a_dead_receiver_asks_no_more(said):
+    said.keep(key_of("a"), PEER, ended("a"))
+    said.keep(key_of("b"), STRANGER, ended("b"))
+    said.drop_to(PEER.incarnation)
+    assert said.said(key_of("a"), PEER) is None
+    assert said.said(key_of("b"), STRANGER) == ended("b")
