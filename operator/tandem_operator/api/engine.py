@@ -1,0 +1,116 @@
+"""Settings of the engine: each is a flag of `tandem worker`, and unset ones have that flag's default.
+
+`FLAG` names give the flag. `tandem worker --help` explains them at length; docs/features.md says what goes with what.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from tandem_operator.api.markers import Api, LabelKey, Rule, Share, printable
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+GiB = Annotated[float, msgspec.Meta(gt=0.0, le=65536.0)]
+
+
+class Speculation(Api, frozen=True, kw_only=True):
+    """Guess tokens cheaply and verify several in one step. Never changes an output."""
+
+    algorithm: Literal["NGRAM", "DRAFT", "EAGLE"]
+    """NGRAM repeats what followed the same words before, DRAFT asks a smaller model, EAGLE a trained head."""
+    draft_model_path: Annotated[str, printable(max_length=1024)] = ""
+    """Folder of the draft model or head within the model's volume; needed by DRAFT and EAGLE."""
+    num_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    """Guesses per request and step at most."""
+
+    RULES: ClassVar = (
+        Rule(
+            "self.algorithm == 'NGRAM' || has(self.draftModelPath)",
+            "draftModelPath is needed by DRAFT and EAGLE",
+        ),
+    )
+
+
+class HostCache(Api, frozen=True, kw_only=True):
+    """Host memory below the device's KV cache."""
+
+    size_gib: GiB | None = None
+    """Memory for prefixes that the KV pool has no room for."""
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] | None = None
+    """When a prefix is copied there."""
+    swap_gib: GiB | None = None
+    """Memory for the KV of requests that have to give way."""
+
+
+class Engine(Api, frozen=True, kw_only=True):
+    """Engine settings."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None
+    """Type of weights and KV."""
+    page_size: Annotated[int, msgspec.Meta(extra_json_schema={"enum": [1, 16, 64]}, ge=1, le=64)] | None = None
+    """Tokens per KV page: 1, 16 or 64."""
+    context_length: PositiveInt | None = None
+    """Longest prompt and output together; at most the model's own."""
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    """GPUs (ranks) of one worker. Must divide the model's attention heads."""
+    mem_fraction_static: Share | None = None
+    """Share of device memory for weights and KV."""
+    kv_cache_gib: GiB | None = None
+    """Memory for KV pages, instead of a share."""
+    max_running_requests: PositiveInt | None = None
+    """Sequences decoded together."""
+    max_queued_requests: PositiveInt | None = None
+    """Waiting requests before a worker refuses more."""
+    chunked_prefill_size: PositiveInt | None = None
+    """Prompt tokens of one request in one step."""
+    max_prefill_tokens: PositiveInt | None = None
+    """Prompt tokens computed in one step."""
+    schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "priority", "srf"] | None = None
+    """Which waiting request goes next."""
+    threads: PositiveInt | None = None
+    """CPU threads of one worker, where the model runs on a CPU."""
+    speculation: Speculation | None = None
+    """Speculative decoding."""
+    host_cache: HostCache | None = None
+    """Host memory below the KV cache."""
+
+
+class Rdma(Api, frozen=True, kw_only=True):
+    """RDMA devices of the pods, from a device plugin."""
+
+    resource: LabelKey
+    """Extended resource, such as rdma/ib or rdma/hca_shared_devices_a."""
+    count: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    """How many per pod."""
+
+
+class Topology(Api, frozen=True, kw_only=True):
+    """Keep prefill and decode near each other."""
+
+    key: LabelKey = "kubernetes.io/hostname"
+    """Node label within whose values they should be: hostname, rack, NVLink domain."""
+    required: bool = False
+    """Do not schedule decode elsewhere, rather than only prefer it."""
+
+
+class Transfer(Api, frozen=True, kw_only=True):
+    """How KV pages move from prefill to decode."""
+
+    expect: Literal["any", "tcp", "rdma", "shm", "cuda_ipc"] = "any"
+    """Slowest transport that is as it should be; anything slower makes the condition TransportReady false."""
+    digest: Literal["sampled", "full"] = "sampled"
+    """Proof asked of pages that were moved: sampled words of each, or every byte."""
+    ucx: Annotated[
+        dict[
+            Annotated[str, msgspec.Meta(pattern="^UCX_[A-Z0-9_]+$", max_length=64)],
+            Annotated[str, printable(max_length=512)],
+        ],
+        msgspec.Meta(max_length=32),
+    ] = {}
+    """UCX settings, such as UCX_TLS or UCX_NET_DEVICES."""
+    rdma: Rdma | None = None
+    """RDMA devices of the pods."""
+    topology: Topology | None = None
+    """Placement of prefill and decode to each other."""
+
+    RULES: ClassVar = (Rule("!has(self.ucx) || self.ucx.all(k, k.startsWith('UCX_'))", "keys of ucx begin with UCX_"),)

@@ -1,0 +1,83 @@
+"""The HTTP front of a model service."""
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from tandem_operator.api.markers import Annotations, Api, Name, Port, Rule, printable
+from tandem_operator.api.pods import PodOverrides, Resources
+
+
+class GatewayLimits(Api, frozen=True, kw_only=True):
+    """What the gateway holds back and for how long; docs/limits.md."""
+
+    max_waiting_requests: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
+    """Requests that wait here for a worker with room; more are refused."""
+    queue_timeout_seconds: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] | None = None
+    """How long one waits before it is refused."""
+
+
+class ServicePort(Api, frozen=True, kw_only=True):
+    """The Service of the gateway."""
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    """Kind of Service."""
+    port: Port = 80
+    """Port that clients use."""
+    annotations: Annotations = {}
+    """Annotations, for load balancers of clouds."""
+
+
+class ParentRef(Api, frozen=True, kw_only=True):
+    """A Gateway of the Gateway API."""
+
+    name: Name
+    """Its name."""
+    namespace: Name | None = None
+    """Its namespace; without it the same."""
+    section_name: Name | None = None
+    """Its listener."""
+
+
+class HttpRoute(Api, frozen=True, kw_only=True):
+    """An HTTPRoute to the gateway's Service, where the Gateway API is installed."""
+
+    parent_refs: Annotated[list[ParentRef], msgspec.Meta(min_length=1, max_length=8)]
+    """Gateways that it attaches to."""
+    hostnames: Annotated[
+        list[Annotated[str, msgspec.Meta(pattern=r"^(\*\.)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]],
+        msgspec.Meta(max_length=16),
+    ] = []
+    """Host names that it answers to."""
+
+
+class Gateway(Api, frozen=True, kw_only=True):
+    """The HTTP front."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
+    """Gateway pods. Two or more survive the loss of one."""
+    auth_secret: Name | None = None
+    """Secret whose keys are files of hashed API keys (`tandem keys`); without it everybody who reaches it may."""
+    limits: GatewayLimits = GatewayLimits()
+    """Waiting room."""
+    router_policy: Annotated[str, printable(max_length=128)] | None = None
+    """Who is offered a request; one policy, or prefill=POLICY,decode=POLICY."""
+    strict_fields: bool = False
+    """Refuse requests with unknown fields."""
+    service: ServicePort = ServicePort()
+    """Its Service."""
+    http_route: HttpRoute | None = None
+    """HTTPRoute to it."""
+    resources: Resources = Resources(requests={"cpu": "500m", "memory": "1Gi"}, limits={"memory": "2Gi"})
+    """Resources of one gateway."""
+    pod: PodOverrides = PodOverrides()
+    """What is different about its pods."""
+
+    RULES: ClassVar = (
+        Rule(
+            "!has(self.routerPolicy) || self.routerPolicy.matches('^((prefill|decode)=)?"
+            "(locality|round_robin|least_loaded|power_of_two|session)"
+            "(,(prefill|decode)=(locality|round_robin|least_loaded|power_of_two|session))?$')",
+            "routerPolicy is locality, round_robin, least_loaded, power_of_two or session, or prefill=P,decode=P",
+        ),
+    )

@@ -1,0 +1,66 @@
+"""Where a checkpoint comes from."""
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from tandem_operator.api.markers import AbsolutePath, Api, Image, Name, RelativePath, Rule
+from tandem_operator.api.pods import SecretKey
+
+
+class ClaimSource(Api, frozen=True, kw_only=True):
+    """A folder of a persistent volume, mounted read-only by all pods at once (access mode ReadOnlyMany or more)."""
+
+    claim_name: Name
+    """PersistentVolumeClaim in the same namespace."""
+    path: RelativePath = ""
+    """Folder of the checkpoint within the volume; empty: its root."""
+
+
+class ImageSource(Api, frozen=True, kw_only=True):
+    """An OCI image or artifact that holds the checkpoint, mounted as a volume (Kubernetes 1.31 and later)."""
+
+    reference: Image
+    """Image, best by digest."""
+    path: RelativePath = ""
+    """Folder of the checkpoint within it; empty: its root."""
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When it is pulled; empty: the cluster's rule."""
+
+
+class HuggingFaceSource(Api, frozen=True, kw_only=True):
+    """A model of the Hugging Face hub, downloaded by an init container of each pod."""
+
+    id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._A-Za-z0-9]*/[A-Za-z0-9][-._A-Za-z0-9]*$", max_length=192)]
+    """owner/name."""
+    revision: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._/A-Za-z0-9]*$", max_length=128)] = "main"
+    """Branch, tag or commit. A commit makes pods of one revision equal whenever they start."""
+    token_secret: SecretKey | None = None
+    """Access token, for gated models."""
+    cache_claim: Name | None = None
+    """PersistentVolumeClaim to keep downloads in; without it each pod has its own copy."""
+
+
+class ModelSource(Api, frozen=True, kw_only=True):
+    """Exactly one of its fields."""
+
+    path: AbsolutePath | None = None
+    """Folder within the engine's and the gateway's image."""
+    claim: ClaimSource | None = None
+    """Folder of a persistent volume."""
+    image: ImageSource | None = None
+    """OCI image that holds it."""
+    hugging_face: HuggingFaceSource | None = None
+    """Model of the Hugging Face hub."""
+
+    RULES: ClassVar = (
+        Rule(
+            "[has(self.path), has(self.claim), has(self.image), has(self.huggingFace)].filter(x, x).size() == 1",
+            "give exactly one of path, claim, image and huggingFace",
+        ),
+        Rule(
+            "has(self.path) == has(oldSelf.path) && has(self.claim) == has(oldSelf.claim) && "
+            "has(self.image) == has(oldSelf.image) && has(self.huggingFace) == has(oldSelf.huggingFace)",
+            "the kind of source cannot change: make another ModelService",
+        ),
+    )

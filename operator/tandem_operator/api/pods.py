@@ -1,0 +1,124 @@
+"""What a resource may say of its pods. There is no way to name a host path, a service account or a privilege here:
+who may write these resources must not thereby get more than they have (RELIABILITY E7.81).
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from tandem_operator.api.markers import (
+    Api,
+    DnsName,
+    FileName,
+    LabelKey,
+    Labels,
+    Name,
+    Opaque,
+    Quantity,
+    Rule,
+    printable,
+)
+
+
+class SecretKey(Api, frozen=True, kw_only=True):
+    """A key of a Secret in the same namespace."""
+
+    name: Name
+    """Name of the Secret."""
+    key: FileName
+    """Key within it."""
+
+
+class Resources(Api, frozen=True, kw_only=True):
+    """Compute resources of a container, as in a pod."""
+
+    requests: Annotated[dict[LabelKey, Quantity], msgspec.Meta(max_length=32)] = {}
+    """Least amounts, by resource."""
+    limits: Annotated[dict[LabelKey, Quantity], msgspec.Meta(max_length=32)] = {}
+    """Greatest amounts, by resource; GPUs are named here."""
+
+    RULES: ClassVar = (
+        Rule(
+            "!has(self.requests) || !has(self.limits) || !('memory' in self.requests) || !('memory' in self.limits) || "
+            "quantity(string(self.requests.memory)).compareTo(quantity(string(self.limits.memory))) <= 0",
+            "requests.memory must not be above limits.memory",
+        ),
+    )
+
+
+class EnvVar(Api, frozen=True, kw_only=True):
+    """An environment variable of the main container."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
+    """Name; those that begin with TANDEM_ are the operator's."""
+    value: Annotated[str, printable(max_length=4096)] = ""
+    """Value."""
+    secret_key_ref: SecretKey | None = None
+    """Take the value from a Secret."""
+
+    RULES: ClassVar = (
+        Rule("!self.name.startsWith('TANDEM_')", "variables that begin with TANDEM_ are set by the operator"),
+        Rule("!(has(self.value) && has(self.secretKeyRef))", "give value or secretKeyRef, not both"),
+    )
+
+
+class Toleration(Api, frozen=True, kw_only=True):
+    """A taint of nodes that these pods bear, as in a pod."""
+
+    key: Annotated[str, msgspec.Meta(max_length=317)] = ""
+    """Taint key; empty with operator Exists: every taint."""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    """Exists or Equal."""
+    value: Annotated[str, msgspec.Meta(max_length=63)] = ""
+    """Taint value, for Equal."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Which effect; empty: all."""
+    toleration_seconds: int | None = None
+    """How long a NoExecute taint is borne."""
+
+
+class PodOverrides(Api, frozen=True, kw_only=True):
+    """What may be changed about the pods of one part."""
+
+    labels: Labels = {}
+    """More labels. Those of tandem.dev and app.kubernetes.io are the operator's."""
+    annotations: Annotated[
+        dict[LabelKey, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=32)
+    ] = {}
+    """More annotations."""
+    node_selector: Annotated[
+        dict[LabelKey, Annotated[str, msgspec.Meta(max_length=63)]], msgspec.Meta(max_length=32)
+    ] = {}
+    """Labels that a node must have."""
+    tolerations: Annotated[list[Toleration], msgspec.Meta(max_length=32)] = []
+    """Taints that the pods bear."""
+    affinity: Opaque = {}
+    """Affinity, as in a pod."""
+    topology_spread_constraints: Annotated[list[Opaque], msgspec.Meta(max_length=8)] = []
+    """Spread over zones or nodes, as in a pod; without a labelSelector it is that of the part."""
+    priority_class_name: Annotated[
+        str, msgspec.Meta(pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$", max_length=253)
+    ] = ""
+    """PriorityClass of the pods."""
+    runtime_class_name: Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$", max_length=253)] = (
+        ""
+    )
+    """RuntimeClass of the pods, such as nvidia."""
+    scheduler_name: DnsName | None = None
+    """Another scheduler than the cluster's default."""
+    env: Annotated[list[EnvVar], msgspec.Meta(max_length=64)] = []
+    """More environment variables of the main container."""
+
+    RULES: ClassVar = (
+        Rule(
+            "!has(self.labels) || "
+            "self.labels.all(k, !k.startsWith('tandem.dev/') && !k.startsWith('app.kubernetes.io/'))",
+            "labels of tandem.dev/ and app.kubernetes.io/ are set by the operator",
+        ),
+    )
+
+
+def plain(part: Api) -> dict[str, Any]:
+    """As it stands in a manifest, without what has its default."""
+    built: dict[str, Any] = msgspec.to_builtins(part)
+    return built

@@ -1,0 +1,39 @@
+"""Redis of a model service: where gateways and workers find each other. Never the only copy of anything."""
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from tandem_operator.api.markers import Api, Rule
+from tandem_operator.api.pods import PodOverrides, Resources, SecretKey
+
+
+class ManagedRedis(Api, frozen=True, kw_only=True):
+    """One pod with a generated password, without a disk: what it loses the workers tell it again."""
+
+    resources: Resources = Resources(requests={"cpu": "250m", "memory": "512Mi"}, limits={"memory": "1Gi"})
+    """Its resources. The index of a million cached blocks takes about 100 MiB."""
+    pod: PodOverrides = PodOverrides()
+    """What is different about its pod."""
+
+
+class ExternalRedis(Api, frozen=True, kw_only=True):
+    """A Redis (7 or later) or Valkey that is there already; several services may share it."""
+
+    url: Annotated[
+        str, msgspec.Meta(pattern=r"^rediss?://([-._a-zA-Z0-9]+@)?[-._a-zA-Z0-9\[\]:]+(/[0-9]+)?$", max_length=512)
+    ]
+    """redis:// or rediss:// for TLS, with the ACL user before an @. No password."""
+    password: SecretKey | None = None
+    """Its password."""
+
+
+class Redis(Api, frozen=True, kw_only=True):
+    """Managed, or external."""
+
+    managed: ManagedRedis | None = None
+    """A Redis of this service alone; what there is when nothing is said."""
+    external: ExternalRedis | None = None
+    """A Redis that is there already."""
+
+    RULES: ClassVar = (Rule("!(has(self.managed) && has(self.external))", "give managed or external, not both"),)

@@ -1,0 +1,127 @@
+"""What all pods have in common: they meet the Pod Security Standard "restricted" and get nothing they do not need."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tandem_operator.api.pods import EnvVar, PodOverrides, Resources
+from tandem_operator.builders.naming import Labels
+
+Manifest = dict[str, Any]
+
+TMP = "/tmp"  # noqa: S108 - a volume of the pod, mounted there
+
+
+def container_security() -> Manifest:
+    """securityContext of every container."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+    }
+
+
+def pod_security(user: int) -> Manifest:
+    """securityContext of every pod."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def resources_of(resources: Resources) -> Manifest:
+    """Field `resources` of a container; {} when nothing is said."""
+    built: Manifest = msgspec.to_builtins(resources)
+    return built
+
+
+def env_of(variables: Sequence[EnvVar]) -> list[Manifest]:
+    """A user's environment variables."""
+    return [
+        {"name": one.name, "valueFrom": {"secretKeyRef": msgspec.to_builtins(one.secret_key_ref)}}
+        if one.secret_key_ref is not None
+        else {"name": one.name, "value": one.value}
+        for one in variables
+    ]
+
+
+def value(name: str, text: str) -> Manifest:
+    """An environment variable."""
+    return {"name": name, "value": text}
+
+
+def from_pod(name: str, path: str) -> Manifest:
+    """An environment variable that holds a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+
+
+def http_probe(path: str, port: str, **limits: int) -> Manifest:
+    """A probe that asks over HTTP."""
+    return {"httpGet": {"path": path, "port": port, "scheme": "HTTP"}, **limits}
+
+
+def container_port(name: str, number: int) -> Manifest:
+    """With its protocol, which server-side apply wants as part of the key."""
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def scratch(name: str, path: str, *, memory: bool = False, limit: str | None = None) -> tuple[Manifest, Manifest]:
+    """An empty volume of the pod and its mount: the root file system is read-only."""
+    source: Manifest = {}
+    if memory:
+        source["medium"] = "Memory"
+    if limit is not None:
+        source["sizeLimit"] = limit
+    return {"name": name, "emptyDir": source}, {"name": name, "mountPath": path}
+
+
+def secret_volume(
+    name: str, secret: str, path: str, keys: Mapping[str, str] | None = None
+) -> tuple[Manifest, Manifest]:
+    """A Secret as read-only files for the group alone; `keys` maps its keys to file names, None takes all."""
+    source: Manifest = {"secretName": secret, "defaultMode": 0o440}
+    if keys is not None:
+        source["items"] = [{"key": key, "path": file} for key, file in keys.items()]
+    return {"name": name, "secret": source}, {"name": name, "mountPath": path, "readOnly": True}
+
+
+def pod_template(
+    *, labels: Labels, overrides: PodOverrides, spec: Manifest, annotations: Mapping[str, str] | None = None
+) -> Manifest:
+    """A pod template: `spec` with what every pod has, and what a user may override. Our labels win."""
+    metadata: Manifest = {"labels": {**overrides.labels, **labels}}
+    notes = {**overrides.annotations, **(annotations or {})}
+    if notes:
+        metadata["annotations"] = notes
+    return {"metadata": metadata, "spec": {**_common(), **spec, **_placement(overrides, labels)}}
+
+
+def _common() -> Manifest:
+    return {
+        # No pod talks to the API server, and variables of other Services would only be mistaken for settings.
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "restartPolicy": "Always",
+    }
+
+
+def _placement(overrides: PodOverrides, labels: Labels) -> Manifest:
+    spread = [
+        {"labelSelector": {"matchLabels": labels}, **constraint} for constraint in overrides.topology_spread_constraints
+    ]
+    placement: Manifest = {
+        "nodeSelector": overrides.node_selector,
+        "tolerations": [msgspec.to_builtins(one) for one in overrides.tolerations],
+        "affinity": overrides.affinity,
+        "topologySpreadConstraints": spread,
+        "priorityClassName": overrides.priority_class_name,
+        "runtimeClassName": overrides.runtime_class_name,
+        "schedulerName": overrides.scheduler_name,
+    }
+    return {key: value for key, value in placement.items() if value}

@@ -1,0 +1,166 @@
+"""The gateway of a ModelService: Deployment, Service and, where asked for, an HTTPRoute."""
+
+import msgspec
+
+from tandem_operator.builders.containers import (
+    TMP,
+    Manifest,
+    container_port,
+    container_security,
+    env_of,
+    from_pod,
+    http_probe,
+    pod_security,
+    pod_template,
+    resources_of,
+    scratch,
+    secret_volume,
+    value,
+)
+from tandem_operator.builders.model_mount import ModelMount, model_mount
+from tandem_operator.builders.naming import gateway_name, labels_of, selector_of
+from tandem_operator.builders.redis_access import PASSWORD_FOLDER, PASSWORD_KEY, password_volume, redis_url
+from tandem_operator.builders.served import Served
+from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY
+
+PORT = 8000
+ADMIN_PORT = 8001
+KEYS_FOLDER = "/etc/tandem/keys"
+DRAIN_NOTICE_S = 5
+"""Load balancers have so long to see that a gateway goes before its port closes."""
+
+
+def gateway_labels(service: str) -> dict[str, str]:
+    """Of its objects and pods."""
+    return labels_of(service, "gateway")
+
+
+def gateway_deployment(service: Served) -> Manifest:
+    """The Deployment, without owner references."""
+    labels = gateway_labels(service.name)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": gateway_name(service.name), "namespace": service.namespace, "labels": labels},
+        "spec": {
+            "replicas": service.spec.gateway.replicas,
+            "selector": {"matchLabels": selector_of(labels)},
+            "revisionHistoryLimit": 2,
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": _template(service, labels),
+        },
+    }
+
+
+def gateway_service(service: Served) -> Manifest:
+    """The Service: the address of the model."""
+    wanted = service.spec.gateway.service
+    labels = gateway_labels(service.name)
+    metadata: Manifest = {"name": gateway_name(service.name), "namespace": service.namespace, "labels": labels}
+    if wanted.annotations:
+        metadata["annotations"] = wanted.annotations
+    port = {"name": "http", "port": wanted.port, "targetPort": "http", "protocol": "TCP"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {"type": wanted.type, "selector": selector_of(labels), "ports": [port]},
+    }
+
+
+def http_route(service: Served) -> Manifest | None:
+    """The HTTPRoute; None when none is wanted."""
+    gateway = service.spec.gateway
+    route = gateway.http_route
+    if route is None:
+        return None
+    body: Manifest = {
+        "parentRefs": [msgspec.to_builtins(parent) for parent in route.parent_refs],
+        "rules": [{"backendRefs": [{"name": gateway_name(service.name), "port": gateway.service.port}]}],
+    }
+    if route.hostnames:
+        body["hostnames"] = route.hostnames
+    return {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "HTTPRoute",
+        "metadata": {
+            "name": gateway_name(service.name),
+            "namespace": service.namespace,
+            "labels": gateway_labels(service.name),
+        },
+        "spec": body,
+    }
+
+
+def _template(service: Served, labels: dict[str, str]) -> Manifest:
+    spec = service.spec
+    mount = model_mount(spec.model, image=service.services_image, weights=False)
+    volumes, mounts = _files(service, mount)
+    container: Manifest = {
+        "name": "gateway",
+        "image": service.services_image,
+        "command": ["tandem", "gateway"],
+        "args": _arguments(service, mount),
+        "env": [
+            from_pod("TANDEM_HOST", "status.podIP"),
+            value("TANDEM_LOG_LEVEL", spec.observability.log_level),
+            value("HOME", TMP),
+            *env_of(spec.gateway.pod.env),
+        ],
+        "ports": [container_port("http", PORT), container_port("admin", ADMIN_PORT)],
+        "resources": resources_of(spec.gateway.resources),
+        "securityContext": container_security(),
+        "volumeMounts": mounts,
+        "startupProbe": http_probe("/live", "http", periodSeconds=2, failureThreshold=150),
+        "livenessProbe": http_probe("/live", "http", periodSeconds=10, failureThreshold=3, timeoutSeconds=5),
+        "readinessProbe": http_probe("/ready", "http", periodSeconds=2, failureThreshold=2, timeoutSeconds=5),
+    }
+    if spec.images.pull_policy is not None:
+        container["imagePullPolicy"] = spec.images.pull_policy
+    pod: Manifest = {
+        "securityContext": pod_security(spec.security.run_as_user),
+        # Streams under way may take as long as on a worker.
+        "terminationGracePeriodSeconds": spec.drain_seconds + DRAIN_NOTICE_S + 10,
+        "initContainers": list(mount.init_containers),
+        "containers": [container],
+        "volumes": volumes,
+        "imagePullSecrets": [{"name": name} for name in spec.images.pull_secrets],
+    }
+    filled = {key: part for key, part in pod.items() if part != []}
+    return pod_template(labels=labels, overrides=spec.gateway.pod, spec=filled)
+
+
+def _arguments(service: Served, mount: ModelMount) -> list[str]:
+    spec = service.spec
+    words = ["--model", mount.folder, "--served-model-name", service.model_name]
+    words += ["--host", "0.0.0.0", "--port", str(PORT)]  # noqa: S104 - of the pod
+    words += ["--admin-host", "0.0.0.0", "--admin-port", str(ADMIN_PORT)]  # noqa: S104 - of the pod
+    words += ["--cluster", service.cluster, "--redis-url", redis_url(spec.redis, service.name)]
+    if password_volume(spec.redis, service.name) is not None:
+        words += ["--redis-password-file", f"{PASSWORD_FOLDER}/{PASSWORD_KEY}"]
+    words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}", "--log-format", "json"]
+    words += ["--drain-notice", str(DRAIN_NOTICE_S)]
+    if spec.gateway.auth_secret is not None:
+        words += ["--api-keys", KEYS_FOLDER]
+    if spec.gateway.router_policy is not None:
+        words += ["--router-policy", spec.gateway.router_policy]
+    if spec.gateway.strict_fields:
+        words.append("--strict-fields")
+    limits = spec.gateway.limits
+    if limits.max_waiting_requests is not None:
+        words += ["--max-waiting-requests", str(limits.max_waiting_requests)]
+    if limits.queue_timeout_seconds is not None:
+        words += ["--queue-timeout", f"{limits.queue_timeout_seconds:g}"]
+    return words
+
+
+def _files(service: Served, mount: ModelMount) -> tuple[list[Manifest], list[Manifest]]:
+    spec = service.spec
+    pairs = [scratch("tmp", TMP), secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY})]
+    password = password_volume(spec.redis, service.name)
+    if password is not None:
+        pairs.append(password)
+    if spec.gateway.auth_secret is not None:
+        pairs.append(secret_volume("api-keys", spec.gateway.auth_secret, KEYS_FOLDER))
+    volumes = [volume for volume, _ in pairs] + list(mount.volumes)
+    return volumes, [place for _, place in pairs] + list(mount.mounts)

@@ -1,0 +1,89 @@
+"""How the checkpoint comes into a pod: volumes, mounts, an init container for downloads, and the folder to load."""
+
+from dataclasses import dataclass
+
+from tandem_operator.api.model_source import ClaimSource, HuggingFaceSource, ImageSource, ModelSource
+from tandem_operator.api.pods import SecretKey
+from tandem_operator.builders.containers import Manifest, container_security, scratch, value
+
+MOUNT = "/models"
+DOWNLOADED = f"{MOUNT}/model"
+TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "*.txt")
+"""What a gateway needs of a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelMount:
+    """Parts of a pod."""
+
+    folder: str
+    """`--model` of the main container."""
+    volumes: tuple[Manifest, ...] = ()
+    mounts: tuple[Manifest, ...] = ()
+    init_containers: tuple[Manifest, ...] = ()
+
+
+def model_mount(source: ModelSource, *, image: str, weights: bool) -> ModelMount:
+    """Of a worker, or of a gateway (not `weights`), which downloads no more than tokenizer and configuration.
+
+    `image` is the one that has the `hf` command.
+    """
+    if source.claim is not None:
+        return _claim(source.claim)
+    if source.image is not None:
+        return _image(source.image)
+    if source.hugging_face is not None:
+        return _hugging_face(source.hugging_face, image, weights=weights)
+    assert source.path is not None, "a model source has exactly one field"
+    return ModelMount(folder=source.path)
+
+
+def _claim(source: ClaimSource) -> ModelMount:
+    return ModelMount(
+        folder=f"{MOUNT}/{source.path}".rstrip("/"),
+        volumes=({"name": "model", "persistentVolumeClaim": {"claimName": source.claim_name, "readOnly": True}},),
+        mounts=({"name": "model", "mountPath": MOUNT, "readOnly": True},),
+    )
+
+
+def _image(source: ImageSource) -> ModelMount:
+    volume: Manifest = {"reference": source.reference}
+    if source.pull_policy is not None:
+        volume["pullPolicy"] = source.pull_policy
+    return ModelMount(
+        folder=f"{MOUNT}/{source.path}".rstrip("/"),
+        volumes=({"name": "model", "image": volume},),
+        mounts=({"name": "model", "mountPath": MOUNT, "readOnly": True},),
+    )
+
+
+def _hugging_face(source: HuggingFaceSource, image: str, *, weights: bool) -> ModelMount:
+    store, mount = scratch("model", MOUNT)
+    if source.cache_claim is not None:
+        store = {"name": "model", "persistentVolumeClaim": {"claimName": source.cache_claim}}
+    # Several pods may share a claim: one folder per revision, and the hub's client locks each file.
+    folder = DOWNLOADED if source.cache_claim is None else f"{MOUNT}/{source.id}/{source.revision}"
+    command = ["hf", "download", source.id, "--revision", source.revision, "--local-dir", folder]
+    if not weights:
+        command += [word for pattern in TOKENIZER_FILES for word in ("--include", pattern)]
+    home, home_mount = scratch("hf-home", "/hf")
+    download: Manifest = {
+        "name": "download",
+        "image": image,
+        "command": command,
+        "env": [value("HF_HOME", "/hf"), *_token(source.token_secret)],
+        "volumeMounts": [mount, home_mount],
+        "securityContext": container_security(),
+    }
+    return ModelMount(
+        folder=folder,
+        volumes=(store, home),
+        mounts=({**mount, "readOnly": True},),
+        init_containers=(download,),
+    )
+
+
+def _token(secret: SecretKey | None) -> list[Manifest]:
+    if secret is None:
+        return []
+    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}]

@@ -1,0 +1,64 @@
+"""Names and labels of everything that belongs to a ModelService. Whoever looks for an object looks by these."""
+
+from tandem_operator.api.model_service import GROUP
+
+Labels = dict[str, str]
+
+MANAGED_BY = "tandem-operator"
+
+SERVICE_LABEL = f"{GROUP}/service"
+ROLE_LABEL = f"{GROUP}/role"
+REVISION_LABEL = f"{GROUP}/revision"
+
+
+def gateway_name(service: str) -> str:
+    """Of the gateway's Deployment and Service: the address that clients use is the service's own name."""
+    return f"{service}-gateway"
+
+
+def redis_name(service: str) -> str:
+    """Of the managed Redis."""
+    return f"{service}-redis"
+
+
+def redis_secret_name(service: str) -> str:
+    """Secret with the managed Redis's password, key `password`."""
+    return f"{service}-redis"
+
+
+def curve_secret_name(service: str) -> str:
+    """Secret with the key file of the sockets between the parts, key `keys.json`."""
+    return f"{service}-curve"
+
+
+def pool_name(service: str, role: str) -> str:
+    """Of a WorkerPool: what `kubectl scale`, an HPA or KEDA names."""
+    return f"{service}-{role}"
+
+
+def deployment_name(service: str, role: str, revision: str) -> str:
+    """Of the Deployment of one role's workers of one revision."""
+    return f"{service}-{role}-{revision}"
+
+
+def cluster_name(namespace: str, service: str) -> str:
+    """Name of the fleet within Redis. Its revisions share it: engines never pair where weights or layout differ."""
+    return f"{namespace}.{service}"
+
+
+def labels_of(service: str, component: str, **more: str) -> Labels:
+    """Labels of an object; `more` are those of the group, without its prefix."""
+    return {
+        "app.kubernetes.io/name": "tandem",
+        "app.kubernetes.io/instance": service,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/managed-by": MANAGED_BY,
+        SERVICE_LABEL: service,
+        **{f"{GROUP}/{key}": value for key, value in more.items()},
+    }
+
+
+def selector_of(labels: Labels) -> Labels:
+    """The part of `labels` that never changes in an object's life and tells its pods from all others."""
+    kept = (SERVICE_LABEL, ROLE_LABEL, REVISION_LABEL, "app.kubernetes.io/component")
+    return {key: labels[key] for key in kept if key in labels}

@@ -1,0 +1,68 @@
+"""A ModelService as builders see it: who it is, and its spec with every default filled in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from tandem_operator.api.images import Images
+from tandem_operator.api.model_service import ModelServiceSpec, Role
+from tandem_operator.api.redis import ManagedRedis, Redis
+from tandem_operator.builders.naming import cluster_name, curve_secret_name
+from tandem_operator.settings import OperatorSettings
+
+RoleName = Literal["prefill", "decode"]
+ROLES: tuple[RoleName, RoleName] = ("prefill", "decode")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """Make it with `served`, which fills in the defaults."""
+
+    name: str
+    namespace: str
+    spec: ModelServiceSpec
+
+    @property
+    def cluster(self) -> str:
+        """Name of its fleet within Redis."""
+        return cluster_name(self.namespace, self.name)
+
+    @property
+    def model_name(self) -> str:
+        """What clients call it."""
+        return self.spec.served_model_name or self.name
+
+    @property
+    def engine_image(self) -> str:
+        """Image of the workers."""
+        return self.spec.images.engine or ""
+
+    @property
+    def services_image(self) -> str:
+        """Image of the gateway."""
+        return self.spec.images.services or ""
+
+    @property
+    def curve_secret(self) -> str:
+        """Secret with the keys of the sockets, given or made."""
+        return self.spec.security.curve_secret or curve_secret_name(self.name)
+
+    def role(self, name: RoleName) -> Role:
+        """Part of the spec for one role."""
+        return self.spec.prefill if name == "prefill" else self.spec.decode
+
+
+def served(name: str, namespace: str, spec: ModelServiceSpec, settings: OperatorSettings) -> Served:
+    """Images and Redis as the operator's defaults where `spec` says nothing."""
+    images = Images(
+        engine=spec.images.engine or settings.engine_image,
+        services=spec.images.services or settings.services_image,
+        redis=spec.images.redis or settings.redis_image,
+        pull_policy=spec.images.pull_policy,
+        pull_secrets=spec.images.pull_secrets,
+    )
+    redis = spec.redis
+    if redis.external is None and redis.managed is None:
+        redis = Redis(managed=ManagedRedis())
+    return Served(name=name, namespace=namespace, spec=msgspec.structs.replace(spec, images=images, redis=redis))

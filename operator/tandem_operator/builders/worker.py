@@ -1,0 +1,165 @@
+"""Deployment of the workers of one role of one revision."""
+
+from tandem_operator.api.model_service import ModelServiceSpec, Role
+from tandem_operator.builders.containers import (
+    TMP,
+    Manifest,
+    container_port,
+    container_security,
+    env_of,
+    from_pod,
+    http_probe,
+    pod_security,
+    pod_template,
+    resources_of,
+    scratch,
+    secret_volume,
+    value,
+)
+from tandem_operator.builders.engine_flags import engine_flags, merged
+from tandem_operator.builders.model_mount import ModelMount, model_mount
+from tandem_operator.builders.naming import (
+    ROLE_LABEL,
+    SERVICE_LABEL,
+    deployment_name,
+    labels_of,
+    selector_of,
+)
+from tandem_operator.builders.redis_access import PASSWORD_FOLDER, PASSWORD_KEY, password_volume, redis_url
+from tandem_operator.builders.served import RoleName, Served
+
+HEALTH_PORT = 9090
+CURVE_FOLDER = "/etc/tandem/curve"
+CURVE_KEY = "keys.json"
+GRACE_AFTER_DRAIN_S = 15
+"""After the drain a worker says good-bye to Redis and its peers, and its engine ends."""
+START_PROBES = 360
+"""Every five seconds: half an hour to download and load weights before the pod is restarted."""
+
+
+def worker_deployment(service: Served, role: RoleName, revision: str, replicas: int) -> Manifest:
+    """The Deployment, without owner references."""
+    labels = worker_labels(service, role, revision)
+    rollout = service.spec.rollout
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {
+            "name": deployment_name(service.name, role, revision),
+            "namespace": service.namespace,
+            "labels": labels,
+        },
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": selector_of(labels)},
+            "revisionHistoryLimit": 1,
+            "progressDeadlineSeconds": START_PROBES * 5,
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
+            },
+            "template": _template(service, role, labels),
+        },
+    }
+
+
+def worker_labels(service: Served, role: RoleName, revision: str) -> dict[str, str]:
+    """Of the Deployment and its pods."""
+    return labels_of(service.name, "worker", role=role, revision=revision)
+
+
+def _template(service: Served, role: RoleName, labels: dict[str, str]) -> Manifest:
+    spec, part = service.spec, service.role(role)
+    mount = model_mount(spec.model, image=service.engine_image, weights=True)
+    volumes, mounts = _files(service, mount)
+    container: Manifest = {
+        "name": "worker",
+        "image": service.engine_image,
+        "command": ["tandem", "worker"],
+        "args": _arguments(service, role, mount),
+        "env": _environment(spec, part),
+        "ports": [container_port("health", HEALTH_PORT)],
+        "resources": _resources(spec, part),
+        "securityContext": container_security(),
+        "volumeMounts": mounts,
+        "startupProbe": http_probe("/live", "health", periodSeconds=5, failureThreshold=START_PROBES),
+        "livenessProbe": http_probe("/live", "health", periodSeconds=10, failureThreshold=3, timeoutSeconds=5),
+        "readinessProbe": http_probe("/ready", "health", periodSeconds=2, failureThreshold=2, timeoutSeconds=5),
+    }
+    pod: Manifest = {
+        "securityContext": pod_security(spec.security.run_as_user),
+        # SIGTERM begins the drain: a preStop hook would only delay it.
+        "terminationGracePeriodSeconds": spec.drain_seconds + GRACE_AFTER_DRAIN_S,
+        "initContainers": list(mount.init_containers),
+        "containers": [container],
+        "volumes": volumes,
+        "imagePullSecrets": [{"name": name} for name in spec.images.pull_secrets],
+        **_near_prefill(service, role),
+    }
+    if spec.images.pull_policy is not None:
+        container["imagePullPolicy"] = spec.images.pull_policy
+    return pod_template(
+        labels=labels, overrides=part.pod, spec={key: part for key, part in pod.items() if part not in ([], {})}
+    )
+
+
+def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
+    spec = service.spec
+    words = ["--role", role, "--model", mount.folder, "--served-model-name", service.model_name]
+    words += ["--cluster", service.cluster, "--redis-url", redis_url(spec.redis, service.name)]
+    if password_volume(spec.redis, service.name) is not None:
+        words += ["--redis-password-file", f"{PASSWORD_FOLDER}/{PASSWORD_KEY}"]
+    words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}"]
+    words += ["--health-host", "0.0.0.0", "--health-port", str(HEALTH_PORT)]  # noqa: S104 - of the pod
+    words += ["--drain-timeout", str(spec.drain_seconds), "--log-format", "json"]
+    return words + engine_flags(merged(spec.engine, service.role(role).engine), spec.transfer, mount.folder)
+
+
+def _environment(spec: ModelServiceSpec, part: Role) -> list[Manifest]:
+    ours = [
+        from_pod("TANDEM_WORKER_ID", "metadata.name"),
+        from_pod("TANDEM_HOST", "status.podIP"),
+        value("TANDEM_LOG_LEVEL", spec.observability.log_level),
+        value("HOME", TMP),
+        # Compiled kernels are kept where the container may write.
+        value("NUMBA_CACHE_DIR", f"{TMP}/numba"),
+        value("TRITON_CACHE_DIR", f"{TMP}/triton"),
+    ]
+    ucx = [value(name, text) for name, text in sorted(spec.transfer.ucx.items())]
+    return ours + ucx + env_of(part.pod.env)
+
+
+def _files(service: Served, mount: ModelMount) -> tuple[list[Manifest], list[Manifest]]:
+    pairs = [
+        scratch("tmp", TMP),
+        # Shared memory between ranks, and between workers of one node where UCX uses it.
+        scratch("shm", "/dev/shm", memory=True),  # noqa: S108 - a volume of the pod
+        secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY}),
+    ]
+    password = password_volume(service.spec.redis, service.name)
+    if password is not None:
+        pairs.append(password)
+    volumes = [volume for volume, _ in pairs] + list(mount.volumes)
+    return volumes, [place for _, place in pairs] + list(mount.mounts)
+
+
+def _resources(spec: ModelServiceSpec, part: Role) -> Manifest:
+    built = resources_of(part.resources)
+    rdma = spec.transfer.rdma
+    if rdma is not None:
+        for kind in ("requests", "limits"):
+            built[kind] = {**built.get(kind, {}), rdma.resource: rdma.count}
+    return built
+
+
+def _near_prefill(service: Served, role: RoleName) -> Manifest:
+    """Affinity of decode pods to prefill pods; what a user says of affinity replaces it."""
+    topology = service.spec.transfer.topology
+    if topology is None or role != "decode":
+        return {}
+    labels = {SERVICE_LABEL: service.name, ROLE_LABEL: "prefill"}
+    term: Manifest = {"labelSelector": {"matchLabels": labels}, "topologyKey": topology.key}
+    if topology.required:
+        return {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}
+    preferred = {"weight": 100, "podAffinityTerm": term}
+    return {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}}}

@@ -1,0 +1,70 @@
+"""What is there: the facts of the cluster that a plan is made from. Read by `client`, never by the planner."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem_operator.builders.served import RoleName
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ref:
+    """An object of the service's namespace."""
+
+    api_version: str
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentSeen:
+    """A Deployment of ours."""
+
+    name: str
+    replicas: int
+    """As its spec says."""
+    ready: int = 0
+    pods: int = 0
+    """Those that are there, terminating ones left out."""
+    role: RoleName | None = None
+    """Of workers."""
+    revision: str | None = None
+    created: str = ""
+    """RFC 3339, so that names sort by age."""
+    trouble: str = ""
+    """Why pods do not come up, in the words of the scheduler or the kubelet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Canary:
+    """What became of the last canary request through a revision's pair, or through the gateway."""
+
+    passed: bool
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """All that a plan depends on, beside the spec."""
+
+    now: str
+    """RFC 3339."""
+    pools: Mapping[RoleName, int] = field(default_factory=dict)
+    """`spec.replicas` of the WorkerPools that exist."""
+    deployments: tuple[DeploymentSeen, ...] = ()
+    secrets: frozenset[str] = frozenset()
+    """Names of the Secrets that exist, of those the service refers to."""
+    owned: frozenset[Ref] = frozenset()
+    """Objects that carry the service's owner reference and that a plan may take away."""
+    canaries: Mapping[str, Canary] = field(default_factory=dict)
+    """Of each revision with a pair that answered or failed; under "" that through the gateway."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Links that are slower than expected: pair → transport that carries it."""
+
+    def workers(self) -> list[DeploymentSeen]:
+        """Deployments of workers, oldest first."""
+        workers = [one for one in self.deployments if one.role is not None]
+        return sorted(workers, key=lambda one: (one.created, one.name))
+
+    def deployment(self, name: str) -> DeploymentSeen | None:
+        """The one of that name."""
+        return next((one for one in self.deployments if one.name == name), None)

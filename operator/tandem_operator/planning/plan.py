@@ -1,0 +1,251 @@
+"""Spec and observed state → what to write and what to say of it. Pure: no clock, no network, no order of events.
+
+Life cycle of a reconcile:
+
+    served(spec) ─▶ problems? ─ yes ─▶ status alone: running pods stay as they are
+                        │ no
+                        ▼
+    revision, wanted workers ─▶ rollout.next_step ─▶ manifests, scalings, deletions ─▶ conditions
+
+A plan made again from the state that it brought about changes nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem_operator.api.conditions import Condition
+from tandem_operator.api.model_service import ModelServiceStatus, RevisionStatus, RoleStatus
+from tandem_operator.api.worker_pool import WorkerPoolStatus
+from tandem_operator.builders.containers import Manifest
+from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
+from tandem_operator.builders.naming import (
+    curve_secret_name,
+    gateway_name,
+    labels_of,
+    pool_name,
+    redis_secret_name,
+    selector_of,
+)
+from tandem_operator.builders.policies import disruption_budgets, network_policies
+from tandem_operator.builders.pools import worker_pool
+from tandem_operator.builders.redis import redis_deployment, redis_service
+from tandem_operator.builders.served import ROLES, RoleName, Served
+from tandem_operator.builders.worker import worker_deployment
+from tandem_operator.planning.conditions import READY, ready, settled
+from tandem_operator.planning.observed import Observed, Ref
+from tandem_operator.planning.revision import revision_of
+from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_step
+from tandem_operator.planning.status import health_of, invalid
+from tandem_operator.planning.validation import problems_of
+from tandem_operator.settings import OperatorSettings
+
+CANARY_REVISION_LIMIT = 16
+"""Revisions with workers that a status names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """A number of replicas to write through the scale subresource."""
+
+    ref: Ref
+    replicas: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to do, in this order: secrets, manifests, scalings, deletions, status."""
+
+    secrets: tuple[str, ...] = ()
+    """Secrets to generate where they are absent: of CURVE keys, of the Redis password."""
+    apply: tuple[Manifest, ...] = ()
+    """By server-side apply."""
+    scale: tuple[Scaling, ...] = ()
+    delete: tuple[Ref, ...] = ()
+    pools: Mapping[RoleName, WorkerPoolStatus] = field(default_factory=dict)
+    """Statuses of the WorkerPools."""
+    status: ModelServiceStatus
+
+
+def make_plan(
+    service: Served, observed: Observed, before: ModelServiceStatus, generation: int, settings: OperatorSettings
+) -> Plan:
+    """`before`: the status as it is, for what time does not change."""
+    problems = problems_of(service)
+    if problems:
+        return Plan(status=_status(before, [invalid(problems)], observed, generation))
+    target = revision_of(service)
+    wanted = wanted_workers(service, observed)
+    step = next_step(target, wanted, _revisions(observed), service.spec.rollout)
+    manifests = _manifests(service, target, step, settings)
+    conditions = health_of(service, observed, target, wanted)
+    status = _status(before, conditions, observed, generation)
+    return Plan(
+        secrets=_secrets(service, observed),
+        apply=manifests,
+        scale=(*_pool_scalings(service, observed, wanted), *_old_scalings(observed, target, step)),
+        delete=_superfluous(observed, manifests, step),
+        pools={role: _pool_status(service, observed, role) for role in ROLES},
+        status=_with_workers(status, service, observed, target, wanted, step),
+    )
+
+
+def wanted_workers(service: Served, observed: Observed) -> Counts:
+    """Workers of each role: the spec's figure, or what the owner of the pool says."""
+    scaling = service.spec.autoscaling
+    wanted: Counts = {}
+    for role in ROLES:
+        part = service.role(role)
+        count = part.replicas if scaling.mode == "none" else observed.pools.get(role, part.replicas)
+        if scaling.mode == "internal":
+            count = min(max(count, part.scaling.min_replicas), part.scaling.max_replicas)
+        wanted[role] = count
+    return wanted
+
+
+def _revisions(observed: Observed) -> list[RevisionSeen]:
+    names = list(dict.fromkeys(one.revision for one in observed.workers() if one.revision is not None))
+    return [
+        RevisionSeen(
+            name=name,
+            desired={one.role: one.replicas for one in observed.workers() if one.revision == name and one.role},
+            ready={one.role: one.ready for one in observed.workers() if one.revision == name and one.role},
+            canary_passed=name in observed.canaries and observed.canaries[name].passed,
+        )
+        for name in names
+    ]
+
+
+def _manifests(service: Served, target: str, step: Step, settings: OperatorSettings) -> tuple[Manifest, ...]:
+    manifests = [worker_pool(service, role) for role in ROLES]
+    manifests += [worker_deployment(service, role, target, step.desired[target][role]) for role in ROLES]
+    if service.spec.redis.managed is not None:
+        manifests += [redis_deployment(service), redis_service(service)]
+    manifests += [gateway_deployment(service), gateway_service(service)]
+    route = http_route(service)
+    if route is not None and settings.apis.http_routes:
+        manifests.append(route)
+    manifests += disruption_budgets(service, settings)
+    manifests += network_policies(service, settings)
+    return tuple(manifests)
+
+
+def _secrets(service: Served, observed: Observed) -> tuple[str, ...]:
+    wanted = []
+    if service.spec.security.curve_secret is None:
+        wanted.append(curve_secret_name(service.name))
+    if service.spec.redis.managed is not None:
+        wanted.append(redis_secret_name(service.name))
+    return tuple(name for name in wanted if name not in observed.secrets)
+
+
+def _pool_scalings(service: Served, observed: Observed, wanted: Counts) -> list[Scaling]:
+    """A pool that is not there yet begins with the spec's figure; later it is ours only in mode none."""
+    ours = service.spec.autoscaling.mode == "none"
+    return [
+        Scaling(ref=_pool_ref(service, role), replicas=wanted[role])
+        for role in ROLES
+        if role not in observed.pools or (ours and observed.pools[role] != wanted[role])
+    ]
+
+
+def _old_scalings(observed: Observed, target: str, step: Step) -> list[Scaling]:
+    """Deployments of other revisions keep their pods as they are: only their number changes."""
+    scalings = []
+    for one in observed.workers():
+        if one.revision in (None, target) or one.role is None:
+            continue
+        replicas = step.desired.get(one.revision or "", {}).get(one.role, 0)
+        if replicas != one.replicas:
+            scalings.append(Scaling(ref=_deployment_ref(one.name), replicas=replicas))
+    return scalings
+
+
+def _superfluous(observed: Observed, manifests: tuple[Manifest, ...], step: Step) -> tuple[Ref, ...]:
+    """What we own and no longer want. A Deployment of workers goes when its last pod has drained."""
+    kept = {Ref(api_version=one["apiVersion"], kind=one["kind"], name=one["metadata"]["name"]) for one in manifests}
+    for one in observed.workers():
+        counts = step.desired.get(one.revision or "", {})
+        if one.pods > 0 or (one.role is not None and counts.get(one.role, 0) > 0):
+            kept.add(_deployment_ref(one.name))
+    return tuple(sorted(observed.owned - kept, key=lambda ref: (ref.kind, ref.name)))
+
+
+def _status(
+    before: ModelServiceStatus, conditions: list[Condition], observed: Observed, generation: int
+) -> ModelServiceStatus:
+    found = {one.type for one in conditions}
+    # Of an invalid spec nothing new is known about what runs.
+    kept = [one for one in before.conditions if one.type not in found and one.type != READY]
+    everything = [*conditions, *kept]
+    timed = settled([ready(everything), *everything], before.conditions, generation=generation, now=observed.now)
+    return ModelServiceStatus(
+        observed_generation=generation,
+        conditions=timed,
+        ready=before.ready,
+        endpoint=before.endpoint,
+        revision=before.revision,
+        revisions=before.revisions,
+        history=before.history,
+        decisions=before.decisions,
+    )
+
+
+def _with_workers(
+    status: ModelServiceStatus, service: Served, observed: Observed, target: str, wanted: Counts, step: Step
+) -> ModelServiceStatus:
+    total = {role: sum(one.ready for one in observed.workers() if one.role == role) for role in ROLES}
+    port = service.spec.gateway.service.port
+    host = f"{gateway_name(service.name)}.{service.namespace}.svc"
+    history = [name for name in (status.revision, *status.history) if name and name != target]
+    return msgspec.structs.replace(
+        status,
+        ready=" ".join(f"{total[role]}/{wanted[role]}{role[0].upper()}" for role in ROLES),
+        endpoint=f"http://{host}" + ("" if port == 80 else f":{port}"),
+        revision=target,
+        history=list(dict.fromkeys(history))[: service.spec.rollout.history],
+        revisions=_revision_statuses(observed, step),
+    )
+
+
+def _revision_statuses(observed: Observed, step: Step) -> list[RevisionStatus]:
+    ready_all = sum(one.ready for one in observed.workers() if one.role == "decode")
+    statuses = []
+    for name, counts in step.desired.items():
+        roles = {role: _role_status(observed, name, role, counts) for role in ROLES}
+        if not any(counts.values()) and not any(one.ready or one.pending for one in roles.values()):
+            continue
+        share = roles["decode"].ready / ready_all if ready_all else 0.0
+        statuses.append(
+            RevisionStatus(name=name, share=round(share, 3), prefill=roles["prefill"], decode=roles["decode"])
+        )
+    return statuses[:CANARY_REVISION_LIMIT]
+
+
+def _role_status(observed: Observed, revision: str, role: RoleName, counts: Counts) -> RoleStatus:
+    seen = [one for one in observed.workers() if one.revision == revision and one.role == role]
+    ready_now = sum(one.ready for one in seen)
+    return RoleStatus(
+        desired=counts.get(role, 0),
+        ready=ready_now,
+        pending=max(0, sum(one.pods for one in seen) - ready_now),
+    )
+
+
+def _pool_status(service: Served, observed: Observed, role: RoleName) -> WorkerPoolStatus:
+    seen = [one for one in observed.workers() if one.role == role]
+    selector = selector_of(labels_of(service.name, "worker", role=role))
+    return WorkerPoolStatus(
+        replicas=sum(one.pods for one in seen),
+        ready_replicas=sum(one.ready for one in seen),
+        selector=",".join(f"{key}={value}" for key, value in sorted(selector.items())),
+    )
+
+
+def _pool_ref(service: Served, role: RoleName) -> Ref:
+    return Ref(api_version="tandem.dev/v1alpha1", kind="WorkerPool", name=pool_name(service.name, role))
+
+
+def _deployment_ref(name: str) -> Ref:
+    return Ref(api_version="apps/v1", kind="Deployment", name=name)

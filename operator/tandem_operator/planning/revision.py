@@ -1,0 +1,26 @@
+"""Which revision a spec is: a hash of what KV and weights depend on.
+
+Workers of different revisions are never paired: a change of one of these makes new workers beside the old ones
+(`planning.rollout`). Everything else is changed within the revision, pod by pod, by its Deployment.
+"""
+
+import hashlib
+
+import msgspec
+
+from tandem_operator.builders.served import Served
+
+DIGITS = 8
+
+
+def revision_of(service: Served) -> str:
+    """Equal for equal checkpoints, engine images, number formats and page sizes; ten years from now too."""
+    spec = service.spec
+    parts = {
+        "model": msgspec.to_builtins(spec.model),
+        "image": service.engine_image,
+        "dtype": spec.engine.dtype,
+        "page_size": spec.engine.page_size,
+    }
+    canonical = msgspec.json.encode(parts, order="deterministic")
+    return hashlib.blake2b(canonical, digest_size=DIGITS // 2).hexdigest()

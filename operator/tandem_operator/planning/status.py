@@ -1,0 +1,153 @@
+"""What the observed state means for the conditions of a ModelService."""
+
+from tandem_operator.api.conditions import Condition
+from tandem_operator.builders.naming import gateway_name, redis_name
+from tandem_operator.builders.served import ROLES, RoleName, Served
+from tandem_operator.planning.conditions import (
+    AUTOSCALING_ACTIVE,
+    DEGRADED,
+    MODEL_AVAILABLE,
+    PROGRESSING,
+    REDIS_READY,
+    ROUTER_READY,
+    TRANSPORT_READY,
+    VALID,
+    WORKERS_READY,
+    condition,
+)
+from tandem_operator.planning.observed import DeploymentSeen, Observed
+from tandem_operator.planning.rollout import Counts
+
+GATEWAY_CANARY = ""
+
+
+def invalid(problems: list[str]) -> Condition:
+    """The spec cannot be served; what runs goes on as it was."""
+    return condition(VALID, False, "InvalidSpec", "; ".join(problems))
+
+
+def health_of(service: Served, observed: Observed, target: str, wanted: Counts) -> list[Condition]:
+    """All conditions but `Ready`."""
+    return [
+        condition(VALID, True, "SpecAccepted"),
+        _model(service, observed),
+        _redis(service, observed),
+        *(_workers(observed, role, wanted[role]) for role in ROLES),
+        _router(service, observed, wanted),
+        _transport(service, observed),
+        _progress(observed, target, wanted),
+        _autoscaling(service),
+        _degraded(observed, target),
+    ]
+
+
+def _model(service: Served, observed: Observed) -> Condition:
+    missing = [name for name in referenced_secrets(service) if name not in observed.secrets]
+    if missing:
+        return condition(
+            MODEL_AVAILABLE, False, "SecretMissing", f"Secret {missing[0]!r} does not exist yet; create it"
+        )
+    return condition(MODEL_AVAILABLE, True, "Referenced")
+
+
+def referenced_secrets(service: Served) -> list[str]:
+    """Secrets that the spec names; those that are made for it are left out."""
+    spec = service.spec
+    names = [spec.security.curve_secret, spec.gateway.auth_secret]
+    if spec.redis.external is not None and spec.redis.external.password is not None:
+        names.append(spec.redis.external.password.name)
+    if spec.model.hugging_face is not None and spec.model.hugging_face.token_secret is not None:
+        names.append(spec.model.hugging_face.token_secret.name)
+    return [name for name in dict.fromkeys(names) if name is not None]
+
+
+def _redis(service: Served, observed: Observed) -> Condition:
+    if service.spec.redis.external is not None:
+        return condition(REDIS_READY, True, "External")
+    seen = observed.deployment(redis_name(service.name))
+    return _available(REDIS_READY, seen, 1, "Redis")
+
+
+def _workers(observed: Observed, role: RoleName, wanted: int) -> Condition:
+    seen = [one for one in observed.workers() if one.role == role]
+    count = sum(one.ready for one in seen)
+    kind = WORKERS_READY[role]
+    if wanted == 0:
+        return condition(kind, True, "ScaledToZero", f"no {role} worker is wanted")
+    if count >= wanted:
+        return condition(kind, True, "AllReady", f"{count} of {wanted} {role} workers are ready")
+    trouble = next((one.trouble for one in seen if one.trouble), "")
+    message = f"{count} of {wanted} {role} workers are ready" + (f": {trouble}" if trouble else "")
+    # With one ready the service answers; `Degraded` and `Progressing` say the rest.
+    reason = "Unschedulable" if "nodes are available" in trouble else "PodsFailing" if trouble else "Starting"
+    return condition(kind, count > 0, "SomeReady" if count else reason, message)
+
+
+def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
+    gateways = _available(
+        ROUTER_READY, observed.deployment(gateway_name(service.name)), service.spec.gateway.replicas, "gateway"
+    )
+    if gateways.status != "True":
+        return gateways
+    if not any(wanted.values()):
+        return condition(ROUTER_READY, True, "ScaledToZero", "the first request brings workers up")
+    canary = observed.canaries.get(GATEWAY_CANARY)
+    if canary is None:
+        return condition(ROUTER_READY, False, "CanaryPending", "no canary request has gone through the gateway yet")
+    if not canary.passed:
+        return condition(ROUTER_READY, False, "CanaryFailed", canary.message)
+    return condition(ROUTER_READY, True, "CanaryPassed")
+
+
+def _transport(service: Served, observed: Observed) -> Condition:
+    if not observed.links:
+        return condition(TRANSPORT_READY, True, "AsExpected")
+    expect = service.spec.transfer.expect
+    shown = ", ".join(f"{pair} by {transport}" for pair, transport in sorted(observed.links.items())[:4])
+    return condition(
+        TRANSPORT_READY,
+        False,
+        "SlowTransport",
+        f"{len(observed.links)} links are slower than spec.transfer.expect={expect}: {shown}",
+    )
+
+
+def _progress(observed: Observed, target: str, wanted: Counts) -> Condition:
+    old = [one for one in observed.workers() if one.revision != target and (one.replicas or one.pods)]
+    new_ready = {
+        role: sum(one.ready for one in observed.workers() if one.revision == target and one.role == role)
+        for role in ROLES
+    }
+    if old:
+        done = ", ".join(f"{new_ready[role]} of {wanted[role]} {role}" for role in ROLES)
+        return condition(PROGRESSING, True, "RollingOut", f"revision {target}: {done} workers are ready")
+    if any(new_ready[role] < wanted[role] for role in ROLES):
+        return condition(PROGRESSING, True, "Starting", f"revision {target} is starting workers")
+    return condition(PROGRESSING, False, "Complete", f"revision {target} has all its workers")
+
+
+def _autoscaling(service: Served) -> Condition:
+    mode = service.spec.autoscaling.mode
+    if mode == "none":
+        return condition(AUTOSCALING_ACTIVE, False, "Fixed", "spec.autoscaling.mode is none: replicas as written")
+    if mode == "external":
+        return condition(AUTOSCALING_ACTIVE, False, "External", "an HPA, KEDA or kubectl scale owns the WorkerPools")
+    return condition(AUTOSCALING_ACTIVE, True, "QueueDepth")
+
+
+def _degraded(observed: Observed, target: str) -> Condition:
+    canary = observed.canaries.get(target)
+    if canary is not None and not canary.passed:
+        return condition(DEGRADED, True, "CanaryFailed", f"revision {target}: {canary.message}")
+    trouble = next((f"{one.name}: {one.trouble}" for one in observed.deployments if one.trouble), "")
+    if trouble:
+        return condition(DEGRADED, True, "PodsFailing", trouble)
+    return condition(DEGRADED, False, "AllWell")
+
+
+def _available(kind: str, seen: DeploymentSeen | None, wanted: int, what: str) -> Condition:
+    ready = seen.ready if seen is not None else 0
+    if ready >= 1:
+        return condition(kind, True, "Available", f"{ready} of {wanted} {what} pods are ready")
+    trouble = f": {seen.trouble}" if seen is not None and seen.trouble else ""
+    return condition(kind, False, "Starting", f"no {what} pod is ready{trouble}")

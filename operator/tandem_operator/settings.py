@@ -1,0 +1,30 @@
+"""What the operator itself was told, by flags and its environment; the same for all resources it looks after."""
+
+from dataclasses import dataclass
+
+DEFAULT_REGISTRY = "ghcr.io/tandem-serving"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterApis:
+    """Which optional interfaces the cluster serves, found by discovery and not by its version number."""
+
+    pod_disruption_budget: str = "policy/v1"
+    pod_monitors: bool = False
+    """monitoring.coreos.com/v1 is there."""
+    http_routes: bool = False
+    """gateway.networking.k8s.io/v1 is there."""
+    leader_worker_sets: bool = False
+    """leaderworkerset.x-k8s.io/v1 is there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorSettings:
+    """Defaults for what resources leave open."""
+
+    engine_image: str = f"{DEFAULT_REGISTRY}/engine:0.1.0"
+    services_image: str = f"{DEFAULT_REGISTRY}/services:0.1.0"
+    redis_image: str = f"{DEFAULT_REGISTRY}/redis:0.1.0"
+    apis: ClusterApis = ClusterApis()
+    operator_namespace: str = "tandem-system"
+    """From where workers may be asked to drain or to change their role."""

@@ -1,0 +1,158 @@
+"""The CRDs say what the classes say, and the examples are what both accept."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from tandem_operator.api.crds import crds, to_yaml
+from tandem_operator.api.model_service import ModelService
+from tandem_operator.api.schema import docstrings_of, schema_of
+
+ROOT = Path(__file__).parents[4]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+SERVICE, POOL = crds()
+
+
+def schema(crd: dict[str, Any]) -> dict[str, Any]:
+    return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+def fields(part: dict[str, Any], path: str = "") -> dict[str, dict[str, Any]]:
+    """Every named field below `part`, by its path."""
+    found = {}
+    for name, one in part.get("properties", {}).items():
+        found[f"{path}.{name}"] = one
+        found |= fields(one, f"{path}.{name}")
+    for below in ("items", "additionalProperties"):
+        if isinstance(part.get(below), dict):
+            found |= fields(part[below], path)
+    return found
+
+
+def test_the_committed_manifest_is_what_the_classes_say():
+    committed = (ROOT / "charts/tandem/crds/tandem.dev.yaml").read_text()
+    assert committed == to_yaml(crds()), "run python -m tandem_operator.api.crds > charts/tandem/crds/tandem.dev.yaml"
+
+
+@pytest.mark.parametrize("crd", [SERVICE, POOL], ids=["ModelService", "WorkerPool"])
+def test_every_field_is_explained(crd):
+    bare = [path for path, one in fields(schema(crd)).items() if "description" not in one]
+    assert sorted(bare) == [".apiVersion", ".kind", ".metadata"]
+
+
+@pytest.mark.parametrize("crd", [SERVICE, POOL], ids=["ModelService", "WorkerPool"])
+def test_strings_lists_and_maps_are_bounded(crd):
+    """Unbounded ones make CEL rules too dear for the API server, and objects too big for etcd."""
+    for path, one in fields(schema(crd)).items():
+        if ".status." in path or path in (".apiVersion", ".kind"):
+            continue
+        if one.get("type") == "string" and "enum" not in one:
+            assert "maxLength" in one, path
+        if one.get("type") == "array":
+            assert "maxItems" in one, path
+        if "additionalProperties" in one:
+            assert "maxProperties" in one, path
+
+
+def test_rules_name_only_fields_that_exist():
+    known = {path.rpartition(".")[2] for crd in (SERVICE, POOL) for path in fields(schema(crd))}
+    for crd in (SERVICE, POOL):
+        for path, part in {"": schema(crd), **fields(schema(crd))}.items():
+            for rule in part.get("x-kubernetes-validations", ()):
+                used = set(re.findall(r"(?:self|oldSelf)((?:\.[a-zA-Z]+)+)", rule["rule"]))
+                for chain in used:
+                    for name in chain.strip(".").split("."):
+                        assert name in known or name in CEL_WORDS, f"{path}: {name} in {rule['rule']}"
+
+
+CEL_WORDS = {"all", "startsWith", "size", "matches", "metadata", "name", "memory", "exists_one", "filter"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_decode(path):
+    manifest = yaml.safe_load(path.read_text())
+    assert (manifest.pop("apiVersion"), manifest.pop("kind")) == ("tandem.dev/v1alpha1", "ModelService")
+    assert len(manifest.pop("metadata")["name"]) <= 40
+    msgspec.convert(manifest, ModelService)
+
+
+def test_the_full_example_has_every_field():
+    """But those that exclude each other, and what the same class has elsewhere in the example."""
+    spec = yaml.safe_load((ROOT / "examples/full.yaml").read_text())["spec"]
+    elsewhere = ("spec.prefill.engine.", "spec.decode.engine.", "spec.gateway.pod.")
+    absent = missing(schema(SERVICE)["properties"]["spec"], spec, "spec")
+    assert {path for path in absent if not path.startswith(elsewhere)} == {
+        "spec.model.path",
+        "spec.model.claim",
+        "spec.model.huggingFace",
+        "spec.redis.managed",
+    }
+
+
+def missing(part: dict[str, Any], given: Any, path: str) -> set[str]:
+    absent = set()
+    for name, one in part.get("properties", {}).items():
+        if not isinstance(given, dict) or name not in given:
+            absent.add(f"{path}.{name}")
+            continue
+        value = given[name]
+        if one.get("type") == "array" and isinstance(value, list):
+            together = {key: entry for item in value if isinstance(item, dict) for key, entry in item.items()}
+            absent |= missing(one["items"], together, f"{path}.{name}")
+        else:
+            absent |= missing(one, value, f"{path}.{name}")
+    return absent
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"replica": 2}, "unknown field `replica`"),
+        ({"prefill": {"replicas": -1}}, "prefill.replicas"),
+        ({"decode": {"replicas": 10_000}}, "decode.replicas"),
+        ({"decode": {"replicas": "two"}}, "decode.replicas"),
+        ({"engine": {"pageSize": 0}}, "engine.pageSize"),
+        ({"engine": {"dtype": "int3"}}, "engine.dtype"),
+        ({"model": {"path": "/models;rm -rf"}}, "model.path"),
+        ({"model": {"path": "/models\nx"}}, "model.path"),
+        ({"model": {"claim": {"claimName": "m", "path": "../etc"}}}, "claim.path"),
+        ({"decode": {"scaling": {"targetQueueSeconds": 0}}}, "targetQueueSeconds"),
+        ({"prefill": {"pod": {"hostNetwork": True}}}, "hostNetwork"),
+        ({"prefill": {"pod": {"serviceAccountName": "admin"}}}, "serviceAccountName"),
+        ({"prefill": {"pod": {"volumes": []}}}, "volumes"),
+        ({"security": {"runAsUser": 0}}, "runAsUser"),
+    ],
+)
+def test_bad_specs_are_refused_by_name(change, said):  # RELIABILITY E7.75-78, 81
+    spec = {"model": {"path": "/m"}, **change}
+    with pytest.raises(msgspec.ValidationError) as error:
+        msgspec.convert({"spec": spec}, ModelService)
+    assert said in str(error.value)
+
+
+def test_page_sizes_are_those_of_the_engine():
+    assert fields(schema(SERVICE))[".spec.engine.pageSize"]["enum"] == [1, 16, 64]
+
+
+def test_docstrings_of_fields_are_found_through_line_breaks():
+    class Sample(msgspec.Struct):
+        """A part."""
+
+        first: int = 0
+        """Text over
+        two lines."""
+        second: int = 0
+
+    assert docstrings_of(Sample) == {"first": "Text over two lines."}
+
+
+def test_what_a_structural_schema_cannot_say_is_an_error():
+    class Loose(msgspec.Struct):
+        either: int | str
+
+    with pytest.raises(TypeError, match="union"):
+        schema_of(Loose)

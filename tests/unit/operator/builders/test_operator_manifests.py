@@ -1,0 +1,136 @@
+"""Manifests: valid for current Kubernetes, within the Pod Security Standard "restricted", read by our commands."""
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tandem_operator.api.engine import Engine
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.builders.containers import Manifest
+from tandem_operator.builders.engine_flags import ENGINE_FLAGS
+from tandem_operator.planning.observed import Observed
+from tandem_operator.planning.plan import make_plan
+from tandem_operator.settings import ClusterApis, OperatorSettings
+from tandem_services.cli.main import build_parser
+from tandem_testing.kube_cluster import service_of
+
+ROOT = Path(__file__).parents[4]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+VERSIONS = ("1.30", "1.36")
+OF_OTHERS = {"WorkerPool", "HTTPRoute"}
+"""Kinds that no core schema knows."""
+
+
+def manifests(path: Path) -> list[Manifest]:
+    example = yaml.safe_load(path.read_text())
+    service = service_of(example["spec"], name=example["metadata"]["name"])
+    settings = OperatorSettings(apis=ClusterApis(http_routes=True))
+    plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
+    return list(plan.apply)
+
+
+def templates(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (one["metadata"]["name"], one["spec"]["template"]) for one in manifests(path) if one["kind"] == "Deployment"
+    ]
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_manifests_are_strictly_valid(path, version):
+    for manifest in manifests(path):
+        if manifest["kind"] in OF_OTHERS:
+            continue
+        if version == "1.30" and "image" in str(
+            manifest.get("spec", {}).get("template", {}).get("spec", {}).get("volumes")
+        ):
+            continue  # image volumes came with 1.31
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_pods_meet_the_restricted_standard(path):
+    allowed = {"emptyDir", "secret", "persistentVolumeClaim", "configMap", "projected", "image"}
+    for name, template in templates(path):
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["securityContext"]["runAsUser"] > 0, name
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert pod["automountServiceAccountToken"] is False, name
+        assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName"} & pod.keys(), name
+        for volume in pod["volumes"]:
+            assert volume.keys() - {"name"} <= allowed, name
+        for container in containers(pod):
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False, name
+            assert security["capabilities"] == {"drop": ["ALL"]}, name
+            assert security["readOnlyRootFilesystem"] is True, name
+            assert not any("hostPort" in port for port in container.get("ports", [])), name
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_mount_has_its_volume(path):
+    for name, template in templates(path):
+        volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+        for container in containers(template["spec"]):
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes, name
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_selectors_find_their_own_pods_alone(path):
+    """Of two Deployments none takes the other's pods, and every Service and budget finds some."""
+    labels = {name: template["metadata"]["labels"] for name, template in templates(path)}
+    for one in manifests(path):
+        selector = one["spec"].get("selector")
+        if not isinstance(selector, dict):
+            continue
+        wanted = selector.get("matchLabels", selector)
+        found = [name for name, own in labels.items() if wanted.items() <= own.items()]
+        if one["kind"] == "Deployment":
+            assert found == [one["metadata"]["name"]]
+        else:
+            assert found, one["metadata"]["name"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_our_commands_understand_their_arguments(path):
+    seen = set()
+    for _, template in templates(path):
+        for container in template["spec"]["containers"]:
+            if container["command"][0] == "tandem":
+                build_parser().parse_args([*container["command"][1:], *container["args"]])
+                seen.add(container["name"])
+    assert seen == {"worker", "gateway"}
+
+
+def test_every_engine_setting_has_its_flag():
+    of_their_own = {"speculation", "host_cache"}
+    assert set(ENGINE_FLAGS) == set(Engine.__struct_fields__) - of_their_own
+
+
+def test_equal_specs_give_equal_manifests():
+    assert manifests(EXAMPLES[0]) == manifests(EXAMPLES[0])
+
+
+def test_the_password_of_redis_stands_in_no_manifest_and_on_no_command_line():
+    deployment = next(
+        one for one in manifests(ROOT / "examples/minimal.yaml") if one["metadata"]["name"] == "chat-redis"
+    )
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "cat /etc/tandem/redis/password" in container["command"][-1]
+    assert "--requirepass" not in str(container)
+
+
+def test_the_grace_period_covers_the_drain():
+    for _, template in templates(ROOT / "examples/gpu.yaml"):
+        args = template["spec"]["containers"][0].get("args", [])
+        if "--drain-timeout" in args:
+            drain = int(args[args.index("--drain-timeout") + 1])
+            assert template["spec"]["terminationGracePeriodSeconds"] > drain

@@ -1,0 +1,211 @@
+"""Plans: what is made of a spec, that a plan carried out changes nothing more, and what a status says meanwhile."""
+
+import pytest
+
+from tandem_operator.planning.observed import Canary, Ref
+from tandem_testing.kube_cluster import MINIMAL, KubeCluster, service_of
+
+
+def conditions(cluster: KubeCluster) -> dict[str, tuple[str, str]]:
+    return {one.type: (one.status, one.reason) for one in cluster.status.conditions}
+
+
+def kinds(cluster: KubeCluster) -> set[tuple[str, str]]:
+    return {(ref.kind, ref.name) for ref in cluster.objects}
+
+
+def replicas(cluster: KubeCluster) -> dict[str, int]:
+    return {one.name: one.replicas for one in cluster.deployments.values() if one.role}
+
+
+def test_a_minimal_service_gets_pools_gateway_redis_and_their_protection():
+    cluster = KubeCluster()
+    cluster.reconcile(service_of())
+    revision = cluster.status.revision
+    assert kinds(cluster) == {
+        ("WorkerPool", "chat-prefill"),
+        ("WorkerPool", "chat-decode"),
+        ("Deployment", f"chat-prefill-{revision}"),
+        ("Deployment", f"chat-decode-{revision}"),
+        ("Deployment", "chat-gateway"),
+        ("Service", "chat-gateway"),
+        ("Deployment", "chat-redis"),
+        ("Service", "chat-redis"),
+        ("PodDisruptionBudget", "chat-prefill"),
+        ("PodDisruptionBudget", "chat-decode"),
+        ("NetworkPolicy", "chat-gateway"),
+        ("NetworkPolicy", "chat-worker"),
+        ("NetworkPolicy", "chat-redis"),
+    }
+    assert cluster.secrets == {"chat-curve", "chat-redis"}
+
+
+@pytest.mark.parametrize("mode", ["none", "internal", "external"])
+def test_a_plan_that_was_carried_out_changes_nothing_more(mode):
+    cluster, service = KubeCluster(), service_of(autoscaling={"mode": mode})
+    cluster.settle(service)
+    plan = cluster.plan(service)
+    assert (plan.secrets, plan.scale, plan.delete) == ((), (), ())
+    assert plan.status == cluster.status
+    assert conditions(cluster)["Ready"] == ("True", "CanaryPassed")
+    assert cluster.status.ready == "1/1P 1/1D"
+    assert cluster.status.endpoint == "http://chat-gateway.models.svc"
+
+
+def test_ready_names_what_it_waits_for_in_the_order_people_should_look():
+    cluster, service = KubeCluster(), service_of()
+    cluster.reconcile(service)
+    cluster.reconcile(service)
+    assert conditions(cluster)["Ready"] == ("False", "Starting")
+    assert next(one for one in cluster.status.conditions if one.type == "Ready").message.startswith("RedisReady")
+    cluster.start_everything()
+    cluster.canaries[""] = Canary(passed=False, message="502 from the gateway")
+    cluster.reconcile(service)
+    assert conditions(cluster)["Ready"] == ("False", "CanaryFailed")
+
+
+def test_what_cannot_be_served_touches_nothing_and_says_why():
+    cluster = KubeCluster()
+    cluster.settle(service_of())
+    before = dict(cluster.objects)
+    bad = service_of(
+        {**MINIMAL, "engine": {"tensorParallelSize": 3}, "prefill": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}
+    )
+    plan = cluster.reconcile(bad)
+    assert (plan.apply, plan.scale, plan.delete) == ((), (), ())
+    assert cluster.objects == before
+    assert conditions(cluster)["Ready"] == ("False", "InvalidSpec")
+    assert "spec.prefill: tensorParallelSize 3 with 2 GPUs" in plan.status.conditions[0].message
+    assert conditions(cluster)["DecodeWorkersReady"] == ("True", "AllReady")
+
+
+def test_a_change_of_the_weights_makes_a_revision_and_the_old_one_goes_last():
+    cluster = KubeCluster()
+    cluster.settle(service_of(decode={"replicas": 3}))
+    old = cluster.status.revision
+    changed = service_of({"model": {"path": "/models/other"}, "decode": {"replicas": 3}})
+    cluster.reconcile(changed)
+    new = cluster.status.revision
+    assert new != old
+    assert replicas(cluster) == {
+        f"chat-prefill-{old}": 1,
+        f"chat-decode-{old}": 3,
+        f"chat-prefill-{new}": 1,
+        f"chat-decode-{new}": 1,
+    }
+    assert conditions(cluster)["Progressing"] == ("True", "RollingOut")
+    cluster.settle(changed)
+    assert replicas(cluster) == {f"chat-prefill-{new}": 1, f"chat-decode-{new}": 3}
+    assert cluster.status.history == [old]
+
+
+def test_going_back_takes_up_the_old_revision_again():
+    cluster, first = KubeCluster(), service_of()
+    cluster.settle(first)
+    old = cluster.status.revision
+    cluster.reconcile(service_of({"model": {"path": "/models/other"}}))
+    cluster.settle(first)
+    assert set(replicas(cluster)) == {f"chat-prefill-{old}", f"chat-decode-{old}"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"drainSeconds": 30}, {"engine": {"maxRunningRequests": 8}}, {"prefill": {"pod": {"labels": {"team": "a"}}}}],
+)
+def test_what_leaves_kv_and_weights_alone_is_no_new_revision(change):
+    cluster = KubeCluster()
+    cluster.settle(service_of())
+    revision = cluster.status.revision
+    cluster.settle(service_of(**change))
+    assert cluster.status.revision == revision
+    assert len(replicas(cluster)) == 2
+
+
+def test_an_old_deployment_is_kept_until_its_last_pod_has_drained():
+    cluster = KubeCluster()
+    cluster.settle(service_of())
+    old = f"chat-decode-{cluster.status.revision}"
+    changed = service_of({"model": {"path": "/models/other"}})
+    ref = Ref(api_version="apps/v1", kind="Deployment", name=old)
+    for _ in range(20):
+        cluster.start_everything()
+        plan = cluster.plan(changed)
+        draining = cluster.deployments[old].pods > 0
+        assert not (draining and ref in plan.delete)
+        if ref in plan.delete:
+            return
+        cluster.reconcile(changed)
+    raise AssertionError("the old Deployment was never taken away")
+
+
+def test_who_owns_the_number_of_workers():
+    fixed, external = (
+        service_of(decode={"replicas": 2}),
+        service_of(decode={"replicas": 2}, autoscaling={"mode": "external"}),
+    )
+    cluster = KubeCluster()
+    cluster.settle(external)
+    assert cluster.pools == {"prefill": 1, "decode": 2}
+    cluster.pools["decode"] = 5
+    cluster.settle(external)
+    assert cluster.pools["decode"] == 5
+    assert replicas(cluster)[f"chat-decode-{cluster.status.revision}"] == 5
+    cluster.settle(fixed)
+    assert cluster.pools["decode"] == 2
+    assert replicas(cluster)[f"chat-decode-{cluster.status.revision}"] == 2
+
+
+def test_the_autoscalers_number_stays_within_the_bounds_of_the_role():
+    service = service_of(autoscaling={"mode": "internal"}, decode={"scaling": {"minReplicas": 2, "maxReplicas": 3}})
+    cluster = KubeCluster()
+    for wish, given in ((1, 2), (9, 3), (3, 3)):
+        cluster.pools = {"prefill": 1, "decode": wish}
+        cluster.settle(service)
+        assert replicas(cluster)[f"chat-decode-{cluster.status.revision}"] == given
+
+
+def test_what_is_no_longer_wanted_is_taken_away():
+    cluster = KubeCluster()
+    cluster.settle(service_of(gateway={"replicas": 2}))
+    assert ("PodDisruptionBudget", "chat-gateway") in kinds(cluster)
+    cluster.settle(
+        service_of(redis={"external": {"url": "redis://elsewhere:6379/0"}}, security={"networkPolicies": False})
+    )
+    left = kinds(cluster)
+    assert ("PodDisruptionBudget", "chat-gateway") not in left
+    assert not [name for kind, name in left if kind == "NetworkPolicy" or name == "chat-redis"]
+
+
+def test_a_referenced_secret_that_is_absent_is_named_and_heals():
+    cluster, service = KubeCluster(), service_of(gateway={"authSecret": "api-keys"})
+    cluster.settle(service)
+    assert conditions(cluster)["ModelAvailable"] == ("False", "SecretMissing")
+    cluster.secrets.add("api-keys")
+    cluster.settle(service)
+    assert conditions(cluster)["Ready"] == ("True", "CanaryPassed")
+
+
+def test_slow_links_are_a_condition_that_does_not_stop_serving():
+    cluster, service = KubeCluster(), service_of(transfer={"expect": "rdma"})
+    cluster.links = {"chat-prefill-0 to chat-decode-0": "tcp"}
+    cluster.settle(service)
+    assert conditions(cluster)["TransportReady"] == ("False", "SlowTransport")
+    assert conditions(cluster)["Ready"] == ("True", "CanaryPassed")
+
+
+def test_times_of_conditions_move_with_their_status_alone():
+    cluster, service = KubeCluster(), service_of()
+    cluster.settle(service)
+    before = {one.type: one.last_transition_time for one in cluster.status.conditions}
+    cluster.clock += 600
+    cluster.canaries[""] = Canary(passed=False, message="no")
+    cluster.reconcile(service)
+    after = {one.type: one.last_transition_time for one in cluster.status.conditions}
+    assert {kind for kind in after if after[kind] != before[kind]} == {"Ready", "RouterReady"}
+
+
+def test_scale_to_zero_is_ready_and_says_so():
+    cluster = KubeCluster()
+    cluster.settle(service_of(prefill={"replicas": 0}, decode={"replicas": 0}))
+    assert conditions(cluster)["Ready"][0] == "True"
+    assert conditions(cluster)["RouterReady"] == ("True", "ScaledToZero")
