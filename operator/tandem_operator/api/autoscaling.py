@@ -15,7 +15,9 @@ class RoleScaling(Api, frozen=True, kw_only=True):
     max_replicas: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 4
     """Never more."""
     target_queue_seconds: Seconds = 1.0
-    """Work that may wait per worker, as the time it takes: tokens in the queue over tokens per second."""
+    """What waits so long is as it should be; what waits longer is backlog, and asks for workers."""
+    clear_seconds: Seconds = 30.0
+    """A backlog is to be gone within this time: about what a pod takes to start."""
     target_kv_usage: Share = 0.85
     """Share of the KV pages in use above which decode gets more workers."""
 

@@ -1,0 +1,244 @@
+"""The autoscaler of both roles: a pure step from a load, a memory and what there is to what there should be.
+
+    load not to be trusted?  ─▶ hold, and say so
+    nobody asks for long?    ─▶ zero, both roles together; somebody waits at zero? ─▶ a pair
+    need of each role ─▶ windows ─▶ tolerance ─▶ bounds, steps, cooldown ─▶ GPU budget ─▶ flips before pods
+
+Workers that are pending or warming up are counted as there: they were asked for already. The same code runs in the
+operator and in `tandem simulate --autoscale`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from tandem_operator.scaling.budget import Counts, within_budget
+from tandem_operator.scaling.load import ROLES, Load, RoleName
+from tandem_operator.scaling.need import Need, Targets, decode_need, prefill_need
+from tandem_operator.scaling.window import Window
+
+Action = Literal["scale", "flip", "hold"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleBounds:
+    """What the spec says of one role."""
+
+    least: int
+    most: int
+    targets: Targets
+    gpus: int = 0
+    """Of one worker."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingConfig:
+    """What the spec says of both."""
+
+    prefill: RoleBounds
+    decode: RoleBounds
+    gpu_budget: int | None = None
+    flip_roles: bool = True
+    scale_up_window_s: float = 0.0
+    scale_down_window_s: float = 300.0
+    tolerance: float = 0.1
+    max_step_up: int = 4
+    max_step_down: int = 1
+    idle_s_to_zero: float = 0.0
+    cooldown_s: float = 30.0
+
+    def bounds(self, role: RoleName) -> RoleBounds:
+        return self.prefill if role == "prefill" else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The last one of a role."""
+
+    at: float
+    up: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """What one step leaves for the next. Lost with its process: scaling down then begins its window anew."""
+
+    windows: Mapping[RoleName, Window] = field(default_factory=dict)
+    changes: Mapping[RoleName, Change] = field(default_factory=dict)
+    busy_at: float | None = None
+    """When somebody last asked for something."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """One thing that was decided, for status and events."""
+
+    role: RoleName | Literal["both"]
+    action: Action
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What there should be."""
+
+    wanted: Counts
+    """Workers of each role, flipped ones counted in their new role."""
+    flips: int
+    """Live workers to flip before any pod comes or goes: positive from decode to prefill, negative the other way."""
+    decisions: tuple[Decision, ...]
+    memory: Memory
+
+
+def decide(load: Load, there: Mapping[RoleName, int], memory: Memory, config: ScalingConfig) -> Outcome:
+    """`there`: workers of each role, those that are pending or warming up included."""
+    now = {role: there[role] for role in ROLES}
+    trouble = load.trouble()
+    if trouble:
+        return _hold(now, f"metrics cannot be trusted: {trouble}", memory)
+    memory = _remember(load, memory, config)
+    zero = _zero(load, now, memory, config)
+    if zero is not None:
+        return zero
+    needs = {role: _need(role, load, config) for role in ROLES}
+    wanted = {role: _wanted(role, now[role], needs[role], load.at, memory, config) for role in ROLES}
+    flips = _flips(now, wanted, load.at, memory, config)
+    if flips:
+        wanted = _after(flips, now, wanted)
+    wanted = within_budget(
+        wanted, _least(config), {role: config.bounds(role).gpus for role in ROLES}, config.gpu_budget
+    )
+    return _outcome(load.at, now, wanted, flips, needs, memory)
+
+
+def _remember(load: Load, memory: Memory, config: ScalingConfig) -> Memory:
+    reach = max(config.scale_up_window_s, config.scale_down_window_s, config.cooldown_s)
+    windows = {}
+    for role in ROLES:
+        workers = rounded(_need(role, load, config).workers, config.tolerance)
+        windows[role] = memory.windows.get(role, Window()).add(load.at, workers, reach)
+    busy_at = memory.busy_at if load.idle and memory.busy_at is not None else load.at
+    return replace(memory, windows=windows, busy_at=busy_at)
+
+
+def _need(role: RoleName, load: Load, config: ScalingConfig) -> Need:
+    if role == "prefill":
+        return prefill_need(load.prefill, config.prefill.targets)
+    return decode_need(load.decode, config.decode.targets)
+
+
+def rounded(workers: float, tolerance: float) -> int:
+    """Whole workers; a small part of one more is not worth it."""
+    whole = math.floor(workers)
+    return whole if whole > 0 and workers - whole <= tolerance else math.ceil(workers)
+
+
+def _least(config: ScalingConfig) -> Counts:
+    """While anything is served each role has a worker."""
+    return {role: max(1, config.bounds(role).least) for role in ROLES}
+
+
+def _zero(load: Load, now: Counts, memory: Memory, config: ScalingConfig) -> Outcome | None:
+    """Both roles go to nothing, stay there, and come back, together. None: neither is the case."""
+    assert memory.busy_at is not None, "just remembered"
+    idle_s = load.at - memory.busy_at
+    allowed = config.idle_s_to_zero > 0 and not any(config.bounds(role).least for role in ROLES)
+    if not any(now.values()):
+        if load.idle and allowed:
+            return Outcome(wanted=now, flips=0, decisions=(), memory=memory)
+        reason = f"{load.held:.0f} requests wait at the gateway" if load.held else "zero workers are not allowed"
+        return _outcome(load.at, now, _least(config), 0, dict.fromkeys(ROLES, Need(workers=1, reason=reason)), memory)
+    if allowed and load.idle and idle_s >= config.idle_s_to_zero:
+        need = Need(workers=0, reason=f"nobody has asked for {idle_s:.0f} s")
+        return _outcome(load.at, now, dict.fromkeys(ROLES, 0), 0, dict.fromkeys(ROLES, need), memory)
+    return None
+
+
+def _wanted(role: RoleName, now: int, need: Need, at: float, memory: Memory, config: ScalingConfig) -> int:
+    window, bounds = memory.windows[role], config.bounds(role)
+    up = window.lasting(at, config.scale_up_window_s)
+    down = window.most(at, config.scale_down_window_s)
+    target = now
+    lasting = window.covers(at, config.scale_up_window_s)
+    if up > now and lasting and not _resting(role, at, memory, config, up=False):
+        target = min(up, now + config.max_step_up)
+    elif (
+        down < now and window.covers(at, config.scale_down_window_s) and not _resting(role, at, memory, config, up=True)
+    ):
+        target = _fewer(now, max(down, now - config.max_step_down), need, config)
+    return min(max(target, bounds.least, 1), bounds.most)
+
+
+def _fewer(now: int, target: int, need: Need, config: ScalingConfig) -> int:
+    """`target`, if that would still hold with a little more to do; else the fewest that would."""
+    while target < now and need.workers > target * (1 - config.tolerance):
+        target += 1
+    return target
+
+
+def _resting(role: RoleName, at: float, memory: Memory, config: ScalingConfig, *, up: bool) -> bool:
+    """Whether its last change was in this direction, and lately: not the moment for the other one."""
+    change = memory.changes.get(role)
+    return change is not None and change.up is up and at - change.at < config.cooldown_s
+
+
+def _flips(now: Counts, wanted: Counts, at: float, memory: Memory, config: ScalingConfig) -> int:
+    """Workers that change from decode to prefill; negative: the other way.
+
+    A flip takes seconds and is taken back as fast, so what has been spare throughout the cooldown is enough.
+    """
+    if not config.flip_roles or config.prefill.gpus != config.decode.gpus:
+        return 0
+    directions: tuple[tuple[RoleName, RoleName, int], ...] = (("prefill", "decode", 1), ("decode", "prefill", -1))
+    for taker, giver, sign in directions:
+        missing = wanted[taker] - now[taker]
+        if missing > 0 and not _resting(giver, at, memory, config, up=True):
+            return sign * min(missing, _spare(giver, now, at, memory, config))
+    return 0
+
+
+def _spare(role: RoleName, now: Counts, at: float, memory: Memory, config: ScalingConfig) -> int:
+    window = memory.windows[role]
+    if not window.covers(at, config.cooldown_s):
+        return 0
+    busy = max(window.most(at, config.cooldown_s), config.bounds(role).least, 1)
+    return max(0, now[role] - busy)
+
+
+def _after(flips: int, now: Counts, wanted: Counts) -> Counts:
+    """What is given away is not wanted any more."""
+    giver: RoleName = "decode" if flips > 0 else "prefill"
+    return {**wanted, giver: min(wanted[giver], now[giver] - abs(flips))}
+
+
+def _outcome(
+    at: float, now: Counts, wanted: Counts, flips: int, needs: Mapping[RoleName, Need], memory: Memory
+) -> Outcome:
+    decisions: list[Decision] = []
+    if flips:
+        taker: RoleName = "prefill" if flips > 0 else "decode"
+        decisions.append(
+            Decision(
+                role="both", action="flip", before=0, after=abs(flips), reason=f"to {taker}: {needs[taker].reason}"
+            )
+        )
+    signs: Counts = {"prefill": flips, "decode": -flips}
+    for role in ROLES:
+        before = now[role] + signs[role]
+        if wanted[role] != before:
+            reason = needs[role].reason
+            decisions.append(Decision(role=role, action="scale", before=before, after=wanted[role], reason=reason))
+    changes = dict(memory.changes)
+    for role in ROLES:
+        if wanted[role] != now[role]:
+            changes[role] = Change(at, wanted[role] > now[role])
+    return Outcome(wanted=wanted, flips=flips, decisions=tuple(decisions), memory=replace(memory, changes=changes))
+
+
+def _hold(now: Counts, reason: str, memory: Memory) -> Outcome:
+    total = sum(now.values())
+    held = Decision(role="both", action="hold", before=total, after=total, reason=reason)
+    return Outcome(wanted=now, flips=0, decisions=(held,), memory=memory)
