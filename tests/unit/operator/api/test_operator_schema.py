@@ -10,6 +10,7 @@ import yaml
 
 from tandem_operator.api.crds import crds, to_yaml
 from tandem_operator.api.model_service import ModelService
+from tandem_operator.api.reference import reference
 from tandem_operator.api.schema import docstrings_of, schema_of
 
 ROOT = Path(__file__).parents[4]
@@ -36,6 +37,11 @@ def fields(part: dict[str, Any], path: str = "") -> dict[str, dict[str, Any]]:
 def test_the_committed_manifest_is_what_the_classes_say():
     committed = (ROOT / "charts/tandem/crds/tandem.dev.yaml").read_text()
     assert committed == to_yaml(crds()), "run python -m tandem_operator.api.crds > charts/tandem/crds/tandem.dev.yaml"
+
+
+def test_the_reference_page_is_what_the_schema_says():
+    committed = (ROOT / "docs/custom-resources.md").read_text()
+    assert committed == reference(), "run python -m tandem_operator.api.reference > docs/custom-resources.md"
 
 
 @pytest.mark.parametrize("crd", [SERVICE, POOL], ids=["ModelService", "WorkerPool"])
