@@ -1,10 +1,10 @@
 """`tandem simulate`: policies side by side on one trace, with the real router and modelled workers."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import positive_int
@@ -13,12 +13,18 @@ from tandem_services.cli.shared_flags import add_local_prefill, add_slo, slo_of
 from tandem_services.common.errors import StartupError
 
 if TYPE_CHECKING:
+    from tandem_services.common.redis_client import RedisAddress
     from tandem_services.router.policies.by_role import PolicyNames
     from tandem_services.simulate.fleet import FleetShape
     from tandem_services.simulate.report import Report
     from tandem_services.simulate.requests import SimulatedRequest
-    from tandem_services.simulate.run import Simulation
+    from tandem_services.simulate.run import ScalingSimulation, Simulation
+    from tandem_services.simulate.scaling_report import ScalingReport
     from tandem_services.simulate.service_times import ServiceTimes
+
+R_co = TypeVar("R_co", covariant=True)
+
+SCALERS = ("internal", "hpa", "static")
 
 EXAMPLES = """\
 examples:
@@ -27,6 +33,7 @@ examples:
   tandem simulate --trace conv.csv --workers 4 --policy locality --prefill-rate 8000 --decode-step-ms 1:12,64:35
   tandem simulate --trace conversation_trace.jsonl --workers 8 --policy locality,round_robin --plot policies.svg
   tandem simulate --trace conversation_trace.jsonl --workers prefill=4,decode=4 --policy prefill=locality,decode=session
+  tandem simulate --trace conversation_trace.jsonl --workers prefill=2,decode=2 --autoscale --slo-ttft-ms 5000
 
 What is real: the router with its index, prices, reservations and policies, in a Redis of its own whose time is the
 simulation's. What is modelled: workers, with the rates that workers publish. Take yours from a running deployment
@@ -50,6 +57,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_load(parser)
     _add_workers(parser)
     add_local_prefill(parser)
+    _add_scaling(parser)
     report = parser.add_argument_group("report")
     add_slo(report)
     report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -123,6 +131,35 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_scaling(parser: argparse.ArgumentParser) -> None:
+    scaling = parser.add_argument_group(
+        "autoscaling", "compare scalers instead of policies; --workers prefill=N,decode=N is what they begin with"
+    )
+    scaling.add_argument(
+        "--autoscale",
+        nargs="?",
+        const=",".join(SCALERS),
+        metavar="LIST",
+        help="internal (the operator's law), hpa (each role in proportion to its metric), static (as it begins); "
+        f"default {','.join(SCALERS)}. Needs an --slo-* bound",
+    )
+    scaling.add_argument(
+        "--max-workers", type=positive_int, default=16, metavar="N", help="of each role at most (default 16)"
+    )
+    scaling.add_argument(
+        "--worker-start-s", type=positive_float, default=60.0, metavar="S", help="until a new one serves (default 60)"
+    )
+    scaling.add_argument(
+        "--scale-period-s", type=positive_float, default=5.0, metavar="S", help="between decisions (default 5)"
+    )
+    scaling.add_argument(
+        "--target-queue-s", type=positive_float, default=1.0, metavar="S", help="what may wait so long (default 1)"
+    )
+    scaling.add_argument(
+        "--gpu-budget", type=positive_int, metavar="N", help="workers of both roles together (default: no bound)"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Everything that can be wrong with the input is found before Redis is started."""
     from tandem_services.simulate.figures import plot, table
@@ -131,7 +168,9 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.out, args.plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: the folder {path.parent} does not exist")
-    report = _replayed(simulation, quiet=args.json)
+    if args.autoscale is not None:
+        return _run_scalers(args, simulation)
+    report = _replayed(simulation, tuple(simulation.policies), quiet=args.json, requests=len(simulation.requests))
     text = _json(report)
     if args.out is not None:
         args.out.write_text(text + "\n", encoding="utf-8")
@@ -140,6 +179,50 @@ def run(args: argparse.Namespace) -> int:
         args.plot.write_text(plot(report, title), encoding="utf-8")
     print(text if args.json else table(report))
     return 0
+
+
+def _run_scalers(args: argparse.Namespace, simulation: "Simulation") -> int:
+    from tandem_services.simulate.scaling_report import scaling_plot, scaling_table
+
+    scaling = _scaling_simulation(args, simulation)
+    report = _replayed(scaling, tuple(scaling.scalers), quiet=args.json, requests=len(simulation.requests))
+    text = _json(report)
+    if args.out is not None:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    if args.plot is not None:
+        title = f"{args.trace.name}, beginning with {args.workers}, a worker starts in {args.worker_start_s:g} s"
+        args.plot.write_text(scaling_plot(report, title), encoding="utf-8")
+    print(text if args.json else scaling_table(report))
+    return 0
+
+
+def _scaling_simulation(args: argparse.Namespace, simulation: "Simulation") -> "ScalingSimulation":
+    from tandem_operator.scaling.law import RoleBounds, ScalingConfig
+    from tandem_operator.scaling.need import Targets
+    from tandem_services.simulate.autoscaling import ScalingCosts
+    from tandem_services.simulate.replay import Scaled
+    from tandem_services.simulate.run import ScalingSimulation
+    from tandem_services.simulate.scalers import Hpa, Law, Scaler, Static
+
+    if simulation.slo is None:
+        raise ConfigError("--autoscale: needs a bound to attain, e.g. --slo-ttft-ms 5000")
+    if simulation.shape.both:
+        raise ConfigError("--autoscale: --workers must say prefill=N,decode=N, the roles that are scaled")
+    targets = Targets(queue_seconds=args.target_queue_s, kv_usage=0.85, clear_seconds=args.worker_start_s)
+    role = RoleBounds(least=1, most=args.max_workers, targets=targets, gpus=1)
+    config = ScalingConfig(prefill=role, decode=role, gpu_budget=args.gpu_budget)
+    known: dict[str, Callable[[], Scaler]] = {
+        "internal": lambda: Law(config),
+        "hpa": lambda: Hpa(config),
+        "static": Static,
+    }
+    names = args.autoscale.split(",")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--autoscale {name[:100]!r}: choose among {', '.join(known)}")
+    costs = ScalingCosts(period_s=args.scale_period_s, start_s=args.worker_start_s)
+    scalers = {name: Scaled(scaler=known[name], costs=costs) for name in names}
+    return ScalingSimulation(simulation=simulation, scalers=scalers, slo=simulation.slo)
 
 
 def _simulation(args: argparse.Namespace) -> "Simulation":
@@ -225,7 +308,13 @@ def _shape(
     )
 
 
-def _replayed(simulation: "Simulation", *, quiet: bool) -> "Report":
+class _Runs(Protocol[R_co]):
+    """A simulation of either kind."""
+
+    def run(self, redis: "RedisAddress", on_served: Callable[[str], None]) -> Coroutine[Any, Any, R_co]: ...
+
+
+def _replayed(simulation: "_Runs[R_co]", names: Sequence[str], *, quiet: bool, requests: int) -> R_co:
     """With a Redis of its own, which ends with it."""
     import uvloop
     from rich.console import Console
@@ -241,7 +330,7 @@ def _replayed(simulation: "Simulation", *, quiet: bool) -> "Report":
         TemporaryDirectory(prefix="tandem-simulate-") as folder,
         Progress(*columns, console=Console(stderr=True), disable=quiet) as progress,
     ):
-        tasks = {name: progress.add_task(name, total=len(simulation.requests)) for name in simulation.policies}
+        tasks = {name: progress.add_task(name, total=requests) for name in names}
         try:
             url = start_redis(supervisor, Path(folder))
             return uvloop.run(simulation.run(RedisAddress(url=url), lambda name: progress.advance(tasks[name])))
@@ -251,7 +340,7 @@ def _replayed(simulation: "Simulation", *, quiet: bool) -> "Report":
             supervisor.stop(grace=5.0)
 
 
-def _json(report: "Report") -> str:
+def _json(report: "Report | ScalingReport") -> str:
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(report), indent=1).decode()

@@ -2,9 +2,12 @@
 
 heartbeat     each second, at a moment of its own for each worker
 index         what a cache has stored and removed, at most every `PACE_S`, revision by revision
+join, leave   a worker registers with an empty cache; one that leaves is not offered any more, finishes what it has,
+              and deregisters
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -62,9 +65,8 @@ class FleetShape:
         """Workers whose caches save computing: decode workers cache what was computed elsewhere."""
         return self.both + self.prefill
 
-    def roles(self) -> list[tuple[str, Role]]:
-        counts = ((Role.BOTH, self.both), (Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
-        return [(f"{role.value}-{number:04}", role) for role, count in counts for number in range(count)]
+    def counts(self) -> dict[Role, int]:
+        return {Role.BOTH: self.both, Role.PREFILL: self.prefill, Role.DECODE: self.decode}
 
 
 class Fleet:
@@ -73,10 +75,14 @@ class Fleet:
     def __init__(self, shape: FleetShape, redis: SimulatedRedis) -> None:
         self.redis = redis
         self._shape = shape
-        self._revision = dict.fromkeys((name for name, _ in shape.roles()), 0)
+        self._revision: dict[str, int] = {}
         self._publishing: set[str] = set()
-        self.workers = {_incarnation(name): self._worker(name, role) for name, role in shape.roles()}
-        """By incarnation."""
+        self._leaving: set[str] = set()
+        self._joined: Counter[Role] = Counter()
+        self.workers: dict[str, ModelledWorker] = {}
+        """Those that are registered, by incarnation."""
+        self.everybody: list[ModelledWorker] = []
+        """All there ever were."""
         self.closing = False
         """No heartbeats any more."""
 
@@ -84,10 +90,35 @@ class Fleet:
         """Register everybody with an empty cache. Raises `RedisUnavailableError`."""
         await self.redis.begin()
         await self.redis.follow()
-        for worker in self.workers.values():
-            await self._heartbeat(worker)
-            await self._publish(worker, [IndexUpdate(UpdateKind.CLEARED)])
+        for role, count in self._shape.counts().items():
+            for _ in range(count):
+                await self.join(role)
         self.redis.events.after(HEARTBEAT_S, self._beat)
+
+    @property
+    def cache_blocks(self) -> int:
+        """Of each worker."""
+        return self._shape.cache_blocks
+
+    async def join(self, role: Role) -> ModelledWorker:
+        """A new worker. Raises `RedisUnavailableError`."""
+        worker = self._worker(f"{role.value}-{self._joined[role]:04}", role)
+        self._joined[role] += 1
+        self._revision[worker.name] = 0
+        self.workers[_incarnation(worker.name)] = worker
+        self.everybody.append(worker)
+        await self._heartbeat(worker)
+        await self._publish(worker, [IndexUpdate(UpdateKind.CLEARED)])
+        return worker
+
+    async def leave(self, worker: ModelledWorker) -> None:
+        """It finishes what it has and then goes. Raises `RedisUnavailableError`."""
+        self._leaving.add(worker.name)
+        await self._heartbeat(worker)
+
+    def offered(self, role: Role) -> list[ModelledWorker]:
+        """Workers of `role` that take new requests."""
+        return [each for each in self.workers.values() if each.role is role and each.name not in self._leaving]
 
     def _worker(self, name: str, role: Role) -> ModelledWorker:
         return ModelledWorker(
@@ -106,12 +137,22 @@ class Fleet:
         if self.closing:
             return
         await self.redis.follow()
+        await self._let_go()
         for some in _slices(tuple(self.workers.values())):
             await asyncio.gather(*(self._heartbeat(worker) for worker in some))
         self.redis.events.after(HEARTBEAT_S, self._beat)
 
+    async def _let_go(self) -> None:
+        """Of those that leave and have nothing left to do."""
+        done = [each for each in self.workers.values() if each.name in self._leaving and each.outstanding == 0]
+        for worker in done:
+            del self.workers[_incarnation(worker.name)]
+            self._leaving.discard(worker.name)
+            await self.redis.registry.deregister(_incarnation(worker.name))
+
     async def _heartbeat(self, worker: ModelledWorker) -> None:
-        record = WorkerRecord(view=self._view(worker), state=WorkerState.READY, load=worker.load(), details={})
+        state = WorkerState.DRAINING if worker.name in self._leaving else WorkerState.READY
+        record = WorkerRecord(view=self._view(worker), state=state, load=worker.load(), details={})
         await self.redis.registry.heartbeat(record, deployment="simulate", known_generation=0, report_age_s=0.0)
 
     def _view(self, worker: ModelledWorker) -> WorkerView:
@@ -134,7 +175,9 @@ class Fleet:
 
     async def _publish_changes(self, name: str) -> None:
         self._publishing.discard(name)
-        worker = self.workers[_incarnation(name)]
+        worker = self.workers.get(_incarnation(name))
+        if worker is None:
+            return
         updates = worker.cache.changes()
         if updates:
             await self._publish(worker, updates)

@@ -6,10 +6,10 @@ Life of a request
     2. alone: one worker computes the prompt and decodes
        pair: the decode worker has room first, then the prefill worker computes, then the KV moves, then decoding begins
     3. the first token is the prompt's last step, or the end of its transfer; the router is told when the last is out
-    4. a prompt that nobody can take is refused, as the gateway refuses it
+    4. a prompt that nobody can take is refused, as the gateway refuses it; where workers come and go it waits for one
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -20,12 +20,13 @@ from tandem_services.router.choice import Choice, NoWorkersError, Placement, Rou
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.policies.by_role import PolicyNames
 from tandem_services.router.router import Router, RouterConfig
+from tandem_services.simulate.autoscaling import Autoscaling, ScalingCosts
 from tandem_services.simulate.events import EventQueue
 from tandem_services.simulate.fleet import MODEL, Fleet, FleetShape
 from tandem_services.simulate.prefix_fetch import WantedPrefix
 from tandem_services.simulate.redis_time import PATIENCE_S, SimulatedRedis
 from tandem_services.simulate.requests import SimulatedRequest
-from tandem_services.simulate.service_times import ServiceTimes
+from tandem_services.simulate.scalers import Scaler
 from tandem_services.simulate.worker import Job, ModelledWorker
 
 
@@ -67,6 +68,19 @@ class Outcome:
     """Of the mean worker; both among workers that compute prompts."""
     seconds: float = 0.0
     """From the first arrival to the last token."""
+    worker_seconds: float = 0.0
+    """Of all workers, from when they were asked for; counted where workers come and go."""
+    workers_most: int = 0
+    scalings: int = 0
+    """Periods in which the number of workers changed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled:
+    """Workers come and go."""
+
+    scaler: Callable[[], Scaler]
+    costs: ScalingCosts = field(default_factory=ScalingCosts)
 
 
 async def replay(
@@ -79,6 +93,7 @@ async def replay(
     local_prefill_tokens: int,
     seed: int,
     on_served: Callable[[], None],
+    scaled: Scaled | None = None,
 ) -> Outcome:
     """Run to the last token. The Redis must hold nothing of `cluster` yet. Raises `RedisUnavailableError`."""
     events = EventQueue()
@@ -93,7 +108,7 @@ async def replay(
     router = Router(config, clock=events, random=Random(seed), source=simulated.source)
     try:
         fleet = Fleet(shape, simulated)
-        run = _Run(requests, fleet, router, shape.times, on_served)
+        run = _Run(requests, fleet, router, shape, on_served, scaled)
         await run.to_the_end()
         return run.outcome
     finally:
@@ -107,23 +122,44 @@ class _Run:
         requests: Sequence[SimulatedRequest],
         fleet: Fleet,
         router: Router,
-        times: ServiceTimes,
+        shape: FleetShape,
         on_served: Callable[[], None],
+        scaled: Scaled | None,
     ) -> None:
-        self.outcome = Outcome(workers=tuple(fleet.workers.values()))
+        self.outcome = Outcome(workers=fleet.everybody)
         self._requests = requests
         self._fleet = fleet
         self._events = fleet.redis.events
         self._router = router
-        self._times = times
+        self._times = shape.times
         self._on_served = on_served
         self._left = len(requests)
+        self._held: deque[SimulatedRequest] = deque()
+        """They wait for a worker to be there."""
+        self._scaling = None if scaled is None else self._autoscaling(shape, scaled)
+
+    def _autoscaling(self, shape: FleetShape, scaled: Scaled) -> Autoscaling:
+        return Autoscaling(
+            fleet=self._fleet,
+            scaler=scaled.scaler(),
+            costs=scaled.costs,
+            times=shape.times,
+            max_sequences=shape.max_sequences,
+            held=lambda: (len(self._held), sum(each.prompt_tokens for each in self._held)),
+            joined=self._retry,
+        )
 
     async def to_the_end(self) -> None:
         await self._fleet.begin()
         await self._refresh()
         self._plan_arrival(0)
+        if self._scaling is not None:
+            self._scaling.begin()
         await self._events.run()
+        if self._scaling is not None:
+            self.outcome.worker_seconds = self._scaling.worker_seconds
+            self.outcome.workers_most = self._scaling.most
+            self.outcome.scalings = self._scaling.changes
         self.outcome.placements = self._router.counters.placements
         self.outcome.local_choices = self._router.counters.local
 
@@ -133,9 +169,10 @@ class _Run:
             return
         await self._fleet.redis.follow()
         await self._router.refresh()
-        counts = [worker.outstanding for worker in self.outcome.workers if worker.role is not Role.DECODE]
-        self.outcome.outstanding_most += max(counts)
-        self.outcome.outstanding_mean += sum(counts) / len(counts)
+        counts = [each.outstanding for each in self._fleet.workers.values() if each.role is not Role.DECODE]
+        if counts:
+            self.outcome.outstanding_most += max(counts)
+            self.outcome.outstanding_mean += sum(counts) / len(counts)
         self._events.after(HEARTBEAT_S, self._refresh)
 
     def _plan_arrival(self, position: int) -> None:
@@ -144,7 +181,17 @@ class _Run:
 
     async def _arrive(self, position: int) -> None:
         self._plan_arrival(position + 1)
-        request = self._requests[position]
+        if self._scaling is not None:
+            self._scaling.demand.requests += 1
+        await self._route(self._requests[position])
+
+    async def _retry(self) -> None:
+        """Somebody new is there."""
+        await self._router.refresh()
+        for _ in range(len(self._held)):
+            await self._route(self._held.popleft())
+
+    async def _route(self, request: SimulatedRequest) -> None:
         query = RouteQuery(
             request_id=f"request-{request.number}",
             model=MODEL,
@@ -156,9 +203,14 @@ class _Run:
         try:
             choice = await self._router.choose(query)
         except NoWorkersError:
+            if self._scaling is not None:
+                self._held.append(request)
+                return
             self.outcome.refused += 1
             self._ended()
             return
+        if self._scaling is not None:
+            self._scaling.demand.prompt_tokens += request.prompt_tokens - choice.matched_tokens
         await self._send(Served(request=request), choice)
 
     async def _send(self, served: Served, choice: Choice) -> None:
@@ -237,6 +289,9 @@ class _Run:
     async def _last(self, served: Served, choice: Choice) -> None:
         served.last = self._events.now()
         self.outcome.served.append(served)
+        if self._scaling is not None:
+            self._scaling.demand.ended += 1
+            self._scaling.demand.decode_s += served.last - served.first
         await self._fleet.redis.follow()
         await self._router.release(choice)
         self._ended()

@@ -1,4 +1,4 @@
-"""A whole simulation: one replay for each policy, on one trace, one fleet and one Redis."""
+"""A whole simulation: one replay for each policy, or for each scaler, on one trace, one fleet and one Redis."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +9,10 @@ from tandem_services.loadgen.summary import Slo
 from tandem_services.router.policies.by_role import PolicyNames
 from tandem_services.simulate.fleet import FleetShape
 from tandem_services.simulate.pooled import infinite_cache, pooled_lru
-from tandem_services.simulate.replay import replay
+from tandem_services.simulate.replay import Scaled, replay
 from tandem_services.simulate.report import PolicyReport, Report, TraceLimits, policy_report
 from tandem_services.simulate.requests import SimulatedRequest
+from tandem_services.simulate.scaling_report import ScalerReport, ScalingReport, scaler_report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,3 +65,39 @@ class Simulation:
 def distinct_blocks(requests: Sequence[SimulatedRequest]) -> int:
     """Whole blocks of a trace, each counted once."""
     return len({block for request in requests for block in request.chain})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingSimulation:
+    """Scalers side by side, all with one routing policy."""
+
+    simulation: Simulation
+    scalers: Mapping[str, Scaled]
+    slo: Slo
+
+    async def run(self, redis: RedisAddress, on_served: Callable[[str], None]) -> ScalingReport:
+        """As `Simulation.run`; the name is the scaler's."""
+        whole = self.simulation
+        began, longest = time.monotonic(), 0.0
+        reports: dict[str, ScalerReport] = {}
+        for number, (name, scaled) in enumerate(self.scalers.items()):
+            outcome = await replay(
+                whole.requests,
+                whole.shape,
+                redis=redis,
+                cluster=f"scaling-{number}",
+                policies=next(iter(whole.policies.values())),
+                local_prefill_tokens=whole.local_prefill_tokens,
+                seed=whole.seed,
+                on_served=lambda name=name: on_served(name),  # type: ignore[misc]
+                scaled=scaled,
+            )
+            longest = max(longest, outcome.seconds)
+            reports[name] = scaler_report(outcome, self.slo)
+        minutes = (time.monotonic() - began) / 60
+        return ScalingReport(
+            requests=len(whole.requests),
+            simulated_s=longest,
+            scalers=reports,
+            requests_per_minute=len(whole.requests) * len(self.scalers) / minutes,
+        )

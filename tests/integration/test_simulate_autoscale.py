@@ -1,0 +1,116 @@
+"""Workers that come and go under the real router: complete, repeatable, and worth what they cost."""
+
+import json
+
+import pytest
+
+from tandem_operator.scaling.law import RoleBounds, ScalingConfig
+from tandem_operator.scaling.need import Targets
+from tandem_services.cli.main import main
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.common.traces import TRACE_BLOCK, TraceRow
+from tandem_services.loadgen.summary import Slo
+from tandem_services.router.policies.by_role import PolicyNames
+from tandem_services.simulate.autoscaling import ScalingCosts
+from tandem_services.simulate.fleet import FleetShape
+from tandem_services.simulate.replay import Scaled
+from tandem_services.simulate.requests import simulated_requests
+from tandem_services.simulate.run import ScalingSimulation, Simulation
+from tandem_services.simulate.scalers import Law, Static
+from tandem_services.simulate.scaling_report import ScalingReport
+from tandem_services.simulate.service_times import ServiceTimes
+
+
+def a_busy_time() -> list[TraceRow]:
+    """Quiet, then three times what two workers can compute, then quiet again."""
+    rows, at = [], 0.0
+    for number in range(150):
+        at += 1.0 if 15 <= number < 130 else 5.0
+        blocks = tuple(range(number * 10, number * 10 + 6))
+        rows.append(TraceRow(at=at, prompt_tokens=6 * TRACE_BLOCK, output_tokens=30, blocks=blocks))
+    return rows
+
+
+REQUESTS = simulated_requests(a_busy_time(), limit=None, speed=1.0)
+SLO = Slo(ttft_ms=8000)
+
+
+def scaling(least: int = 1, **changes) -> ScalingSimulation:
+    role = RoleBounds(least=least, most=12, targets=Targets(queue_seconds=1.0, kv_usage=0.85), gpus=1)
+    config = ScalingConfig(prefill=role, decode=role, **{"scale_down_window_s": 30.0, **changes})
+    costs = ScalingCosts(start_s=10.0)
+    shape = FleetShape(
+        prefill=2,
+        decode=1,
+        cache_blocks=500,
+        block_tokens=TRACE_BLOCK,
+        times=ServiceTimes(prefill_rate=1000.0),
+    )
+    return ScalingSimulation(
+        simulation=Simulation(
+            requests=REQUESTS,
+            shape=shape,
+            policies={"locality": PolicyNames()},
+            local_prefill_tokens=0,
+            seed=0,
+        ),
+        scalers={
+            "internal": Scaled(scaler=lambda: Law(config), costs=costs),
+            "static": Scaled(scaler=Static, costs=costs),
+        },
+        slo=SLO,
+    )
+
+
+async def report_of(server, simulation: ScalingSimulation) -> ScalingReport:
+    server.command("FLUSHALL")
+    return await simulation.run(RedisAddress(url=server.url), lambda _: None)
+
+
+async def test_a_load_that_grows_is_followed_up_and_down_and_equal_inputs_give_equal_figures(server):
+    report = await report_of(server, scaling())
+    internal, static = report.scalers["internal"], report.scalers["static"]
+    assert internal.requests == static.requests == len(REQUESTS)
+    assert internal.refused == static.refused == 0
+    assert internal.slo_attainment > static.slo_attainment + 0.2
+    assert internal.workers_most > 3
+    assert static.workers_most == 3
+    assert internal.scalings < 30
+    assert internal.worker_hours < internal.workers_most * report.simulated_s / 3600, "it goes down again"
+    assert (await report_of(server, scaling())).scalers == report.scalers
+
+
+async def test_from_zero_requests_wait_for_the_first_pair(server):
+    simulation = scaling(least=0, idle_s_to_zero=30.0)
+    report = (await report_of(server, simulation)).scalers["internal"]
+    assert (report.requests, report.refused) == (len(REQUESTS), 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--autoscale"], "needs a bound to attain"),
+        (["--autoscale", "keda", "--slo-ttft-ms", "1", "--workers", "prefill=1,decode=1"], "choose among internal"),
+        (["--autoscale", "--slo-ttft-ms", "1", "--workers", "4"], "must say prefill=N,decode=N"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_starts(flags, said, tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}) + "\n")
+    assert main(["simulate", "--trace", str(trace), "--cache-blocks", "10", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_prints_a_table_and_draws_a_plot(tmp_path, capsys):
+    trace, plot = tmp_path / "trace.jsonl", tmp_path / "scalers.svg"
+    rows = [
+        {"timestamp": 1000 * n, "input_length": 1024, "output_length": 4, "hash_ids": [2 * n, 2 * n + 1]}
+        for n in range(30)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--workers", "prefill=1,decode=1", "--autoscale", "--slo-ttft-ms", "500", "--cache-blocks", "100"]
+    assert main(["simulate", "--trace", str(trace), *flags, "--plot", str(plot)]) == 0
+    shown = capsys.readouterr().out
+    assert "SLO attainment" in shown
+    assert "internal" in shown
+    assert plot.read_text().startswith("<svg")
