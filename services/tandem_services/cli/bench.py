@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem_engine.flags import non_negative_int, positive_int
+from tandem_services.cli.api_key import add_api_key, key_headers
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import fraction, non_negative_float, positive_float
 from tandem_services.cli.shared_flags import add_slo, slo_of
@@ -50,7 +51,7 @@ def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first one served)")
-    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    add_api_key(parser)
     load = parser.add_argument_group("load")
     load.add_argument("--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default 64)")
     pace = load.add_mutually_exclusive_group()
@@ -175,9 +176,9 @@ def _specs(args: argparse.Namespace) -> list[Any]:
 def _client(args: argparse.Namespace, url: str) -> Any:
     import httpx
 
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=httpx.Timeout(120.0, connect=10.0))
+    timeout = httpx.Timeout(120.0, connect=10.0)
+    return httpx.AsyncClient(base_url=url, headers=key_headers(args), limits=limits, timeout=timeout)
 
 
 async def _target(args: argparse.Namespace, client: Any) -> Any:

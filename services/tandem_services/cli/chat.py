@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem_engine.flags import positive_int
+from tandem_services.cli.api_key import add_api_key, key_headers
 from tandem_services.cli.numbers import non_negative_float
 from tandem_services.common.errors import RemoteError
 
@@ -32,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first one served)")
-    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    add_api_key(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=non_negative_float, default=0.0, help="0 is greedy (default 0)")
     parser.add_argument(
@@ -105,7 +106,7 @@ class Conversation:
 def run(args: argparse.Namespace) -> int:
     import httpx
 
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    headers = key_headers(args)
     with httpx.Client(base_url=args.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0)) as client:
         try:
             conversation = _open(client, args)

@@ -9,12 +9,14 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_engine.errors import ConfigError
 
 PREFIX = "TANDEM_"
+OPENAI_API_KEY = "OPENAI_API_KEY"
+"""Where clients of OpenAI's API have their key."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -25,6 +27,7 @@ KNOWN = {
     "TANDEM_CURVE_KEYS": "file with the key pair of worker and gateway sockets",
     "TANDEM_WORKER_ID": "stable name of this worker; the pod name",
     "TANDEM_HOST": "address that other pods reach this process at; the pod IP",
+    "TANDEM_API_KEY": "key that `tandem chat` and `tandem bench serve` send; without it OPENAI_API_KEY",
     "TANDEM_LOG_LEVEL": "debug, info, warning or error",
     "TANDEM_TORCH": "read by set-up: cpu or cuda build of torch",
     "TANDEM_VENV": "read by set-up: folder of the virtual environment",
@@ -45,6 +48,7 @@ class Settings:
     curve_keys: Path | None = None
     worker_id: str | None = None
     host: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     log_level: int = logging.INFO
     warnings: tuple[str, ...] = ()
     """One sentence per TANDEM_ variable that means nothing, for the log."""
@@ -64,6 +68,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         curve_keys=_path(values, "TANDEM_CURVE_KEYS"),
         worker_id=values.get("TANDEM_WORKER_ID"),
         host=values.get("TANDEM_HOST"),
+        api_key=values.get("TANDEM_API_KEY") or variables.get(OPENAI_API_KEY) or None,
         log_level=_log_level(values.get("TANDEM_LOG_LEVEL", "info")),
         warnings=tuple(_unknown(name) for name in sorted(values) if not _is_known(name)),
     )

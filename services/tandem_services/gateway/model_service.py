@@ -1,7 +1,7 @@
 """One model service as a gateway serves it: a model, and everything between a plan and the fleet's workers.
 
-A gateway has one for each model (docs/multi-model.md). They have no worker, queue, quarantine or session in common; what
-they do have in common is the gateway's: keys and limits, the journal, and threads that encode.
+A gateway has one for each model (docs/multi-model.md). They have no worker, queue, quarantine or session in common;
+what they do have in common is the gateway's: keys and limits, the journal, and threads that encode.
 """
 
 from collections.abc import Coroutine

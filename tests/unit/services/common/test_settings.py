@@ -28,6 +28,21 @@ def test_variables_are_read_and_empty_ones_are_not_there():
     assert settings.log_level == logging.DEBUG
 
 
+@pytest.mark.parametrize(
+    ("variables", "key"),
+    [
+        ({"TANDEM_API_KEY": "ours", "OPENAI_API_KEY": "theirs"}, "ours"),
+        ({"TANDEM_API_KEY": "", "OPENAI_API_KEY": "theirs"}, "theirs"),
+        ({"OPENAI_API_KEY": ""}, None),
+    ],
+)
+def test_a_key_is_taken_from_our_variable_first_and_never_shown(variables, key):
+    settings = read_settings(variables)
+    assert (settings.api_key, settings.warnings) == (key, ())
+    assert "ours" not in repr(settings)
+    assert "theirs" not in repr(settings)
+
+
 def test_a_misspelt_variable_is_reported_with_the_nearest_name():  # RELIABILITY E8.85
     (warning,) = read_settings({"TANDEM_REDIS_URI": "redis://h"}).warnings
     assert "TANDEM_REDIS_URI" in warning
