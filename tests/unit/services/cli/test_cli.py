@@ -10,6 +10,7 @@ import pytest
 from tandem_engine.errors import ConfigError
 from tandem_services.cli.bundled import bundled_model, model_folder
 from tandem_services.cli.chat import Turn
+from tandem_services.cli.gateway import models_of
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import start_redis
@@ -288,3 +289,27 @@ def test_a_chat_turn_keeps_text_usage_and_id_and_raises_on_an_error_event() -> N
 def test_a_policy_that_is_none_is_refused_before_anything_starts(capsys, command: str) -> None:
     assert main([command, "--redis-url", "redis://127.0.0.1:1", "--router-policy", "nearest"]) == 2
     assert "there is no policy 'nearest'; choose from locality, round_robin" in capsys.readouterr().err
+
+
+GATEWAY = ["gateway", "--redis-url", "redis://h"]
+
+
+def test_names_behind_the_first_are_aliases():
+    [model] = models_of(build_parser().parse_args([*GATEWAY, "--served-model-name", "llama", "gpt"]))
+    assert (model.name, model.names) == ("llama", ("llama", "gpt"))
+    [model] = models_of(build_parser().parse_args(GATEWAY))
+    assert model.names == ("tandem-mini",)
+
+
+def test_a_models_file_takes_its_defaults_from_the_flags(tmp_path):
+    (tmp_path / "models.toml").write_text(f'[[models]]\nmodel = "{bundled_model()}"\nqueue_timeout = 3\n')
+    file = ["--models", str(tmp_path / "models.toml")]
+    [model] = models_of(build_parser().parse_args([*GATEWAY, *file, "--max-waiting-requests", "5"]))
+    assert (model.path, model.names) == (bundled_model(), ("tandem-mini",))
+    assert (model.max_waiting, model.room_s) == (5, 3.0)
+
+
+@pytest.mark.parametrize("flags", [["--model", "x"], ["--served-model-name", "x"]])
+def test_a_models_file_and_a_model_exclude_each_other(tmp_path, flags):
+    with pytest.raises(ConfigError, match="--models names all models: leave out --model"):
+        models_of(build_parser().parse_args([*GATEWAY, "--models", str(tmp_path), *flags]))

@@ -11,6 +11,7 @@ import pytest
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.model_service import Fleet
+from tandem_services.gateway.serve import load_tokenizers
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, events, script, serving_fleets
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.metric_text import metric_sum
@@ -146,6 +147,12 @@ async def test_sessions_belong_to_a_model(both):
             await gateway.http.post("/close_session", json={"session_id": "s", "model": "llama"})
         ).status_code == 404
     assert (len(gateway.llama.sessions.bindings), len(gateway.qwen.sessions.bindings)) == (0, 1)
+
+
+def test_models_of_one_folder_share_its_tokenizer(tmp_path):
+    folder = write_tokenizer(tmp_path)
+    models = [ModelConfig(path=folder, names=(name,)) for name in ("a", "b")]
+    assert load_tokenizers(models).keys() == {folder}
 
 
 # What one does to the other
