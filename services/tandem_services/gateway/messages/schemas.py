@@ -1,7 +1,7 @@
 """Bodies of `POST /v1/messages`, as far as they are served: Anthropic's Messages API, stateless as the original.
 
-What would change the answer and is not served is refused by name (`REFUSED`); other unknown fields are ignored, such as
-`cache_control`: prefixes are cached without being asked.
+What would change the answer and is not served is refused by name (`REFUSED`); other unknown fields are ignored. So are
+`cache_control`, since prefixes are cached without being asked, and `service_tier`.
 """
 
 from typing import Any, Literal
@@ -91,6 +91,8 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
+    service_tier: str | None = None
+    cache_control: Any = None
     min_p: float | None = None
     seed: int | None = None
     cache_salt: str | None = None
