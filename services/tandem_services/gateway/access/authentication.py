@@ -94,7 +94,7 @@ def _key_of(access: Access, scope: Scope) -> str:
     keys = {match[match.lastindex or 0] for match in found if match is not None}
     if None in found or len(bearers) > 1 or len(plain) > 1 or len(keys) != 1:
         access.metrics.refused("malformed")
-        raise _unauthorized("The Authorization header must be given once, as Bearer and an API key.")
+        raise _unauthorized("One API key must be given, once: as Authorization: Bearer KEY, or as x-api-key: KEY.")
     return keys.pop().decode("ascii")
 
 
