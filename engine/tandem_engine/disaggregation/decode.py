@@ -277,7 +277,8 @@ class DecodeStage:
             writer=hold.writer.incarnation,
             first_token=receiving.first_token,
             pages=hold.pages,
-            # It counts from receipt, so it would outlive the hold by its journey; a renewal is due before it ends.
+            granted_at=self.host.clock.now(),
+            # It ends before the hold does, whose deadline is counted from a little earlier; a renewal is due before.
             valid_s=self.config.grant_timeout - self.config.renewal_period,
             digest=self.config.kv_digest,
         )

@@ -229,7 +229,13 @@ class ReceiverLeases:
         self.counters.moves += sum(self.holds.wrote(key, writer=writer, pages=rooms[key].written) for key in rooms)
         self.grant_again((key for key, named in rooms.items() if not named.granted), writer)
         if renewed:
-            answer = GrantsRenewed(sender=self.peers.me, said_at=message.said_at, valid_s=lease, rooms=renewed)
+            answer = GrantsRenewed(
+                sender=self.peers.me,
+                said_at=message.said_at,
+                answered_at=self.host.clock.now(),
+                valid_s=lease,
+                rooms=renewed,
+            )
             self.peers.send(message.sender, answer)
 
 

@@ -31,6 +31,7 @@ from tandem_engine.disaggregation.endings import tell_ended
 from tandem_engine.disaggregation.grants import EarlyGrants, Grant
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.last_words import LastWords
+from tandem_engine.disaggregation.peer_clocks import PeerClocks
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.disaggregation.send_room import SendRoom
@@ -68,6 +69,7 @@ class PrefillStage:
     drains: DrainBook
     closed: ClosedRooms
     said: LastWords
+    clocks: PeerClocks
     counters: TransferCounters
     _rooms: dict[RoomKey, SendRoom] = field(default_factory=dict)
     """Open rooms: computing and inflight."""
@@ -96,7 +98,7 @@ class PrefillStage:
         if room is None:
             return
         room.progress = progress
-        if self.config.kv_push_layers != 0 and self.host.memory.readable(req.held_kv):
+        if self.config.kv_push_layers != 0 and self._may_push(room) and self.host.memory.readable(req.held_kv):
             while self._pays(push := room.early_push(stop, progress, self.max_pages)):
                 self._start(room, replace(push, least_layers=self._least_layers(push)))
 
@@ -174,7 +176,7 @@ class PrefillStage:
 
     def on_grant(self, message: WriteGrant) -> None:
         """A peer allows writes. Rooms the gateway has not told us about yet wait a while."""
-        grant = Grant.received(message, self.host.clock)
+        grant = Grant.received(message, self.host.clock, self.clocks)
         room = self._rooms.get(grant.key)
         if grant.key in self.closed:
             self._tell(grant.receiver, grant.key, "the room is closed")
@@ -236,9 +238,17 @@ class PrefillStage:
             self._fail(room, problem)
             return
         room.grant = grant
+        now = self.host.clock.now()
+        if grant.doubtful(now):
+            grant.confirm(self.peers, now)
         self._push(room)
 
+    def _may_push(self, room: SendRoom) -> bool:
+        return room.grant is not None and self.host.clock.now() < room.grant.expires
+
     def _push(self, room: SendRoom) -> None:
+        if not self._may_push(room):
+            return
         if room.req.kv is not None and not self.host.memory.readable(room.req.kv):
             return  # a prefix is still on its way from host memory (T70); the next turn asks again
         while (push := room.next_push(self.max_pages)) is not None:
@@ -295,7 +305,7 @@ class PrefillStage:
     # Every way to end.
 
     def _overdue(self, room: SendRoom, now: float) -> str | None:
-        if room.grant is not None and now >= room.grant.expires:
+        if room.grant is not None and now >= room.grant.ends:
             return "the grant expired"
         if room.grant is None and room.keep_until is not None and now >= room.keep_until:
             return "no grant came"

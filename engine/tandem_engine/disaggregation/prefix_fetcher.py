@@ -35,7 +35,15 @@ from tandem_engine.memory.borrowed_prefix import BorrowedPrefix, caches_prefixes
 from tandem_engine.messages.block_hash import pack_tokens
 from tandem_engine.messages.outputs import FetchReport
 from tandem_engine.messages.requests import HandoffSide, Peer, PrefixFetch
-from tandem_engine.messages.transfer import DrainAck, PrefixAsk, PrefixRecord, TransferAborted, WriteGrant
+from tandem_engine.messages.transfer import (
+    DrainAck,
+    GrantsRenewed,
+    PrefixAsk,
+    PrefixRecord,
+    StillOpen,
+    TransferAborted,
+    WriteGrant,
+)
 from tandem_engine.names import PageId
 from tandem_engine.scheduler.request import Request
 
@@ -143,6 +151,21 @@ class PrefixFetcher:
             )
         )
 
+    def on_still_open(self, message: StillOpen) -> None:
+        """A writer doubts its grant, or goes on with it: it is good for as long as anybody waits here."""
+        now = self.host.clock.now()
+        for named in message.rooms:
+            fetch = self._fetches.get(room_key(named.room, named.generation))
+            if fetch is not None and _wrote(fetch, message.sender):
+                answer = GrantsRenewed(
+                    sender=self.peers.me,
+                    said_at=message.said_at,
+                    answered_at=now,
+                    valid_s=max(0.0, fetch.hold.deadline - now),
+                    rooms=(named,),
+                )
+                self.peers.send(message.sender, answer)
+
     def on_digests(self, event: Digests) -> bool:
         """Cache the pages if every one is what the writer sent. False: not of a fetch."""
         fetch = self._fetches.get(room_key(event.room, event.generation))
@@ -236,6 +259,7 @@ class PrefixFetcher:
             writer=fetch.hold.writer.incarnation,
             first_token=fetch.here.tokens,
             pages=fetch.hold.pages,
+            granted_at=self.host.clock.now(),
             valid_s=patience,
             digest=self.config.kv_digest,
         )

@@ -7,7 +7,8 @@ Life of a loan
 
     1. lent      the longest cached prefix of the tokens is locked, so eviction passes it by. What is only in host
                  memory is copied to the device first, and nothing is pushed before it is there (T70)
-    2. pushing   as into any grant: nothing starts once that has expired, and its end ends the loan
+    2. pushing   as into any grant: nothing starts while it is doubtful or once it has expired, and its end ends the
+                 loan
     3. over      the record tells how many pages were written. None is an answer too
 
 The ends of a loan are those of a handoff: whatever is outstanding is in the same `DrainBook`, closed rooms are among
@@ -16,6 +17,7 @@ can spare: a loan may not put anybody back.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +25,7 @@ from tandem_engine.disaggregation.drains import ClosedRooms, DrainBook
 from tandem_engine.disaggregation.endings import tell_ended
 from tandem_engine.disaggregation.grants import Grant
 from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.peer_clocks import PeerClocks
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prefix_counters import PrefixCounters
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
@@ -30,7 +33,7 @@ from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, 
 from tandem_engine.memory.borrowed_prefix import BorrowedPrefix
 from tandem_engine.messages.block_hash import unpack_tokens
 from tandem_engine.messages.requests import HandoffSide, Peer
-from tandem_engine.messages.transfer import PrefixAsk, PrefixRecord, TransferAborted
+from tandem_engine.messages.transfer import GrantsRenewed, PrefixAsk, PrefixRecord, TransferAborted
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class PrefixLender:
     peers: PeerLink
     drains: DrainBook
     closed: ClosedRooms
+    clocks: PeerClocks
     max_pages: int
     """Of one push."""
     counters: PrefixCounters
@@ -94,7 +98,8 @@ class PrefixLender:
 
     def on_ask(self, message: PrefixAsk) -> None:
         """Lend what is cached here, or say that nothing is."""
-        grant = Grant.received(message.grant, self.host.clock)
+        now = self.host.clock.now()
+        grant = Grant.received(message.grant, self.host.clock, self.clocks)
         if grant.key in self.closed or grant.key in self._loans:
             self.counters.ignored += 1
             return
@@ -108,7 +113,20 @@ class PrefixLender:
             self._record(loan)
             return
         self._loans[grant.key] = loan
+        if grant.doubtful(now):
+            grant.confirm(self.peers, now)
         self._push(loan)
+
+    def on_renewed(self, message: GrantsRenewed) -> None:
+        """An asker still waits."""
+        now = self.host.clock.now()
+        expires = min(message.said_at, now) + message.valid_s
+        for named in message.rooms if math.isfinite(expires) else ():
+            loan = self._loans.get(room_key(named.room, named.generation))
+            if loan is not None and loan.receiver.incarnation == message.sender.incarnation:
+                loan.grant = loan.grant.renewed(expires)
+                if not loan.pushed:
+                    self._push(loan)
 
     def on_push_done(self, event: PushDone) -> None:
         """Bytes are out. The drain book hears of it from `PrefillStage`, like of any other push."""
@@ -140,7 +158,7 @@ class PrefixLender:
         """Let time pass: push what has become readable, end what has expired."""
         now = self.host.clock.now()
         for loan in [*self._loans.values()]:
-            if now >= loan.grant.expires:
+            if now >= loan.grant.ends:
                 self._give_up(loan, "the grant expired")
             elif not loan.pushed:
                 self._push(loan)
@@ -179,7 +197,7 @@ class PrefixLender:
         )
 
     def _push(self, loan: Loan) -> None:
-        if not loan.prefix.readable:
+        if self.host.clock.now() >= loan.grant.expires or not loan.prefix.readable:
             return
         loan.pushed = True
         for push in loan.pushes(self.host.memory.page_size, self.max_pages):

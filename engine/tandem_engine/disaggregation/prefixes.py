@@ -23,7 +23,14 @@ from tandem_engine.disaggregation.prefix_fetcher import PrefixFetcher
 from tandem_engine.disaggregation.prefix_lender import PrefixLender
 from tandem_engine.disaggregation.transport import Digests, PushDone, PushFailed, TransportEvent
 from tandem_engine.messages.requests import HandoffSide
-from tandem_engine.messages.transfer import DrainAck, PrefixAsk, PrefixRecord, TransferAborted
+from tandem_engine.messages.transfer import (
+    DrainAck,
+    GrantsRenewed,
+    PrefixAsk,
+    PrefixRecord,
+    StillOpen,
+    TransferAborted,
+)
 from tandem_engine.names import PageId
 
 
@@ -55,6 +62,7 @@ class Prefixes:
             peers=stage.peers,
             drains=stage.drains,
             closed=stage.closed,
+            clocks=stage.clocks,
             max_pages=stage.max_pages,
             counters=counters,
         )
@@ -71,12 +79,20 @@ class Prefixes:
                 return self.fetcher.on_ack(event)
             case TransferAborted(side=HandoffSide.SEND):
                 return self.fetcher.on_abort(event)
-            case TransferAborted():
-                self.lender.on_abort(event)
-                return False
             case _:
+                self._overhear(event)
                 return False
         return True
+
+    def _overhear(self, event: PeerEvent) -> None:
+        """What concerns others as well."""
+        match event:
+            case StillOpen(side=HandoffSide.SEND):
+                self.fetcher.on_still_open(event)
+            case GrantsRenewed():
+                self.lender.on_renewed(event)
+            case TransferAborted():
+                self.lender.on_abort(event)
 
     def on_transport(self, event: TransportEvent) -> bool:
         """Take what the transport reports about a fetch. False: it concerns others, or others too."""

@@ -23,6 +23,7 @@ from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.last_words import LastWords
 from tandem_engine.disaggregation.leases import ReceiverLeases, SenderLeases
 from tandem_engine.disaggregation.links import Links
+from tandem_engine.disaggregation.peer_clocks import PeerClocks
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
 from tandem_engine.disaggregation.prealloc import PreallocQueue
 from tandem_engine.disaggregation.prefill import PrefillStage
@@ -91,6 +92,7 @@ class HandoffStage:
             drains=DrainBook(),
             closed=ClosedRooms(),
             said=LastWords(clock=host.clock, keep_s=config.grant_timeout),
+            clocks=PeerClocks(),
             counters=counters,
         )
         holds = HoldTable(clock=host.clock, give_back=host.memory.give_back, drain_timeout=config.drain_timeout)
@@ -180,6 +182,7 @@ class HandoffStage:
         self.links.peer_gone(incarnation)
         self.prefixes.peer_gone(incarnation)
         self.transport.forget(incarnation)
+        self.prefill.clocks.forget(incarnation)
         self.peers.fence(incarnation)
 
     def transferring(self) -> int:
@@ -202,6 +205,13 @@ class HandoffStage:
         return (self.decode.holds, self.links.targets.holds, self.prefixes.fetcher.holds)
 
     def _on_peer(self, event: PeerEvent) -> None:
+        if isinstance(event, GrantsRenewed):
+            self.prefill.clocks.learn(
+                event.sender.incarnation,
+                asked_at=event.said_at,
+                answered_at=event.answered_at,
+                now=self.prefill.host.clock.now(),
+            )
         if self.links.on_peer(event) or self.prefixes.on_peer(event):
             return
         match event:

@@ -6,7 +6,8 @@
       │                    ◀── NIXL WRITE of one or more pushes
       │ StillOpen(rooms)    ◀────────▶ │   every quarter of a lease, while either side goes on with rooms; more often
       │                                │   of grants whose end the receiver lacks: the writer repeats what it said last
-      │ GrantsRenewed(rooms)  ───────▶ │   answers the writer's, for the rooms that have a grant
+      │ GrantsRenewed(rooms)  ───────▶ │   answers the writer's, for the rooms that have a grant; asked for at once when
+      │                                │   a grant cannot be dated yet, or lay unread for long
       │ ◀─────────────── HandoffRecord │   first token, logprobs, digests: after the last push is done
       │ TransferAborted ◀────────────▶ │   either way, on every terminal path (T63, T64)
       │ ◀──────────────────── DrainAck │   the writer will not touch the granted pages again (T60, T61)
@@ -96,8 +97,10 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     first_token: int
     """First prompt position the receiver lacks: a page multiple. Page i holds tokens from there on."""
     pages: tuple[int, ...]
+    granted_at: float
+    """By the sender's own clock. The writer knows what that is by its own, or asks (`disaggregation.peer_clocks`)."""
     valid_s: float
-    """Seconds from receipt for which the grant is good; the writer starts no push after that."""
+    """Seconds from then for which the grant is good; the writer starts no push after that."""
     digest: DigestKind
     """The proof that the receiver will ask for."""
 
@@ -174,6 +177,8 @@ class GrantsRenewed(msgspec.Struct, frozen=True, kw_only=True, tag="grants_renew
     sender: Peer
     said_at: float
     """Of the `StillOpen` that this answers."""
+    answered_at: float
+    """By the sender's own clock."""
     valid_s: float
     """Seconds from `said_at` for which the grants are good."""
     rooms: OpenRooms

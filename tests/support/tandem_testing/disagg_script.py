@@ -36,6 +36,8 @@ class ScriptedPeer:
     link: MemoryLink
     transport: FakeTransport
     pool: KvPool
+    clock: ManualClock
+    """The engine's own, so that what it knows of ours is easily said."""
     filled: int = 0
     """Tokens of `fill`."""
 
@@ -124,6 +126,10 @@ class ScriptedPeer:
 
     # As a receiver
 
+    def show_clock(self) -> None:
+        """Answer a question that was never asked: the engine knows what our clock says from now on."""
+        self.renew(said_at=self.clock.now(), valid_s=0.0)
+
     def allow(
         self,
         room: str,
@@ -132,7 +138,12 @@ class ScriptedPeer:
         first_token: int = 0,
         generation: int = 1,
         valid_s: float = 8.0,
+        granted_at: float | None = None,
+        dated: bool = True,
     ) -> None:
+        """A grant from now unless `granted_at` says otherwise; not `dated`: the engine knows nothing of our clock."""
+        if dated:
+            self.show_clock()
         self.send(
             WriteGrant(
                 room=room,
@@ -141,6 +152,7 @@ class ScriptedPeer:
                 writer=self.other.incarnation,
                 first_token=first_token,
                 pages=pages,
+                granted_at=self.clock.now() if granted_at is None else granted_at,
                 valid_s=valid_s,
                 digest=DigestKind.SAMPLED,
             )
@@ -148,7 +160,8 @@ class ScriptedPeer:
 
     def renew(self, *rooms: str, said_at: float, valid_s: float = 8.0, generation: int = 1) -> None:
         named = tuple(OpenRoom(room, generation, granted=True) for room in rooms)
-        self.send(GrantsRenewed(sender=self.me, said_at=said_at, valid_s=valid_s, rooms=named))
+        now = self.clock.now()
+        self.send(GrantsRenewed(sender=self.me, said_at=said_at, answered_at=now, valid_s=valid_s, rooms=named))
 
     def tokens_at(self, pages: tuple[int, ...], count: int) -> list[int]:
         """What lies in our pool at `pages`, read as the fake model reads it."""
@@ -157,8 +170,15 @@ class ScriptedPeer:
 
 
 def make_scripted_peer(
-    me: Peer, other: Peer, *, fabric: FakeFabric, network: PeerNetwork, num_pages: int = 17, num_layers: int = 1
+    me: Peer,
+    other: Peer,
+    *,
+    fabric: FakeFabric,
+    network: PeerNetwork,
+    clock: ManualClock,
+    num_pages: int = 17,
+    num_layers: int = 1,
 ) -> ScriptedPeer:
     pool = make_fake_pool(num_pages=num_pages, page_size=PAGE_SIZE, num_layers=num_layers)
     transport = fabric.join(me, pool, ManualClock())
-    return ScriptedPeer(me=me, other=other, link=network.join(me), transport=transport, pool=pool)
+    return ScriptedPeer(me=me, other=other, link=network.join(me), transport=transport, pool=pool, clock=clock)

@@ -27,7 +27,9 @@ class Receiver:
     def __init__(self, **engine: object) -> None:
         self.fabric, self.network = FakeFabric(), PeerNetwork()
         self.side: Side = make_side(make_peer("d"), fabric=self.fabric, network=self.network, **engine)
-        self.writer: ScriptedPeer = make_scripted_peer(WRITER, self.side.peer, fabric=self.fabric, network=self.network)
+        self.writer: ScriptedPeer = make_scripted_peer(
+            WRITER, self.side.peer, fabric=self.fabric, network=self.network, clock=self.side.engine.clock
+        )
 
     def submit(self, rid: str = "r", prompt: Sequence[int] = PROMPT, *, generation: int = 1, **request: object) -> None:
         end = handoff(HandoffSide.RECEIVE, WRITER, f"room-{rid}", generation)
@@ -542,7 +544,13 @@ def test_an_output_that_ended_with_its_first_token_ends_silently(granted):
 
 def test_an_abort_by_anybody_but_the_writer_is_ignored(receiver):
     receiver.granted()
-    stranger = make_scripted_peer(make_peer("q"), receiver.side.peer, fabric=receiver.fabric, network=receiver.network)
+    stranger = make_scripted_peer(
+        make_peer("q"),
+        receiver.side.peer,
+        fabric=receiver.fabric,
+        network=receiver.network,
+        clock=receiver.side.engine.clock,
+    )
     stranger.abort(HandoffSide.SEND, ROOM)
     receiver.writer.abort(HandoffSide.SEND, ROOM, generation=2)
     receiver.turn()

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from tandem_engine.disaggregation.grants import EarlyGrants, Grant
+from tandem_engine.disaggregation.peer_clocks import PeerClocks
 from tandem_engine.disaggregation.room_key import room_key
 from tandem_engine.messages.transfer import WriteGrant
 from tandem_engine.names import DigestKind, PageId
@@ -23,6 +24,7 @@ def make_grant(
         first_token=first_token,
         pages=tuple(PageId(page) for page in pages),
         expires=expires,
+        answer_by=expires,
         digest=DigestKind.SAMPLED,
     )
 
@@ -31,9 +33,9 @@ def problem(grant: Grant, *, tokens: int = 10) -> str | None:
     return grant.problem(tokens=tokens, page_size=4, peer=DECODE.incarnation)
 
 
-def test_validity_counts_from_receipt():  # T75
+def received(*, at: float, granted_at: float, clocks: PeerClocks) -> Grant:
     clock = ManualClock()
-    clock.time = 100.0
+    clock.time = at
     message = WriteGrant(
         room="room",
         generation=2,
@@ -41,11 +43,49 @@ def test_validity_counts_from_receipt():  # T75
         writer="p@1",
         first_token=0,
         pages=(1,),
+        granted_at=granted_at,
         valid_s=8.0,
         digest=DigestKind.FULL,
     )
-    grant = Grant.received(message, clock)
-    assert (grant.key, grant.expires) == (room_key("room", 2), 108.0)
+    return Grant.received(message, clock, clocks)
+
+
+@pytest.fixture
+def clocks() -> PeerClocks:
+    """We asked at 50 and had the answer at 50.1, given when the receiver's clock said 7000."""
+    known = PeerClocks()
+    known.learn(DECODE.incarnation, asked_at=50.0, answered_at=7000.0, now=50.1)
+    return known
+
+
+def test_validity_counts_from_when_it_was_sent(clocks):  # T75
+    grant = received(at=100.0, granted_at=7049.0, clocks=clocks)
+    assert grant.key == room_key("room", 2)
+    assert grant.expires == pytest.approx(50.0 + 49.0 + 8.0, abs=0.02)
+    assert grant.expires < 107.0, "drift counts against it"
+    assert not grant.doubtful(100.0)
+
+
+def test_a_grant_that_lay_unread_is_doubtful(clocks):
+    grant = received(at=130.0, granted_at=7049.0, clocks=clocks)
+    assert grant.expires < 130.0
+    assert grant.doubtful(130.0)
+    assert not grant.doubtful(138.0), "nobody has answered"
+    assert not grant.renewed(140.0).doubtful(139.0)
+
+
+def test_a_grant_of_a_stranger_is_doubtful():
+    grant = received(at=100.0, granted_at=7049.0, clocks=PeerClocks())
+    assert (grant.doubtful(100.0), grant.ends) == (True, 108.0)
+
+
+def test_a_grant_is_never_good_for_longer_than_from_receipt(clocks):
+    assert received(at=60.0, granted_at=9000.0, clocks=clocks).expires == 68.0
+
+
+@pytest.mark.parametrize("granted_at", [float("nan"), float("inf"), float("-inf")])
+def test_a_time_that_is_none_makes_a_grant_doubtful(clocks, granted_at):
+    assert received(at=60.0, granted_at=granted_at, clocks=clocks).doubtful(60.0)
 
 
 def test_a_grant_for_the_rest_of_the_prompt_serves():
@@ -56,8 +96,8 @@ def test_a_grant_for_the_rest_of_the_prompt_serves():
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"expires": float("nan")}, "without an end"),
-        ({"expires": float("inf")}, "without an end"),
+        ({"answer_by": float("nan")}, "without an end"),
+        ({"answer_by": float("inf")}, "without an end"),
         ({"first_token": 3}, "grant from token 3"),
         ({"first_token": -4}, "grant from token -4"),
         ({"first_token": 12, "pages": ()}, "grant from token 12"),

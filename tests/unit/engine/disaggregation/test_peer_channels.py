@@ -55,6 +55,7 @@ def grant(sender: PeerChannels, writer: str) -> WriteGrant:
         writer=writer,
         first_token=0,
         pages=(1,),
+        granted_at=0.0,
         valid_s=8.0,
         digest=DigestKind.SAMPLED,
     )

@@ -11,7 +11,7 @@ from tandem_engine.disaggregation.transport import PushFailed
 from tandem_engine.executor.fake import next_token
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import HandoffSide
-from tandem_engine.messages.transfer import DrainAck, HandoffRecord, TransferAborted
+from tandem_engine.messages.transfer import DrainAck, HandoffRecord, StillOpen, TransferAborted
 from tandem_engine.names import PageId, RequestId
 from tandem_testing.disagg_network import PeerNetwork, make_peer
 from tandem_testing.disagg_pair import CONFIG, HOLD_TIMEOUT, PROMPT, Side, handoff, make_side
@@ -33,7 +33,12 @@ class Sender:
             make_peer("p"), fabric=self.fabric, network=self.network, num_layers=num_layers, **engine
         )
         self.receiver: ScriptedPeer = make_scripted_peer(
-            RECEIVER, self.side.peer, fabric=self.fabric, network=self.network, num_layers=num_layers
+            RECEIVER,
+            self.side.peer,
+            fabric=self.fabric,
+            network=self.network,
+            clock=self.side.engine.clock,
+            num_layers=num_layers,
         )
         self.receiver.greet()
 
@@ -297,6 +302,34 @@ def test_no_push_starts_after_the_grant_expired():  # T62
     sender.side.assert_clean()
 
 
+@pytest.mark.parametrize(
+    "unread", [{"dated": False}, {"granted_at": -30.0}], ids=["of a stranger", "that lay unread for half a minute"]
+)
+def test_a_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread):  # T60
+    sender.submit()
+    sender.allow(**unread)
+    sender.turn(4)
+    assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [0] * len(PROMPT)
+    question = sender.receiver.got(StillOpen)[-1]
+    assert [room.granted for room in question.rooms] == [True]
+    sender.receiver.renew(ROOM, said_at=question.said_at)
+    sender.turn(4)
+    assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
+    assert len(sender.records()) == 1
+    sender.side.assert_clean()
+
+
+def test_a_doubtful_grant_that_nobody_confirms_is_given_up(sender):  # T60
+    sender.submit()
+    sender.allow(granted_at=-30.0, valid_s=2.0)
+    sender.turn(3)
+    sender.pass_time(2.0)
+    sender.turn()
+    sender.assert_gave_up("the grant expired")
+    assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [0] * len(PROMPT)
+    sender.side.assert_clean()
+
+
 def test_a_push_that_outlasts_its_grant_does_not_hold_the_pages_for_ever(sender):
     sender.hold_back(ticks=1000)
     sender.submit()
@@ -334,7 +367,9 @@ def test_a_grant_that_does_not_fit_is_refused_with_the_reason(sender):
 
 
 def test_a_grant_by_another_receiver_is_refused(sender):
-    stranger = make_scripted_peer(make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network)
+    stranger = make_scripted_peer(
+        make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
+    )
     sender.submit()
     stranger.allow(ROOM, PAGES)
     sender.turn(3)
@@ -454,7 +489,9 @@ def test_an_abort_after_the_handover_is_acked(sender):
 
 
 def test_a_strangers_abort_stops_nothing(sender):
-    stranger = make_scripted_peer(make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network)
+    stranger = make_scripted_peer(
+        make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
+    )
     sender.submit()
     stranger.abort(HandoffSide.RECEIVE, ROOM)
     sender.allow()

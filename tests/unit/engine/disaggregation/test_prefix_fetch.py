@@ -187,6 +187,36 @@ def test_pages_that_come_after_the_time_is_up_land_in_nobodys_memory():  # T60
     assert counters(pair).failed == 1
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["asker's clock unknown", "asker's clock known"])
+def test_a_lender_that_was_stopped_while_questions_lay_unread_writes_nothing(known):  # T60
+    """Half a minute later it is fenced, and the pages that it was granted are somebody else's."""
+    pair = make_warm_pair()
+    if known:
+        ask(pair, "before", (*PREFIX[:8], 70))
+        pair.run()
+    pair.network.lost = lambda message: isinstance(message, TransferAborted)
+    pushed = pair.decode.stage.prefixes.counters.lent
+    ask(pair)
+    for _ in range(3):
+        pair.prefill.step()
+        pair.network.advance()
+    pair.pass_time(30.0)
+    pair.prefill.step(5)
+    pair.prefill.stage.peer_gone(pair.decode.peer.incarnation)
+    assert [*pair.prefill.stage.held_pages()] == []
+    for _ in range(3):
+        pair.decode.step()
+        pair.network.advance()
+        assert pair.fabric.in_flight() == 0
+    assert pair.decode.stage.prefixes.counters.lent == pushed
+    assert pair.decode.stage.prefixes.lender.loans, "it waits for a word of the asker"
+    pair.pass_time(WITHIN_S)
+    pair.decode.step()
+    assert not pair.decode.stage.prefixes.lender.loans
+    pair.prefill.engine.run()
+    pair.prefill.engine.assert_expected("r")
+
+
 def test_torn_pages_are_never_read():  # T62
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(corrupt=True)

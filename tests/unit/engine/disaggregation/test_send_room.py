@@ -36,7 +36,13 @@ def make_room(*, settled: int, first_token: int = 0, granted: tuple[int, ...] = 
         kv=kv,
     )
     grant = Grant(
-        key=KEY, receiver=RECEIVER, first_token=first_token, pages=ids(*granted), expires=8.0, digest=DigestKind.FULL
+        key=KEY,
+        receiver=RECEIVER,
+        first_token=first_token,
+        pages=ids(*granted),
+        expires=8.0,
+        answer_by=8.0,
+        digest=DigestKind.FULL,
     )
     return SendRoom(key=KEY, req=req, peer=RECEIVER, total=10, grant=grant)
 

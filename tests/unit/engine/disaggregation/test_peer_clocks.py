@@ -1,0 +1,54 @@
+"""What is known of another process's clock."""
+
+import math
+
+import pytest
+
+from tandem_engine.disaggregation.peer_clocks import DRIFT, PeerClocks
+
+
+def test_a_stranger_cannot_be_dated():
+    assert PeerClocks().earliest("d@1", 5.0) == -math.inf
+
+
+def test_an_answer_dates_what_was_sent_before_and_after_it():
+    clocks = PeerClocks()
+    clocks.learn("d@1", asked_at=100.0, answered_at=7.0, now=100.5)
+    assert clocks.earliest("d@1", 7.0) == 100.0
+    assert clocks.earliest("d@1", 1007.0) == pytest.approx(1100.0 - 1000 * DRIFT)
+    assert clocks.earliest("d@1", 6.0) == pytest.approx(99.0 - DRIFT)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.2, 30.0])
+@pytest.mark.parametrize("offset", [-1e6, 0.0, 3e5])
+def test_it_is_never_later_than_it_was(delay, offset):
+    """However long question and answer were on their way."""
+    clocks = PeerClocks()
+    clocks.learn("d@1", asked_at=100.0, answered_at=100.0 + delay + offset, now=100.0 + 2 * delay)
+    for sent_at in (50.0, 100.0, 5000.0):
+        assert clocks.earliest("d@1", sent_at + offset) <= sent_at + 1e-9
+
+
+def test_later_answers_take_the_place_of_earlier_ones():
+    clocks = PeerClocks()
+    clocks.learn("d@1", asked_at=100.0, answered_at=7.0, now=140.0)
+    clocks.learn("d@1", asked_at=150.0, answered_at=77.0, now=150.1)
+    assert clocks.earliest("d@1", 77.0) == 150.0
+
+
+@pytest.mark.parametrize(
+    ("asked_at", "answered_at"),
+    [(200.0, 7.0), (math.nan, 7.0), (-math.inf, 7.0), (100.0, math.nan), (100.0, math.inf)],
+)
+def test_nonsense_teaches_nothing(asked_at, answered_at):
+    clocks = PeerClocks()
+    clocks.learn("d@1", asked_at=asked_at, answered_at=answered_at, now=150.0)
+    assert clocks.earliest("d@1", 7.0) == -math.inf
+
+
+def test_the_dead_are_forgotten():
+    clocks = PeerClocks()
+    clocks.learn("d@1", asked_at=100.0, answered_at=7.0, now=100.0)
+    clocks.forget("d@1")
+    clocks.forget("d@1")
+    assert clocks.earliest("d@1", 7.0) == -math.inf
