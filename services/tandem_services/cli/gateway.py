@@ -153,6 +153,7 @@ def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
         reasoning_parser=args.reasoning_parser,
         local_prefill_tokens=args.local_prefill_tokens,
         policies=PolicyNames.parse(args.router_policy),
+        exploration=args.router_exploration,
         session_ttl_s=args.session_ttl,
         max_waiting=args.max_waiting_requests,
         room_s=args.queue_timeout,

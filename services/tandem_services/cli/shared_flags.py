@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_engine.flags import non_negative_int
-from tandem_services.cli.numbers import positive_float
+from tandem_services.cli.numbers import fraction, positive_float
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.reasoning import REASONING_PARSERS
 from tandem_services.gateway.tool_parsers.registry import TOOL_CALL_PARSERS
@@ -111,6 +111,16 @@ def add_router_policy(parser: argparse.ArgumentParser) -> None:
         help="who is offered a request: locality (cached prefixes and load in predicted seconds), round_robin, "
         "least_loaded, power_of_two or session (by the request's user); one for all, or prefill=POLICY,decode=POLICY "
         "(default locality)",
+    )
+    parser.add_argument(
+        "--router-exploration",
+        type=fraction,
+        nargs="?",
+        const=0.01,
+        default=0.0,
+        metavar="SHARE",
+        help="send this share of requests to workers at random, so that the rates of those that are never the cheapest "
+        "stay known (default 0; without SHARE 0.01)",
     )
 
 

@@ -178,7 +178,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]
-    gateway += ["--router-policy", args.router_policy]
+    gateway += ["--router-policy", args.router_policy, "--router-exploration", str(args.router_exploration)]
     supervisor.start(_child(todo, "gateway", gateway))
 
 

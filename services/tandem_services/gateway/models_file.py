@@ -47,6 +47,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     router_policy: str | None = None
+    router_exploration: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     local_prefill_tokens: Count | None = None
     session_ttl: Seconds | None = None
     max_waiting_requests: Count | None = None
@@ -124,6 +125,7 @@ def _config(entry: ModelEntry, defaults: ModelConfig, file: Path, where: str) ->
         "tool_call_parser": (entry.tool_call_parser, str),
         "reasoning_parser": (entry.reasoning_parser, str),
         "policies": (entry.router_policy, PolicyNames.parse),
+        "exploration": (entry.router_exploration, float),
         "local_prefill_tokens": (entry.local_prefill_tokens, int),
         "session_ttl_s": (entry.session_ttl, float),
         "max_waiting": (entry.max_waiting_requests, int),

@@ -187,6 +187,7 @@ class RoutedFleet:
                 cluster=config.cluster,
                 local_prefill_tokens=config.local_prefill_tokens,
                 policies=config.policies,
+                exploration=config.exploration,
             )
         )
         parts = Fleet(

@@ -45,6 +45,7 @@ from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATI
 from tandem_services.router.library import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
 from tandem_services.router.membership import Membership
+from tandem_services.router.newcomers import Newcomers
 from tandem_services.router.policies.by_role import PoliciesByRole, PolicyNames
 from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import Registry
@@ -73,6 +74,8 @@ class RouterConfig:
     this; 0: only when no prefill worker can."""
     policies: PolicyNames = field(default_factory=PolicyNames)
     """Who is left for the price to choose among, by role."""
+    exploration: float = 0.0
+    """Share of requests that go to workers at random, so that what is never chosen stays known."""
     routing_timeout_s: float = ROUTING_TIMEOUT_S
     start_timeout_s: float = 30.0
     """How long `start` waits for Redis."""
@@ -124,7 +127,14 @@ class Router:
         self._membership = Membership(clock=self._clock)
         self._own = OwnLoad(clock=self._clock)
         self._local = LocalRouting(own=self._own, random=self._random)
-        self._policies = PoliciesByRole(config.policies, self._random, self._outstanding)
+        self._newcomers = Newcomers(clock=self._clock)
+        self._policies = PoliciesByRole(
+            config.policies,
+            self._random,
+            self._outstanding,
+            newcomers=self._newcomers,
+            exploration=config.exploration,
+        )
         self._chosen_at: dict[int, float] = {}
         """Choices not released yet, by serial."""
         self._serial = 0
@@ -148,7 +158,9 @@ class Router:
         snapshot = await self._registry.snapshot()
         self.counters.rubbish += snapshot.rubbish
         self._membership.update(snapshot)
-        self._own.forget_all_but({worker.incarnation for worker in self._membership.workers()})
+        known = {worker.incarnation for worker in self._membership.workers()}
+        self._own.forget_all_but(known)
+        self._newcomers.observe(known)
 
     def workers(self) -> tuple[WorkerView, ...]:
         """The fleet as last seen, without those that `mark_dead` named."""

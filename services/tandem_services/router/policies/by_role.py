@@ -7,10 +7,13 @@ from random import Random
 from tandem_engine.config import Role
 from tandem_engine.errors import ConfigError
 from tandem_services.router.choice import RouteQuery, WorkerView
+from tandem_services.router.newcomers import Newcomers
+from tandem_services.router.policies.exploring import Exploring
 from tandem_services.router.policies.least_loaded import LeastLoaded
 from tandem_services.router.policies.locality import Locality
 from tandem_services.router.policies.policy import Contender, Policy
 from tandem_services.router.policies.power_of_two import PowerOfTwo
+from tandem_services.router.policies.ramping import Ramping
 from tandem_services.router.policies.round_robin import RoundRobin
 from tandem_services.router.policies.session import Session
 
@@ -62,12 +65,33 @@ def _known(name: str) -> str:
 class PoliciesByRole:
     """Narrows what a query may choose among. `outstanding` is as in `Contender`."""
 
-    def __init__(self, names: PolicyNames, random: Random, outstanding: Callable[[WorkerView], float]) -> None:
-        self._prefill = POLICIES[names.prefill](random)
-        self._decode = POLICIES[names.decode](random)
+    def __init__(
+        self,
+        names: PolicyNames,
+        random: Random,
+        outstanding: Callable[[WorkerView], float],
+        *,
+        newcomers: Newcomers,
+        exploration: float = 0.0,
+    ) -> None:
+        """`exploration`: share of queries that go to anybody."""
+
+        def composed(name: str) -> Policy:
+            policy = POLICIES[name](random)
+            if exploration:
+                policy = Exploring(policy, exploration, random)
+            return Ramping(policy, newcomers.share, random)
+
+        self._prefill = composed(names.prefill)
+        self._decode = composed(names.decode)
         self._outstanding = outstanding
-        self.narrows = names.narrow
-        """False: nothing is ever passed over."""
+        self._newcomers = newcomers
+        self._always = names.narrow or exploration > 0.0
+
+    @property
+    def narrows(self) -> bool:
+        """False: nobody would be passed over now."""
+        return self._always or self._newcomers.any
 
     def passed_over(self, workers: Iterable[WorkerView], query: RouteQuery) -> frozenset[str]:
         """Incarnations among `workers`, all of which could take the query, that the policies leave out."""

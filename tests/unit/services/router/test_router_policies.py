@@ -7,10 +7,12 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.errors import ConfigError
-from tandem_services.router.choice import RouteQuery
+from tandem_services.router.choice import RouteQuery, WorkerView
+from tandem_services.router.newcomers import Newcomers
 from tandem_services.router.policies.by_role import POLICIES, PoliciesByRole, PolicyNames
 from tandem_services.router.policies.policy import Contender
 from tandem_testing.router_builders import MODEL, make_view
+from tandem_testing.scheduler_builders import ManualClock
 
 
 def query(number: int = 0, **changes) -> RouteQuery:
@@ -71,7 +73,10 @@ def test_session_without_a_key_spreads_and_tenants_differ():
 
 
 def by_role(names: str, **outstanding: float) -> PoliciesByRole:
-    return PoliciesByRole(PolicyNames.parse(names), Random(1), lambda view: outstanding.get(view.worker_id, 0.0))
+    def load(view: WorkerView) -> float:
+        return outstanding.get(view.worker_id, 0.0)
+
+    return PoliciesByRole(PolicyNames.parse(names), Random(1), load, newcomers=Newcomers(clock=ManualClock()))
 
 
 FLEET = [
