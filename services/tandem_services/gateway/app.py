@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any
 
@@ -36,6 +35,7 @@ from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, MetricFamilies, new_registry, render
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.access.authentication import Access, Authentication
+from tandem_services.gateway.access.deployment_secret import cache_secret, deployment_secret
 from tandem_services.gateway.access.key_watch import KeyWatch
 from tandem_services.gateway.access.tenant_limits import Board as UsageBoard
 from tandem_services.gateway.access.tenant_limits import TenantLimits
@@ -54,7 +54,7 @@ from tandem_services.gateway.messages.count_tokens import TokenCount
 from tandem_services.gateway.messages.planner import MessagesPlanner
 from tandem_services.gateway.metrics import HttpMetrics
 from tandem_services.gateway.model_catalog import ModelCatalog
-from tandem_services.gateway.model_service import Fleet, Shared, build_model_service, deployment_salt
+from tandem_services.gateway.model_service import Fleet, Shared, build_model_service
 from tandem_services.gateway.responses.planner import ResponsesPlanner
 from tandem_services.gateway.session_routes import SessionRoutes
 from tandem_services.gateway.tokenization import Tokenization
@@ -129,7 +129,7 @@ def build_gateway(
     known = fleets if config.api_keys is not None else [replace(fleet, fairness=None) for fleet in fleets]
     models = ModelCatalog([build_model_service(fleet, shared) for fleet in known])
     first = fleets[0]
-    secret = deployment_salt(first.context, first.config.cluster)
+    secret = deployment_secret(first.context.keys, first.config.cluster)
     health.add_check("workers", lambda: _missing_workers(models))
     return Gateway(
         registry=registry,
@@ -163,7 +163,7 @@ def _access(
         keys=keys,
         limits=TenantLimits(clock=clock, metrics=metrics, board=board),
         metrics=metrics,
-        cache_secret=blake2b(b"prefix cache", key=secret, digest_size=32).digest(),
+        cache_secret=cache_secret(secret),
         admin_paths=(METRICS_PATH,),
     )
 

@@ -8,10 +8,10 @@ from tandem_services.gateway.answer_format import AnswerFormat
 from tandem_services.gateway.chat_format import ChatFormat
 from tandem_services.gateway.chat_messages import template_messages
 from tandem_services.gateway.limits import MAX_OUTPUT_TOKENS, check_context
-from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.openai_schemas import ChatRequest
 from tandem_services.gateway.output_reader import OutputReading
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.structured_output import AskedGrammar, asked_grammar
@@ -37,7 +37,7 @@ class ChatPlanner:
     def decode(self, body: bytes) -> ChatRequest:
         return self._decoder.decode(body)
 
-    async def plan(self, request: ChatRequest, served: ModelService, caller: Caller) -> GenerationPlan:
+    async def plan(self, request: ChatRequest, served: ReadModel, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         check_common_fields(request)
         if request.echo:
@@ -72,15 +72,15 @@ class ChatPlanner:
             reading=_reading(request, served, input_ids, tools, grammar),
         )
 
-    async def encode(self, request: ChatRequest, served: ModelService) -> tuple[int, ...]:
+    async def encode(self, request: ChatRequest, served: ReadModel) -> tuple[int, ...]:
         """The prompt alone. Raises as `plan`, for what is wrong with messages and tools."""
         return await _encode(request, served, _tools(request, served), None)
 
-    def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat:
+    def format(self, plan: GenerationPlan, served: ReadModel, request_id: str, created: int) -> AnswerFormat:
         return ChatFormat(f"chatcmpl-{request_id}", created, plan, served.prompts.tokenizer.vocabulary)
 
 
-def _tools(request: ChatRequest, served: ModelService) -> ToolUse | None:
+def _tools(request: ChatRequest, served: ReadModel) -> ToolUse | None:
     dialect = served.model.dialect
     return tool_use(
         request.tools,
@@ -93,7 +93,7 @@ def _tools(request: ChatRequest, served: ModelService) -> ToolUse | None:
 
 def _reading(
     request: ChatRequest,
-    served: ModelService,
+    served: ReadModel,
     prompt: tuple[int, ...],
     tools: ToolUse | None,
     grammar: AskedGrammar | None,
@@ -107,7 +107,7 @@ def _reading(
 
 
 async def _encode(
-    request: ChatRequest, served: ModelService, tools: ToolUse | None, turn: SessionTurn | None
+    request: ChatRequest, served: ReadModel, tools: ToolUse | None, turn: SessionTurn | None
 ) -> tuple[int, ...]:
     continues = turn is not None and not turn.begins
     messages = template_messages(request.messages, continues=continues)

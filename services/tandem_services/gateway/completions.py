@@ -20,7 +20,6 @@ from tandem_services.gateway.limits import (
     check_context,
     check_token_ids,
 )
-from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.openai_schemas import (
     CompletionChoice,
     CompletionLogprobs,
@@ -32,6 +31,7 @@ from tandem_services.gateway.openai_schemas import (
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.prompt_shapes import Prompt, place_of, split_prompts
 from tandem_services.gateway.prompts import PromptEncoder
+from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.sse import DONE, data_event
@@ -61,7 +61,7 @@ class CompletionPlanner:
     def decode(self, body: bytes) -> CompletionRequest:
         return self._decoder.decode(body)
 
-    async def plan(self, request: CompletionRequest, served: ModelService, caller: Caller) -> GenerationPlan:
+    async def plan(self, request: CompletionRequest, served: ReadModel, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         prompt_encoder = served.prompts
         check_common_fields(request, also_refused=FIELDS_OF_CHATS)
@@ -99,7 +99,7 @@ class CompletionPlanner:
             turn=turn,
         )
 
-    def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat:
+    def format(self, plan: GenerationPlan, served: ReadModel, request_id: str, created: int) -> AnswerFormat:
         return CompletionFormat(f"cmpl-{request_id}", created, plan, served.prompts.tokenizer.vocabulary)
 
 

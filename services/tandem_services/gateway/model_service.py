@@ -7,13 +7,13 @@ what they do have in common is the gateway's: keys and limits, the journal, and 
 from collections.abc import Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 from tandem_engine.clock import Clock
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.metrics import MetricFamilies
+from tandem_services.gateway.access.deployment_secret import deployment_secret
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.dispatch import Dispatcher, PairChooser, RetryPolicy
 from tandem_services.gateway.engine_client import EnginePool, LivenessTiming
@@ -112,7 +112,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         quarantine=Quarantine(
             clock=shared.clock,
             metrics=metrics,
-            salt=deployment_salt(fleet.context, config.cluster),
+            salt=deployment_secret(fleet.context.keys, config.cluster),
             board=fleet.quarantine,
         ),
     )
@@ -131,12 +131,6 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         ),
         metrics=metrics,
     )
-
-
-def deployment_salt(context: IpcContext, cluster: str) -> bytes:
-    """The same on all gateways of a deployment."""
-    secret = b"" if context.keys is None else context.keys.secret
-    return blake2b(cluster.encode(), key=secret, digest_size=16).digest()
 
 
 def _engines(fleet: Fleet, shared: Shared, metrics: GatewayMetrics) -> EnginePool:

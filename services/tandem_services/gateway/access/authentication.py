@@ -11,7 +11,7 @@ CVE-2026-48710).
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -56,7 +56,7 @@ class Authentication:
         if access is None or scope["type"] != "http" or scope["path"] in access.open_paths:
             await self._app(scope, receive, send)
             return
-        tenant = self._tenant(access, scope)
+        tenant = tenant_of(scope["headers"], access.keys, access.metrics)
         if (access.admin_paths is None or scope["path"] in access.admin_paths) and not tenant.admin:
             access.metrics.refused("forbidden")
             raise ApiError(403, "This key may not use administrators' routes.", kind="PermissionDeniedError")
@@ -74,26 +74,27 @@ class Authentication:
         finally:
             caller.leave()
 
-    def _tenant(self, access: Access, scope: Scope) -> Tenant:
-        """Raises `ApiError` 401."""
-        tenant = access.keys.ring.find(_key_of(access, scope))
-        if tenant is None:
-            access.metrics.refused("unknown")
-            raise _unauthorized("Incorrect API key provided.")
-        return tenant
+
+def tenant_of(headers: Sequence[tuple[bytes, bytes]], keys: KeyWatch, metrics: AccessMetrics) -> Tenant:
+    """Whose key a request with these headers (lower-case names) has. Raises `ApiError` 401."""
+    tenant = keys.ring.find(_key_of(headers, metrics))
+    if tenant is None:
+        metrics.refused("unknown")
+        raise _unauthorized("Incorrect API key provided.")
+    return tenant
 
 
-def _key_of(access: Access, scope: Scope) -> str:
+def _key_of(headers: Sequence[tuple[bytes, bytes]], metrics: AccessMetrics) -> str:
     """Raises `ApiError` 401 unless the request brings exactly one."""
-    bearers = [value for name, value in scope["headers"] if name == b"authorization"]
-    plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    bearers = [value for name, value in headers if name == b"authorization"]
+    plain = [value for name, value in headers if name == b"x-api-key"]
     if not bearers and not plain:
-        access.metrics.refused("missing")
+        metrics.refused("missing")
         raise _unauthorized("You didn't provide an API key. Send it as Authorization: Bearer KEY.")
     found = [_BEARER.fullmatch(value) for value in bearers] + [_KEY.fullmatch(value) for value in plain]
     keys = {match[match.lastindex or 0] for match in found if match is not None}
     if None in found or len(bearers) > 1 or len(plain) > 1 or len(keys) != 1:
-        access.metrics.refused("malformed")
+        metrics.refused("malformed")
         raise _unauthorized("One API key must be given, once: as Authorization: Bearer KEY, or as x-api-key: KEY.")
     return keys.pop().decode("ascii")
 

@@ -11,8 +11,8 @@ from tandem_services.gateway.messages.conversation import chat_request
 from tandem_services.gateway.messages.errors import PATH
 from tandem_services.gateway.messages.format import MessagesFormat
 from tandem_services.gateway.messages.schemas import MessagesRequest
-from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.plan import GenerationPlan
+from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.renamed_fields import renamed_fields
 from tandem_services.gateway.request_body import BodyDecoder
 
@@ -37,7 +37,7 @@ class MessagesPlanner:
     def decode(self, body: bytes) -> MessagesRequest:
         return self._decoder.decode(body)
 
-    async def plan(self, request: MessagesRequest, served: ModelService, caller: Caller) -> GenerationPlan:
+    async def plan(self, request: MessagesRequest, served: ReadModel, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         if request.max_tokens is None:
             raise bad_request("max_tokens is required", "max_tokens")
@@ -46,13 +46,13 @@ class MessagesPlanner:
             plan = await self._chats.plan(chat, served, caller)
         return replace(plan, continuous_usage=True, grammar_field=field_name(plan.grammar_field))
 
-    async def count(self, request: MessagesRequest, served: ModelService) -> int:
+    async def count(self, request: MessagesRequest, served: ReadModel) -> int:
         """Tokens of its prompt. Raises as `plan`."""
         chat = chat_request(request)
         with renamed_fields(field_name):
             return len(await self._chats.encode(chat, served))
 
-    def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat:
+    def format(self, plan: GenerationPlan, served: ReadModel, request_id: str, created: int) -> AnswerFormat:
         del served, created  # a message says nothing about single tokens, nor when it was written
         return MessagesFormat(request_id, plan)
 

@@ -9,8 +9,8 @@ import msgspec
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat
 from tandem_services.gateway.chat import ChatPlanner
-from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.plan import GenerationPlan
+from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.renamed_fields import renamed_fields
 from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.responses.conversation import chat_request
@@ -33,14 +33,14 @@ class ResponsesPlanner:
     def decode(self, body: bytes) -> ResponsesRequest:
         return self._decoder.decode(body)
 
-    async def plan(self, request: ResponsesRequest, served: ModelService, caller: Caller) -> GenerationPlan:
+    async def plan(self, request: ResponsesRequest, served: ReadModel, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         chat = chat_request(request)
         with renamed_fields(_name):
             plan = await self._chats.plan(chat, served, caller)
         return replace(plan, grammar_field=_name(plan.grammar_field), repeated=_repeated(request))
 
-    def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat:
+    def format(self, plan: GenerationPlan, served: ReadModel, request_id: str, created: int) -> AnswerFormat:
         del served  # a response says nothing about single tokens
         return ResponsesFormat(f"resp_{request_id}", created, plan)
 
