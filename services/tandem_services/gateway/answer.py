@@ -24,9 +24,9 @@ from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
 from tandem_services.gateway.generation import Generator, Job
 from tandem_services.gateway.model_catalog import ModelCatalog
-from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.openai_schemas import Usage
 from tandem_services.gateway.plan import GenerationPlan
+from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.request_body import read_body
 from tandem_services.gateway.sse import EventStream, send_json
 
@@ -52,11 +52,11 @@ class Planner(Protocol[R]):
         """Raises `ApiError` 400 naming the field at fault."""
         ...
 
-    async def plan(self, request: R, served: ModelService, caller: Caller) -> GenerationPlan:
+    async def plan(self, request: R, served: ReadModel, caller: Caller) -> GenerationPlan:
         """For `served`, which `request` names. Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         ...
 
-    def format(self, plan: GenerationPlan, served: ModelService, request_id: str, created: int) -> AnswerFormat: ...
+    def format(self, plan: GenerationPlan, served: ReadModel, request_id: str, created: int) -> AnswerFormat: ...
 
 
 class GenerationEndpoint(Generic[R]):
@@ -89,7 +89,14 @@ class GenerationEndpoint(Generic[R]):
         tokens, timeout_s = plan.expected_tokens, plan.timeout_s
         accepted = self._shared.accepted(record, identity, served.metrics, tokens=tokens, timeout_s=timeout_s)
         async with accepted as deadline:
-            job = Job(plan=plan, record=record, arrived=identity.arrived, deadline=deadline, caller=caller)
+            job = Job(
+                plan=plan,
+                record=record,
+                arrived=identity.arrived,
+                deadline=deadline,
+                caller=caller,
+                ticket=identity.ticket,
+            )
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
             answer = Answer(job, answer_format, served.generator, self._shared.clock, send)
             await (answer.stream() if plan.stream else answer.whole())

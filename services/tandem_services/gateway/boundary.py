@@ -13,6 +13,7 @@ import re
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,7 +31,7 @@ from tandem_services.gateway.limits import (
     MAX_URL_BYTES,
 )
 from tandem_services.gateway.messages.errors import speaks_anthropic
-from tandem_services.gateway.metrics import HttpMetrics
+from tandem_services.gateway.route_ticket import TICKET_HEADER, RouteTicket
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class RequestIdentity:
     arrived: float
     timeout: str | None = None
     """The client's `TIMEOUT_HEADER`, as it was sent."""
+    ticket: RouteTicket = field(default_factory=RouteTicket)
+    """Of a stand-alone router that has chosen the workers."""
     caller: Caller = field(default_factory=Caller)
     model: str = ""
     """Name of the model service that answers; "" until one is known to."""
@@ -77,11 +80,19 @@ def identify_model(scope: Scope, model: str) -> None:
     scope[_SCOPE_KEY] = replace(identity_of(scope), model=model)
 
 
+class AnswerMetrics(Protocol):
+    """What is counted here; `model` is "" where none is known to answer."""
+
+    def answered(self, endpoint: str, status: int, *, model: str) -> None: ...
+
+    def disconnected(self, *, model: str) -> None: ...
+
+
 class RequestBoundary:
     """ASGI middleware. `endpoints` are the paths that may become metric labels."""
 
     def __init__(
-        self, app: ASGIApp, *, clock: Clock, metrics: HttpMetrics, health: Health, endpoints: Collection[str]
+        self, app: ASGIApp, *, clock: Clock, metrics: AnswerMetrics, health: Health, endpoints: Collection[str]
     ) -> None:
         self._app = app
         self._clock = clock
@@ -154,6 +165,7 @@ def _identify(scope: Scope, now: float) -> RequestIdentity:
         client_request_id=given if _SANE_ID.fullmatch(given) else None,
         arrived=now,
         timeout=_header(scope, TIMEOUT_HEADER.lower().encode("ascii")),
+        ticket=RouteTicket(_header(scope, TICKET_HEADER.encode("ascii"))),
     )
 
 

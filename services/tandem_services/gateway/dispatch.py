@@ -45,6 +45,7 @@ from tandem_services.gateway.progress import LEAVING, LOST, Progress
 from tandem_services.gateway.quarantine import Quarantine, quarantined
 from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.retry_budget import RetryBudget
+from tandem_services.gateway.route_ticket import RouteTicket
 from tandem_services.gateway.session_turns import SessionTurn, session_lost
 from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.gateway.suspicion import Suspects
@@ -64,6 +65,10 @@ class PairChooser(Protocol):
 
     async def choose(self, query: RouteQuery) -> Choice:
         """Reserve and return the best workers. Raises `NoWorkersError` when nobody can take it now."""
+        ...
+
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+        """What a stand-alone router chose and reserved for this prompt; None when that does not hold."""
         ...
 
     async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
@@ -128,6 +133,8 @@ class ChoiceRequest:
     """Name that all choices of the prompt share, "" when there is one."""
     route: SharedRoute | None = None
     """Where their first attempts go."""
+    ticket: RouteTicket = field(default_factory=RouteTicket)
+    """Where the first attempt of all is to go, if a stand-alone router has chosen."""
     turn: SessionTurn | None = None
     """The session that it continues."""
     deadline: float
@@ -356,7 +363,7 @@ class Dispatcher:
 
         async def enter(asked: RouteQuery) -> Choice:
             return await self.admission.admit(
-                partial(self._choose_suitable, asked),
+                partial(self._choose_suitable, asked, request.ticket),
                 tenant=request.caller.tenant,
                 priority=request.priority,
                 prompt_tokens=len(asked.token_ids),
@@ -384,9 +391,12 @@ class Dispatcher:
         now = next((worker for worker in self.chooser.workers() if worker.incarnation == writer.incarnation), writer)
         return writer.compat_hash if now.compat_hash == writer.compat_hash else None
 
-    async def _choose_suitable(self, query: RouteQuery) -> Choice:
+    async def _choose_suitable(self, query: RouteQuery, ticket: RouteTicket | None = None) -> Choice:
         """Not one whose decode worker would compute the prompt for want of others, when that is not wanted."""
-        choice = await self.chooser.choose(query)
+        chosen = None if ticket is None else ticket.take()
+        choice = None if chosen is None else await self.chooser.redeem(chosen, query)
+        if choice is None:
+            choice = await self.chooser.choose(query)
         if choice.placement is not Placement.DEGRADED or self.policy.prefill_fallback:
             return choice
         self._background.start(self.chooser.release(choice))

@@ -18,6 +18,7 @@ from tandem_services.gateway.dispatch import ChoiceRequest, Dispatcher
 from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.route_ticket import RouteTicket
 from tandem_services.gateway.session_turns import remembered
 from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.gateway.structured_output import name_grammar_field
@@ -33,6 +34,7 @@ class Job:
     arrived: float
     deadline: float
     caller: Caller
+    ticket: RouteTicket
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,6 +171,7 @@ def _choice_request(model: str, job: Job, choice: PlannedChoice, route: SharedRo
         priority=job.plan.priority,
         group="" if route is None else f"{job.record.request_id}-{choice.index // job.plan.n}",
         route=route,
+        ticket=job.ticket,
         turn=job.plan.turn,
         deadline=job.deadline,
         caller=job.caller,

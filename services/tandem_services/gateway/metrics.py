@@ -60,8 +60,9 @@ class GatewayMetrics:
         )
         self._routes = families.counter(
             "tandem_gateway_route_decisions",
-            "Attempts of finished requests by who chose the workers (redis, local: without Redis, session) and what "
-            "spoke for them: their session, a prefix that they are to fetch, one that they have cached, or load alone",
+            "Attempts of finished requests by who chose the workers (redis, local: without Redis, session, "
+            "router: a stand-alone one) and what spoke for them: their session, a prefix that they are to fetch, one "
+            "that they have cached, or load alone",
             [MODEL, "source", "reason"],
         )
         self._resumptions = families.counter(

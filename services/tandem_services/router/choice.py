@@ -15,6 +15,8 @@ class Source(StrEnum):
     """From this gateway's last view, because Redis was away or slow."""
     SESSION = "session"
     """The conversation, whose worker it is."""
+    ROUTER = "router"
+    """A stand-alone router, whose ticket came with the request."""
 
 
 class Placement(StrEnum):

@@ -19,6 +19,8 @@ deployment share a slot and one Function may touch them.
     backlog              ZSET  tenant that waits at some gateway → until when that counts
     session:<digest>     STR   which worker keeps a conversation, how long it is and what it ends with; lives as long
                                as the session is kept, by the gateway's --session-ttl
+    ticket:<id>          STR   a choice that a stand-alone router has made for a gateway to carry out; lives as long as
+                               its reservation counts
 
 Why one set per incarnation and not one key per block: the entries of a dead incarnation vanish with one
 UNLINK or one expiry instead of a sweep over millions of keys; publishing n blocks is one SADD; and a
@@ -26,13 +28,13 @@ routing decision costs a binary search per worker, which starts where the previo
 
 Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HMGET HSET HDEL HGETALL HKEYS HINCRBY
 ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING,
-for sessions GET, SET and UNLINK, for the quarantine TIME ZADD ZRANGE ZREM ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION
-LOAD unless an administrator loads the library (`router.library`). For instance:
+for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME ZADD ZRANGE ZREM ZREMRANGEBYRANK
+PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
         +exists +hlen +hget +hmget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore
         +zcard +zrange +zrem +zremrangebyrank
-        +sadd +srem +sismember +get +set +unlink +pexpire
+        +sadd +srem +sismember +get +getdel +set +unlink +pexpire
 """
 
 import re
@@ -130,6 +132,9 @@ class Keys:
 
     def session(self, digest: str) -> str:
         return f"{self.prefix}session:{digest}"
+
+    def ticket(self, ticket_id: str) -> str:
+        return f"{self.prefix}ticket:{ticket_id}"
 
 
 def check_name(what: str, name: str) -> None:

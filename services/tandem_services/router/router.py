@@ -51,6 +51,7 @@ from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import Registry
 from tandem_services.router.scoring import has_to_wait, placement_of
 from tandem_services.router.session_bindings import SessionBindings
+from tandem_services.router.tickets import Ticket, TicketBoard
 from tandem_services.router.usage_board import UsageBoard
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class Router:
         """What tenants have used of their limits."""
         self.fairness = FairBoard(library=FunctionLibrary(self._background, source), keys=keys)
         """What tenants have had of the fleet."""
+        self._tickets = TicketBoard(client=self._routing, keys=keys)
         self._index = BlockIndex(library=FunctionLibrary(self._routing, source), keys=keys)
         self._registry = Registry(library=FunctionLibrary(self._background, source), keys=keys)
         self._membership = Membership(clock=self._clock)
@@ -235,16 +237,69 @@ class Router:
 
     async def release(self, choice: Choice) -> None:
         """The attempt has ended, or never began. Releasing twice counts once."""
-        chosen_at = self._chosen_at.pop(choice.reservation.serial, None)
-        if chosen_at is None:
+        reserved = self._holds_reservation(choice)
+        if self._chosen_at.pop(choice.reservation.serial, None) is None:
             return
         self._own.remove(choice.reservation.claims)
-        if choice.reservation.bucket is None or self._clock.now() - chosen_at > RESERVATION_MS / 1000:
-            return
+        if reserved:
+            await self._give_back(choice.request_id, choice.reservation)
+
+    def _holds_reservation(self, choice: Choice) -> bool:
+        """Whether what it reserved in Redis may still count."""
+        chosen_at = self._chosen_at.get(choice.reservation.serial, float("-inf"))
+        return choice.reservation.bucket is not None and self._clock.now() - chosen_at <= RESERVATION_MS / 1000
+
+    async def _give_back(self, request_id: str, reservation: Reservation) -> None:
         try:
-            await self._index.release(choice.reservation)
+            await self._index.release(reservation)
         except RedisUnavailableError:
-            logger.debug("reservation of %s expires by itself", choice.request_id)
+            logger.debug("reservation of %s expires by itself", request_id)
+
+    def _usable(self, incarnation: str) -> WorkerView | None:
+        record = self._membership.find(incarnation)
+        return None if record is None or incarnation in self._membership.dead else record.view
+
+    async def issue_ticket(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
+        """Let whoever learns `ticket_id` carry out `choice`, which is still to be released here.
+
+        False when that is not possible: without a shared reservation, or without Redis.
+        """
+        if choice.reservation.bucket is None:
+            return False
+        try:
+            await self._tickets.issue(ticket_id, Ticket.of(choice, query))
+        except RedisUnavailableError:
+            return False
+        return True
+
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+        """The choice of a ticket, which is to be released as any other; None when it is void.
+
+        It is void when it was issued for another prompt, is not there any more, or names workers that are gone.
+        """
+        try:
+            ticket = await self._tickets.take(ticket_id)
+        except RedisUnavailableError:
+            return None
+        if ticket is None:
+            return None
+        if self._unknown({ticket.decode, *([ticket.prefill] if ticket.prefill else [])}):
+            await self._refresh_if_possible()
+        choice = ticket.choice_for(query, self._usable, self._next_serial())
+        if choice is None:
+            await self._give_back(query.request_id, ticket.reservation)
+            return None
+        return self._noted(choice)
+
+    async def release_unredeemed(self, ticket_id: str, choice: Choice) -> None:
+        """As `release`, of a choice that a ticket was issued for: what somebody redeemed is theirs to give back."""
+        try:
+            redeemed = self._holds_reservation(choice) and await self._tickets.take(ticket_id) is None
+        except RedisUnavailableError:
+            redeemed = True  # Nobody can tell. The reservation expires by itself.
+        if redeemed and self._chosen_at.pop(choice.reservation.serial, None) is not None:
+            self._own.remove(choice.reservation.claims)
+        await self.release(choice)
 
     async def _find(self, query: RouteQuery) -> Choice | None:
         query = replace(query, exclude=query.exclude | self._membership.dead | self._strangers(query))

@@ -53,6 +53,8 @@ class FakeChooser:
     """Workers marked dead that have answered since."""
     fetch: PlannedFetch | None = None
     """Part of every choice."""
+    tickets: dict[str, WorkerView] = field(default_factory=dict)
+    """Workers that a stand-alone router has chosen, by the ticket's id."""
     death: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first worker was marked dead."""
 
@@ -75,6 +77,10 @@ class FakeChooser:
             fetch=self.fetch,
             reservation=Reservation(None, ()),
         )
+
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+        worker = self.tickets.pop(ticket_id, None)
+        return None if worker is None else replace(await self.stay(query, worker.incarnation), source=Source.ROUTER)
 
     async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
         choice = await self.choose(replace(query, exclude=query.exclude | {leaving.incarnation}))

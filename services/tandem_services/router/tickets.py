@@ -1,0 +1,150 @@
+"""Choices that another process may carry out: a stand-alone router makes them, a gateway redeems them.
+
+    issued    the choice lies in Redis under an id that nobody can guess, for as long as its reservation counts
+    redeemed  once, by the gateway that got the id with a request, if the prompt is the one that was chosen for; from
+              then on the gateway gives the reservation back
+    void      not redeemed in time, or for another prompt: the gateway chooses as if there had been none
+
+A ticket names incarnations, never addresses: who redeems it finds them in its own view of the fleet.
+"""
+
+import re
+import secrets
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from tandem_services.common.redis_client import RedisClient
+from tandem_services.router.choice import (
+    Choice,
+    Claim,
+    Placement,
+    PlannedFetch,
+    Reservation,
+    RouteQuery,
+    ScoreTerm,
+    Source,
+    WorkerView,
+)
+from tandem_services.router.keys import RESERVATION_MS, Keys
+
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def new_ticket_id() -> str:
+    """128 random bits in hex."""
+    return secrets.token_hex(16)
+
+
+def is_ticket_id(text: str) -> bool:
+    """Whether `text` may be the id of a ticket: what is none is not asked for in Redis."""
+    return _ID.fullmatch(text) is not None
+
+
+class TicketFetch(msgspec.Struct, frozen=True, array_like=True):
+    """See `PlannedFetch`."""
+
+    source: str
+    tokens: int
+    seconds: float
+    within_s: float
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """A choice as it lies in Redis. See `Choice`."""
+
+    prompt: bytes
+    """Digest of model, cache salt and tokens."""
+    decode: str
+    prefill: str | None
+    placement: Placement
+    terms: tuple[tuple[str, float], ...]
+    matched_tokens: int
+    fetch: TicketFetch | None
+    bucket: int | None
+    claims: tuple[tuple[str, int, int, int], ...]
+
+    @classmethod
+    def of(cls, choice: Choice, query: RouteQuery) -> "Ticket":
+        fetch = choice.fetch
+        return cls(
+            prompt=_prompt_digest(query),
+            decode=choice.decode.incarnation,
+            prefill=None if choice.prefill is None else choice.prefill.incarnation,
+            placement=choice.placement,
+            terms=tuple((term.name, term.seconds) for term in choice.terms),
+            matched_tokens=choice.matched_tokens,
+            fetch=None
+            if fetch is None
+            else TicketFetch(fetch.source.incarnation, fetch.tokens, fetch.seconds, fetch.within_s),
+            bucket=choice.reservation.bucket,
+            claims=tuple(
+                (c.incarnation, c.queue_tokens, c.sequences, c.room_tokens) for c in choice.reservation.claims
+            ),
+        )
+
+    @property
+    def reservation(self) -> Reservation:
+        """To give back what was reserved for a ticket that is void."""
+        return Reservation(self.bucket, tuple(Claim(*claim) for claim in self.claims))
+
+    def choice_for(self, query: RouteQuery, find: Callable[[str], WorkerView | None], serial: int) -> Choice | None:
+        """The choice, if it is for this prompt and `find` knows its workers, none of which the query excludes."""
+        decode = find(self.decode)
+        prefill = None if self.prefill is None else find(self.prefill)
+        excluded = {self.decode, self.prefill} & query.exclude
+        if decode is None or (self.prefill is not None and prefill is None) or excluded:
+            return None
+        if self.prompt != _prompt_digest(query) or query.compat_hash not in (None, decode.compat_hash):
+            return None
+        return Choice(
+            request_id=query.request_id,
+            decode=decode,
+            prefill=prefill,
+            source=Source.ROUTER,
+            placement=self.placement,
+            terms=tuple(ScoreTerm(name, seconds) for name, seconds in self.terms),
+            matched_tokens=self.matched_tokens,
+            fetch=self._fetch(find),
+            reservation=Reservation(self.bucket, self.reservation.claims, serial),
+        )
+
+    def _fetch(self, find: Callable[[str], WorkerView | None]) -> PlannedFetch | None:
+        """None, too, when its source is gone: the prefix is computed then."""
+        source = None if self.fetch is None else find(self.fetch.source)
+        if self.fetch is None or source is None:
+            return None
+        return PlannedFetch(
+            source=source, tokens=self.fetch.tokens, seconds=self.fetch.seconds, within_s=self.fetch.within_s
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TicketBoard:
+    """Tickets in Redis. All methods raise `RedisUnavailableError`."""
+
+    client: RedisClient
+    keys: Keys
+
+    async def issue(self, ticket_id: str, ticket: Ticket) -> None:
+        await self.client.command(
+            "SET", self.keys.ticket(ticket_id), msgspec.msgpack.encode(ticket), "PX", RESERVATION_MS
+        )
+
+    async def take(self, ticket_id: str) -> Ticket | None:
+        """The ticket, which nobody can take again; None when there is none, or what lies there is none."""
+        reply = await self.client.command("GETDEL", self.keys.ticket(ticket_id))
+        if not isinstance(reply, bytes):
+            return None
+        try:
+            return msgspec.msgpack.decode(reply, type=Ticket)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+
+def _prompt_digest(query: RouteQuery) -> bytes:
+    head = f"{query.model}\0{query.cache_salt}\0".encode("utf-8", "surrogatepass")
+    return blake2b(head + array("q", query.token_ids).tobytes(), digest_size=16).digest()
