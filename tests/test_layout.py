@@ -49,6 +49,7 @@ def test_the_interpreter_works_from_the_root_with_the_root_on_the_path() -> None
         "tandem_services.cli.main",
         "tandem_services.gateway.app",
         "tandem_services.router.router",
+        "tandem_services.router_server.serve",
         "tandem_services.worker.main",
     ],
 )

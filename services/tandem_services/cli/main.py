@@ -14,11 +14,11 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from tandem_engine.errors import ConfigError, EngineError
-from tandem_services.cli import bench, chat, ctl, gateway, keys, quarantine, simulate, up, verify, worker
+from tandem_services.cli import bench, chat, ctl, gateway, keys, quarantine, router, simulate, up, verify, worker
 from tandem_services.common.errors import ServiceError
 from tandem_services.common.settings import read_settings
 
-COMMANDS = (up, chat, bench, verify, simulate, gateway, worker, ctl, quarantine, keys)
+COMMANDS = (up, chat, bench, verify, simulate, gateway, router, worker, ctl, quarantine, keys)
 
 EPILOG = """\
 first steps:

@@ -13,6 +13,7 @@ from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics, HttpMetrics
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
+from tandem_services.router_server.metrics import RouterMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_testing.mock_engine_process import idle_stats
 
@@ -33,6 +34,16 @@ def gateway_metrics() -> list[Metric]:
     access.used("t", 5)
     queue.refused("full")
     queue.waiting({"t": 1})
+    return list(registry.collect())
+
+
+def router_metrics() -> list[Metric]:
+    """Those of a stand-alone router that has chosen once and refused once."""
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    metrics.answered("/v1/choose", 200, model="")
+    metrics.chose("http", "redis", "pair")
+    metrics.refused("ext_proc", 503)
     return list(registry.collect())
 
 

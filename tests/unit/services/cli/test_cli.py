@@ -18,7 +18,7 @@ from tandem_services.cli.up import plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.ports import free_port
 
-COMMANDS = ["up", "chat", "bench", "verify", "simulate", "gateway", "worker", "ctl", "keys"]
+COMMANDS = ["up", "chat", "bench", "verify", "simulate", "gateway", "router", "worker", "ctl", "keys"]
 
 
 @pytest.mark.parametrize("command", [[], *[[c] for c in COMMANDS], ["bench", "serve"], ["bench", "offline"]])

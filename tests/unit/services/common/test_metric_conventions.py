@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import Metric
 
-from tandem_testing.exported_metrics import gateway_metrics, labels_of_series, worker_metrics
+from tandem_testing.exported_metrics import gateway_metrics, labels_of_series, router_metrics, worker_metrics
 
 ROOT = Path(__file__).resolve().parents[4]
-METRICS = gateway_metrics() + worker_metrics()
+METRICS = gateway_metrics() + router_metrics() + worker_metrics()
 OTHER_UNITS = re.compile(r"_(ms|us|ns|milliseconds|minutes|kib|mib|gib|kilobytes|megabytes|percent)(_|$)")
 OF_SCRAPES = {"job", "instance", "le", "quantile"}
 """Labels that Prometheus sets itself."""
@@ -22,7 +22,7 @@ def metric(request) -> Metric:
 
 
 def test_names_are_plain_and_begin_with_the_product(metric):
-    assert re.fullmatch(r"tandem_(gateway|worker|link)(_[a-z0-9]+)+", metric.name)
+    assert re.fullmatch(r"tandem_(gateway|router|worker|link)(_[a-z0-9]+)+", metric.name)
 
 
 def test_only_counters_end_in_total(metric):

@@ -1,0 +1,161 @@
+"""`tandem router`: the gateway's router on its own, for other front ends and for Inference Gateways. Needs no torch."""
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem_engine.errors import ConfigError
+from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
+from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_router_policy
+from tandem_services.common.settings import read_settings
+
+if TYPE_CHECKING:
+    from tandem_services.router_server.config import TokenizedModel
+
+EXAMPLES = """\
+examples:
+  tandem router --redis-url redis://127.0.0.1:6379
+
+  where to send a prompt; what it reserves counts until it is released
+    curl localhost:8100/v1/choose --json '{"model": "tandem-mini", "prompt": "Once upon a time", "max_tokens": 64}'
+    curl localhost:8100/v1/choose --json '{"model": "tandem-mini", "token_ids": [5, 6, 7], "priority": -1}'
+    curl localhost:8100/v1/release --json '{"reservation": "9f3c..."}'
+    curl localhost:8100/v1/workers
+    curl localhost:8100/v1/choices/9f3c...
+
+  the same over gRPC
+    grpcurl -plaintext localhost:9002 describe tandem.router.v1.Router
+    grpcurl -plaintext -d '{"model": "tandem-mini", "text": "Once upon a time"}' \\
+      localhost:9002 tandem.router.v1.Router/Choose
+
+  endpoint picker of an Inference Gateway, whose InferencePool are the Tandem gateways of a headless Service
+    tandem router --redis-url redis://redis:6379 --host 0.0.0.0 --gateway tandem-gateways:8000 \\
+      --token-file /etc/tandem/router-token --tls-cert tls.crt --tls-key tls.key
+    grpcurl -insecure -d '{"service": "envoy.service.ext_proc.v3.ExternalProcessor"}' \\
+      localhost:9002 grpc.health.v1.Health/Check
+
+docs/routing.md ("Other front ends") describes fields, protocol and limits.
+"""
+
+INSTALL = "tandem router needs gRPC: pip install 'tandem[router]'"
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "router",
+        help="serve the router's choice to other front ends and to Inference Gateways",
+        description="Choose workers for requests as the gateway does, with the same Redis, prices and policies, and "
+        "tell front ends over HTTP (JSON) and gRPC; pick endpoints for an Inference Gateway (Envoy external "
+        "processing, Gateway API Inference Extension).",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="[NAME[,ALIAS]=]PATH",
+        help="checkpoint folder whose tokenizer reads prompts, and the names clients use (default: the folder's); may "
+        "be given several times (default: the bundled model). Token ids are taken for any model",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=port_number, default=8100, help="port of the HTTP API (default 8100)")
+    parser.add_argument(
+        "--grpc-port",
+        type=port_number,
+        default=9002,
+        metavar="PORT",
+        help="port of the gRPC API and of external processing (default 9002)",
+    )
+    add_deployment(parser)
+    parser.add_argument(
+        "--gateway",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="Tandem gateways that an Inference Gateway may be sent to, e.g. a headless Service: a name stands for all "
+        "of its addresses; may be given several times (default: those that the Inference Gateway names)",
+    )
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="PATH",
+        help="the gateways' key file: requests of an Inference Gateway are read as their tenants' (default: none)",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a token that front ends must send as Authorization: Bearer TOKEN; followed while it changes. "
+        "External processing and health need none (default: everybody may ask)",
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the gRPC port, PEM")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM (default: no TLS)")
+    parser.add_argument(
+        "--reservation-ttl",
+        type=positive_float,
+        default=600.0,
+        metavar="S",
+        help="a choice that nobody releases is forgotten after S seconds (default 600)",
+    )
+    parser.add_argument(
+        "--drain-notice",
+        type=non_negative_float,
+        default=1.0,
+        metavar="S",
+        help="on SIGTERM /ready is false for S seconds before the ports close (default 1)",
+    )
+    add_local_prefill(parser)
+    add_router_policy(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if find_spec("grpc") is None:
+        raise ConfigError(INSTALL)
+    from tandem_engine.logs import LogFormat
+    from tandem_services.common.redis_client import RedisAddress
+    from tandem_services.router.policies.by_role import PolicyNames
+    from tandem_services.router_server.config import RouterServerConfig
+    from tandem_services.router_server.serve import serve
+
+    return serve(
+        RouterServerConfig(
+            models=_models(args.model or [""]),
+            host=args.host,
+            port=args.port,
+            grpc_port=args.grpc_port,
+            gateways=tuple(args.gateway),
+            redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
+            cluster=args.cluster,
+            curve_keys=args.curve_keys,
+            api_keys=args.api_keys,
+            token_file=args.token_file,
+            tls_cert=args.tls_cert,
+            tls_key=args.tls_key,
+            local_prefill_tokens=args.local_prefill_tokens,
+            policies=PolicyNames.parse(args.router_policy),
+            reservation_ttl_s=args.reservation_ttl,
+            drain_notice_s=args.drain_notice,
+            log_format=LogFormat(args.log_format),
+            log_level=read_settings().log_level,
+        )
+    )
+
+
+def _models(given: list[str]) -> "tuple[TokenizedModel, ...]":
+    """ "" is the bundled model. Raises `ConfigError`."""
+    from tandem_services.router_server.config import TokenizedModel
+
+    models: list[TokenizedModel] = []
+    taken: set[str] = set()
+    for text in given:
+        listed, equals, path = text.rpartition("=")
+        folder = model_folder(path or None)
+        names = tuple(listed.split(",")) if equals else (folder.name,)
+        if "" in names or taken.intersection(names) or len({*names}) < len(names):
+            raise ConfigError(f"--model {text}: every model needs names of its own, as in NAME,ALIAS=PATH")
+        taken.update(names)
+        models.append(TokenizedModel(names, folder))
+    return tuple(models)

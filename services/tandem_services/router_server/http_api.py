@@ -1,0 +1,213 @@
+"""The router's own API over HTTP.
+
+POST /v1/choose              where one request should go; reserves it
+POST /v1/release             its request has ended
+GET  /v1/workers[?model=M]   all live workers
+GET  /v1/choices[?limit=N]   recent choices, the newest first
+GET  /v1/choices/{id}        one of them, by reservation or by the front end's own id
+GET  /live /ready /health /version /metrics
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem_engine.clock import Clock
+from tandem_engine.logs import quoted
+from tandem_services.common.bearer_token import BearerToken
+from tandem_services.common.errors import ApiError, bad_request, not_found
+from tandem_services.common.health import Health
+from tandem_services.common.metrics import CONTENT_TYPE, render
+from tandem_services.gateway.app import READ, http_error, json_response
+from tandem_services.gateway.boundary import RequestBoundary
+from tandem_services.gateway.request_body import BodyDecoder, read_body
+from tandem_services.router.choice import RouteQuery
+from tandem_services.router_server.desk import RoutingDesk
+from tandem_services.router_server.metrics import RouterMetrics
+from tandem_services.router_server.places import Places
+from tandem_services.router_server.request_reading import RequestReading
+from tandem_services.router_server.schemas import (
+    ChoiceList,
+    ChoiceRecord,
+    ChooseAsk,
+    ChosenRoute,
+    ReleaseAnswer,
+    ReleaseAsk,
+    WorkerList,
+)
+
+LABELLED_PATHS = frozenset({"/v1/choose", "/v1/release", "/v1/workers", "/v1/choices", "/metrics"})
+PROBES = frozenset({"/live", "/ready", "/health"})
+Background = Callable[[], dict[str, Coroutine[Any, Any, None]]]
+"""Makes what runs as long as the application does, by name."""
+DEFAULT_LISTED = 20
+MAX_LISTED = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterApi:
+    """What the API does, whichever protocol it is spoken in."""
+
+    desk: RoutingDesk
+    reading: RequestReading
+    places: Places
+    clock: Clock
+    metrics: RouterMetrics
+    token: BearerToken | None
+    """None: everybody who reaches the port may ask."""
+
+    async def choose(self, ask: ChooseAsk, *, interface: str) -> ChosenRoute:
+        """Raises `ApiError`."""
+        began = self.clock.now()
+        try:
+            with self.places.one():
+                ask.check()
+                query = RouteQuery(
+                    request_id=ask.request_id or uuid.uuid4().hex,
+                    model=self.reading.own_name(ask.model),
+                    token_ids=await self.reading.prompt(ask),
+                    cache_salt=ask.cache_salt,
+                    max_tokens=ask.max_tokens,
+                    exclude=frozenset(ask.exclude),
+                    session_key=ask.session,
+                )
+                held = await self.desk.choose(
+                    query,
+                    priority=ask.priority,
+                    for_gateway=ask.for_gateway,
+                    interface=interface,
+                    return_token_ids=ask.return_token_ids,
+                )
+        except ApiError as error:
+            self.metrics.refused(interface, error.status)
+            raise
+        self.metrics.choice_seconds.observe(self.clock.now() - began)
+        return held.record.choice
+
+    def workers(self, model: str | None) -> WorkerList:
+        found = self.desk.router.workers()
+        return WorkerList(workers=tuple(worker for worker in found if not model or worker.model == model))
+
+    def explain(self, name: str) -> ChoiceRecord:
+        """Raises `ApiError` 404."""
+        record = self.desk.holds.find(name)
+        if record is None:
+            raise not_found(f"No recent choice has the id '{quoted(name)}'.", "id")
+        return record
+
+    def check_token(self, authorization: str | None) -> None:
+        """Raises `ApiError` 401."""
+        if self.token is not None and not self.token.admits(authorization):
+            message = "This router needs its token, sent as Authorization: Bearer TOKEN."
+            raise ApiError(401, message, kind="AuthenticationError", reason="invalid_token")
+
+
+class TokenGate:
+    """ASGI middleware: who has not the token gets nothing but the answers of probes."""
+
+    def __init__(self, app: ASGIApp, *, api: RouterApi) -> None:
+        self._app = app
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBES:
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+            self._api.check_token(given[0] if len(given) == 1 else None)
+        await self._app(scope, receive, send)
+
+
+def http_app(
+    api: RouterApi,
+    *,
+    health: Health,
+    registry: CollectorRegistry,
+    background: Background,
+) -> Starlette:
+    """The ASGI application of the HTTP port."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(work, name=name) for name, work in background().items()]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    boundary = Middleware(
+        RequestBoundary, clock=api.clock, metrics=api.metrics, health=health, endpoints=LABELLED_PATHS
+    )
+    app = Starlette(
+        routes=[*_choice_routes(api), *_operations_routes(health, registry)],
+        lifespan=lifespan,
+        middleware=[boundary, Middleware(TokenGate, api=api)],
+        exception_handlers={HTTPException: http_error},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _choice_routes(api: RouterApi) -> list[Route]:
+    asks, releases = BodyDecoder(ChooseAsk, strict=True), BodyDecoder(ReleaseAsk, strict=True)
+
+    async def choose(request: Request) -> Response:
+        ask = asks.decode(await read_body(request))
+        return json_response(await api.choose(ask, interface="http"))
+
+    async def release(request: Request) -> Response:
+        ask = releases.decode(await read_body(request))
+        return json_response(ReleaseAnswer(released=await api.desk.release(ask.reservation)))
+
+    async def workers(request: Request) -> Response:
+        return json_response(api.workers(request.query_params.get("model")))
+
+    async def choices(request: Request) -> Response:
+        return json_response(ChoiceList(choices=api.desk.holds.newest(_limit(request))))
+
+    async def explain(request: Request) -> Response:
+        return json_response(api.explain(request.path_params["id"]))
+
+    return [
+        Route("/v1/choose", choose, methods=["POST"]),
+        Route("/v1/release", release, methods=["POST"]),
+        Route("/v1/workers", workers, methods=READ),
+        Route("/v1/choices", choices, methods=READ),
+        Route("/v1/choices/{id}", explain, methods=READ),
+    ]
+
+
+def _limit(request: Request) -> int:
+    text = request.query_params.get("limit", str(DEFAULT_LISTED))
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text[:10]) <= MAX_LISTED:
+        raise bad_request(f"limit must be between 1 and {MAX_LISTED}, got {quoted(text)}", "limit")
+    return int(text)
+
+
+def _operations_routes(health: Health, registry: CollectorRegistry) -> list[Route]:
+    async def live(_: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        report = health.report()
+        return json_response(report, report.http_status)
+
+    async def get_version(_: Request) -> Response:
+        return json_response({"version": version("tandem")})
+
+    async def metrics(_: Request) -> Response:
+        return Response(render(registry), headers={"content-type": CONTENT_TYPE})
+
+    answers = {"/live": live, "/ready": ready, "/health": ready, "/version": get_version, "/metrics": metrics}
+    return [Route(path, answer, methods=READ) for path, answer in answers.items()]

@@ -1,0 +1,111 @@
+"""Prompts in token ids, read exactly as a gateway reads them: with its code, so that its prefixes are found.
+
+A model whose tokenizer is here can be asked for by text and messages, and whole OpenAI requests of it can be read;
+token ids are taken for any model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.logs import quoted
+from tandem_services.common.errors import bad_request, not_found
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.answer import Planner
+from tandem_services.gateway.chat import ChatPlanner
+from tandem_services.gateway.chat_messages import template_messages
+from tandem_services.gateway.completions import CompletionPlanner
+from tandem_services.gateway.limits import check_context, check_token_ids
+from tandem_services.gateway.messages.planner import MessagesPlanner
+from tandem_services.gateway.models import ServedModel
+from tandem_services.gateway.plan import GenerationPlan
+from tandem_services.gateway.prompts import PromptEncoder
+from tandem_services.gateway.responses.planner import ResponsesPlanner
+from tandem_services.gateway.session_turns import SessionDesk
+from tandem_services.router_server.schemas import ChooseAsk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelReader:
+    """One model's `ReadModel`."""
+
+    model: ServedModel
+    prompts: PromptEncoder
+    desk: SessionDesk
+
+
+class ReadRequest(NamedTuple):
+    """An OpenAI or Anthropic request, read."""
+
+    model: str
+    """The model's own name, whichever of its names the request has."""
+    plan: GenerationPlan
+
+
+def planners() -> dict[str, Planner[Any]]:
+    """By path, as a gateway has them. Unknown fields are the gateway's business."""
+    chats = ChatPlanner(strict=False)
+    every: tuple[Planner[Any], ...] = (
+        chats,
+        CompletionPlanner(strict=False),
+        ResponsesPlanner(chats, strict=False),
+        MessagesPlanner(chats, strict=False),
+    )
+    return {planner.endpoint: planner for planner in every}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestReading:
+    """Reads for all models that a router has tokenizers of, by each of their names."""
+
+    models: Mapping[str, ModelReader]
+    planners: Mapping[str, Planner[Any]] = field(default_factory=planners)
+
+    def own_name(self, name: str) -> str:
+        """What workers call the model that clients call `name`; the same where it is not known here."""
+        reader = self.models.get(name)
+        return name if reader is None else reader.model.name
+
+    async def prompt(self, ask: ChooseAsk) -> tuple[int, ...]:
+        """Of a checked `ask`. Raises `ApiError` 400 for what cannot be served, 404 without the model's tokenizer."""
+        reader = self.models.get(ask.model)
+        if ask.token_ids is not None:
+            if reader is not None:
+                check_token_ids(ask.token_ids, reader.prompts.tokenizer.vocab_size, "token_ids")
+            return tuple(ask.token_ids)
+        if reader is None:
+            raise not_found(
+                f"This router has no tokenizer of the model '{quoted(ask.model)}'. Send token_ids, or give it --model.",
+                "model",
+                reason="model_not_found",
+            )
+        if ask.prompt is not None:
+            ids, param = await reader.prompts.encode(ask.prompt, add_special_tokens=True), "prompt"
+        else:
+            messages, param = template_messages(ask.messages), "messages"
+            ids = await reader.prompts.encode_chat(
+                messages, add_generation_prompt=True, add_special_tokens=False, variables=None
+            )
+        check_context(len(ids), 0, reader.prompts.context_length(), param)
+        return ids
+
+    async def request(self, path: str, body: bytes, caller: Caller) -> ReadRequest | None:
+        """What a request for text asks for; None for what is not read here: other paths, and other models.
+
+        Raises `ApiError` as the gateway would refuse it.
+        """
+        planner = self.planners.get(path)
+        if planner is None:
+            return None
+        request = planner.decode(body)
+        name = request.model or ""
+        reader = self.models.get(name)
+        if reader is None or name not in reader.model.names_for(caller):
+            # The gateway says so, or serves it.
+            return None
+        try:
+            plan = await planner.plan(request, reader, caller)
+        except InvalidRequestError as error:
+            raise bad_request(str(error), error.param) from error
+        return ReadRequest(reader.model.name, plan.owned_by(caller))

@@ -1,0 +1,241 @@
+"""Running a stand-alone router: `Router`, HTTP server, gRPC server; stopped in the reverse order.
+
+A SIGTERM or SIGINT ends it as it ends a gateway: /ready and gRPC health say so first, then the HTTP port closes, then
+the gRPC port; exchanges that run may finish within the drain time. What was reserved is given back.
+"""
+
+import logging
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+
+from tandem_engine.clock import Clock, MonotonicClock
+from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.logs import configure_logging
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.bearer_token import BearerToken
+from tandem_services.common.errors import StartupError
+from tandem_services.common.health import Health
+from tandem_services.common.metrics import new_registry
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.gateway.access.access_metrics import AccessMetrics
+from tandem_services.gateway.access.deployment_secret import cache_secret, deployment_secret
+from tandem_services.gateway.access.key_watch import KeyWatch
+from tandem_services.gateway.connection import GatewayConnection
+from tandem_services.gateway.models import ServedModel
+from tandem_services.gateway.output_dialect import OutputDialect
+from tandem_services.gateway.prompts import PromptEncoder
+from tandem_services.gateway.serve import GatewayServer, listen
+from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
+from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
+from tandem_services.router_server.desk import Chooser, RoutingDesk
+from tandem_services.router_server.endpoints import GatewayEndpoints, HostPort
+from tandem_services.router_server.ext_proc import MAX_BODIES_BYTES, ExternalProcessor
+from tandem_services.router_server.grpc_api import RouterService
+from tandem_services.router_server.grpc_server import GrpcServer, tls_credentials
+from tandem_services.router_server.holds import Holds
+from tandem_services.router_server.http_api import RouterApi, http_app
+from tandem_services.router_server.metrics import RouterMetrics
+from tandem_services.router_server.picking import EndpointPicker
+from tandem_services.router_server.places import Places
+from tandem_services.router_server.request_reading import ModelReader, RequestReading
+
+logger = logging.getLogger(__name__)
+
+SESSION_TTL_S = 600.0
+"""Sessions are looked up here and never written: this is not used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterServer:
+    """The parts of a stand-alone router."""
+
+    app: Starlette
+    api: RouterApi
+    grpc: GrpcServer
+    desk: RoutingDesk
+    picker: EndpointPicker
+    endpoints: GatewayEndpoints
+    health: Health
+    executor: ThreadPoolExecutor
+
+    async def close(self) -> None:
+        """Give back what is held. Running requests have ended."""
+        await self.picker.background.settle()
+        await self.desk.background.settle()
+        await self.desk.holds.close()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def serve(config: RouterServerConfig) -> int:
+    """Serve until a signal. Returns the exit status. Raises `StartupError`, `ConfigError`, `CheckpointError`."""
+    configure_logging(config.log_format, level=config.log_level)
+    tokenizers = {model.path: TextTokenizer.load(model.path) for model in config.models}
+    uvloop.run(_serve(config, tokenizers))
+    return 0
+
+
+def build_router_server(
+    config: RouterServerConfig,
+    router: Chooser,
+    sessions: SessionDirectory,
+    tokenizers: Mapping[Path, TextTokenizer],
+    *,
+    clock: Clock,
+    health: Health,
+) -> RouterServer:
+    """Compose the parts. The caller owns the router, and closes it afterwards.
+
+    Raises `ConfigError` for files that are no good.
+    """
+    registry = new_registry()
+    metrics = RouterMetrics(registry)
+    executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+    desk = RoutingDesk(
+        router=router,
+        holds=Holds(
+            router=router,
+            clock=clock,
+            ttl_s=config.reservation_ttl_s,
+            capacity=config.max_held,
+            remembered=config.explain_records,
+        ),
+        clock=clock,
+        metrics=metrics,
+        worker_wait_s=config.worker_wait_s,
+    )
+    sessions_desk = SessionDesk(directory=sessions, ttl_s=SESSION_TTL_S, turn_s=SESSION_TTL_S)
+    readers = [_reader(model, tokenizers[model.path], router, executor, sessions_desk) for model in config.models]
+    reading = RequestReading(models={name: reader for reader in readers for name in reader.model.names})
+    api = RouterApi(
+        desk=desk,
+        reading=reading,
+        places=Places(most=config.max_choosing, what="requests"),
+        clock=clock,
+        metrics=metrics,
+        token=None if config.token_file is None else BearerToken(path=config.token_file),
+    )
+    endpoints = GatewayEndpoints(
+        places=tuple(HostPort.parse(text) for text in config.gateways), clock=clock, random=Random(), metrics=metrics
+    )
+    access_metrics = AccessMetrics(registry)
+    picker = EndpointPicker(
+        desk=desk,
+        reading=reading,
+        endpoints=endpoints,
+        metrics=metrics,
+        clock=clock,
+        keys=_key_watch(config, access_metrics),
+        access_metrics=access_metrics,
+        cache_secret=_cache_secret(config),
+    )
+    grpc = GrpcServer(
+        api=RouterService(api),
+        processor=ExternalProcessor(
+            picker=picker,
+            places=Places(most=config.max_exchanges, what="requests of an Inference Gateway"),
+            memory=Places(most=MAX_BODIES_BYTES, what="bytes of request bodies"),
+            metrics=metrics,
+        ),
+        health=health,
+        host=config.host,
+        port=config.grpc_port,
+        credentials=tls_credentials(config.tls_cert, config.tls_key),
+    )
+    health.add_check("workers", lambda: None if router.workers() else "no worker is registered")
+    health.add_check("gateways", endpoints.complaint)
+
+    def background() -> dict[str, Coroutine[Any, Any, None]]:
+        work = {"reservations": desk.holds.run(), "gRPC health": grpc.run()}
+        if endpoints.places:
+            work["gateways"] = endpoints.run()
+        if picker.keys is not None:
+            work["api keys"] = picker.keys.run()
+        return work
+
+    app = http_app(api, health=health, registry=registry, background=background)
+    return RouterServer(
+        app=app, api=api, grpc=grpc, desk=desk, picker=picker, endpoints=endpoints, health=health, executor=executor
+    )
+
+
+def http_server(server: RouterServer, config: RouterServerConfig) -> GatewayServer:
+    """The HTTP server; run it with `serve(sockets=[...])`."""
+    settings = uvicorn.Config(
+        server.app,
+        http=GatewayConnection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(config.drain_timeout_s),
+    )
+    return GatewayServer(settings, server.health, notice_s=config.drain_notice_s)
+
+
+def _reader(
+    config: TokenizedModel,
+    tokenizer: TextTokenizer,
+    router: Chooser,
+    executor: ThreadPoolExecutor,
+    sessions: SessionDesk,
+) -> ModelReader:
+    dialect = OutputDialect.of(tokenizer)
+    model = ServedModel(names=config.names, tokenizer=tokenizer, dialect=dialect, workers=router.workers)
+    return ModelReader(model=model, prompts=PromptEncoder(model=model, executor=executor), desk=sessions)
+
+
+def _key_watch(config: RouterServerConfig, metrics: AccessMetrics) -> KeyWatch | None:
+    if config.api_keys is None:
+        return None
+    keys = KeyWatch(path=config.api_keys, metrics=metrics)
+    keys.start()
+    return keys
+
+
+def _cache_secret(config: RouterServerConfig) -> bytes:
+    keys = None if config.curve_keys is None else KeyPair.load(config.curve_keys)
+    return cache_secret(deployment_secret(keys, config.cluster))
+
+
+async def _serve(config: RouterServerConfig, tokenizers: Mapping[Path, TextTokenizer]) -> None:
+    router = Router(
+        RouterConfig(
+            redis=config.redis,
+            cluster=config.cluster,
+            local_prefill_tokens=config.local_prefill_tokens,
+            policies=config.policies,
+        )
+    )
+    server = None
+    try:
+        with closing(listen(config.host, config.port)) as listener:
+            health = Health()
+            server = build_router_server(
+                config, router, router.sessions, tokenizers, clock=MonotonicClock(), health=health
+            )
+            await router.start()
+            await server.grpc.start()
+            if config.token_file is None:
+                logger.info("no --token-file: everybody who reaches this router may ask it")
+            fields = {"host": config.host, "port": config.port, "grpc_port": server.grpc.port}
+            logger.info("router listens", extra={"fields": fields})
+            await http_server(server, config).serve(sockets=[listener])
+            await server.grpc.stop(config.drain_timeout_s)
+    except RedisUnavailableError as error:
+        raise StartupError(str(error)) from error
+    finally:
+        if server is not None:
+            await server.grpc.stop(0.0)
+            await server.close()
+        await router.stop()

@@ -1,0 +1,111 @@
+"""Which gateways an Inference Gateway is sent to."""
+
+from random import Random
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem_engine.errors import ConfigError
+from tandem_services.common.errors import ApiError
+from tandem_services.router_server.endpoints import RESOLVE_EVERY_S, GatewayEndpoints, HostPort
+from tandem_services.router_server.metrics import RouterMetrics
+from tandem_testing.service_clock import ServiceClock
+
+ONE, TWO, THREE, FOUR = (f"10.0.0.{number}:8000" for number in range(1, 5))
+
+
+def make(*places: str, ready: tuple[str, ...] = ()) -> GatewayEndpoints:
+    return GatewayEndpoints(
+        places=tuple(HostPort.parse(place) for place in places),
+        clock=ServiceClock(),
+        random=Random(1),
+        metrics=RouterMetrics(CollectorRegistry()),
+        ready=frozenset(ready),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:70000", "host:x", "host:٣"])
+def test_a_gateway_that_is_no_host_and_port_is_refused(text):
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        HostPort.parse(text)
+
+
+def test_ipv6_addresses_are_written_in_brackets():
+    assert HostPort.parse("[::1]:8000") == HostPort("::1", 8000)
+
+
+def test_the_one_with_least_to_do_comes_first_and_two_more_after_it():
+    endpoints = make("pool:8000", ready=(ONE, TWO, THREE, FOUR))
+    for endpoint, running in ((ONE, 3), (TWO, 1), (THREE, 2), (FOUR, 4)):
+        for _ in range(running):
+            endpoints.began(endpoint)
+    assert endpoints.choose(None) == (TWO, THREE, ONE)
+    for _ in range(3):
+        endpoints.ended(ONE)
+    assert endpoints.choose(None)[0] == ONE
+
+
+def test_ties_are_broken_at_random():
+    endpoints = make("pool:8000", ready=(ONE, TWO))
+    assert {endpoints.choose(None)[0] for _ in range(50)} == {ONE, TWO}
+
+
+@pytest.mark.parametrize(
+    ("places", "ready", "subset", "expected"),
+    [
+        (("pool:8000",), (ONE, TWO), (TWO, THREE), (TWO,)),
+        (("pool:8000",), (ONE,), None, (ONE,)),
+        ((), (), (TWO,), (TWO,)),
+        ((), (), (TWO, "name:80", "[::1]:70000", ""), (TWO,)),
+        (("pool:8000",), (ONE,), (TWO,), None),
+        (("pool:8000",), (ONE,), (), None),
+        (("pool:8000",), (), None, None),
+        ((), (), None, None),
+        ((), (), ("name:80",), None),
+    ],
+)
+def test_only_what_is_ready_and_in_the_subset_is_chosen(places, ready, subset, expected):
+    endpoints = make(*places, ready=ready)
+    if expected is not None:
+        assert endpoints.choose(subset) == expected
+        return
+    with pytest.raises(ApiError) as caught:
+        endpoints.choose(subset)
+    assert (caught.value.status, caught.value.retry_after) == (503, 2.0)
+
+
+async def test_ready_are_those_that_say_so():
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.port == 8002:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200 if request.url.port == 8000 else 503)
+
+    endpoints = make("127.0.0.1:8000", "127.0.0.1:8001", "127.0.0.1:8002")
+    assert endpoints.complaint() is not None
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        await endpoints.refresh(client)
+    assert endpoints.ready == {"127.0.0.1:8000"}
+    assert endpoints.complaint() is None
+
+
+async def test_what_a_name_stood_for_holds_while_it_cannot_be_resolved(monkeypatch):
+    answers = [{ONE, TWO}, OSError("no such name"), {THREE}]
+
+    async def addresses(place: HostPort) -> set[str]:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("tandem_services.router_server.endpoints.addresses_of", addresses)
+    endpoints = make("pool:8000")
+    transport = httpx.MockTransport(lambda _: httpx.Response(200))
+    seen = []
+    async with httpx.AsyncClient(transport=transport) as client:
+        for _ in range(3):
+            await endpoints.refresh(client)
+            await endpoints.refresh(client)
+            seen.append(endpoints.ready)
+            endpoints.clock.advance(RESOLVE_EVERY_S)
+    assert seen == [{ONE, TWO}, {ONE, TWO}, {THREE}]
