@@ -46,12 +46,33 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=settings.host or "127.0.0.1",
         help="address that gateways and peers reach (TANDEM_HOST; default 127.0.0.1)",
     )
+    for name, whom in (("request", "gateways"), ("peer", "other workers")):
+        parser.add_argument(
+            f"--{name}-port",
+            type=port_number,
+            default=0,
+            metavar="PORT",
+            help=f"port of that address for {whom}; 0 picks a free one",
+        )
     parser.add_argument(
         "--health-port",
         type=port_number,
         default=0,
         metavar="PORT",
-        help="/live /ready /metrics /audit; 0 picks a free one",
+        help="/live /ready /metrics, and operators' orders; 0 picks a free one",
+    )
+    parser.add_argument(
+        "--health-host",
+        default=settings.health_host or "127.0.0.1",
+        metavar="HOST",
+        help="address of that port; 0.0.0.0 where probes and Prometheus come from elsewhere (TANDEM_HEALTH_HOST; "
+        "default 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--allow-remote-orders",
+        action="store_true",
+        help="take operators' orders (drain, role, pause, reload …) from other machines, too; without it the port "
+        "gives them /live, /ready and /metrics alone",
     )
     parser.add_argument(
         "--drain-timeout",
@@ -85,8 +106,12 @@ def run(args: argparse.Namespace) -> int:
             redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
             cluster=args.cluster,
             host=args.host,
+            request_port=args.request_port,
+            peer_port=args.peer_port,
             curve_keys=args.curve_keys,
+            health_host=args.health_host,
             health_port=args.health_port,
+            remote_orders=args.allow_remote_orders,
             drain_timeout_s=args.drain_timeout,
             log_format=LogFormat(args.log_format),
             engine_flags=tuple(engine_argv(args)),

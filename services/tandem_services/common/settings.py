@@ -28,6 +28,7 @@ KNOWN = {
     "TANDEM_WORKER_ID": "stable name of this worker; the pod name",
     "TANDEM_HOST": "address that other pods reach this process at; the pod IP",
     "TANDEM_API_KEY": "key that `tandem chat` and `tandem bench serve` send; without it OPENAI_API_KEY",
+    "TANDEM_HEALTH_HOST": "address of a worker's port for probes and Prometheus; 0.0.0.0 in a pod",
     "TANDEM_LOG_LEVEL": "debug, info, warning or error",
     "TANDEM_TORCH": "read by set-up: cpu or cuda build of torch",
     "TANDEM_VENV": "read by set-up: folder of the virtual environment",
@@ -49,6 +50,7 @@ class Settings:
     worker_id: str | None = None
     host: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    health_host: str | None = None
     log_level: int = logging.INFO
     warnings: tuple[str, ...] = ()
     """One sentence per TANDEM_ variable that means nothing, for the log."""
@@ -69,6 +71,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         worker_id=values.get("TANDEM_WORKER_ID"),
         host=values.get("TANDEM_HOST"),
         api_key=values.get("TANDEM_API_KEY") or variables.get(OPENAI_API_KEY) or None,
+        health_host=values.get("TANDEM_HEALTH_HOST"),
         log_level=_log_level(values.get("TANDEM_LOG_LEVEL", "info")),
         warnings=tuple(_unknown(name) for name in sorted(values) if not _is_known(name)),
     )

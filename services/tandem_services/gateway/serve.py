@@ -30,6 +30,7 @@ from tandem_engine.logs import configure_logging
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
+from tandem_services.common.listening import listen
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import Gateway, api_app, build_gateway
@@ -38,11 +39,10 @@ from tandem_services.gateway.connection import GatewayConnection
 from tandem_services.gateway.model_service import Fleet
 from tandem_services.router.router import Router, RouterConfig
 
-__all__ = ["GatewayConfig", "ModelConfig", "serve"]
+__all__ = ["GatewayConfig", "ModelConfig", "listen", "serve"]
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -56,7 +56,8 @@ def serve(config: GatewayConfig) -> int:
         api = listeners.enter_context(listen(config.host, config.port))
         admin = None
         if config.admin_port is not None:
-            admin = listeners.enter_context(listen(config.admin_host, config.admin_port))
+            flags = "--admin-host or --admin-port"
+            admin = listeners.enter_context(listen(config.admin_host, config.admin_port, flags=flags))
         uvloop.run(_serve(config, tokenizers, keys, api, admin))
     return 0
 
@@ -68,22 +69,6 @@ def load_tokenizers(models: Sequence[ModelConfig]) -> dict[Path, TextTokenizer]:
 
 def _key_pair(model: ModelConfig) -> KeyPair | None:
     return None if model.curve_keys is None else KeyPair.load(model.curve_keys)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `StartupError` when the address is taken or not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit it: a token must not wait for the acknowledgement of the last one.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise StartupError(f"cannot listen on {host}:{port} ({error}): choose another --host or --port") from error
-    listener.listen(BACKLOG)
-    return listener
 
 
 class GatewayServer(uvicorn.Server):

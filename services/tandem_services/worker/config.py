@@ -35,6 +35,8 @@ class WorkerConfig:
     health_host: str = "127.0.0.1"
     health_port: int = 0
     """0 picks a free one."""
+    remote_orders: bool = False
+    """The health port takes operators' orders from other machines, too, not from loopback alone."""
     engine_flags: tuple[str, ...] = ()
     """Passed to the engine verbatim."""
     log_format: LogFormat = LogFormat.PLAIN

@@ -8,30 +8,34 @@
     POST /drain     202; the worker takes no new requests, moves running ones to others, and exits 0
     POST …          an operator's orders; see `operator_routes`
 
-Bound to loopback unless told otherwise: all but the first three are for whoever runs the worker.
+Bound to loopback unless told otherwise. Elsewhere the first three are for everybody who reaches the port; the rest is
+for whoever runs the worker, and is refused to other machines unless `--allow-remote-orders` says that they may.
 """
 
 import contextlib
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem_engine.messages.control import AuditReport, LinkReport
-from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
+from tandem_services.common.listening import http_url, is_wildcard, listen
 from tandem_services.common.metrics import CONTENT_TYPE, render
 from tandem_services.worker.operator_routes import Operate, SetRole, json_response, operator_routes
+from tandem_services.worker.order_access import OrdersFromHere
 
 LIVE_S = 30.0
 """An engine that shows no life for this long will not recover by itself: /live fails and Kubernetes restarts
 the pod. Long against `load.STALL_S`, after which it is only not offered."""
+
+OPEN_PATHS = frozenset({"/live", "/ready", "/metrics"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +50,8 @@ class WorkerProbes:
     drain: Callable[[], None]
     operate: Operate
     set_role: SetRole
+    remote_orders: bool = False
+    """Other machines may give orders, too."""
 
 
 def build_app(probes: WorkerProbes) -> Starlette:
@@ -92,15 +98,19 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/links", links),
             Route("/drain", drain, methods=["POST"]),
             *operator_routes(probes.operate, probes.set_role),
-        ]
+        ],
+        middleware=[] if probes.remote_orders else [Middleware(OrdersFromHere, open_paths=OPEN_PATHS)],
     )
 
 
 class HealthServer(uvicorn.Server):
     """Serves the probes on a port of its own. Signals are the worker's business."""
 
-    def __init__(self, probes: WorkerProbes, host: str, port: int) -> None:
-        """Binds at once. Raises `StartupError` when the address is taken or not ours."""
+    def __init__(self, probes: WorkerProbes, host: str, port: int, *, advertised: str = "127.0.0.1") -> None:
+        """Binds at once. `advertised` is where others find it when `host` stands for all addresses.
+
+        Raises `StartupError` when the address is taken or not ours.
+        """
         super().__init__(
             uvicorn.Config(
                 build_app(probes),
@@ -109,12 +119,14 @@ class HealthServer(uvicorn.Server):
                 lifespan="off",
                 log_level="warning",
                 server_header=False,
+                # Who gives orders is known by the connection, not by a header.
+                proxy_headers=False,
                 ws="none",
             )
         )
         self._serving = False
-        self._listener = _listen(host, port)
-        self.endpoint = f"http://{host}:{self._listener.getsockname()[1]}"
+        self._listener = listen(host, port, flags="--health-host or --health-port")
+        self.endpoint = http_url(advertised if is_wildcard(host) else host, self._listener.getsockname()[1])
 
     async def run_until_closed(self) -> None:
         self._serving = True
@@ -129,17 +141,3 @@ class HealthServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise StartupError(
-            f"cannot listen on {host}:{port} ({error}): choose another --health-host or --health-port"
-        ) from error
-    listener.listen(64)
-    return listener

@@ -99,7 +99,9 @@ class WorkerService:
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._feed, self._registration, self._introductions = self._build_registration()
-        self._health_server = HealthServer(self._probes(), config.health_host, config.health_port)
+        self._health_server = HealthServer(
+            self._probes(), config.health_host, config.health_port, advertised=config.host
+        )
 
     @property
     def health_endpoint(self) -> str:
@@ -186,6 +188,7 @@ class WorkerService:
             drain=self.drain,
             operate=self._link.operate,
             set_role=self._set_role,
+            remote_orders=self._config.remote_orders,
         )
 
     def _subscribers(self) -> Subscribers:

@@ -59,6 +59,7 @@ BAD_VALUES = [
     (["gateway", "--redis-url", "redis://h", "--drain-notice", "inf"], "--drain-notice: must be a number"),
     (["gateway"], "--redis-url"),
     (["worker", "--redis-url", "redis://h", "--health-port", "70000"], "--health-port: must be between 0 and 65535"),
+    (["worker", "--redis-url", "redis://h", "--peer-port", "70000"], "--peer-port: must be between 0 and 65535"),
     (["bench", "serve", "--spread", "2"], "--spread: must be between 0 and 1, got 2"),
     (["simulate"], "required: --trace"),
     (["simulate", "--trace", "t.jsonl", "--cache-share", "2"], "--cache-share: must be between 0 and 1, got 2"),
@@ -93,6 +94,10 @@ BAD_DEPLOYMENTS = [
     (["gateway", "--redis-url", "redis://h", "--port", "0", "--model", "/"], "no config.json"),
     (["gateway", "--redis-url", "redis://h", "--port", "0", "--curve-keys", "/does/not/exist"], "--curve-keys"),
     (["gateway", "--redis-url", "redis://h", "--host", "192.0.2.1"], "choose another --host or --port"),
+    (
+        ["gateway", "--redis-url", "redis://h", "--port", "0", "--admin-port", "0", "--admin-host", "192.0.2.1"],
+        "choose another --admin-host or --admin-port",
+    ),
     (["worker", "--redis-url", "http://me:secret@h"], "a Redis URL starts with redis://"),
     (["worker", "--redis-url", "redis://me:secret@h:port"], "its host, port or database cannot be read"),
     (["worker", "--redis-url", "redis://h", "--worker-id", "a b"], "--worker-id"),

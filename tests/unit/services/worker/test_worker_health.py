@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import httpx
 import msgspec
@@ -276,6 +277,45 @@ async def test_an_order_that_was_not_carried_out_says_why(probed, client, outcom
 def test_a_taken_port_is_named(probed):
     first = HealthServer(probed.probes(), "127.0.0.1", 0)
     port = int(first.endpoint.rpartition(":")[2])
-    with pytest.raises(StartupError, match=f"127.0.0.1:{port}"):
+    with pytest.raises(StartupError, match=f"127.0.0.1:{port} .*--health-host or --health-port"):
         HealthServer(probed.probes(), "127.0.0.1", port)
     first.close()
+
+
+def from_machine(probed, address: str, *, remote_orders: bool = False) -> httpx.AsyncClient:
+    app = build_app(replace(probed.probes(), remote_orders=remote_orders))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app, client=(address, 5)), base_url="http://worker")
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "2001:db8::7", "::ffff:10.0.0.7", "not an address"])
+async def test_other_machines_get_probes_and_metrics_and_give_no_orders(probed, address):
+    async with from_machine(probed, address) as client:
+        for path in ("/live", "/ready", "/metrics"):
+            assert (await client.get(path)).status_code == 200
+        for path in ("/drain", "/reload", "/role", "/abort", "/pause"):
+            refused = await client.post(path, headers={"x-forwarded-for": "127.0.0.1"})
+            assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+        assert (await client.get("/audit")).status_code == (await client.get("/links")).status_code == 403
+    assert (probed.drained, probed.orders, probed.roles) == (0, [], [])
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
+async def test_this_machine_gives_orders(probed, address):
+    async with from_machine(probed, address) as client:
+        assert (await client.post("/drain")).status_code == 202
+
+
+async def test_other_machines_give_orders_where_that_is_allowed(probed):
+    async with from_machine(probed, "10.0.0.7", remote_orders=True) as client:
+        assert (await client.post("/drain")).status_code == 202
+
+
+def test_a_port_on_all_addresses_is_made_known_by_one_that_can_be_reached(probed):
+    for host, advertised, known in (
+        ("0.0.0.0", "10.0.0.7", "http://10.0.0.7:"),
+        ("0.0.0.0", "2001:db8::7", "http://[2001:db8::7]:"),
+        ("127.0.0.1", "10.0.0.7", "http://127.0.0.1:"),
+    ):
+        server = HealthServer(probed.probes(), host, 0, advertised=advertised)
+        server.close()
+        assert server.endpoint.startswith(known)
