@@ -42,6 +42,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--peer-port", type=non_negative_int, default=0, metavar="PORT", help="0 picks a free one")
     parser.add_argument("--control", metavar="ENDPOINT", help="ipc:// endpoint of the worker service")
     parser.add_argument("--curve-keys", type=Path, metavar="FILE", help="key file of the deployment")
+    parser.add_argument("--report-ended", action="store_true", help="tell the worker service about traced requests")
     parser.add_argument("--log-format", choices=[each.value for each in LogFormat], default=LogFormat.PLAIN.value)
     add_engine_flags(parser)
     parser.set_defaults(run=_serve)
@@ -63,6 +64,7 @@ def _serve(args: argparse.Namespace) -> int:
             peer_port=args.peer_port,
             control=args.control,
             curve_keys=args.curve_keys,
+            report_ended=args.report_ended,
         )
     )
 

@@ -40,6 +40,7 @@ from tandem_engine.messages.control import (
     Shutdown,
     WorkerToEngine,
 )
+from tandem_engine.messages.ended_requests import MAX_REPORTED, EndedRequests
 from tandem_engine.messages.kv_events import KvEvent, KvEventBatch
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
@@ -73,6 +74,8 @@ class ProcessConfig:
     peer_port: int
     control: str | None
     """Endpoint of the worker service; None runs without one."""
+    report_ended: bool = False
+    """Tell it when traced requests were computed."""
     curve_keys: Path | None
 
 
@@ -121,6 +124,7 @@ class EngineProcess:
         self._stopping = False
         self._early: deque[tuple[bytes, EngineRequest]] = deque()
         """Requests that came during a long step; handled at the next turn."""
+        engine.scheduler.ended.wanted = config.report_ended and control is not None
         engine.on_wait(self._answer_pings)
         engine.scheduler.on_hang(watchdog.step_hangs)
         sockets = [requests.socket, *engine.sockets()]
@@ -234,7 +238,17 @@ class EngineProcess:
         events = self._engine.memory.cache.take_events()
         if events:
             self._send_events(events)
+        self._report_ended()
         self._publish_stats()
+
+    def _report_ended(self) -> None:
+        log = self._engine.scheduler.ended
+        ended = log.take()
+        for start in range(0, len(ended), MAX_REPORTED):
+            chunk = tuple(ended[start : start + MAX_REPORTED])
+            message = EndedRequests(requests=chunk, lost=log.lost)
+            if self._control is None or not self._control.send(message):
+                log.lost += len(chunk)
 
     def _publish_stats(self) -> None:
         now = time.monotonic()

@@ -350,11 +350,12 @@ class DecodeStage:
             req.logprobs.extend(record.logprobs)
         req.cached_tokens = record.cached_tokens
         pages = len(receiving.hold.pages)
+        req.transferred_at = self.host.clock.now()
         req.transfer = TransferReport(
             pages=pages,
             bytes=pages * self.page_bytes,
             pages_reused=receiving.first_token // self.host.memory.page_size,
-            wait_s=self.host.clock.now() - receiving.hold.granted_at,
+            wait_s=req.transferred_at - receiving.hold.granted_at,
             exposed_s=record.exposed_s,
         )
 

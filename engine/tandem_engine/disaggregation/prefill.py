@@ -37,7 +37,7 @@ from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.disaggregation.send_room import SendRoom
 from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, PushFailed
 from tandem_engine.forward.kv_progress import KvProgress
-from tandem_engine.messages.outputs import Finish
+from tandem_engine.messages.outputs import Finish, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
 from tandem_engine.messages.transfer import DrainAck, HandoffRecord, Hello, TransferAborted, WriteGrant
 from tandem_engine.names import RequestId
@@ -257,6 +257,7 @@ class PrefillStage:
     def _start(self, room: SendRoom, push: Push) -> None:
         room.started(push)
         room.moved_at = self.host.clock.now()
+        room.began_at = room.moved_at if room.began_at is None else room.began_at
         self.drains.started(push.key, push.peer)
         self.transport.push(push)
 
@@ -297,10 +298,22 @@ class PrefillStage:
             self.counters.moved += _moves(room)
             self.counters.handed_over += 1
             self.counters.exposed_s += exposed
+            self._note_sent(room, grant, exposed)
             self._forget(room)
             self.said.keep(room.key, room.peer, record)
         else:
             self._fail(room, "the decode worker does not take messages")
+
+    def _note_sent(self, room: SendRoom, grant: Grant, exposed: float) -> None:
+        now, pages = self.host.clock.now(), len(grant.pages)
+        room.req.transferred_at = now
+        room.req.transfer = TransferReport(
+            pages=pages,
+            bytes=pages * self.page_bytes,
+            pages_reused=grant.first_token // self.host.memory.page_size,
+            wait_s=0.0 if room.began_at is None else now - room.began_at,
+            exposed_s=exposed,
+        )
 
     # Every way to end.
 

@@ -49,6 +49,8 @@ class SendRoom:
     """Of each finished push, by its first page."""
     keep_until: float | None = None
     """Monotonic. Set when the prompt is computed and the request is kept for its transfer alone."""
+    began_at: float | None = None
+    """Monotonic. When the first push started."""
     moved_at: float = 0.0
     """Monotonic. When a push last started or ended, or more could be pushed."""
     progress: KvProgress | None = None

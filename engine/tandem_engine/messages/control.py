@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from tandem_engine.messages.ended_requests import EndedRequests
 from tandem_engine.messages.kv_events import KvEventBatch
 from tandem_engine.messages.requests import Peer
 from tandem_engine.names import LinkTransport
@@ -240,7 +241,9 @@ class OrderRefused(msgspec.Struct, frozen=True, kw_only=True, tag="order_refused
     message: str
 
 
-EngineToWorker = EngineReady | EngineFailed | EngineStats | AuditReport | OrderDone | OrderRefused | KvEventBatch
+EngineToWorker = (
+    EngineReady | EngineFailed | EngineStats | AuditReport | OrderDone | OrderRefused | KvEventBatch | EndedRequests
+)
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):

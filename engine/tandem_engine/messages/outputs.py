@@ -42,14 +42,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What moved for one request, as its decode worker saw it."""
+    """What moved for one request, as its decode worker saw it; in `EndedRequest` of its sender, as that saw it."""
 
     pages: int
     bytes: int
     pages_reused: int
     """Pages of the prompt that the decode worker had in its own prefix cache."""
     wait_s: float
-    """From granting the pages to committing them."""
+    """From granting the pages to committing them; of the sender, from the first page that it sent to the last."""
     exposed_s: float = 0.0
     """Of the writer's time for the transfer, what came after the prompt was computed."""
 

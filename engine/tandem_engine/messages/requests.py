@@ -5,6 +5,7 @@ attempt, so a late answer of an abandoned attempt can never be mistaken for the 
 workers share the work, both get the same request with the two ends of one `Handoff`.
 """
 
+import re
 from enum import StrEnum
 from math import inf
 
@@ -13,6 +14,7 @@ import msgspec
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.messages.trace_context import TraceContext
 
 MAX_ROOM_BYTES = 256
 MAX_GROUP_BYTES = 256
@@ -124,6 +126,22 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The conversation that `input_ids` continue; None for a request of its own."""
     deadline_s: float | None = None
     """Seconds from receipt after which the request is aborted."""
+    trace: TraceContext | None = None
+    """The span of this attempt, whether it is sampled or not; None when nobody traces."""
+
+
+_ATTEMPT = re.compile(r"(.+)-\d+-\d+", re.DOTALL)
+
+
+def attempt_id(request_id: str, choice: int, attempt: int) -> str:
+    """The `rid` of one attempt at one choice of a client's request."""
+    return f"{request_id}-{choice}-{attempt}"
+
+
+def request_id_of(rid: str) -> str:
+    """The client request that an attempt is of; of an id that was made in another way, the id itself."""
+    match = _ATTEMPT.fullmatch(rid)
+    return rid if match is None else match[1]
 
 
 def check_group(name: str) -> None:

@@ -13,6 +13,7 @@ from tandem_engine.errors import EngineError, InvalidRequestError
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.scheduler.ended_log import EndedLog
 from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
@@ -48,6 +49,7 @@ class Endings:
     slots: PenaltySlots
     sessions: Sessions
     tally: Tally
+    ended: EndedLog
     on_release: tuple[OnRelease, ...] = ()
 
     def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True, first: bool = False) -> None:
@@ -65,6 +67,7 @@ class Endings:
         self.sessions.end_turn(req, finish)
         self.stream.send(req, finish=finish, first=first)
         self.tally.count_end(finish)
+        self.ended.note(req, finish)
         if finish.reason in {FinishReason.ABORT, FinishReason.ERROR}:
             for stage in self.queues.stages:
                 stage.aborted(req)
@@ -74,6 +77,7 @@ class Endings:
         req.finished = error_finish(error)
         self.stream.send(req, finish=req.finished)
         self.tally.refused += 1
+        self.ended.note(req, req.finished)
         for stage in self.queues.stages:
             stage.aborted(req)
 

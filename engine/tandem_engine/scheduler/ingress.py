@@ -128,6 +128,7 @@ class Ingress:
             prompt_logprobs=_prompt_logprobs(message),
             pooled=PooledPrompt.wanted_by(message.pooling, len(message.input_ids)),
             streamed=len(message.resume_ids),
+            trace=message.trace,
         )
 
     def check(self, message: GenerateRequest) -> None:
@@ -151,6 +152,8 @@ class Ingress:
             req.handoff.check()
         if req.fetch is not None:
             req.fetch.check()
+        if req.trace is not None:
+            req.trace.check()
         check_group(req.group)
         req.sampling.check(vocab_size=self.model.vocab_size)
         self.gate.check(req.sampling.grammar)

@@ -21,6 +21,7 @@ from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import FetchReport, Finish, TokenLogprob, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, PrefixFetch
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.messages.trace_context import TraceContext
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.grammar_progress import GrammarProgress
 from tandem_engine.scheduler.pooling import PooledPrompt
@@ -51,6 +52,7 @@ class Request:
     deadline: float | None = None
     """Monotonic time."""
     arrived_at: float = 0.0
+    trace: TraceContext | None = None
 
     output_ids: list[int] = field(default_factory=list)
     """Settled output tokens, resumed ones first."""
@@ -83,11 +85,16 @@ class Request:
     cached_tokens: int = 0
     """Prompt tokens that the first prefill found in the prefix cache."""
     transfer: TransferReport | None = None
+    """What was brought here for it; of a request that was handed over, what was sent."""
+    transferred_at: float | None = None
+    """When that was done."""
     fetched: FetchReport | None = None
     grammar: GrammarProgress | None = None
     """Set once the grammar it asked for is compiled, before its first token can be sampled."""
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
+    reported: bool = False
+    """Its end is in the `EndedLog`."""
 
     plain_end: PlainEnd | None = None
     """Set with the first token when nothing needs to be known of later ones but whether they end the output:

@@ -36,6 +36,7 @@ from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.compiler import Grammars, NoGrammars
 from tandem_engine.scheduler.deadlines import Deadlines
 from tandem_engine.scheduler.departures import Departures, is_moving
+from tandem_engine.scheduler.ended_log import EndedLog
 from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.grammar_gate import GrammarGate
 from tandem_engine.scheduler.health import Health
@@ -120,6 +121,7 @@ class Scheduler:
             hidden_size=model.hidden_size,
         )
         self.tally = Tally()
+        self.ended = EndedLog(clock=self._stopwatch)
         self.queues = Queues()
         self._policy = policy or make_policy(config, memory=memory, clock=clock)
         self._speculation = speculation
@@ -139,6 +141,7 @@ class Scheduler:
             slots=self._slots,
             sessions=self.sessions,
             tally=self.tally,
+            ended=self.ended,
             on_release=() if speculation is None else (speculation.released,),
         )
         self._prefetching = Prefetching(memory=memory, queues=self.queues, clock=clock)
@@ -500,6 +503,7 @@ class Scheduler:
         """
         self._endings.release(req, checkpoint=checkpoint)
         self.queues.leave_group(req)
+        self.ended.note(req, None)
 
     def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True) -> None:
         """End a request that a stage keeps: release it, tell the client, call `aborted` if it failed."""

@@ -15,6 +15,7 @@ from tandem_engine.memory.no_cache import NoPrefixCache
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
 from tandem_engine.messages.requests import GenerateRequest, Handoff, PrefixFetch, SessionRef
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.messages.trace_context import TraceContext
 from tandem_engine.sampling.grammar.compiler import Grammars
 from tandem_engine.scheduler.grammar_gate import Least
 from tandem_engine.scheduler.model_facts import ModelFacts
@@ -62,6 +63,7 @@ def make_message(
     group: str = "",
     session: SessionRef | None = None,
     deadline_s: float | None = None,
+    trace: TraceContext | None = None,
     ignore_eos: bool = True,
     **sampling: object,
 ) -> GenerateRequest:
@@ -79,6 +81,7 @@ def make_message(
         group=group,
         session=session,
         deadline_s=deadline_s,
+        trace=trace,
     )
 
 

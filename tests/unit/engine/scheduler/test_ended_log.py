@@ -1,0 +1,183 @@
+"""What an engine reports of traced requests: once each, whatever became of them, and nothing of others."""
+
+import pytest
+
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.messages.ended_requests import EndedRequest
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.requests import HandoffSide, attempt_id, request_id_of
+from tandem_engine.messages.trace_context import TraceContext
+from tandem_engine.names import RequestId
+from tandem_engine.scheduler import ended_log
+from tandem_testing.disagg_pair import HOLD_TIMEOUT, PROMPT, Pair, make_pair
+from tandem_testing.scheduler_builders import Engine, make_engine, make_message
+
+TRACE = TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
+UNSAMPLED = TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-00")
+NOW_NS = 1_700_000_000_000_000_000
+
+
+def watched(engine: Engine) -> Engine:
+    engine.scheduler.ended.wanted = True
+    engine.scheduler.ended.unix_ns = lambda: NOW_NS
+    return engine
+
+
+def only(engine: Engine) -> EndedRequest:
+    (ended,) = engine.scheduler.ended.take()
+    return ended
+
+
+def test_a_request_is_reported_once_with_moments_in_their_order():
+    engine = watched(make_engine())
+    engine.add(make_message("r-0-0", [1, 2, 3], max_tokens=4, trace=TRACE))
+    engine.clock.time += 2.0
+    engine.run()
+    ended = only(engine)
+    assert (ended.rid, ended.context, ended.finish) == ("r-0-0", TRACE, FinishReason.LENGTH)
+    assert ended.arrived_ns <= NOW_NS - 2_000_000_000
+    assert ended.arrived_ns <= ended.scheduled_ns <= ended.first_token_ns <= ended.ended_ns == NOW_NS
+    assert (ended.prompt_tokens, ended.output_tokens, ended.max_tokens) == (3, 4, 4)
+    assert engine.scheduler.ended.take() == []
+
+
+def test_what_is_resumed_is_told_apart_from_what_was_sampled_here():
+    engine = watched(make_engine())
+    engine.add(make_message("r", [1, 2, 3], resume=[4, 5], max_tokens=6, trace=TRACE))
+    engine.run()
+    ended = only(engine)
+    assert (ended.resumed_tokens, ended.output_tokens) == (2, 4)
+
+
+@pytest.mark.parametrize("trace", [None, UNSAMPLED])
+def test_nothing_is_kept_of_requests_whose_trace_nobody_wants(trace):
+    engine = watched(make_engine())
+    engine.add(make_message("r", [1, 2, 3], trace=trace))
+    engine.run()
+    assert engine.scheduler.ended.take() == []
+
+
+def test_nothing_is_kept_where_nobody_reports_it():
+    engine = make_engine()
+    engine.add(make_message("r", [1, 2, 3], trace=TRACE))
+    engine.run()
+    assert engine.scheduler.ended.take() == []
+
+
+def test_an_abort_is_an_end():
+    engine = watched(make_engine())
+    engine.add(make_message("r", [1, 2, 3], max_tokens=9, trace=TRACE))
+    engine.step()
+    engine.scheduler.abort(RequestId("r"))
+    engine.run()
+    assert only(engine).finish is FinishReason.ABORT
+
+
+def test_a_refusal_is_an_end_that_was_never_scheduled():
+    engine = watched(make_engine())
+    engine.add(make_message("r", [], trace=TRACE))
+    engine.step()
+    ended = only(engine)
+    assert (ended.finish, ended.error) == (FinishReason.ERROR, "invalid_request")
+    assert ended.scheduled_ns is ended.first_token_ns is ended.cached_tokens is None
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        TraceContext(traceparent=""),
+        TraceContext(traceparent="00-" + "a" * 32 + "-" + "0" * 16 + "-01"),
+        TraceContext(traceparent="00-" + "0" * 32 + "-" + "b" * 16 + "-01"),
+        TraceContext(traceparent="00-" + "A" * 32 + "-" + "b" * 16 + "-01"),
+        TraceContext(traceparent=TRACE.traceparent + "\n"),
+        TraceContext(traceparent=TRACE.traceparent, tracestate="k=" + "v" * 511),
+        TraceContext(traceparent=TRACE.traceparent, tracestate="k=\nforged"),
+    ],
+)
+def test_a_context_that_is_none_refuses_its_request_and_reaches_nobody(trace):
+    with pytest.raises(InvalidRequestError, match="trace"):
+        trace.check()
+    engine = watched(make_engine())
+    engine.add(make_message("r", [1, 2, 3], trace=trace))
+    engine.step()
+    (output,) = engine.received["r"].outputs
+    assert (output.finish.code, output.finish.param) == ("invalid_request", "trace")
+    assert engine.scheduler.ended.take() == []
+
+
+def test_what_nobody_comes_for_is_bounded_and_counted(monkeypatch):
+    monkeypatch.setattr(ended_log, "MAX_KEPT", 2)
+    engine = watched(make_engine())
+    for number in range(3):
+        engine.add(make_message(f"r{number}", [1, 2, 3], max_tokens=1, trace=TRACE))
+    engine.run()
+    assert len(engine.scheduler.ended.take()) == 2
+    assert engine.scheduler.ended.lost == 1
+
+
+def handed_over(**request: object) -> tuple[Pair, EndedRequest, EndedRequest]:
+    pair = make_pair()
+    for side in (pair.prefill, pair.decode):
+        watched(side.engine)
+    pair.submit("r", PROMPT, trace=TRACE, **request)
+    pair.run(seconds_per_turn=0.01)
+    return pair, only(pair.prefill.engine), only(pair.decode.engine)
+
+
+def test_both_engines_of_a_handoff_report_their_side_of_the_same_transfer():
+    pair, sent, received = handed_over(max_tokens=5)
+    pair.assert_clean()
+    assert (sent.side, received.side) == (HandoffSide.SEND, HandoffSide.RECEIVE)
+    assert (sent.finish, received.finish) == (None, FinishReason.LENGTH)
+    assert sent.transfer.bytes == received.transfer.bytes > 0
+    assert sent.first_token_ns <= sent.transferred_ns <= sent.ended_ns
+    assert received.arrived_ns <= received.transferred_ns <= received.first_token_ns <= received.ended_ns
+    assert received.scheduled_ns is None
+    assert (sent.output_tokens, received.output_tokens) == (1, 5)
+
+
+def test_an_output_that_ends_with_its_first_token_was_not_transferred():
+    _, sent, received = handed_over(max_tokens=1)
+    assert (sent.finish, received.finish) == (FinishReason.LENGTH, None)
+    assert sent.transfer is received.transfer is None
+
+
+def test_an_abort_before_the_transfer_is_the_end_of_the_receiving_side():
+    pair = make_pair()
+    watched(pair.decode.engine)
+    pair.submit_decode("r", PROMPT, trace=TRACE)
+    pair.turn(3)
+    pair.decode.engine.scheduler.abort(RequestId("r"))
+    pair.run()
+    ended = only(pair.decode.engine)
+    assert (ended.finish, ended.transfer) == (FinishReason.ABORT, None)
+
+
+def test_a_prompt_that_nobody_takes_ends_without_a_transfer():
+    pair = make_pair()
+    watched(pair.prefill.engine)
+    pair.submit_prefill("r", PROMPT, max_tokens=3, trace=TRACE)
+    pair.turn(5)
+    assert pair.prefill.engine.scheduler.ended.take() == [], "it is kept for its transfer"
+    pair.pass_time(HOLD_TIMEOUT)
+    pair.run()
+    ended = only(pair.prefill.engine)
+    assert (ended.side, ended.finish, ended.transfer) == (HandoffSide.SEND, None, None)
+
+
+def test_an_end_is_told_once_even_if_it_is_noted_twice():
+    engine = watched(make_engine())
+    engine.add(make_message("r", [1, 2, 3], max_tokens=1, trace=TRACE))
+    req = engine.scheduler.queues.requests[RequestId("r")]
+    engine.run()
+    engine.scheduler.ended.note(req, Finish(reason=FinishReason.STOP))
+    assert only(engine).finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("request_id", ["a1", "a-1-2", "with\nline"])
+def test_the_request_of_an_attempt_is_known_by_its_id(request_id):
+    assert request_id_of(attempt_id(request_id, 3, 12)) == request_id
+
+
+def test_an_id_of_another_form_is_its_own_request():
+    assert request_id_of("completion") == "completion"
