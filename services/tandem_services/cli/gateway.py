@@ -14,7 +14,9 @@ from tandem_services.cli.shared_flags import (
     add_model,
     add_output_parsers,
     add_router_policy,
+    add_tracing,
     served_names,
+    tracing_of,
 )
 from tandem_services.common.settings import read_settings
 
@@ -57,6 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="on SIGTERM /ready is false for S seconds before the port closes (default 1)",
     )
     add_deployment(parser)
+    add_tracing(parser)
     parser.add_argument(
         "--api-keys",
         type=Path,
@@ -127,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
             api_keys=args.api_keys,
             admin_host=args.admin_host,
             admin_port=args.admin_port,
+            tracing=tracing_of(args),
             log_format=LogFormat(args.log_format),
             log_level=read_settings().log_level,
         )

@@ -11,6 +11,7 @@ from tandem_services.gateway.reasoning import REASONING_PARSERS
 from tandem_services.gateway.tool_parsers.registry import TOOL_CALL_PARSERS
 
 if TYPE_CHECKING:
+    from tandem_services.common.tracing import TracingConfig
     from tandem_services.loadgen.summary import Slo
 
 
@@ -122,6 +123,49 @@ def add_router_policy(parser: argparse.ArgumentParser) -> None:
         help="send this share of requests to workers at random, so that the rates of those that are never the cheapest "
         "stay known (default 0; without SHARE 0.01)",
     )
+
+
+def add_tracing(parser: argparse.ArgumentParser) -> None:
+    """Flags of OpenTelemetry; see `tracing_of`."""
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        default=read_settings().otlp_traces_endpoint,
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector, by OTLP over HTTP, e.g. "
+        "http://collector:4318 (OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; default: no traces)",
+    )
+    parser.add_argument(
+        "--otlp-traces-sample-ratio",
+        type=fraction,
+        metavar="F",
+        help="share of the traces begun here, 0 to 1; a client's own trace is sampled as it says "
+        "(OTEL_TRACES_SAMPLER; default all)",
+    )
+
+
+def tracing_of(args: argparse.Namespace) -> "TracingConfig | None":
+    """None when there is no tracing. Raises `ConfigError` for an endpoint or a protocol that cannot work."""
+    from tandem_services.common.tracing import TracingConfig
+
+    settings = read_settings()
+    if args.otlp_traces_endpoint is None or settings.otel_switched_off:
+        return None
+    return TracingConfig(
+        endpoint=args.otlp_traces_endpoint,
+        protocol=settings.otlp_protocol,
+        sample_ratio=args.otlp_traces_sample_ratio,
+        max_waiting_spans=settings.otel_max_waiting_spans,
+    )
+
+
+def tracing_argv(args: argparse.Namespace) -> list[str]:
+    """The same flags for a child process."""
+    argv = []
+    if args.otlp_traces_endpoint is not None:
+        argv += ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
+    if args.otlp_traces_sample_ratio is not None:
+        argv += ["--otlp-traces-sample-ratio", str(args.otlp_traces_sample_ratio)]
+    return argv
 
 
 def add_slo(group: "argparse._ArgumentGroup") -> None:

@@ -24,10 +24,14 @@ from tandem_services.cli.shared_flags import (
     add_output_parsers,
     add_redis,
     add_router_policy,
+    add_tracing,
     served_names,
+    tracing_argv,
+    tracing_of,
 )
 from tandem_services.common.errors import StartupError
 from tandem_services.common.ports import free_port
+from tandem_services.common.tracing import require_opentelemetry
 
 STOP_GRACE = 5.0
 """Running requests may take this long to finish after Ctrl-C."""
@@ -78,6 +82,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_local_prefill(parser)
     add_output_parsers(parser)
     add_router_policy(parser)
+    add_tracing(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -111,6 +116,8 @@ def plan(args: argparse.Namespace) -> Plan:
     args.model = str(model)
     args.role = "both"
     engine_config(args)
+    if tracing_of(args) is not None:
+        require_opentelemetry()
     port = args.port or free_port(args.host)
     require_free(args.host, port)
     names = [("prefill", args.prefill), ("decode", args.decode), ("both", args.both)]
@@ -169,7 +176,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     keys = todo.run_dir / "keys.json"
     KeyPair.generate().save(keys)
     shared = [*_redis_flags(args, todo, supervisor), "--cluster", args.cluster, "--curve-keys", str(keys)]
-    shared += ["--model", str(todo.model), "--served-model-name", *todo.model_names]
+    shared += ["--model", str(todo.model), "--served-model-name", *todo.model_names, *tracing_argv(args)]
     args.threads, args.mem_fraction_static = todo.threads, todo.mem_fraction_static
     args.crash_dump_folder = args.crash_dump_folder or str(todo.run_dir)
     for name, role, health_port in todo.workers:

@@ -8,7 +8,7 @@ from tandem_engine.config import Role
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import port_number, positive_float
-from tandem_services.cli.shared_flags import add_deployment, add_model, served_names
+from tandem_services.cli.shared_flags import add_deployment, add_model, add_tracing, served_names, tracing_of
 from tandem_services.common.settings import read_settings
 
 EXAMPLES = """\
@@ -83,6 +83,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "is computed again elsewhere. Keep it some seconds below the pod's grace period (default %(default)g)",
     )
     add_deployment(parser)
+    add_tracing(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -113,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
             health_port=args.health_port,
             remote_orders=args.allow_remote_orders,
             drain_timeout_s=args.drain_timeout,
+            tracing=tracing_of(args),
             log_format=LogFormat(args.log_format),
             engine_flags=tuple(engine_argv(args)),
         )

@@ -52,6 +52,13 @@ class Settings:
     api_key: str | None = field(default=None, repr=False)
     health_host: str | None = None
     log_level: int = logging.INFO
+    otlp_traces_endpoint: str | None = None
+    """Where spans go, by the standard's variables; None: nowhere, or tracing is switched off by one of them."""
+    otlp_protocol: str = "http/protobuf"
+    otel_switched_off: bool = False
+    """OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER says so; it wins over flags."""
+    otel_max_waiting_spans: int = 2048
+    """Spans that may wait to be sent."""
     warnings: tuple[str, ...] = ()
     """One sentence per TANDEM_ variable that means nothing, for the log."""
 
@@ -73,8 +80,41 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         api_key=values.get("TANDEM_API_KEY") or variables.get(OPENAI_API_KEY) or None,
         health_host=values.get("TANDEM_HEALTH_HOST"),
         log_level=_log_level(values.get("TANDEM_LOG_LEVEL", "info")),
+        otlp_traces_endpoint=_otlp_endpoint(variables),
+        otlp_protocol=_first(variables, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+        or "http/protobuf",
+        otel_switched_off=_otel_switched_off(variables),
+        otel_max_waiting_spans=_positive(variables, "OTEL_BSP_MAX_QUEUE_SIZE", default=2048),
         warnings=tuple(_unknown(name) for name in sorted(values) if not _is_known(name)),
     )
+
+
+def _otlp_endpoint(variables: Mapping[str, str]) -> str | None:
+    """The signal's own variable is taken as it is, the general one names the collector (OTLP's specification)."""
+    own, general = _first(variables, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"), variables.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if own is not None or not general:
+        return own
+    return f"{general.rstrip('/')}/v1/traces"
+
+
+def _otel_switched_off(variables: Mapping[str, str]) -> bool:
+    disabled = variables.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    exporters = variables.get("OTEL_TRACES_EXPORTER") or "otlp"
+    return disabled or "otlp" not in [name.strip() for name in exporters.split(",")]
+
+
+def _first(variables: Mapping[str, str], *names: str) -> str | None:
+    """Of those that are set and not empty."""
+    return next((value for name in names if (value := variables.get(name))), None)
+
+
+def _positive(variables: Mapping[str, str], name: str, *, default: int) -> int:
+    text = variables.get(name)
+    if not text:
+        return default
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, got {text[:50]!r}")
+    return int(text)
 
 
 def _is_known(name: str) -> bool:

@@ -96,6 +96,7 @@ class GenerationEndpoint(Generic[R]):
                 deadline=deadline,
                 caller=caller,
                 ticket=identity.ticket,
+                trace=identity.trace,
             )
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
             answer = Answer(job, answer_format, served.generator, self._shared.clock, send)

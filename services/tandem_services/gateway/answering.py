@@ -64,6 +64,7 @@ class Answering:
             caller.used(record.used_tokens)
             record.e2e_s = self.clock.now() - identity.arrived
             metrics.finished(record)
+            identity.trace.finished(record)
             log_finished(record)
 
 
@@ -91,6 +92,7 @@ def new_record(
     return RequestRecord(
         request_id=identity.request_id,
         client_request_id=identity.client_request_id,
+        trace_id=identity.trace.trace_id,
         tenant=identity.caller.tenant.name,
         endpoint=endpoint,
         model=identity.model,

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -52,12 +52,16 @@ from tandem_services.gateway.error_responses import error_body
 from tandem_services.gateway.explain import RequestJournal
 from tandem_services.gateway.messages.count_tokens import TokenCount
 from tandem_services.gateway.messages.planner import MessagesPlanner
-from tandem_services.gateway.metrics import HttpMetrics
+from tandem_services.gateway.metrics import PREFIX, HttpMetrics
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import Fleet, Shared, build_model_service
+from tandem_services.gateway.request_trace import Traces, pass_on
 from tandem_services.gateway.responses.planner import ResponsesPlanner
 from tandem_services.gateway.session_routes import SessionRoutes
 from tandem_services.gateway.tokenization import Tokenization
+
+if TYPE_CHECKING:
+    from tandem_services.common.span_export import SpanExport
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MessagesPlanner.endpoint)
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
@@ -81,6 +85,7 @@ class Gateway:
     """None: everybody may do everything."""
     health: Health
     clock: Clock
+    traces: Traces
     strict_fields: bool
     """Requests with fields that nobody knows are refused."""
 
@@ -108,8 +113,9 @@ def build_gateway(
     clock: Clock,
     health: Health,
     usage: UsageBoard | None = None,
+    spans: "SpanExport | None" = None,
 ) -> Gateway:
-    """Compose the parts. The caller owns what it passes, and closes it after the gateway.
+    """Compose the parts. The caller owns what it passes, and closes it after the gateway. `spans`: where traces go.
 
     `fleets` are those of `config.models`; `usage` is what all gateways share of it, None where this one is alone.
 
@@ -142,8 +148,20 @@ def build_gateway(
         access=_access(config, registry, usage, secret, clock),
         health=health,
         clock=clock,
+        traces=_traces(config, registry, spans, clock),
         strict_fields=config.strict_fields,
     )
+
+
+def _traces(config: GatewayConfig, registry: CollectorRegistry, spans: "SpanExport | None", clock: Clock) -> Traces:
+    if spans is None:
+        return pass_on
+    from tandem_services.common.span_export import SpanMetrics
+    from tandem_services.gateway.request_spans import GatewayTraces
+
+    registry.register(SpanMetrics(PREFIX, spans.counts))
+    policies = {model.name: str(model.policies) for model in config.models}
+    return GatewayTraces(tracer=spans.tracer, clock=clock, policies=policies)
 
 
 def _missing_workers(models: ModelCatalog) -> str | None:
@@ -175,10 +193,11 @@ def create_app(
     health: Health | None = None,
     clock: Clock | None = None,
     usage: UsageBoard | None = None,
+    spans: "SpanExport | None" = None,
 ) -> FastAPI:
     """A gateway and its application: see `build_gateway` and `api_app`."""
     clock, health = clock or MonotonicClock(), health or Health()
-    gateway = build_gateway(config, fleets, clock=clock, health=health, usage=usage)
+    gateway = build_gateway(config, fleets, clock=clock, health=health, usage=usage, spans=spans)
     return api_app(gateway, metrics=config.admin_port is None)
 
 
@@ -206,6 +225,8 @@ def api_app(gateway: Gateway, *, metrics: bool) -> FastAPI:
         # A redirect would answer `/v1/models/` differently from what access rules see.
         redirect_slashes=False,
         openapi_url=None,
+        # Newer FastAPI traces by itself wherever a provider is set: a second time, and with bodies at hand.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.add_exception_handler(HTTPException, http_error)
     app.router.routes.extend(_generation_routes(gateway))
@@ -224,6 +245,7 @@ def boundary_of(gateway: Gateway) -> Middleware:
         metrics=gateway.metrics,
         health=gateway.health,
         endpoints=LABELLED_PATHS,
+        traces=gateway.traces,
     )
 
 

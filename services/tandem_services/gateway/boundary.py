@@ -5,7 +5,8 @@
                sent a sane one, otherwise ours is its value
 3. last word   whatever a handler raises becomes an error response, or a log line when the client is gone
 4. counting    one metric per answer
-5. draining    answers close their connections, so that clients open the next one to another gateway
+5. tracing     the trace that the client's headers name, or a new one, where tracing is on
+6. draining    answers close their connections, so that clients open the next one to another gateway
 """
 
 import logging
@@ -31,6 +32,7 @@ from tandem_services.gateway.limits import (
     MAX_URL_BYTES,
 )
 from tandem_services.gateway.messages.errors import speaks_anthropic
+from tandem_services.gateway.request_trace import UNTRACED, RequestTrace, Traces, pass_on
 from tandem_services.gateway.route_ticket import TICKET_HEADER, RouteTicket
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class RequestIdentity:
     caller: Caller = field(default_factory=Caller)
     model: str = ""
     """Name of the model service that answers; "" until one is known to."""
+    trace: RequestTrace = UNTRACED
 
     @property
     def public_id(self) -> str:
@@ -92,19 +95,27 @@ class RequestBoundary:
     """ASGI middleware. `endpoints` are the paths that may become metric labels."""
 
     def __init__(
-        self, app: ASGIApp, *, clock: Clock, metrics: AnswerMetrics, health: Health, endpoints: Collection[str]
+        self,
+        app: ASGIApp,
+        *,
+        clock: Clock,
+        metrics: AnswerMetrics,
+        health: Health,
+        endpoints: Collection[str],
+        traces: Traces = pass_on,
     ) -> None:
         self._app = app
         self._clock = clock
         self._metrics = metrics
         self._health = health
         self._endpoints = endpoints
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        identity = _identify(scope, self._clock.now())
+        identity = self._identify(scope, self._clock.now())
         scope[_SCOPE_KEY] = identity
         answer = _Answer(send, scope, self._health)
         try:
@@ -118,6 +129,19 @@ class RequestBoundary:
         finally:
             endpoint = bounded_label(scope["path"], self._endpoints)
             self._metrics.answered(endpoint, answer.status, model=identity_of(scope).model)
+            identity.trace.answered(answer.status)
+
+    def _identify(self, scope: Scope, now: float) -> RequestIdentity:
+        given = _header(scope, b"x-request-id") or ""
+        request_id = uuid.uuid4().hex
+        return RequestIdentity(
+            request_id=request_id,
+            client_request_id=given if _SANE_ID.fullmatch(given) else None,
+            arrived=now,
+            timeout=_header(scope, TIMEOUT_HEADER.lower().encode("ascii")),
+            ticket=RouteTicket(_header(scope, TICKET_HEADER.encode("ascii"))),
+            trace=self._traces(scope, request_id, now),
+        )
 
     async def _refuse(self, answer: "_Answer", scope: Scope, error: Exception) -> None:
         identity = identity_of(scope)
@@ -156,17 +180,6 @@ class _Answer:
             ours = [*ids, *identity.caller.headers(), *closing]
             message = {**message, "headers": [*message["headers"], *ours]}
         await self._send(message)
-
-
-def _identify(scope: Scope, now: float) -> RequestIdentity:
-    given = _header(scope, b"x-request-id") or ""
-    return RequestIdentity(
-        request_id=uuid.uuid4().hex,
-        client_request_id=given if _SANE_ID.fullmatch(given) else None,
-        arrived=now,
-        timeout=_header(scope, TIMEOUT_HEADER.lower().encode("ascii")),
-        ticket=RouteTicket(_header(scope, TICKET_HEADER.encode("ascii"))),
-    )
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem_engine.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
+from tandem_services.common.tracing import TracingConfig
 from tandem_services.router.policies.by_role import PolicyNames
 
 
@@ -85,5 +86,7 @@ class GatewayConfig:
     drain_timeout_s: float = 120.0
     """After that, running requests have this long to finish."""
     keep_alive_s: int = 75
+    tracing: TracingConfig | None = None
+    """Where spans go; None: nowhere."""
     log_format: LogFormat = LogFormat.PLAIN
     log_level: int = logging.INFO

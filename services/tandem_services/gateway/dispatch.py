@@ -21,7 +21,7 @@ Whatever ends the iteration, a client that leaves included, runs the `finally` t
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -32,18 +32,19 @@ from tandem_engine.clock import Clock
 from tandem_engine.errors import DrainingError, PausedError, TransferError, WireError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.pooling import PoolingParams
-from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
+from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch, attempt_id
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, internal_error, unavailable
 from tandem_services.common.tasks import BackgroundTasks
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.attempt import Attempt, AttemptFailedError, FailureCause
 from tandem_services.gateway.engine_client import EngineConnection, EnginePool
-from tandem_services.gateway.explain import ChoiceRecord
+from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.progress import LEAVING, LOST, Progress
 from tandem_services.gateway.quarantine import Quarantine, quarantined
 from tandem_services.gateway.queueing.admission import Admission
+from tandem_services.gateway.request_trace import UNTRACED, AttemptStart, AttemptTrace, RequestTrace
 from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.route_ticket import RouteTicket
 from tandem_services.gateway.session_turns import SessionTurn, session_lost
@@ -140,6 +141,7 @@ class ChoiceRequest:
     deadline: float
     """Monotonic time of the gateway's clock."""
     caller: Caller = field(default_factory=Caller)
+    trace: RequestTrace = UNTRACED
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,6 +173,7 @@ class Dispatcher:
             choice = place or await self._choose(request, progress, record)
             workers = choice if request.pooling is None else _one_worker(choice)
             note = record.begin_attempt(workers, resumed_tokens=len(progress.received))
+            trace = request.trace.attempt(_attempt_start(request, progress, choice, note))
             attempt = Attempt(
                 _attempt_id(request, progress),
                 len(progress.received),
@@ -182,10 +185,11 @@ class Dispatcher:
                 if request.turn is not None:
                     await request.turn.bind(workers.decode.incarnation)
                 await self._enter(attempt, request, workers, progress)
-                self._send(attempt, request, workers, progress, moving=place is not None)
+                self._send(attempt, request, workers, progress, trace, moving=place is not None)
                 while True:
                     accepted = await self._next(attempt, progress)
                     progress.receive(accepted, by=workers.decode)
+                    trace.received(len(accepted.token_ids))
                     self.admission.charge_output(request.caller.tenant, len(accepted.token_ids))
                     if accepted.finish is not None:
                         note.outcome = "finished"
@@ -209,6 +213,7 @@ class Dispatcher:
                 self._correct_charge(request, choice, progress, record)
                 if note.outcome == "running":
                     note.outcome = "stopped"
+                trace.ended()
                 self.metrics.attempt_ended(note.outcome)
                 self._release(request, choice)
         # The worker died between its last token and its finish.
@@ -258,8 +263,9 @@ class Dispatcher:
         leaving, attempt.leaving = attempt.leaving, None
         if leaving is None or len(progress.received) >= request.sampling.max_tokens:
             return False
+        progress.asked_at = self.clock.now()
         try:
-            place = await self.chooser.relocate(self._query(request, progress), leaving)
+            place = await self._timed(self.chooser.relocate(self._query(request, progress), leaving))
         except NoWorkersError:
             return False
         progress.move_to(place, leaving)
@@ -277,7 +283,14 @@ class Dispatcher:
         await self._background.settle()
 
     def _send(
-        self, attempt: Attempt, request: ChoiceRequest, choice: Choice, progress: Progress, *, moving: bool
+        self,
+        attempt: Attempt,
+        request: ChoiceRequest,
+        choice: Choice,
+        progress: Progress,
+        trace: AttemptTrace,
+        *,
+        moving: bool,
     ) -> None:
         decode, prefill = choice.decode, choice.prefill
         alone = GenerateRequest(
@@ -291,6 +304,7 @@ class Dispatcher:
             pooling=request.pooling,
             session=None if request.turn is None else request.turn.ref,
             deadline_s=max(request.deadline - self.clock.now(), 0.0),
+            trace=trace.context,
         )
         fetch = None if choice.fetch is None else _fetch(choice.fetch)
         computing = msgspec.structs.replace(alone, fetch=fetch)
@@ -311,13 +325,13 @@ class Dispatcher:
 
     async def _choose(self, request: ChoiceRequest, progress: Progress, record: ChoiceRecord) -> Choice:
         await self._pay(progress)
-        asked = self.clock.now()
+        progress.asked_at = self.clock.now()
         try:
             choice = await self._choose_once(request, progress)
         except NoWorkersError as error:
             return await self._await_worker(request, progress, error)
         if progress.attempts == 0:
-            record.admission_s = self.clock.now() - asked
+            record.admission_s = self.clock.now() - progress.asked_at
         return choice
 
     async def _await_worker(self, request: ChoiceRequest, progress: Progress, error: NoWorkersError) -> Choice:
@@ -337,7 +351,7 @@ class Dispatcher:
     async def _keeper(self, query: RouteQuery, incarnation: str) -> Choice:
         """Of a session that is continued: nobody else can."""
         try:
-            return await self.chooser.stay(query, incarnation)
+            return await self._timed(self.chooser.stay(query, incarnation))
         except NoWorkersError as error:
             raise session_lost() from error
 
@@ -396,11 +410,16 @@ class Dispatcher:
         chosen = None if ticket is None else ticket.take()
         choice = None if chosen is None else await self.chooser.redeem(chosen, query)
         if choice is None:
-            choice = await self.chooser.choose(query)
+            choice = await self._timed(self.chooser.choose(query))
         if choice.placement is not Placement.DEGRADED or self.policy.prefill_fallback:
             return choice
         self._background.start(self.chooser.release(choice))
         raise NoWorkersError("no prefill worker is left", retry_after=1.0)
+
+    async def _timed(self, decision: Awaitable[Choice]) -> Choice:
+        asked = self.clock.now()
+        choice = await decision
+        return replace(choice, decided_s=self.clock.now() - asked)
 
     def _release(self, request: ChoiceRequest, choice: Choice) -> None:
         if request.route is None or request.route.let_go(choice):
@@ -448,7 +467,20 @@ def _nobody(error: NoWorkersError) -> ApiError:
 
 
 def _attempt_id(request: ChoiceRequest, progress: Progress) -> str:
-    return f"{request.request_id}-{request.index}-{progress.number}"
+    return attempt_id(request.request_id, request.index, progress.number)
+
+
+def _attempt_start(request: ChoiceRequest, progress: Progress, choice: Choice, note: AttemptRecord) -> AttemptStart:
+    return AttemptStart(
+        attempt_id=_attempt_id(request, progress),
+        index=request.index,
+        number=progress.number,
+        asked_at=progress.asked_at,
+        choice=choice,
+        note=note,
+        sampling=request.sampling,
+        model=request.model,
+    )
 
 
 def _one_worker(choice: Choice) -> Choice:

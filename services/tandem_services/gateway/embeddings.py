@@ -23,7 +23,7 @@ from tandem_services.common.errors import bad_request, internal_error
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.answering import Answering, new_record, time_limit
-from tandem_services.gateway.boundary import identity_of
+from tandem_services.gateway.boundary import RequestIdentity, identity_of
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.dispatch import ChoiceRequest
 from tandem_services.gateway.embedding_schemas import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
@@ -74,7 +74,7 @@ class EmbeddingJob:
     plan: EmbeddingPlan
     record: RequestRecord
     deadline: float
-    caller: Caller
+    identity: RequestIdentity
 
 
 class EmbeddingPlanner:
@@ -152,7 +152,7 @@ class EmbeddingEndpoint:
         tokens, timeout_s = plan.prompt_tokens, plan.timeout_s
         accepted = self._shared.accepted(record, identity, served.metrics, tokens=tokens, timeout_s=timeout_s)
         async with accepted as deadline:
-            job = EmbeddingJob(plan=plan, record=record, deadline=deadline, caller=identity.caller)
+            job = EmbeddingJob(plan=plan, record=record, deadline=deadline, identity=identity)
             vectors = await self._vectors(job, served.generator)
             await send_json(send, 200, _response(plan, vectors))
 
@@ -196,7 +196,8 @@ def _choice(job: EmbeddingJob, model: str, index: int) -> ChoiceRequest:
         cache_salt=plan.cache_salt,
         priority=plan.priority,
         deadline=job.deadline,
-        caller=job.caller,
+        caller=job.identity.caller,
+        trace=job.identity.trace,
     )
 
 

@@ -103,6 +103,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     request_id: str
     client_request_id: str | None
     """X-Request-Id of the client, when it sent one."""
+    trace_id: str | None = None
+    """Of the OpenTelemetry trace that it belongs to, the client's or our own."""
     tenant: str = ""
     """Whose it is; "" without a key file."""
     endpoint: str
@@ -195,6 +197,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
     return {
         "request_id": record.request_id,
         "client_request_id": record.client_request_id,
+        "trace_id": record.trace_id,
         "tenant": record.tenant,
         "endpoint": record.endpoint,
         "model": record.model,

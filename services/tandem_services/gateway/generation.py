@@ -18,6 +18,7 @@ from tandem_services.gateway.dispatch import ChoiceRequest, Dispatcher
 from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.request_trace import UNTRACED, RequestTrace
 from tandem_services.gateway.route_ticket import RouteTicket
 from tandem_services.gateway.session_turns import remembered
 from tandem_services.gateway.shared_route import SharedRoute
@@ -35,6 +36,7 @@ class Job:
     deadline: float
     caller: Caller
     ticket: RouteTicket
+    trace: RequestTrace = UNTRACED
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,6 +177,7 @@ def _choice_request(model: str, job: Job, choice: PlannedChoice, route: SharedRo
         turn=job.plan.turn,
         deadline=job.deadline,
         caller=job.caller,
+        trace=job.trace,
     )
 
 

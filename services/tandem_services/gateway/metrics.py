@@ -12,6 +12,7 @@ from tandem_services.common.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TRANS
 from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord, RequestRecord
 from tandem_services.router.choice import Source
 
+PREFIX = "tandem_gateway_"
 MODEL = "model_name"
 
 
@@ -115,7 +116,7 @@ class GatewayMetrics:
     def _count_choice(self, choice: ChoiceRecord) -> None:
         for attempt in choice.attempts:
             self._placements.labels(model_name=self._model, placement=attempt.placement).inc()
-            self._routes.labels(model_name=self._model, source=attempt.source, reason=_reason(attempt)).inc()
+            self._routes.labels(model_name=self._model, source=attempt.source, reason=route_reason(attempt)).inc()
         for before, attempt in pairwise(choice.attempts):
             if attempt.resumed_tokens:
                 self._resumptions.labels(model_name=self._model, cause=before.outcome).inc()
@@ -132,7 +133,7 @@ class GatewayMetrics:
             self.exposed.observe(choice.transfer.exposed_s)
 
 
-def _reason(attempt: AttemptRecord) -> str:
+def route_reason(attempt: AttemptRecord) -> str:
     """What spoke for the chosen workers, the strongest of it."""
     if attempt.source == Source.SESSION.value:
         return "session"

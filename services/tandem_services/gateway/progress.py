@@ -31,6 +31,8 @@ class Progress:
     """Attempts that have failed."""
     number: int = 0
     """Of the current attempt: those before it have failed or moved."""
+    asked_at: float = 0.0
+    """Since when a worker was wanted for it, on the gateway's clock."""
     place: Choice | None = None
     """Where the next attempt goes, with the KV of the one before."""
     failed: set[str] = field(default_factory=set)

@@ -14,10 +14,12 @@ import asyncio
 import logging
 import signal
 import socket
+import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
@@ -32,6 +34,7 @@ from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.listening import listen
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.tracing import open_spans, require_opentelemetry
 from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
@@ -39,16 +42,22 @@ from tandem_services.gateway.connection import GatewayConnection
 from tandem_services.gateway.model_service import Fleet
 from tandem_services.router.router import Router, RouterConfig
 
+if TYPE_CHECKING:
+    from tandem_services.common.span_export import SpanExport
+
 __all__ = ["GatewayConfig", "ModelConfig", "listen", "serve"]
 
 logger = logging.getLogger(__name__)
 
+SERVICE = "tandem-gateway"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit status. Raises `StartupError`, `ConfigError`, `CheckpointError`."""
     configure_logging(config.log_format, level=config.log_level)
+    if config.tracing is not None:
+        require_opentelemetry()
     # Before there is an event loop that it could hold up.
     tokenizers = load_tokenizers(config.models)
     keys = {model.name: _key_pair(model) for model in config.models}
@@ -58,8 +67,22 @@ def serve(config: GatewayConfig) -> int:
         if config.admin_port is not None:
             flags = "--admin-host or --admin-port"
             admin = listeners.enter_context(listen(config.admin_host, config.admin_port, flags=flags))
-        uvloop.run(_serve(config, tokenizers, keys, api, admin))
+        spans = listeners.enter_context(_spans(config))
+        uvloop.run(_serve(config, tokenizers, keys, api, admin, spans))
     return 0
+
+
+@contextmanager
+def _spans(config: GatewayConfig) -> Iterator["SpanExport | None"]:
+    """Where traces go. The last ones are sent when the event loop has ended, which they would hold up."""
+    if config.tracing is None:
+        yield None
+        return
+    export = open_spans(config.tracing, service=SERVICE, instance=uuid.uuid4().hex)
+    try:
+        yield export
+    finally:
+        export.close()
 
 
 def load_tokenizers(models: Sequence[ModelConfig]) -> dict[Path, TextTokenizer]:
@@ -207,12 +230,13 @@ async def _serve(
     keys: Mapping[str, KeyPair | None],
     listener: socket.socket,
     admin_listener: socket.socket | None,
+    spans: "SpanExport | None",
 ) -> None:
     health = Health()
     async with _fleets(config.models, tokenizers, keys) as fleets:
         # A key file that is no good is told at once, without waiting for Redis.
         parts, usage = [fleet.parts for fleet in fleets], fleets[0].router.usage
-        gateway = build_gateway(config, parts, clock=MonotonicClock(), health=health, usage=usage)
+        gateway = build_gateway(config, parts, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
         await _start([fleet.router for fleet in fleets])
         server = http_server(api_app(gateway, metrics=admin_listener is None), config, health)
         if gateway.access is None:

@@ -125,6 +125,8 @@ class Choice:
     matched_tokens: int
     """Prompt tokens predicted to be cached on the worker that computes the prompt. A hint, never a promise."""
     fetch: PlannedFetch | None = None
+    decided_s: float = 0.0
+    """How long the decision took, as far as whoever asked for it has measured that."""
     reservation: Reservation
 
 

@@ -10,6 +10,7 @@ from tandem_engine.config import Role
 from tandem_engine.errors import ConfigError
 from tandem_engine.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
+from tandem_services.common.tracing import TracingConfig
 from tandem_services.router.keys import check_name
 
 ENGINE_COMMAND = (sys.executable, "-m", "tandem_engine.cli", "serve")
@@ -37,6 +38,7 @@ class WorkerConfig:
     """0 picks a free one."""
     remote_orders: bool = False
     """The health port takes operators' orders from other machines, too, not from loopback alone."""
+    tracing: TracingConfig | None = None
     engine_flags: tuple[str, ...] = ()
     """Passed to the engine verbatim."""
     log_format: LogFormat = LogFormat.PLAIN

@@ -25,6 +25,7 @@ from tandem_engine.messages.control import (
     OrderRefused,
     WorkerToEngine,
 )
+from tandem_engine.messages.ended_requests import EndedRequests
 from tandem_engine.messages.kv_events import KvEventBatch
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Subscribers:
     failed: Callable[[EngineFailed], None]
     stats: Callable[[EngineStats], None]
     kv_events: Callable[[KvEventBatch], None]
+    ended: Callable[[EndedRequests], None]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,6 +128,8 @@ class EngineLink:
                 subscribers.stats(message)
             case KvEventBatch():
                 subscribers.kv_events(message)
+            case EndedRequests():
+                subscribers.ended(message)
             case AuditReport() | OrderDone() | OrderRefused():
                 answer = self._questions.get(message.nonce)
                 if answer is not None and not answer.done():

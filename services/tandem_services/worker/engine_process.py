@@ -74,4 +74,6 @@ def engine_argv(config: WorkerConfig, *, incarnation: str, control: str) -> list
     ]
     if config.curve_keys is not None:
         argv += ["--curve-keys", str(config.curve_keys)]
+    if config.tracing is not None:
+        argv.append("--report-ended")
     return [*argv, *config.engine_flags]

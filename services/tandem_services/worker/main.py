@@ -11,6 +11,7 @@ from tandem_engine.errors import ConfigError
 from tandem_engine.ipc.channels import IpcContext, KeyPair
 from tandem_services.common.errors import StartupError
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.tracing import require_opentelemetry
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.service import EXIT_FAILED, WorkerService
 
@@ -25,6 +26,8 @@ def run_worker(config: WorkerConfig) -> int:
     0 drained · 1 failed, restart it · 2 a flag cannot work · 3 the engine refused model or flags
     """
     try:
+        if config.tracing is not None:
+            require_opentelemetry()
         keys = KeyPair.load(config.curve_keys) if config.curve_keys is not None else None
         return asyncio.run(_run(config, keys))
     except ConfigError as error:

@@ -56,6 +56,7 @@ from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.operator_routes import BUSY
 from tandem_services.worker.peers import PeerWatch
 from tandem_services.worker.registration import Consequences, Registration
+from tandem_services.worker.traces import WorkerTraces
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class WorkerService:
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._traces = None if config.tracing is None else WorkerTraces(config.tracing)
         self._feed, self._registration, self._introductions = self._build_registration()
         self._health_server = HealthServer(
             self._probes(), config.health_host, config.health_port, advertised=config.host
@@ -116,6 +118,9 @@ class WorkerService:
         try:
             await self._redis.require(wait_s=self._config.redis_start_timeout_s)
             child = await EngineChild.start(self._config, incarnation=self.incarnation, control=self._link.endpoint)
+            if self._traces is not None:
+                # After the fork: its thread must not be copied.
+                self._traces.open(incarnation=self.incarnation, model=self._config.model_name)
             self._start(self._health_server.run_until_closed(), "health")
             self._start(self._link.run(self._subscribers()), "control")
             self._start(self._watch_engine(child), "engine")
@@ -179,6 +184,8 @@ class WorkerService:
         self._health.add_check("registry", lambda: None if self._registration.registered else "not registered")
         metrics = new_registry()
         metrics.register(WorkerCollector(lambda: self._monitor.stats, self._numbers))
+        if self._traces is not None:
+            metrics.register(self._traces)
         return WorkerProbes(
             health=self._health,
             registry=metrics,
@@ -197,6 +204,7 @@ class WorkerService:
             failed=self._engine_failed,
             stats=self._engine_reported,
             kv_events=self._feed.accept,
+            ended=lambda message: None if self._traces is None else self._traces.record(message),
         )
 
     # Orders of an operator
@@ -316,6 +324,8 @@ class WorkerService:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._link.close()
         await self._redis.close()
+        if self._traces is not None:
+            self._traces.close()
 
     # Tasks
 

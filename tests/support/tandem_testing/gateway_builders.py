@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import msgspec
@@ -34,6 +34,9 @@ from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.scoring import DECODE_ROOM, placement_of
 from tandem_services.router.session_bindings import SessionBinding, SessionName
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
+
+if TYPE_CHECKING:
+    from tandem_services.common.span_export import SpanExport
 
 FULL = ScoreTerm(DECODE_ROOM, NO_ROOM_S)
 
@@ -230,6 +233,7 @@ async def live_gateway(
     *,
     usage: Any = None,
     fairness: Any = None,
+    spans: "SpanExport | None" = None,
     **config: Any,
 ) -> AsyncIterator[LiveGateway]:
     """Serve until the block ends. A thread that gets no processor for seconds is not taken for a dead worker.
@@ -240,18 +244,18 @@ async def live_gateway(
     chooser = FakeChooser([engine.view for engine in engines])
     sessions = SessionShelf()
     fleet = fleet_of(settings, chooser, sessions, context, tokenizer, fairness=fairness)
-    async with serving_fleets(settings, [fleet], usage=usage) as http:
+    async with serving_fleets(settings, [fleet], usage=usage, spans=spans) as http:
         url = str(http.base_url)
         yield LiveGateway(url=url, http=http, chooser=chooser, sessions=sessions, tokenizer=tokenizer)
 
 
 @asynccontextmanager
 async def serving_fleets(
-    settings: GatewayConfig, fleets: Sequence[Fleet], *, usage: Any = None
+    settings: GatewayConfig, fleets: Sequence[Fleet], *, usage: Any = None, spans: "SpanExport | None" = None
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway that serves `fleets` until the block ends."""
     health = Health()
-    server = http_server(create_app(settings, fleets, health=health, usage=usage), settings, health)
+    server = http_server(create_app(settings, fleets, health=health, usage=usage, spans=spans), settings, health)
     with listen("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[listener]))

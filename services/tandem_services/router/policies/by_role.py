@@ -37,6 +37,10 @@ class PolicyNames:
     decode: str = LOCALITY
     """Of decode workers and of those that do both."""
 
+    def __str__(self) -> str:
+        """In the form that `parse` reads."""
+        return f"prefill={self.prefill},decode={self.decode}"
+
     @property
     def narrow(self) -> bool:
         """Whether they ever pass a worker over."""

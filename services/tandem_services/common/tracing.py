@@ -1,0 +1,76 @@
+"""Where traces go. Knows nothing of OpenTelemetry's packages, which `open_spans` alone asks for.
+
+TracingConfig ─ open_spans ─▶ SpanExport: tracer ─▶ bounded queue ─▶ thread ─ OTLP/HTTP ─▶ collector
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from tandem_engine.errors import ConfigError
+from tandem_services.common.errors import StartupError
+
+if TYPE_CHECKING:
+    from tandem_services.common.span_export import SpanExport
+
+PROTOCOL = "http/protobuf"
+TRACES_PATH = "/v1/traces"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracingConfig:
+    """Raises `ConfigError` for an endpoint, protocol or share that cannot work."""
+
+    endpoint: str
+    """URL of the collector; without a path its standard one is meant."""
+    protocol: str = PROTOCOL
+    sample_ratio: float | None = None
+    """Of traces that begin here; None: as OTEL_TRACES_SAMPLER says, or all."""
+    max_waiting_spans: int = 2048
+    """Further ones are dropped until some are sent."""
+
+    def __post_init__(self) -> None:
+        if self.protocol != PROTOCOL:
+            raise ConfigError(
+                f"OTEL_EXPORTER_OTLP_PROTOCOL {self.protocol[:50]!r} is not spoken here: set it to {PROTOCOL} and name "
+                "the collector's HTTP port, mostly 4318"
+            )
+        try:
+            parts = urlsplit(self.endpoint)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise ConfigError(
+                f"--otlp-traces-endpoint {self.endpoint[:200]!r} is not a URL like http://collector:4318{TRACES_PATH}"
+            )
+        if self.sample_ratio is not None and not 0.0 <= self.sample_ratio <= 1.0:
+            raise ConfigError(f"--otlp-traces-sample-ratio must be between 0 and 1, got {self.sample_ratio}")
+
+    @property
+    def url(self) -> str:
+        """Where batches are posted."""
+        parts = urlsplit(self.endpoint)
+        return self.endpoint if parts.path.strip("/") else urlunsplit(parts._replace(path=TRACES_PATH))
+
+
+def require_opentelemetry() -> None:
+    """Raise `StartupError` where OpenTelemetry's packages are not installed."""
+    try:
+        import tandem_services.common.span_export  # noqa: F401
+    except ImportError as error:
+        raise StartupError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'tandem[otel]', or set "
+            "OTEL_TRACES_EXPORTER=none where only the environment asks for it"
+        ) from error
+
+
+def open_spans(config: TracingConfig, *, service: str, instance: str) -> "SpanExport":
+    """Begin to export. `service` is the name of this kind of process, unless OTEL_SERVICE_NAME gives one.
+
+    Starts a thread: call it after the last fork. Raises `StartupError` without OpenTelemetry's packages.
+    """
+    require_opentelemetry()
+    from tandem_services.common.span_export import SpanExport
+
+    return SpanExport(config, service=service, instance=instance)
