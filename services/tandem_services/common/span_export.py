@@ -24,11 +24,9 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tandem_engine.messages.trace_context import MAX_TRACESTATE_CHARACTERS, TraceContext
-from tandem_services.common.tracing import TracingConfig
+from tandem_services.common.tracing import LAST_SPANS_S, TracingConfig
 
 logger = logging.getLogger(__name__)
-
-LAST_SPANS_S = 2.0
 
 
 @dataclass(slots=True)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PROTOCOL = "http/protobuf"
 TRACES_PATH = "/v1/traces"
+LAST_SPANS_S = 2.0
+"""The end of a process waits so long for the collector."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +61,11 @@ def require_opentelemetry() -> None:
     try:
         import tandem_services.common.span_export  # noqa: F401
     except ImportError as error:
+        # Versions of xds-protos up to 1.85 at least write an old copy of it over this package (grpc/grpc#42926).
+        broken = "InstrumentationScope" in str(error)
+        fix = "--force-reinstall --no-deps opentelemetry-proto" if broken else "'tandem[otel]'"
         raise StartupError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'tandem[otel]', or set "
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install {fix}, or set "
             "OTEL_TRACES_EXPORTER=none where only the environment asks for it"
         ) from error
 

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tandem_engine.messages.ended_requests import EndedRequests
-from tandem_services.common.tracing import TracingConfig, open_spans
+from tandem_services.common.tracing import LAST_SPANS_S, TracingConfig, open_spans
 from tandem_services.worker.metrics import PREFIX
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class WorkerTraces(Collector):
             value=self._unreported,
         )
 
-    def close(self) -> None:
+    def close(self, *, within_s: float = LAST_SPANS_S) -> None:
+        """Send what waits, for as long as `within_s`."""
         if self._export is not None:
-            self._export.close()
+            self._export.close(within_s=within_s)
