@@ -43,9 +43,13 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--control", metavar="ENDPOINT", help="ipc:// endpoint of the worker service")
     parser.add_argument("--curve-keys", type=Path, metavar="FILE", help="key file of the deployment")
     parser.add_argument("--report-ended", action="store_true", help="tell the worker service about traced requests")
-    parser.add_argument("--log-format", choices=[each.value for each in LogFormat], default=LogFormat.PLAIN.value)
+    _add_log_format(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=_serve)
+
+
+def _add_log_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-format", choices=[each.value for each in LogFormat], default=LogFormat.PLAIN.value)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -123,13 +127,15 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _add_rank(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("rank", help="a further rank of an engine; started by its rank 0", allow_abbrev=False)
+    _add_log_format(parser)
     parser.set_defaults(run=_rank)
 
 
 def _rank(args: argparse.Namespace) -> int:
-    del args  # the order comes on standard input
+    configure_logging(LogFormat(args.log_format), level=read_environment().level)
     from tandem_engine.rank import run_rank
 
+    # All else is in the order that comes on standard input.
     return run_rank(sys.stdin.buffer)
 
 

@@ -35,6 +35,15 @@ def quoted(value: object) -> str:
     return text if len(text) <= MAX_QUOTED_CHARACTERS else text[:MAX_QUOTED_CHARACTERS] + "…"
 
 
+def about_request(request_id: str, *, rid: str | None = None, trace_id: str | None = None) -> dict[str, Any]:
+    """Fields that every record about a client's request has, in whichever process.
+
+    `rid` is the attempt at it that an engine knows; `trace_id` that of its OpenTelemetry trace, if it has one.
+    """
+    known = {"request_id": request_id, "rid": rid, "trace_id": trace_id}
+    return {name: value for name, value in known.items() if value is not None}
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
@@ -70,6 +79,12 @@ def configure_logging(log_format: LogFormat, *, level: int = logging.INFO, strea
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+def configured_format() -> LogFormat:
+    """The format that this process logs in, for those that it starts."""
+    formatters = (handler.formatter for handler in logging.getLogger().handlers)
+    return LogFormat.JSON if any(isinstance(each, JsonFormatter) for each in formatters) else LogFormat.PLAIN
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Any]:

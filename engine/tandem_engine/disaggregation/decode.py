@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
-from tandem_engine.disaggregation.endings import ask_for_ack, tell_ended
+from tandem_engine.disaggregation.endings import HANDOFF, ask_for_ack, tell_ended
 from tandem_engine.disaggregation.failures import transfer_failed
 from tandem_engine.disaggregation.holds import HoldTable, TransferHold
 from tandem_engine.disaggregation.host import StageHost
@@ -323,6 +323,7 @@ class DecodeStage:
             len(hold.pages),
             hold.writer.incarnation,
             wrong[0],
+            extra={"fields": receiving.req.about},
         )
         self._fail(receiving, f"{len(wrong)} of {len(hold.pages)} pages did not verify")
 
@@ -365,7 +366,7 @@ class DecodeStage:
         overdue = self.holds.overdue()
         for hold in overdue:
             if hold.state.owns_pages:
-                self.counters.quarantined += ask_for_ack(hold, holds=self.holds, peers=self.peers, of="handoff")
+                self.counters.quarantined += ask_for_ack(hold, holds=self.holds, peers=self.peers, of=HANDOFF)
             else:
                 self._fail(self._receiving[hold.key], "the prefill worker fell silent")
         return bool(overdue)

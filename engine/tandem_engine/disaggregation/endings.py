@@ -9,10 +9,12 @@ import logging
 from tandem_engine.disaggregation.holds import HoldState, HoldTable, TransferHold
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.room_key import RoomKey
-from tandem_engine.messages.requests import HandoffSide, Peer
+from tandem_engine.messages.requests import HandoffSide, Peer, about_attempt
 from tandem_engine.messages.transfer import TransferAborted
 
 logger = logging.getLogger(__name__)
+
+HANDOFF = "handoff"
 
 
 def tell_ended(
@@ -40,6 +42,8 @@ def ask_for_ack(hold: TransferHold, *, holds: HoldTable, peers: PeerLink, of: st
             str(hold.key),
             hold.writer.incarnation,
             len(hold.pages),
+            # Gateways name the room of a handoff after the attempt, which may be forgotten here by now.
+            extra={"fields": about_attempt(hold.key.room) if of == HANDOFF else {}},
         )
     holds.quarantine(hold)
     reason = f"waiting for the drain ack of a {of}"

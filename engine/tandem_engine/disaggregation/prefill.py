@@ -329,7 +329,8 @@ class PrefillStage:
     def _fail(self, room: SendRoom, reason: str) -> None:
         self.counters.failed += 1
         self.counters.moves_failed += _moves(room)
-        logger.warning("room %r: not handed to %s: %s", str(room.key), room.peer.incarnation, reason)
+        about = {"fields": room.req.about}
+        logger.warning("room %r: not handed to %s: %s", str(room.key), room.peer.incarnation, reason, extra=about)
         self._close(room, reason)
 
     def _close(self, room: SendRoom, reason: str, *, finished: bool = False) -> None:

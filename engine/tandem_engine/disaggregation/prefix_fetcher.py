@@ -288,7 +288,13 @@ class PrefixFetcher:
 
     def _fail(self, fetch: Fetch, reason: str) -> None:
         self.counters.failed += 1
-        logger.warning("prefix %r: not fetched from %s: %s", str(fetch.hold.key), fetch.hold.writer.incarnation, reason)
+        logger.warning(
+            "prefix %r: not fetched from %s: %s",
+            str(fetch.hold.key),
+            fetch.hold.writer.incarnation,
+            reason,
+            extra={"fields": fetch.waiting[0].about if fetch.waiting else {}},
+        )
         self._give_up(fetch, reason)
 
     def _give_up(self, fetch: Fetch, reason: str) -> None:

@@ -8,10 +8,12 @@ workers share the work, both get the same request with the two ends of one `Hand
 import re
 from enum import StrEnum
 from math import inf
+from typing import Any
 
 import msgspec
 
 from tandem_engine.errors import InvalidRequestError
+from tandem_engine.logs import about_request
 from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.messages.trace_context import TraceContext
@@ -142,6 +144,12 @@ def request_id_of(rid: str) -> str:
     """The client request that an attempt is of; of an id that was made in another way, the id itself."""
     match = _ATTEMPT.fullmatch(rid)
     return rid if match is None else match[1]
+
+
+def about_attempt(rid: str, trace: TraceContext | None = None) -> dict[str, Any]:
+    """Fields of log records about it."""
+    trace_id = trace.trace_id if trace is not None and trace.valid else None
+    return about_request(request_id_of(rid), rid=rid, trace_id=trace_id)
 
 
 def check_group(name: str) -> None:

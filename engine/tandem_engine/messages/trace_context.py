@@ -49,5 +49,9 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def sampled(self) -> bool:
         """Whether spans of this trace are wanted. False for a context that `check` refuses."""
-        well_formed = _TRACEPARENT.fullmatch(self.traceparent) and _TRACESTATE.fullmatch(self.tracestate)
-        return bool(well_formed) and bool(int(self.traceparent[53:], 16) & 1)
+        return self.valid and bool(int(self.traceparent[53:], 16) & 1)
+
+    @property
+    def valid(self) -> bool:
+        """Whether `check` would let it pass."""
+        return bool(_TRACEPARENT.fullmatch(self.traceparent) and _TRACESTATE.fullmatch(self.tracestate))

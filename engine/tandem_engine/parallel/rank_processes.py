@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import FileStore, Store
 
 from tandem_engine.config import EngineConfig
 from tandem_engine.errors import RankLostError
+from tandem_engine.logs import configured_format
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.parallel.meeting_place import meeting_place
@@ -73,7 +74,8 @@ class RankProcess:
 
     @classmethod
     def start(cls, order: RankOrder) -> "RankProcess":
-        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        command = [*COMMAND, "--log-format", configured_format().value]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert process.stdin is not None, "standard input is a pipe"
         # One that ended already is noticed by its status.
         with suppress(BrokenPipeError):

@@ -15,7 +15,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.errors import DrainingError, EngineError, InvalidRequestError, PausedError, QueueFullError
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import GenerateRequest, HandoffSide, check_group
+from tandem_engine.messages.requests import GenerateRequest, HandoffSide, about_attempt, check_group
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.departures import is_moving
 from tandem_engine.scheduler.endings import Endings
@@ -56,7 +56,8 @@ class Ingress:
         """Give `message` a home. None when it was refused, or needs no computing."""
         if self.knows(RequestId(message.rid)):
             # An answer under this name would end the attempt that is running.
-            logger.warning("request %r arrived twice; the second is ignored", message.rid)
+            fields = about_attempt(message.rid, message.trace)
+            logger.warning("request %r arrived twice; the second is ignored", message.rid, extra={"fields": fields})
             return None
         try:
             whole = self.sessions.whole_turn(message)

@@ -144,7 +144,7 @@ class Isolation:
             start,
             stop,
             exc_info=error,
-            extra={"fields": {"rid": req.rid, "step": self.tally.launched}},
+            extra={"fields": {**req.about, "step": self.tally.launched}},
         )
         self.tally.convicted += 1
         what = f"request {req.rid}: the model step over its tokens {start} to {stop} raised {type(error).__name__}"

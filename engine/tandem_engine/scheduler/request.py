@@ -15,11 +15,12 @@ KV ownership lives in `kv` alone and is never derived from the length of `output
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tandem_engine.memory.host.swap import SwappedKv
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import FetchReport, Finish, TokenLogprob, TransferReport
-from tandem_engine.messages.requests import Handoff, HandoffSide, PrefixFetch
+from tandem_engine.messages.requests import Handoff, HandoffSide, PrefixFetch, about_attempt
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.messages.trace_context import TraceContext
 from tandem_engine.names import RequestId
@@ -102,6 +103,11 @@ class Request:
 
     to_finish: Finish | None = None
     finished: Finish | None = None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Fields of log records about it."""
+        return about_attempt(self.rid, self.trace)
 
     @property
     def awaits_grammar(self) -> bool:

@@ -28,6 +28,7 @@ from tandem_engine.executor.faults import DeviceLostError, StepFault, fault_of
 from tandem_engine.forward.forward_batch import ForwardResult, SampledLogprobs
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
+from tandem_engine.messages.requests import request_id_of
 from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.grammar_progress import GrammarProgress
 from tandem_engine.scheduler.isolation import Isolation
@@ -108,7 +109,8 @@ class Settlement:
         Raises:
             DeviceLostError: no later step can succeed.
         """
-        fields = {"step": batch.step, "rids": [req.rid for req in batch.requests]}
+        rids = [req.rid for req in batch.requests]
+        fields = {"step": batch.step, "rids": rids, "request_ids": sorted({request_id_of(rid) for rid in rids})}
         logger.error(
             "step %d failed with %d requests: %s: %s",
             batch.step,
@@ -216,7 +218,7 @@ class Settlement:
         """NaN in its logits is NaN in its KV: it ends, and nobody finds its pages in the cache."""
         self.tally.unsound += 1
         error = f"request {req.rid}: the model computed NaN or infinite logits after {req.seq_len} tokens"
-        logger.error("%s", error, extra={"fields": {"rid": req.rid, "step": self.steps.settled}})
+        logger.error("%s", error, extra={"fields": {**req.about, "step": self.steps.settled}})
         finish = Finish(reason=FinishReason.ERROR, error=error, code="engine_error", retryable=False)
         self.endings.finish(req, finish, checkpoint=False)
 

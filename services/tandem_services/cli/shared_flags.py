@@ -58,6 +58,10 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="key file of the deployment; without it only loopback is served (TANDEM_CURVE_KEYS)",
     )
+    add_log_format(parser)
+
+
+def add_log_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-format", choices=("plain", "json"), default="plain", help="log lines for people or for machines"
     )

@@ -20,6 +20,7 @@ from tandem_services.cli.redis_process import python_command, require_free, requ
 from tandem_services.cli.shared_flags import (
     add_cluster,
     add_local_prefill,
+    add_log_format,
     add_model,
     add_output_parsers,
     add_redis,
@@ -83,6 +84,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_output_parsers(parser)
     add_router_policy(parser)
     add_tracing(parser)
+    add_log_format(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -176,6 +178,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     keys = todo.run_dir / "keys.json"
     KeyPair.generate().save(keys)
     shared = [*_redis_flags(args, todo, supervisor), "--cluster", args.cluster, "--curve-keys", str(keys)]
+    shared += ["--log-format", args.log_format]
     shared += ["--model", str(todo.model), "--served-model-name", *todo.model_names, *tracing_argv(args)]
     args.threads, args.mem_fraction_static = todo.threads, todo.mem_fraction_static
     args.crash_dump_folder = args.crash_dump_folder or str(todo.run_dir)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tandem_engine.clock import Clock
+from tandem_engine.logs import about_request
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage, share_prompt_logprobs
 from tandem_services.gateway.answering import Answering, new_record, time_limit
@@ -173,7 +174,7 @@ class Answer:
             logger.error(
                 "stream failed unexpectedly",
                 exc_info=error,
-                extra={"fields": {"request_id": self._job.record.request_id}},
+                extra={"fields": about_request(self._job.record.request_id, trace_id=self._job.record.trace_id)},
             )
             refusal = UNEXPECTED
         self._job.record.status, self._job.record.error = refusal.status, str(refusal)

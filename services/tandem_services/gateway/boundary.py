@@ -19,6 +19,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem_engine.clock import Clock
+from tandem_engine.logs import about_request
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
@@ -150,7 +151,7 @@ class RequestBoundary:
             logger.error(
                 "request failed unexpectedly",
                 exc_info=error,
-                extra={"fields": {"request_id": identity.request_id}},
+                extra={"fields": about_request(identity.request_id, trace_id=identity.trace.trace_id)},
             )
             refusal = UNEXPECTED
         if not answer.started:

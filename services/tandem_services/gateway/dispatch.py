@@ -24,12 +24,13 @@ import math
 from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from tandem_engine.clock import Clock
 from tandem_engine.errors import DrainingError, PausedError, TransferError, WireError
+from tandem_engine.logs import about_request
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch, attempt_id
@@ -143,6 +144,11 @@ class ChoiceRequest:
     caller: Caller = field(default_factory=Caller)
     trace: RequestTrace = UNTRACED
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """Fields of log records about it."""
+        return {**about_request(self.request_id, trace_id=self.trace.trace_id), "choice": self.index}
+
 
 @dataclass(kw_only=True, slots=True)
 class Dispatcher:
@@ -183,7 +189,7 @@ class Dispatcher:
             )
             try:
                 if request.turn is not None:
-                    await request.turn.bind(workers.decode.incarnation)
+                    await request.turn.bind(workers.decode.incarnation, about=request.about)
                 await self._enter(attempt, request, workers, progress)
                 self._send(attempt, request, workers, progress, trace, moving=place is not None)
                 while True:
@@ -269,12 +275,7 @@ class Dispatcher:
         except NoWorkersError:
             return False
         progress.move_to(place, leaving)
-        fields = {
-            "request_id": request.request_id,
-            "choice": request.index,
-            "worker": leaving.incarnation,
-            "to": place.decode.incarnation,
-        }
+        fields = {**request.about, "worker": leaving.incarnation, "to": place.decode.incarnation}
         logger.info("moving", extra={"fields": fields})
         return True
 
@@ -445,8 +446,7 @@ class Dispatcher:
         if failure.code in LEAVING:
             progress.sent_away[failure.incarnation] = self.clock.now() + AWAY_S
         fields = {
-            "request_id": request.request_id,
-            "choice": request.index,
+            **request.about,
             "attempt": progress.attempts,
             "cause": failure.cause.value,
             "worker": failure.incarnation,
@@ -456,7 +456,7 @@ class Dispatcher:
         if request.turn is not None and not request.turn.begins:
             raise _turn_failed(failure) from failure
         if progress.suspicion.convicted:
-            self.quarantine.convict(request, request_id=request.request_id, workers=progress.suspicion.lost)
+            self.quarantine.convict(request, about=request.about, workers=progress.suspicion.lost)
             raise quarantined() from failure
         if not failure.retryable or progress.exhausted(self.policy.max_attempts):
             raise _gave_up(failure) from failure

@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -81,13 +81,13 @@ class Quarantine:
             self.metrics.quarantine_refusals.inc()
             raise quarantined()
 
-    def convict(self, request: Asked, *, request_id: str, workers: set[str]) -> None:
-        """Remember `request`, here now and everywhere else soon."""
+    def convict(self, request: Asked, *, about: dict[str, Any], workers: set[str]) -> None:
+        """Remember `request`, here now and everywhere else soon. `about`: fields of its log records."""
         digest = self._digest(request)
         self._unpublished.add(digest)
         self._remember(digest, QUARANTINE_S)
         self.metrics.convictions.inc()
-        fields = {"request_id": request_id, "workers": sorted(workers), "digest": digest, "seconds": QUARANTINE_S}
+        fields = {**about, "workers": sorted(workers), "digest": digest, "seconds": QUARANTINE_S}
         logger.error("request quarantined: workers that had it in hand were lost", extra={"fields": fields})
 
     async def run(self) -> None:

@@ -12,10 +12,10 @@ gone the client is told with a 409, code `session_lost`, to send the whole conve
 """
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 
@@ -70,6 +70,8 @@ class SessionTurn:
     """Longest that a turn may take: while it runs its session is not forgotten."""
     worker: str | None = None
     """The incarnation it was sent to."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of log records about its request."""
 
     @property
     def begins(self) -> bool:
@@ -95,9 +97,12 @@ class SessionTurn:
         """What the worker is told."""
         return SessionRef(id=self.name.id, turn=0 if self.begins else self.number)
 
-    async def bind(self, incarnation: str) -> None:
-        """The turn is about to go to this worker. Raises `ApiError` 503 when that cannot be written down."""
-        self.worker = incarnation
+    async def bind(self, incarnation: str, *, about: Mapping[str, Any]) -> None:
+        """The turn is about to go to this worker. `about`: fields of log records.
+
+        Raises `ApiError` 503 when that cannot be written down.
+        """
+        self.worker, self.about = incarnation, about
         binding = SessionBinding(incarnation=incarnation) if self.begins else self.found
         write = self.directory.put if self.number == 0 else self.directory.update
         try:
@@ -120,7 +125,9 @@ class SessionTurn:
             await self.directory.update(self.name, binding, ttl_s=self.ttl_s)
         except RedisUnavailableError:
             # The worker is sure of its session in any case; only what is known here lags behind.
-            logger.warning("a session's binding is out of date", extra={"fields": {"worker": self.worker}})
+            logger.warning(
+                "a session's binding is out of date", extra={"fields": {**self.about, "worker": self.worker}}
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

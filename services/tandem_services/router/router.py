@@ -17,6 +17,7 @@ from random import Random
 from tandem_engine.clock import Clock, MonotonicClock
 from tandem_engine.config import Role
 from tandem_engine.messages.block_hash import chain_hashes, chain_seed
+from tandem_engine.messages.requests import about_attempt
 from tandem_services.common.redis_client import (
     BACKGROUND_TIMEOUT_S,
     ROUTING_TIMEOUT_S,
@@ -253,7 +254,8 @@ class Router:
         try:
             await self._index.release(reservation)
         except RedisUnavailableError:
-            logger.debug("reservation of %s expires by itself", request_id)
+            fields = about_attempt(request_id)
+            logger.debug("reservation of %s expires by itself", request_id, extra={"fields": fields})
 
     def _usable(self, incarnation: str) -> WorkerView | None:
         record = self._membership.find(incarnation)

@@ -6,7 +6,16 @@ import logging
 
 import pytest
 
-from tandem_engine.logs import JsonFormatter, LogFormat, PlainFormatter, configure_logging, escape, quoted
+from tandem_engine.logs import (
+    JsonFormatter,
+    LogFormat,
+    PlainFormatter,
+    about_request,
+    configure_logging,
+    configured_format,
+    escape,
+    quoted,
+)
 
 HOSTILE = "a\r\nb\x1b[2J\x00\x9b\u2028c\ud800"
 
@@ -50,3 +59,18 @@ def test_quoted_values_are_short_and_printable():
     assert quoted("x" * 500) == "x" * 200 + "…"
     assert quoted(HOSTILE).isprintable()
     assert escape("plain é 你") == "plain é 你"
+
+
+@pytest.mark.parametrize("log_format", list(LogFormat))
+def test_processes_that_are_started_from_here_log_as_this_one(log_format, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    assert configured_format() is LogFormat.PLAIN
+    configure_logging(log_format, stream=io.StringIO())
+    assert configured_format() is log_format
+
+
+def test_a_record_about_a_request_has_what_is_known_of_it():
+    assert about_request("r") == {"request_id": "r"}
+    assert about_request("r", rid="r-0-1", trace_id="t") == {"request_id": "r", "rid": "r-0-1", "trace_id": "t"}

@@ -181,3 +181,21 @@ def test_the_request_of_an_attempt_is_known_by_its_id(request_id):
 
 def test_an_id_of_another_form_is_its_own_request():
     assert request_id_of("completion") == "completion"
+
+
+def test_log_records_of_an_engine_name_the_request_and_its_trace(caplog):
+    engine = make_engine()
+    for _ in range(2):
+        engine.add(make_message("a1b2-0-3", [1, 2, 3], trace=UNSAMPLED))
+    (record,) = [record for record in caplog.records if "arrived twice" in record.message]
+    assert record.fields == {"request_id": "a1b2", "rid": "a1b2-0-3", "trace_id": "a" * 32}
+
+
+def test_a_handoff_that_fails_is_logged_with_its_request(caplog):
+    pair = make_pair()
+    pair.submit_prefill("a1b2-0-0", PROMPT, max_tokens=3)
+    pair.turn(5)
+    pair.pass_time(HOLD_TIMEOUT)
+    pair.run()
+    (record,) = [record for record in caplog.records if "not handed to" in record.message]
+    assert record.fields == {"request_id": "a1b2", "rid": "a1b2-0-0"}

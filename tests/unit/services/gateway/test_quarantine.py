@@ -68,7 +68,7 @@ def make(clock, board):
 
 
 def convict(quarantine: Quarantine, ask: Ask) -> None:
-    quarantine.convict(ask, request_id="r", workers={"a@1", "b@1"})
+    quarantine.convict(ask, about={"request_id": "r"}, workers={"a@1", "b@1"})
 
 
 def refuses(quarantine: Quarantine, ask: Ask) -> bool:
