@@ -14,9 +14,9 @@ def gateway(metric: str, matching: str = "") -> str:
     return f"tandem_gateway_{metric}{{{GATEWAYS}{matching and ', ' + matching}}}"
 
 
-def worker(metric: str) -> str:
+def worker(metric: str, matching: str = "") -> str:
     """Series of the chosen workers."""
-    return f"tandem_worker_{metric}{{{WORKERS}}}"
+    return f"tandem_worker_{metric}{{{WORKERS}{matching and ', ' + matching}}}"
 
 
 def link(metric: str) -> str:

@@ -128,5 +128,11 @@ ROUTING = Row(
             queries=(Query(per_second(gateway("route_decisions_total"), "source"), "{{source}}"),),
             stacked=True,
         ),
+        Panel(
+            title="Time of a route decision",
+            description="One round trip to Redis, or less where a gateway decides by itself.",
+            unit="s",
+            queries=percentiles("route_decision_seconds"),
+        ),
     ),
 )

@@ -83,6 +83,8 @@ WORKER = Row(
     ),
 )
 
+LOST = 'outcome!="exported"'
+
 FAILURES = Row(
     "Failures and recoveries",
     (
@@ -169,6 +171,17 @@ FAILURES = Row(
                 index_replays=per_second(worker("index_replays_total")),
                 workers_answering_again=per_second(gateway("workers_answering_again_total")),
                 stale_key_files=added(gateway("api_keys_stale")),
+            ),
+        ),
+        Panel(
+            title="Spans that were lost",
+            description="Of traces: dropped because too many waited, failed because the collector did not take them; "
+            "requests that an engine could not report. No data: tracing is off.",
+            unit="ops",
+            queries=(
+                Query(per_second(gateway("trace_spans_total", LOST), "outcome"), "gateway: {{outcome}}"),
+                Query(per_second(worker("trace_spans_total", LOST), "outcome"), "worker: {{outcome}}"),
+                Query(per_second(worker("trace_requests_unreported_total")), "unreported"),
             ),
         ),
     ),

@@ -420,7 +420,9 @@ class Dispatcher:
     async def _timed(self, decision: Awaitable[Choice]) -> Choice:
         asked = self.clock.now()
         choice = await decision
-        return replace(choice, decided_s=self.clock.now() - asked)
+        took = self.clock.now() - asked
+        self.metrics.decision.observe(took)
+        return replace(choice, decided_s=took)
 
     def _release(self, request: ChoiceRequest, choice: Choice) -> None:
         if request.route is None or request.route.let_go(choice):

@@ -79,6 +79,9 @@ class GatewayMetrics:
         self.e2e = seconds("e2e_request_latency", "From a request's arrival to its last byte")
         self.queue = seconds("request_queue_time", "On the worker, from receipt to the first scheduled step")
         self.prefill = seconds("request_prefill_time", "On the worker, from the first step to the first token")
+        self.decision = seconds(
+            "route_decision", "From asking the router for workers until it has chosen some", TRANSFER_SECONDS
+        )
         self.transfer = seconds(
             "kv_transfer", "On the decode worker, from granting KV pages to committing them", TRANSFER_SECONDS
         )

@@ -14,7 +14,7 @@ from tandem_services.common.tracing import LAST_SPANS_S, TracingConfig, open_spa
 from tandem_services.worker.metrics import PREFIX
 
 if TYPE_CHECKING:
-    from tandem_services.common.span_export import SpanExport
+    from tandem_services.common.span_export import SpanCounts, SpanExport
     from tandem_services.worker.engine_spans import EngineSpans
 
 SERVICE = "tandem-worker"
@@ -45,18 +45,22 @@ class WorkerTraces(Collector):
             self._spans.record(ended)
 
     def collect(self) -> Iterator[Metric]:
-        if self._export is None:
-            return
-        from tandem_services.common.span_export import SpanMetrics
-
-        yield from SpanMetrics(PREFIX, self._export.counts).collect()
-        yield CounterMetricFamily(
-            PREFIX + "trace_requests_unreported",
-            "Traced requests of which the engine could not report",
-            value=self._unreported,
-        )
+        if self._export is not None:
+            yield from trace_metrics(self._export.counts, unreported=self._unreported)
 
     def close(self, *, within_s: float = LAST_SPANS_S) -> None:
         """Send what waits, for as long as `within_s`."""
         if self._export is not None:
             self._export.close(within_s=within_s)
+
+
+def trace_metrics(counts: "SpanCounts", *, unreported: int) -> Iterator[Metric]:
+    """All metrics of a worker that traces."""
+    from tandem_services.common.span_export import SpanMetrics
+
+    yield from SpanMetrics(PREFIX, counts).collect()
+    yield CounterMetricFamily(
+        PREFIX + "trace_requests_unreported",
+        "Traced requests of which the engine could not report",
+        value=unreported,
+    )

@@ -9,12 +9,15 @@ from tandem_engine.messages.control import LinkReport, SpeculationStats
 from tandem_engine.messages.outputs import TransferReport
 from tandem_engine.names import LinkTransport
 from tandem_services.common.metrics import MetricFamilies
+from tandem_services.common.span_export import SpanCounts, SpanMetrics
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord, RequestRecord
+from tandem_services.gateway.metrics import PREFIX as GATEWAY_PREFIX
 from tandem_services.gateway.metrics import GatewayMetrics, HttpMetrics
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.router_server.metrics import RouterMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
+from tandem_services.worker.traces import trace_metrics
 from tandem_testing.mock_engine_process import idle_stats
 
 
@@ -34,6 +37,7 @@ def gateway_metrics() -> list[Metric]:
     access.used("t", 5)
     queue.refused("full")
     queue.waiting({"t": 1})
+    registry.register(SpanMetrics(GATEWAY_PREFIX, SpanCounts()))
     return list(registry.collect())
 
 
@@ -57,7 +61,7 @@ def worker_metrics() -> list[Metric]:
     service = ServiceNumbers(
         registered=True, offered=True, index_replays=0, redis_failures=0, role=Role.DECODE, draining_s=None
     )
-    return list(WorkerCollector(lambda: stats, lambda: service).collect())
+    return [*WorkerCollector(lambda: stats, lambda: service).collect(), *trace_metrics(SpanCounts(), unreported=0)]
 
 
 def labels_of_series(metrics: Iterable[Metric]) -> dict[str, frozenset[str]]:
