@@ -64,6 +64,9 @@ fi
 
 step 4 "Tandem and its dependencies"
 "${pip[@]}" install -e '.[dev]'
+# xds-protos up to 1.85 has an old copy of this package's files; who is installed last wins (grpc/grpc#42926).
+"$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||
+    "${pip[@]}" install --force-reinstall --no-deps opentelemetry-proto
 
 echo "$want" >"$stamp"
 printf '\nSet-up is complete.\n'

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tandem_testing.otlp_receiver import OtlpReceiver, otlp_receiver
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.system import System
 from tandem_testing.system_client import Reference, SystemClient
@@ -32,13 +33,26 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="session")
-def systems(request, tmp_path_factory) -> Iterator[tuple[System, System]]:
+def collector() -> Iterator[OtlpReceiver]:
+    """Where the fleet sends its traces."""
+    with otlp_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def systems(request, tmp_path_factory, collector) -> Iterator[tuple[System, System]]:
     """Two prefill and two decode workers, and one worker that does both; they start side by side."""
     if REDIS_SERVER is None:
         pytest.skip("redis-server is not installed")
     folder = tmp_path_factory.mktemp("systems")
     fleet = System.launch(
-        folder / "fleet", "--prefill", "2", "--decode", "2", "--local-prefill-tokens", SHORT_REST, *ENGINE_FLAGS
+        folder / "fleet",
+        *("--prefill", "2", "--decode", "2", "--local-prefill-tokens", SHORT_REST),
+        *("--log-format", "json"),
+        # Only what a test sends as part of a sampled trace is traced.
+        *("--otlp-traces-endpoint", collector.url, "--otlp-traces-sample-ratio", "0"),
+        *ENGINE_FLAGS,
+        env={"OTEL_BSP_SCHEDULE_DELAY": "50"},
     )
     both = System.launch(folder / "both", "--prefill", "0", "--decode", "0", "--both", "1", *ENGINE_FLAGS)
     request.config.stash[SYSTEMS] = [fleet, both]

@@ -52,20 +52,20 @@ class OtlpReceiver:
     def __post_init__(self) -> None:
         self.changed = threading.Condition()
 
-    def wait_for(self, *names: str) -> list[ReceivedSpan]:
-        """All spans, once there is one for each of `names`."""
+    def wait_for(self, trace_id: str, *names: str) -> list[ReceivedSpan]:
+        """All spans of a trace, once there is one for each of `names`."""
 
         def there() -> bool:
-            have = [span.name for span in self.spans]
+            have = [span.name for span in self.of(trace_id)]
             return all(have.count(name) >= names.count(name) for name in names)
 
         with self.changed:
-            assert self.changed.wait_for(there, WAIT_S), f"got {[span.name for span in self.spans]}, wanted {names}"
-            return list(self.spans)
+            assert self.changed.wait_for(there, WAIT_S), f"got {[s.name for s in self.of(trace_id)]}, wanted {names}"
+            return self.of(trace_id)
 
-    def wait_for_requests(self, count: int) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.requests >= count, WAIT_S)
+    def of(self, trace_id: str) -> list[ReceivedSpan]:
+        """What has come of a trace."""
+        return [span for span in self.spans if span.trace_id == trace_id]
 
     def take(self, path: str, body: bytes) -> int:
         assert path == "/v1/traces", path
