@@ -10,6 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.metrics import MetricFamilies
+from tandem_services.common.span_export import SpanExport
+from tandem_services.common.tracing import TracingConfig
 from tandem_services.gateway.explain import PredictedFetch, RequestJournal, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_testing.exported_metrics import gateway_metrics, resumed_record
@@ -232,8 +234,10 @@ def test_a_route_decision_is_counted_by_what_spoke_for_the_workers(reason, sourc
 
 async def test_a_gateway_serves_every_metric_that_is_checked_for_conventions(rack, tokenizer, tmp_path):
     keys = write_keys(tmp_path, root={"admin": True})
-    async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as gateway:
+    spans = SpanExport(TracingConfig(endpoint="http://127.0.0.1:1"), service="g", instance="g1")
+    async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans, api_keys=keys) as gateway:
         text = (await gateway.http.get("/metrics", headers=bearer("root"))).text
+    spans.close()
     served = {family.name for family in text_string_to_metric_families(text)}
     checked = {family.name for family in gateway_metrics()}
     assert {name for name in served if name.startswith("tandem_") and not name.endswith("_created")} == checked
