@@ -235,6 +235,25 @@ async def test_a_hostile_traceparent_begins_a_trace_of_its_own(rack, tokenizer, 
     assert len({root.trace_id for root in roots}) == len(roots)
 
 
+async def test_every_endpoint_that_generates_has_a_root_of_its_operation(rack, tokenizer, collector, spans):
+    solo(rack)
+    messages = [{"role": "user", "content": "hi"}]
+    bodies = {
+        "/v1/chat/completions": {"messages": messages},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"messages": messages, "max_tokens": 4},
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/embeddings": {"input": "hi"},
+    }
+    async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
+        for path, body in bodies.items():
+            assert (await gateway.http.post(path, json={"model": "mock", **body})).status_code == 200, path
+    roots = {span["http.route"]: span for span in await received(collector, spans) if span.kind == "SERVER"}
+    operations = {path: root["gen_ai.operation.name"] for path, root in roots.items()}
+    assert operations == request_spans.OPERATIONS
+    assert [roots[path].name for path in bodies] == [f"{operations[path]} mock" for path in bodies]
+
+
 async def test_requests_that_are_refused_are_spans_without_attempts(rack, tokenizer, collector, spans):
     solo(rack)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
