@@ -7,7 +7,7 @@ ARGS ?=
 CHAOS_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit verify bench chaos clean
+.PHONY: help up test setup check format lint types imports unit verify bench chaos console-shots clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -47,6 +47,9 @@ bench: setup ## Offline throughput and single-stream latency against transformer
 
 chaos: setup ## Break a real system in every way it promises to survive (CHAOS_ARGS="--only 1,2", --list, --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.chaos $(CHAOS_ARGS)
+
+console-shots: setup ## Take the pictures of docs/console/ again, from a real fleet (needs chromium)
+	@PYTHONPATH=tests/support $(BIN)/python tools/console_shots.py $(ARGS)
 
 clean: ## Remove caches (not the virtual environment)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .tandem

@@ -77,10 +77,10 @@ def test_a_signal_ends_an_idle_gateway_cleanly(redis, tmp_path, number):  # B3.3
 
 
 @contextlib.asynccontextmanager
-async def registered(redis: RedisServer, engine: MockEngine) -> AsyncIterator[None]:
-    """Heartbeats for a mock engine, as its worker would send them."""
+async def registered(redis: RedisServer, engine: MockEngine, **details: int) -> AsyncIterator[None]:
+    """Heartbeats for a mock engine, as its worker would send them, with `details` for people."""
     fleet = Fleet(redis)
-    record = replace(make_record("solo"), view=replace(engine.view, model="m"))
+    record = replace(make_record("solo"), view=replace(engine.view, model="m"), details=details)
 
     async def beat() -> None:
         while True:
@@ -145,6 +145,32 @@ async def test_a_draining_gateway_is_not_ready_before_it_stops_listening_and_los
         process.communicate()
 
 
+async def test_the_console_shows_what_workers_have_told_redis_and_that_redis_is_away(redis, tmp_path):
+    port = free_port()
+    process = start(write_tokenizer(tmp_path), port, redis.url)
+    told = {"running": 3, "evictable_pages": 40, "cached_tokens_total": 7}
+    try:
+        with EngineRack() as rack:
+            engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
+                async with registered(redis, engine, **told):
+                    await wait_until_ready(client)
+                    fleet = (await client.get("/console/data/fleet")).json()
+                    worker = fleet["workers"][0]
+                    assert (worker["worker_id"], worker["state"], fleet["redis"]) == ("solo", "ready", "answering")
+                    assert {name: worker["figures"][name] for name in told} == told
+                redis.kill()
+                while fleet["redis"] == "answering":
+                    await asyncio.sleep(0.1)
+                    fleet = (await client.get("/console/data/fleet")).json()
+                assert fleet["view_age_s"] >= 3.0
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_gateway_waits_for_redis_and_says_so(tmp_path):  # E6
     server = RedisServer.start()
     server.kill()
@@ -176,6 +202,10 @@ def test_an_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_p
         assert httpx.get(f"{api}/v1/models", headers=bearer("ann")).status_code == 200
         assert httpx.get(f"{api}/metrics", headers=bearer("root")).status_code == 404
         assert "tandem_gateway_requests_total" in httpx.get(f"{administration}/metrics").text
+        assert httpx.get(f"{administration}/console").status_code == 200
+        assert httpx.get(f"{api}/console", headers=bearer("root")).status_code == 404
+        fleet = httpx.get(f"{administration}/console/data/fleet", headers=bearer("root")).json()
+        assert (fleet["workers"], fleet["redis"]) == ([], "answering")
         assert httpx.post(f"{administration}/drain", headers=bearer("ann")).status_code == 403
         assert httpx.post(f"{administration}/drain", headers=bearer("root")).status_code == 202
         assert httpx.get(f"{api}/ready").json()["status"] == "draining"

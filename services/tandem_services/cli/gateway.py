@@ -9,6 +9,7 @@ from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import (
+    add_console,
     add_deployment,
     add_local_prefill,
     add_model,
@@ -71,11 +72,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--admin-port",
         type=port_number,
         metavar="PORT",
-        help="port of /metrics, /drain and /requests/ID/explain; /metrics is then not on the API's (default: none)",
+        help="port of /metrics, /console, /drain and /requests/ID/explain; the first two are then not on the API's "
+        "(default: none)",
     )
     parser.add_argument(
         "--admin-host", default="127.0.0.1", metavar="HOST", help="address of that port (default 127.0.0.1)"
     )
+    add_console(parser)
     add_local_prefill(parser)
     add_output_parsers(parser)
     add_router_policy(parser)
@@ -131,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
             admin_host=args.admin_host,
             admin_port=args.admin_port,
             tracing=tracing_of(args),
+            console=args.console,
             log_format=LogFormat(args.log_format),
             log_level=read_settings().log_level,
         )

@@ -172,6 +172,15 @@ def tracing_argv(args: argparse.Namespace) -> list[str]:
     return argv
 
 
+def add_console(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--console",
+        action=argparse.BooleanOptionalAction,
+        help="serve the console page at /console, where /metrics is (docs/console.md; default: where --admin-port, "
+        "--api-keys or a loopback address guards it)",
+    )
+
+
 def add_slo(group: "argparse._ArgumentGroup") -> None:
     """Bounds that make a request a good one; see `slo_of`."""
     group.add_argument("--slo-ttft-ms", type=positive_float, metavar="MS", help="count requests within this as good")

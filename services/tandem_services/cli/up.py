@@ -19,6 +19,7 @@ from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import python_command, require_free, require_redis, start_redis
 from tandem_services.cli.shared_flags import (
     add_cluster,
+    add_console,
     add_local_prefill,
     add_log_format,
     add_model,
@@ -80,6 +81,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="S",
         help="give up starting after this (default 120)",
     )
+    add_console(parser)
     add_local_prefill(parser)
     add_output_parsers(parser)
     add_router_policy(parser)
@@ -189,6 +191,8 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]
     gateway += ["--router-policy", args.router_policy, "--router-exploration", str(args.router_exploration)]
+    if args.console is not None:
+        gateway.append("--console" if args.console else "--no-console")
     supervisor.start(_child(todo, "gateway", gateway))
 
 
@@ -244,6 +248,13 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  replaced, not bound
 
 
+def _console_line(args: argparse.Namespace, url: str) -> str:
+    from tandem_services.gateway.config import is_loopback
+
+    served = is_loopback(args.host) if args.console is None else args.console
+    return f"  {url}/console   the fleet, requests' timelines and a playground, in a browser\n" if served else ""
+
+
 def greeting(args: argparse.Namespace, todo: Plan) -> str:
     """The URL, a curl to paste, and what to try next."""
     url = f"http://{_reachable(args.host)}:{todo.port}"
@@ -256,7 +267,7 @@ Tandem serves {todo.model_names[0]} at {url}
 
   tandem chat{chat_flags}          a conversation in the terminal
   {url}/metrics   numbers; GET /v1/requests/ID/explain tells where a request ran
-  {todo.run_dir}   logs
+{_console_line(args, url)}  {todo.run_dir}   logs
 
 Ctrl-C stops everything.
 """

@@ -3,8 +3,11 @@
 /live /ready /health /metrics /version     for probes and Prometheus, without a key
 /requests/{id}/explain                     any tenant's request
 /drain                                     POST: as SIGTERM
+/console                                   the console page, with its scripts and styles, without a key
+/console/data/…                            what it shows
+/v1/models and those that generate         as on the API's port, for the console's playground
 
-With a key file the last two need a key whose entry says `"admin": true`.
+With a key file all but the first line and the page need a key whose entry says `"admin": true`.
 """
 
 from collections.abc import Callable
@@ -20,12 +23,21 @@ from starlette.routing import Route
 from tandem_engine.logs import quoted
 from tandem_services.common.errors import not_found
 from tandem_services.gateway.access.authentication import PROBES, Authentication
-from tandem_services.gateway.app import Gateway, boundary_of, http_error, json_response, operations_routes
+from tandem_services.gateway.app import (
+    Gateway,
+    boundary_of,
+    generation_routes,
+    http_error,
+    json_response,
+    operations_routes,
+)
+from tandem_services.gateway.boundary import identity_of
+from tandem_services.gateway.console.routes import Console
 
 OPEN_PATHS = PROBES | {"/metrics", "/version"}
 
 
-def create_admin_app(gateway: Gateway, *, drain: Callable[[], None]) -> Starlette:
+def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Console | None = None) -> Starlette:
     """The second application of a gateway. `drain` is called on the event loop and returns at once."""
 
     async def explain(request: Request) -> Response:
@@ -39,16 +51,24 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None]) -> Starlett
         drain()
         return json_response({"status": "draining"}, 202)
 
+    async def list_models(request: Request) -> Response:
+        return json_response(gateway.models.listing(identity_of(request.scope).caller))
+
     access = gateway.access
     if access is not None:
         # Who may come in is decided by the key alone: no path of this port is for users.
         access = replace(access, open_paths=OPEN_PATHS, admin_paths=None)
+    routes = [
+        *operations_routes(gateway, metrics=True),
+        Route("/requests/{request_id}/explain", explain, methods=["GET"]),
+        Route("/drain", begin_drain, methods=["POST"]),
+    ]
+    if console is not None:
+        access = console.admit(access)
+        # What the playground asks, for the administrator who sits at it.
+        routes += [*console.routes(), Route("/v1/models", list_models), *generation_routes(gateway)]
     return Starlette(
-        routes=[
-            *operations_routes(gateway, metrics=True),
-            Route("/requests/{request_id}/explain", explain, methods=["GET"]),
-            Route("/drain", begin_drain, methods=["POST"]),
-        ],
+        routes=routes,
         middleware=[boundary_of(gateway), Middleware(Authentication, access=access)],
         exception_handlers={HTTPException: http_error},
     )

@@ -9,7 +9,7 @@
 /tokenize /detokenize (also under /v1)     the tokenizer
 /v1/requests/{id}/explain                  where a request ran and why
 /live /ready /health /version              operations
-/metrics                                   unless there is a port for administrators (`admin`)
+/metrics /console                          unless there is a port for administrators (`admin`)
 """
 
 import asyncio
@@ -46,6 +46,7 @@ from tandem_services.gateway.boundary import RequestBoundary, identity_of
 from tandem_services.gateway.chat import ChatPlanner
 from tandem_services.gateway.completions import CompletionPlanner
 from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.embeddings import EmbeddingEndpoint
 from tandem_services.gateway.engine_client import LivenessTiming
 from tandem_services.gateway.error_responses import error_body
@@ -201,8 +202,8 @@ def create_app(
     return api_app(gateway, metrics=config.admin_port is None)
 
 
-def api_app(gateway: Gateway, *, metrics: bool) -> FastAPI:
-    """The ASGI application of users; `metrics`: with /metrics. Its life is the gateway's.
+def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) -> FastAPI:
+    """The ASGI application of users; `metrics`: with /metrics; `console`: with that. Its life is the gateway's.
 
     What the gateway was built with must be started, and outlives the application. Whoever ends it calls
     `health.drain()` some time before.
@@ -217,11 +218,12 @@ def api_app(gateway: Gateway, *, metrics: bool) -> FastAPI:
         await asyncio.gather(*background, return_exceptions=True)
         await gateway.close()
 
+    access = gateway.access if console is None else console.admit(gateway.access)
     app = FastAPI(
         title="Tandem",
         version=version("tandem"),
         lifespan=lifespan,
-        middleware=[boundary_of(gateway), Middleware(Authentication, access=gateway.access)],
+        middleware=[boundary_of(gateway), Middleware(Authentication, access=access)],
         # A redirect would answer `/v1/models/` differently from what access rules see.
         redirect_slashes=False,
         openapi_url=None,
@@ -229,11 +231,13 @@ def api_app(gateway: Gateway, *, metrics: bool) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.add_exception_handler(HTTPException, http_error)
-    app.router.routes.extend(_generation_routes(gateway))
+    app.router.routes.extend(generation_routes(gateway))
     app.router.routes.extend(_tokenizer_routes(gateway))
     app.router.routes.extend(SessionRoutes(gateway.models).routes())
     _add_model_routes(app, gateway)
     app.router.routes.extend(operations_routes(gateway, metrics=metrics))
+    if console is not None:
+        app.router.routes.extend(console.routes())
     return app
 
 
@@ -249,7 +253,7 @@ def boundary_of(gateway: Gateway) -> Middleware:
     )
 
 
-def _generation_routes(gateway: Gateway) -> list[Route]:
+def generation_routes(gateway: Gateway) -> list[Route]:
     models, answering, strict = gateway.models, gateway.answering, gateway.strict_fields
     chats = ChatPlanner(strict=strict)
     embeddings = EmbeddingEndpoint(models, answering, strict=strict)

@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 
 from tandem_engine.logs import LogFormat
@@ -75,6 +76,8 @@ class GatewayConfig:
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     """Where administrators' routes are; None: /metrics is on the API's port, and there is no other."""
+    console: bool | None = None
+    """Serve the console where /metrics is; None: where something guards it, see `guarded`."""
     ping_interval_s: float = 1.0
     unanswered_pings: int = 3
     """A worker that owes this many answers is dead."""
@@ -90,3 +93,19 @@ class GatewayConfig:
     """Where spans go; None: nowhere."""
     log_format: LogFormat = LogFormat.PLAIN
     log_level: int = logging.INFO
+
+    @property
+    def guarded(self) -> bool:
+        """Whether what is for administrators has a port of its own, needs a key, or is for this machine alone."""
+        return self.admin_port is not None or self.api_keys is not None or is_loopback(self.host)
+
+    @property
+    def serves_console(self) -> bool:
+        return self.guarded if self.console is None else self.console
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

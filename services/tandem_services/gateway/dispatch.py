@@ -173,12 +173,14 @@ class Dispatcher:
         if request.turn is None or request.turn.begins:
             self.quarantine.check(request)
         self.budget.choice_began()
+        began = self.clock.now()
         progress = Progress()
         while len(progress.received) < request.sampling.max_tokens:
             place, progress.place = progress.place, None
             choice = place or await self._choose(request, progress, record)
             workers = choice if request.pooling is None else _one_worker(choice)
-            note = record.begin_attempt(workers, resumed_tokens=len(progress.received))
+            at = self.clock.now() - began
+            note = record.begin_attempt(workers, resumed_tokens=len(progress.received), began_s=at)
             trace = request.trace.attempt(_attempt_start(request, progress, choice, note))
             attempt = Attempt(
                 _attempt_id(request, progress),
@@ -217,13 +219,18 @@ class Dispatcher:
                 attempt.close()
                 progress.end_trial()
                 self._correct_charge(request, choice, progress, record)
-                if note.outcome == "running":
-                    note.outcome = "stopped"
+                self._ended(request, choice, note, at=self.clock.now() - began)
                 trace.ended()
-                self.metrics.attempt_ended(note.outcome)
-                self._release(request, choice)
         # The worker died between its last token and its finish.
         yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
+
+    def _ended(self, request: ChoiceRequest, choice: Choice, note: AttemptRecord, *, at: float) -> None:
+        """An attempt is over, however it ended; `at` seconds after the choice began."""
+        if note.outcome == "running":
+            note.outcome = "stopped"
+        note.ended_s = at
+        self.metrics.attempt_ended(note.outcome)
+        self._release(request, choice)
 
     def _correct_charge(self, request: ChoiceRequest, choice: Choice, progress: Progress, record: ChoiceRecord) -> None:
         """The tenant was charged for the prompt by what the router predicted to be cached. Once, for the first attempt;

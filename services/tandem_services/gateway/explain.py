@@ -7,6 +7,7 @@ before it ends. Records are bounded in number; the oldest is dropped. They hold 
 import logging
 import re
 from collections import OrderedDict
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -44,6 +45,9 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     """A prefix that the worker that computes the prompt was told to bring from another one."""
     resumed_tokens: int
     """Output tokens that earlier attempts had already produced."""
+    began_s: float = 0.0
+    """Since its choice began, which is when the prompt was known."""
+    ended_s: float | None = None
     outcome: str = "running"
     """running, finished, stopped, moved, refused, or why it failed."""
 
@@ -69,7 +73,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
     """From accepting the request to the first token."""
     finish_reason: str | None = None
 
-    def begin_attempt(self, choice: Choice, *, resumed_tokens: int) -> AttemptRecord:
+    def begin_attempt(self, choice: Choice, *, resumed_tokens: int, began_s: float) -> AttemptRecord:
         attempt = AttemptRecord(
             decode=choice.decode.incarnation,
             prefill=None if choice.prefill is None else choice.prefill.incarnation,
@@ -79,6 +83,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
             matched_tokens=choice.matched_tokens,
             fetch=_predicted(choice.fetch),
             resumed_tokens=resumed_tokens,
+            began_s=began_s,
         )
         self.attempts.append(attempt)
         return attempt
@@ -150,10 +155,12 @@ class RequestJournal:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self.accepted_total = 0
         self._aliases: dict[tuple[str, str], str] = {}
         """Tenant and its own id → ours: tenants cannot take each other's ids."""
 
     def open(self, record: RequestRecord) -> None:
+        self.accepted_total += 1
         self._records[record.request_id] = record
         if record.client_request_id is not None:
             self._aliases[record.tenant, record.client_request_id] = record.request_id
@@ -176,6 +183,15 @@ class RequestJournal:
         tenants = {record.tenant for record in self._records.values()}
         found = (self.find(request_id, tenant=tenant) for tenant in tenants)
         return next((record for record in found if record is not None), None)
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return sum(record.e2e_s is None for record in self._records.values())
+
+    def latest(self, number: int) -> list[RequestRecord]:
+        """Anybody's, newest first."""
+        return list(islice(reversed(self._records.values()), number))
 
     def _drop_alias(self, record: RequestRecord) -> None:
         if record.client_request_id is None:

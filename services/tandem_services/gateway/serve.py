@@ -39,6 +39,9 @@ from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.connection import GatewayConnection
+from tandem_services.gateway.console.composition import console_of
+from tandem_services.gateway.console.fleet_document import ViewedFleet
+from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.model_service import Fleet
 from tandem_services.router.router import Router, RouterConfig
 
@@ -163,13 +166,18 @@ class AdminServer(uvicorn.Server):
 
 @asynccontextmanager
 async def _admin_server(
-    gateway: Gateway, server: GatewayServer, config: GatewayConfig, listener: socket.socket | None
+    gateway: Gateway,
+    server: GatewayServer,
+    config: GatewayConfig,
+    listener: socket.socket | None,
+    console: Console | None,
 ) -> AsyncIterator[None]:
     """Serves the administrators' port, if there is one, for as long as the block lasts."""
     if listener is None:
         yield
         return
-    admin = AdminServer(_uvicorn_config(create_admin_app(gateway, drain=server.end_by_order), config))
+    app = create_admin_app(gateway, drain=server.end_by_order, console=console)
+    admin = AdminServer(_uvicorn_config(app, config))
     serving = asyncio.create_task(admin.serve(sockets=[listener]), name="admin")
     fields = {"host": config.admin_host, "port": config.admin_port}
     logger.info("administrators' routes are served", extra={"fields": fields})
@@ -209,6 +217,11 @@ class RoutedFleet:
         )
         return RoutedFleet(router, parts)
 
+    @property
+    def view(self) -> ViewedFleet:
+        """For people."""
+        return ViewedFleet(self.parts.config.cluster, self.router.fleet)
+
 
 @asynccontextmanager
 async def _fleets(
@@ -238,11 +251,13 @@ async def _serve(
         parts, usage = [fleet.parts for fleet in fleets], fleets[0].router.usage
         gateway = build_gateway(config, parts, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
         await _start([fleet.router for fleet in fleets])
-        server = http_server(api_app(gateway, metrics=admin_listener is None), config, health)
+        console = console_of(gateway, [fleet.view for fleet in fleets]) if config.serves_console else None
+        app = api_app(gateway, metrics=admin_listener is None, console=console if admin_listener is None else None)
+        server = http_server(app, config, health)
         if gateway.access is None:
             logger.info("no --api-keys: everybody who reaches this gateway may use it")
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
-        async with _admin_server(gateway, server, config, admin_listener):
+        async with _admin_server(gateway, server, config, admin_listener, console):
             await server.serve(sockets=[listener])
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from tandem_engine.clock import Clock
 from tandem_services.router.choice import WorkerView
+from tandem_services.router.fleet import FleetMember
 from tandem_services.router.keys import LEASE_MS
 from tandem_services.router.registry import FleetSnapshot, WorkerRecord, WorkerState
 
@@ -64,6 +65,13 @@ class Membership:
     def workers(self) -> tuple[WorkerView, ...]:
         """Everybody in the view but the dead; draining and stalled workers included."""
         return tuple(r.view for r in self._records.values() if r.view.incarnation not in self._marked_dead)
+
+    def members(self) -> tuple[FleetMember, ...]:
+        """Everybody in the view, the dead included."""
+        return tuple(
+            FleetMember(record=record, suspect=incarnation in self._marked_dead)
+            for incarnation, record in self._records.items()
+        )
 
     def find(self, incarnation: str) -> WorkerRecord | None:
         return self._records.get(incarnation)

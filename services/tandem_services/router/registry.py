@@ -27,6 +27,7 @@ from tandem_engine.messages.control import MAX_LINKS, LinkReport
 from tandem_services.common.redis_client import Argument, RedisUnavailableError, Reply
 from tandem_services.router.choice import WorkerView
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
+from tandem_services.router.figures import kept_figures
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
 
@@ -70,7 +71,8 @@ class WorkerRecord:
     state: WorkerState
     load: Load
     details: Mapping[str, str | int | float]
-    """Further readable fields for people and the operator; none takes part in routing."""
+    """Further readable fields for people and the operator; none takes part in routing. Of one that was read back the
+    `figures` alone."""
     links: tuple[LinkReport, ...] = ()
     """To its peers, as its engine has measured them; at most `MAX_LINKS`."""
 
@@ -248,7 +250,8 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             transfer_rate=_measure(fields, "transfer_bytes_per_s") or ASSUMED_TRANSFER_RATE,
         )
         links = _links(fields.get("links", "[]"))
-        return WorkerRecord(view=view, state=WorkerState(fields["state"]), load=load, details={}, links=links)
+        state = WorkerState(fields["state"])
+        return WorkerRecord(view=view, state=state, load=load, details=kept_figures(fields), links=links)
     except (KeyError, ValueError):
         return None
 

@@ -41,6 +41,7 @@ from tandem_services.router.choice import (
 from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Demand, room_needed
 from tandem_services.router.fair_board import FairBoard
 from tandem_services.router.fetching import planned_fetch
+from tandem_services.router.fleet import FleetView
 from tandem_services.router.index import BlockIndex, Routed
 from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATION_MS, Keys
 from tandem_services.router.library import FunctionLibrary, LibrarySource, library_source
@@ -141,6 +142,7 @@ class Router:
         self._chosen_at: dict[int, float] = {}
         """Choices not released yet, by serial."""
         self._serial = 0
+        self._refreshed_at = self._clock.now()
         self._refresher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -161,6 +163,7 @@ class Router:
         snapshot = await self._registry.snapshot()
         self.counters.rubbish += snapshot.rubbish
         self._membership.update(snapshot)
+        self._refreshed_at = self._clock.now()
         known = {worker.incarnation for worker in self._membership.workers()}
         self._own.forget_all_but(known)
         self._newcomers.observe(known)
@@ -168,6 +171,10 @@ class Router:
     def workers(self) -> tuple[WorkerView, ...]:
         """The fleet as last seen, without those that `mark_dead` named."""
         return self._membership.workers()
+
+    def fleet(self) -> FleetView:
+        """The fleet as last seen, for people: those that `mark_dead` named included."""
+        return FleetView(members=self._membership.members(), age_s=self._clock.now() - self._refreshed_at)
 
     @property
     def redis_failures(self) -> int:

@@ -1,7 +1,7 @@
 """A gateway as clients meet it: uvicorn on a free port, mock engines behind it, a chooser without Redis."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 import msgspec
 
+from tandem_engine.clock import MonotonicClock
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.app import create_app
+from tandem_services.gateway.app import api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
+from tandem_services.gateway.console.composition import console_of
+from tandem_services.gateway.console.fleet_document import ViewedFleet
 from tandem_services.gateway.model_service import Fleet
 from tandem_services.gateway.serve import http_server, listen
 from tandem_services.router.choice import (
@@ -31,6 +34,7 @@ from tandem_services.router.choice import (
     WorkerView,
 )
 from tandem_services.router.cost import NO_ROOM_S
+from tandem_services.router.fleet import FleetView
 from tandem_services.router.scoring import DECODE_ROOM, placement_of
 from tandem_services.router.session_bindings import SessionBinding, SessionName
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
@@ -195,6 +199,7 @@ class LiveGateway:
     chooser: FakeChooser
     sessions: SessionShelf
     tokenizer: TextTokenizer
+    health: Health
 
     async def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
         body = {"model": "mock", "messages": [{"role": "user", "content": content}], **fields}
@@ -234,9 +239,12 @@ async def live_gateway(
     usage: Any = None,
     fairness: Any = None,
     spans: "SpanExport | None" = None,
+    seen: Callable[[], FleetView] | None = None,
     **config: Any,
 ) -> AsyncIterator[LiveGateway]:
-    """Serve until the block ends. A thread that gets no processor for seconds is not taken for a dead worker.
+    """Serve until the block ends; with the console if there is a fleet to be `seen`.
+
+    A thread that gets no processor for seconds is not taken for a dead worker.
 
     `config`: fields of `GatewayConfig`, and of the `ModelConfig` of its one model.
     """
@@ -244,18 +252,28 @@ async def live_gateway(
     chooser = FakeChooser([engine.view for engine in engines])
     sessions = SessionShelf()
     fleet = fleet_of(settings, chooser, sessions, context, tokenizer, fairness=fairness)
-    async with serving_fleets(settings, [fleet], usage=usage, spans=spans) as http:
+    health = Health()
+    async with serving_fleets(settings, [fleet], usage=usage, health=health, spans=spans, seen=seen) as http:
         url = str(http.base_url)
-        yield LiveGateway(url=url, http=http, chooser=chooser, sessions=sessions, tokenizer=tokenizer)
+        yield LiveGateway(url=url, http=http, chooser=chooser, sessions=sessions, tokenizer=tokenizer, health=health)
 
 
 @asynccontextmanager
 async def serving_fleets(
-    settings: GatewayConfig, fleets: Sequence[Fleet], *, usage: Any = None, spans: "SpanExport | None" = None
+    settings: GatewayConfig,
+    fleets: Sequence[Fleet],
+    *,
+    usage: Any = None,
+    health: Health | None = None,
+    spans: "SpanExport | None" = None,
+    seen: Callable[[], FleetView] | None = None,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway that serves `fleets` until the block ends."""
-    health = Health()
-    server = http_server(create_app(settings, fleets, health=health, usage=usage, spans=spans), settings, health)
+    health = health or Health()
+    gateway = build_gateway(settings, fleets, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
+    console = None if seen is None else console_of(gateway, [ViewedFleet("default", seen)])
+    app = api_app(gateway, metrics=settings.admin_port is None, console=console)
+    server = http_server(app, settings, health)
     with listen("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -82,7 +82,7 @@ class System:
             )
         return cls(process=process, run_dir=run_dir, mark=mark)
 
-    def wait_until_up(self) -> None:
+    def wait_until_up(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait for the greeting, which comes when every worker is registered."""
 
         def greeted() -> bool:
@@ -91,7 +91,7 @@ class System:
             self.url = found[1] if found else ""
             return found is not None
 
-        wait_for(greeted, START_TIMEOUT_S, self.logs)
+        wait_for(greeted, timeout_s, self.logs)
         services = [p for p in self.processes() if _is_part(p, "tandem_services.cli.main", "worker")]
         self.workers = {str(p.flag("--worker-id")): f"http://127.0.0.1:{p.flag('--health-port')}" for p in services}
 

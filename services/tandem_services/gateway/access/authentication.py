@@ -42,6 +42,11 @@ class Access:
     open_paths: frozenset[str] = PROBES
     admin_paths: Collection[str] | None = ()
     """Paths that only administrators may use; None: every path."""
+    admin_folders: tuple[str, ...] = ()
+    """So are paths that begin with one of these."""
+
+    def is_for_administrators(self, path: str) -> bool:
+        return self.admin_paths is None or path in self.admin_paths or path.startswith(self.admin_folders)
 
 
 class Authentication:
@@ -57,7 +62,7 @@ class Authentication:
             await self._app(scope, receive, send)
             return
         tenant = tenant_of(scope["headers"], access.keys, access.metrics)
-        if (access.admin_paths is None or scope["path"] in access.admin_paths) and not tenant.admin:
+        if access.is_for_administrators(scope["path"]) and not tenant.admin:
             access.metrics.refused("forbidden")
             raise ApiError(403, "This key may not use administrators' routes.", kind="PermissionDeniedError")
         caller = Caller(

@@ -14,7 +14,7 @@ from tandem_services.cli.gateway import models_of
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import start_redis
-from tandem_services.cli.up import plan, start
+from tandem_services.cli.up import greeting, plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.ports import free_port
 
@@ -189,6 +189,28 @@ def test_a_share_of_the_memory_is_divided_among_the_workers(tmp_path) -> None:
     asked = args("--prefill", "1", "--decode", "2", "--port", "0", "--run-dir", str(tmp_path))
     asked.mem_fraction_static = 0.9
     assert plan(asked).mem_fraction_static == 0.3
+
+
+@pytest.mark.parametrize(
+    ("argv", "passed_on", "greeted"),
+    [
+        ([], [], True),
+        (["--no-console"], ["--no-console"], False),
+        (["--host", "0.0.0.0"], [], False),
+        (["--host", "0.0.0.0", "--console"], ["--console"], True),
+    ],
+)
+def test_the_greeting_names_the_console_where_the_gateway_serves_it(
+    argv, passed_on, greeted, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("tandem_services.cli.up.require_redis", lambda _: None)
+    monkeypatch.setattr(Child, "start", lambda _: None)
+    parsed = args("--port", "0", "--run-dir", str(tmp_path), "--redis-url", "redis://h", *argv)
+    todo, supervisor = plan(parsed), Supervisor()
+    start(parsed, todo, supervisor)
+    gateway = next(child for child in supervisor.children if child.name == "gateway")
+    assert [flag for flag in gateway.argv if flag in ("--console", "--no-console")] == passed_on
+    assert ("/console" in greeting(parsed, todo)) is greeted
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,16 @@ async def test_the_next_attempt_resumes_after_the_tokens_received(rack, faulty, 
     assert [query.compat_hash for query in gateway.chooser.queries] == [None, first.view.compat_hash]
 
 
+async def test_explain_tells_when_each_attempt_began_and_ended(rack, faulty):
+    rack.add("d1", healthy(die_after=4))
+    rack.add("d2", healthy())
+    async with faulty() as gateway:
+        answer = (await gateway.complete(max_tokens=9, seed=1)).json()
+        record = (await gateway.http.get(f"/v1/requests/{answer['id']}/explain")).json()
+    first, second = record["choices"][0]["attempts"]
+    assert 0.0 <= first["began_s"] <= first["ended_s"] <= second["began_s"] <= second["ended_s"] <= record["e2e_s"]
+
+
 async def test_a_worker_that_was_told_to_reload_may_go_on_with_its_new_weights(rack, faulty):
     ended = Finish(reason=FinishReason.ERROR, code="reloaded", retryable=True)
     worker = rack.add("only", healthy(step_s=0.05, fail_after=(4, ended)))

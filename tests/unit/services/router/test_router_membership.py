@@ -122,3 +122,10 @@ def test_the_page_size_of_the_majority_counts(members):
         snapshot(make_record("a", page_size=32), make_record("b", page_size=16), make_record("c", page_size=16))
     )
     assert members.page_size(MODEL) == 16
+
+
+def test_people_see_those_that_were_found_dead_too(members):
+    members.update(snapshot(make_record("w1"), make_record("w2")))
+    members.mark_dead("w2@1")
+    seen = {each.record.view.worker_id: each.suspect for each in members.members()}
+    assert seen == {"w1": False, "w2": True}

@@ -4,7 +4,8 @@ import pytest
 from tandem_engine.config import Role
 from tandem_engine.messages.control import LinkReport
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.registry import WorkerState
+from tandem_services.router.figures import FIGURES, Figures, kept_figures, read_figures
+from tandem_services.router.registry import WorkerState, readable_fields
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.load import LoadMonitor, describe, drain_summary
 from tandem_testing.mock_engine_process import idle_stats, ready_message
@@ -148,3 +149,18 @@ def test_links_are_published_with_their_median_and_their_conditions(monitor):
     assert record.link_rates == {"a@1": 1e9, "b@1": 3e9, "c@1": 2e9, "e@1": 0.0}
     assert record.load.transfer_rate == 2.5e9
     assert record.details["conditions"] == "2 of 5 links: expected rdma, got tcp"
+
+
+def test_what_people_see_of_a_worker_survives_the_hash(monitor):
+    monitor.update(idle_stats(running=2, free_pages=10, cached_tokens_total=7, output_tokens_per_s=1.5))
+    record = describe(config(), ready_message("w1@5"), monitor, health_endpoint="http://h:1")
+    read_back = {name: str(value) for name, value in readable_fields(record).items()}
+    assert read_back.keys() >= FIGURES
+    figures = read_figures(kept_figures(read_back))
+    assert figures is not None
+    assert (figures.running, figures.free_pages, figures.cached_tokens_total) == (2, 10, 7)
+    assert (figures.output_tokens_per_s, figures.total_pages, figures.transport) == (1.5, 100, "none")
+
+
+def test_a_worker_of_a_release_without_figures_has_none_to_show():
+    assert read_figures(kept_figures({"role": "both", "free_pages": "3"})) == Figures(free_pages=3)

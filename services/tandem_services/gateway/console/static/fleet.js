@@ -1,0 +1,76 @@
+// @ts-check
+/** The fleet: what it does now, its workers, its caches, and the links between them. */
+import { getJson } from "./api.js";
+import { cacheTable } from "./cache_table.js";
+import { fill, h } from "./dom.js";
+import { FleetHistory } from "./history.js";
+import { linkTable } from "./links_table.js";
+import { poll } from "./poll.js";
+import { summaryTiles } from "./summary_tiles.js";
+import { workerTable } from "./workers_table.js";
+
+const EVERY_MS = 1000;
+
+/** Outlives the view: coming back to it shows what was before. */
+const history = new FleetHistory();
+
+/** @param {HTMLElement} main @param {import("./main.js").Page} page */
+export function showFleet(main, page) {
+  const tiles = summaryTiles(history);
+  const workers = workerTable(history);
+  const caches = cacheTable(history);
+  const links = linkTable();
+  const body = h("div", { class: "stack-view", hidden: true }, tiles.element, workers.element, caches.element, links.element);
+  const blank = h("div", { class: "blank" });
+  fill(blank, h("p", { class: "loading" }, "Asking the gateway for the fleet…"));
+  fill(main, h("h1", { class: "visually-hidden" }, "Fleet"), blank, body);
+
+  return poll({
+    everyMs: EVERY_MS,
+    ask: () => getJson("console/data/fleet"),
+    show(fleet) {
+      page.answered(fleet);
+      history.add(fleet);
+      const rows = [...fleet.workers, ...history.lost().map(departed)];
+      blank.hidden = rows.length > 0;
+      body.hidden = rows.length === 0;
+      if (rows.length === 0) fill(blank, ...nobody(fleet));
+      tiles.update(fleet);
+      workers.update(rows, fleet);
+      caches.update(fleet);
+      links.update(fleet);
+    },
+    fail(error, retryMs) {
+      page.failed(error, retryMs);
+      if (error.status === 403) {
+        body.hidden = true;
+        blank.hidden = false;
+        fill(blank, h("h2", {}, "The fleet is for administrators"), h("p", {}, "This key may use the playground and look up its own requests. The fleet needs a key whose entry says ", h("code", {}, '"admin": true'), "."));
+      } else if (error.status === 401) {
+        body.hidden = true;
+        blank.hidden = false;
+        fill(blank, h("p", {}, "The fleet is shown to whoever has an administrator's key."));
+      } else if (history.latest === null) {
+        fill(blank, h("h2", {}, "No answer yet"), h("p", {}, error.message));
+      }
+    },
+  });
+}
+
+/** @param {any} fleet */
+function nobody(fleet) {
+  const hint =
+    fleet.redis === "away"
+      ? "Redis is away, so nobody can tell this gateway who there is."
+      : "The gateway is up and waits for workers. They register by themselves, a few seconds after their model is loaded.";
+  return [
+    h("h2", {}, "No workers"),
+    h("p", {}, hint),
+    h("pre", {}, `tandem worker --role both --model … --cluster ${fleet.gateway.clusters[0]} --redis-url …`),
+  ];
+}
+
+/** A worker that is not in the registry any more. @param {import("./history.js").Track} track */
+function departed(track) {
+  return { ...track.worker, state: track.worker.state === "draining" ? "left" : "lost", gone: track.gone };
+}

@@ -1,0 +1,149 @@
+// @ts-check
+/** The page: which view is shown, how the gateway is doing, and the key of this tab. */
+import { apiKey, setApiKey } from "./api.js";
+import { fill, h, setAttribute, setText } from "./dom.js";
+import { showFleet } from "./fleet.js";
+import * as format from "./format.js";
+import { showPlayground } from "./playground.js";
+import { showRequests } from "./requests.js";
+import { showTimeline } from "./timeline.js";
+
+/**
+ * What a view tells the page.
+ * @typedef {object} Page
+ * @property {(fleet?: any) => void} answered the gateway has, with a fleet document or something else
+ * @property {(error: import("./api.js").ApiError, retryMs?: number) => void} failed
+ */
+
+const TITLES = { fleet: "Fleet", requests: "Requests", request: "Request", playground: "Playground" };
+
+/** @param {string} id @returns {any} */
+const byId = (id) => document.getElementById(id);
+
+const main = byId("main");
+const dialog = byId("key-dialog");
+/** @type {(() => void) | void} ends the view that is shown */
+let leave;
+
+/** @type {Page} */
+const page = {
+  answered(fleet) {
+    pulse("good", "live");
+    const notes = [];
+    if (fleet) {
+      setText(byId("where"), fleet.gateway.clusters.filter((/** @type {string} */ name) => name !== "default").join(", "));
+      setAttribute(byId("where"), "title", `Tandem ${fleet.gateway.version}`);
+      if (fleet.redis === "away") {
+        pulse("warn", "view is old");
+        notes.push(notice("warn", `Redis has not answered for ${format.seconds(fleet.view_age_s)}. Requests go on: the last view of the fleet decides, and this page shows it.`));
+      }
+      if (fleet.gateway.draining) notes.push(notice("warn", "This gateway drains: it finishes what runs and takes nothing new."));
+    }
+    show(notes);
+  },
+  failed(error, retryMs) {
+    if (error.status === 401) {
+      pulse("warn", "needs a key");
+      show([notice("warn", apiKey() ? "The gateway does not know this key." : "This gateway asks for an API key.", "Give a key", openDialog)]);
+      if (!dialog.open && !dismissed) openDialog();
+      return;
+    }
+    pulse(error.status ? "warn" : "bad", error.status ? "refused" : "no answer");
+    const again = retryMs && ![403, 404].includes(error.status) ? ` Asking again in ${format.seconds(retryMs / 1000)}.` : "";
+    show(error.status === 403 ? [] : [notice("bad", `${error.message}${again}`)]);
+  },
+};
+
+/** The shown notices, as text: the same ones are left alone. */
+let shown = "";
+
+/** @param {HTMLElement[]} notes */
+function show(notes) {
+  const text = notes.map((note) => note.textContent).join("\n");
+  if (text === shown) return;
+  shown = text;
+  fill(byId("notices"), ...notes);
+}
+
+/** @param {string} tone @param {string} text @param {string} [action] @param {() => void} [act] */
+function notice(tone, text, action, act) {
+  return h("p", { class: "notice", "data-tone": tone }, text, action && act && h("button", { type: "button", click: () => act() }, action));
+}
+
+/** @param {string} tone @param {string} text */
+function pulse(tone, text) {
+  setAttribute(byId("pulse"), "data-tone", tone);
+  setText(byId("pulse-text"), text);
+}
+
+function route() {
+  const [name, ...rest] = location.hash.slice(1).split("/");
+  const view = name in TITLES ? /** @type {keyof typeof TITLES} */ (name) : "fleet";
+  leave?.();
+  show([]);
+  document.title = `${TITLES[view]} · Tandem console`;
+  for (const link of document.querySelectorAll("nav a")) {
+    const target = link.getAttribute("href")?.slice(1);
+    const here = target === view || (target === "requests" && view === "request");
+    if (here) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  main.dataset.view = view;
+  if (view === "fleet") leave = showFleet(main, page);
+  else if (view === "requests") leave = showRequests(main, page);
+  else if (view === "request") leave = showTimeline(main, page, identifier(rest.join("/")));
+  else leave = showPlayground(main, page);
+}
+
+/** @param {string} text */
+function identifier(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+/* ── The key ───────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+let dismissed = false;
+
+function openDialog() {
+  byId("key-input").value = "";
+  byId("key-forget").hidden = !apiKey();
+  dialog.showModal();
+}
+
+/** @param {string} key */
+function useKey(key) {
+  setApiKey(key);
+  dismissed = false;
+  dialog.close();
+  markKey();
+  route();
+}
+
+function markKey() {
+  setText(byId("key-button"), apiKey() ? "API key set" : "API key");
+}
+
+byId("key-button").addEventListener("click", openDialog);
+byId("key-cancel").addEventListener("click", () => {
+  dismissed = true;
+  dialog.close();
+});
+byId("key-forget").addEventListener("click", () => useKey(""));
+// The Escape key.
+dialog.addEventListener("cancel", () => (dismissed = true));
+byId("key-form").addEventListener("submit", (/** @type {Event} */ event) => {
+  event.preventDefault();
+  const key = byId("key-input").value.trim();
+  if (key) useKey(key);
+});
+addEventListener("hashchange", () => {
+  route();
+  main.focus({ preventScroll: true });
+  scrollTo(0, 0);
+});
+markKey();
+route();

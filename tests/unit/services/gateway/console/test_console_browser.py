@@ -1,0 +1,262 @@
+"""The console in a headless Chromium, in front of a gateway with mock engines and a fleet that is moved by hand.
+
+Everything that a worker, a client or a model may have written is shown as text, whatever it is.
+"""
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+
+from tandem_engine.config import Role
+from tandem_services.router.registry import WorkerState
+from tandem_testing.browser import CHROMIUM, WatchedPage, chromium, watched_page
+from tandem_testing.console_builders import ScriptedFleet, link, member
+from tandem_testing.gateway_builders import LiveGateway, live_gateway, script
+from tandem_testing.key_files import key_of, write_keys
+from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.tokenizer_builders import EOS
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="NOT CHECKED: no Chromium is installed, so the console page is not tested in a browser"
+    ),
+]
+
+ATTACK = "<img src=x onerror=\"window.hacked='yes'\"><script>window.hacked='yes'</script><b>bold</b>"
+PHONE = {"width": 360, "height": 740}
+
+
+@dataclass(kw_only=True)
+class Sight:
+    """A gateway, its fleet, and a page that looks at both."""
+
+    live: LiveGateway
+    fleet: ScriptedFleet
+    watched: WatchedPage
+
+    async def open(self, view: str = "") -> None:
+        await self.watched.page.goto(f"/console#{view}")
+
+    async def shows(self, text: str) -> None:
+        """Waits until the page shows `text`."""
+        await self.watched.page.get_by_text(text).first.wait_for()
+
+    async def text(self, selector: str = "main") -> str:
+        return await self.watched.page.inner_text(selector)
+
+    async def is_sound(self) -> None:
+        """Nothing broke, nothing was fetched from elsewhere, and no text became markup."""
+        assert self.watched.complaints == []
+        assert self.watched.foreign == []
+        hostile = "[window.hacked ?? '', document.querySelectorAll('main img, main script, main b b').length]"
+        assert await self.watched.page.evaluate(hostile) == ["", 0]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def browser():
+    async with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def see(browser, rack, tokenizer):
+    @asynccontextmanager
+    async def see(*members, behaviour: MockBehaviour | None = None, viewport=None, **config):
+        answer = script(tokenizer, "All is well.", eos=EOS)
+        rack.add("solo", behaviour or MockBehaviour(token=scripted_tokens(answer), eos=EOS))
+        fleet = ScriptedFleet(members=list(members))
+        async with (
+            live_gateway(rack.context, tokenizer, rack.engines, seen=fleet, **config) as live,
+            watched_page(browser, live.url, viewport=viewport or {"width": 1280, "height": 800}) as watched,
+        ):
+            yield Sight(live=live, fleet=fleet, watched=watched)
+
+    return see
+
+
+async def test_the_fleet_is_shown_with_its_states_caches_and_links(see):
+    links = (link("decode-0"), link("decode-1", broken=True, problem="no route to host"))
+    workers = [
+        member("prefill-0", Role.PREFILL, links=links),
+        member("decode-0", Role.DECODE, suspect=True),
+        member("decode-1", Role.DECODE, state=WorkerState.PAUSED),
+    ]
+    async with see(*workers) as sight:
+        await sight.open()
+        await sight.shows("suspect")
+        text = await sight.text()
+        for wanted in ("1\nof 3 ready", "paused", "35 %", "213", "1.20 GB/s", "broken: no route to host", "400 µs"):
+            assert wanted in text, wanted
+        sight.fleet.members[0] = member("prefill-0", Role.PREFILL, links=links, state=WorkerState.DRAINING)
+        await sight.shows("draining")
+        await sight.is_sound()
+
+
+async def test_a_worker_that_vanishes_is_shown_as_lost_and_a_drained_one_as_left(see):
+    async with see(member("w1"), member("w2"), member("w3", state=WorkerState.DRAINING)) as sight:
+        await sight.open()
+        await sight.shows("draining")
+        del sight.fleet.members[1:]
+        await sight.shows("lost")
+        await sight.shows("left")
+        assert "1\nof 1 ready" in await sight.text()
+
+
+async def test_an_empty_fleet_and_a_lost_redis_are_explained(see):
+    async with see() as sight:
+        await sight.open()
+        await sight.shows("No workers")
+        sight.fleet.members.append(member("w1"))
+        await sight.shows("1000")
+        sight.fleet.age_s = 65.0
+        await sight.shows("Redis has not answered for 65")
+        sight.live.health.drain()
+        await sight.shows("This gateway drains")
+
+
+async def test_a_gateway_that_does_not_answer_is_said_and_asked_again(see):
+    async with see(member("w1")) as sight:
+        await sight.open()
+        await sight.shows("live")
+        await sight.watched.page.route("**/console/data/**", lambda route: route.abort())
+        await sight.shows("The gateway does not answer. Asking again in")
+        assert "w1" in await sight.text()
+        await sight.watched.page.unroute("**/console/data/**")
+        await sight.shows("live")
+
+
+async def test_what_workers_say_is_text(see):
+    hostile = member(
+        "w1", links=(link("w2", problem=ATTACK),), model=ATTACK, incarnation=f"{ATTACK}@1", worker_id=ATTACK
+    )
+    async with see(hostile, member("w2")) as sight:
+        await sight.open()
+        await sight.shows("onerror")
+        await sight.is_sound()
+
+
+async def test_what_a_model_writes_is_text_and_leads_to_its_timeline(see, tokenizer):
+    tokens = script(tokenizer, ATTACK, eos=EOS)
+    async with see(member("w1"), behaviour=MockBehaviour(token=scripted_tokens(tokens), eos=EOS)) as sight:
+        page = sight.watched.page
+        await sight.open("playground")
+        await page.fill("#prompt", ATTACK)
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".said.model a")
+        assert await sight.text(".said.model > .text") == ATTACK
+        assert await sight.text(".said.user .text") == ATTACK
+        facts = await sight.text(".said.model .facts")
+        for wanted in ("first token", "tokens/s", f"{len(tokens)} tokens"):
+            assert wanted in facts, wanted
+        await page.click(".said.model a")
+        await page.wait_for_selector(".lane")
+        text = await sight.text()
+        for wanted in ("Prefill", "Decode", "finished by stop", "solo@1", "Score"):
+            assert wanted in text, wanted
+        await page.click("nav a[href='#requests']")
+        await page.wait_for_selector("tbody tr")
+        assert "chat" in await sight.text("tbody")
+        await sight.is_sound()
+
+
+async def test_a_timeline_shows_every_attempt_and_what_was_resumed(see, rack, tokenizer):
+    answer = scripted_tokens(script(tokenizer, "Not all is well here.", eos=EOS))
+    rack.add("frail", MockBehaviour(token=answer, eos=EOS, die_after=3))
+    async with see(member("w1"), behaviour=MockBehaviour(token=answer, eos=EOS)) as sight:
+        done = (await sight.live.chat()).json()
+        await sight.open(f"request/{done['id']}")
+        await sight.shows("Attempt 2")
+        text = await sight.text()
+        for wanted in ("after 3 tokens that the client already had", "frail@1", "solo@1", "finished"):
+            assert wanted in text, wanted
+        assert await sight.watched.page.locator(".span.failed").count() == 1
+        await sight.is_sound()
+
+
+async def test_an_answer_can_be_stopped(see, tokenizer):
+    endless = MockBehaviour(token=lambda *_: tokenizer.encode("a", add_special_tokens=False)[0], step_s=0.02)
+    async with see(member("w1"), behaviour=endless) as sight:
+        page = sight.watched.page
+        await sight.open("playground")
+        await page.fill("#max-tokens", "400")
+        await page.fill("#prompt", "go on")
+        await page.click("button:has-text('Send')")
+        await page.wait_for_selector(".said.model > .text:has-text('aaa')")
+        await page.click("button:has-text('Stop')")
+        await page.wait_for_selector(".facts .state:has-text('stopped')")
+        await page.wait_for_selector("button:has-text('Send')")
+        await sight.is_sound()
+
+
+async def test_a_refused_message_shows_why_and_is_taken_back(see):
+    async with see(member("w1")) as sight:
+        page = sight.watched.page
+        await sight.open("playground")
+        await page.fill("#max-tokens", "100000")
+        await page.fill("#prompt", "much")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".facts .state[data-state=trouble]")
+        assert "maximum context length is 512" in await sight.text(".said.model .facts")
+        await sight.is_sound()
+
+
+async def test_a_key_is_asked_for_and_opens_what_it_may(see, tmp_path):
+    keys = write_keys(tmp_path, ann={}, root={"admin": True})
+    async with see(member("w1"), api_keys=keys) as sight:
+        page = sight.watched.page
+
+        async def give(key: str) -> None:
+            await page.fill("#key-input", key)
+            await page.keyboard.press("Enter")
+
+        await sight.open()
+        await page.wait_for_selector("dialog[open]")
+        await give("wrong")
+        await sight.shows("The gateway does not know this key.")
+        await give(key_of("ann"))
+        await sight.shows("The fleet is for administrators")
+        await page.click("nav a[href='#playground']")
+        await page.wait_for_selector("#model option[value=mock]", state="attached")
+        await page.click("#key-button")
+        await give(key_of("root"))
+        await page.click("nav a[href='#fleet']")
+        await page.wait_for_selector("tbody tr")
+        assert await page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 1, ""]
+        await page.click("#key-button")
+        await page.click("#key-forget")
+        assert await page.evaluate("sessionStorage.length") == 0
+        await sight.is_sound()
+
+
+async def test_the_policy_stops_what_escaping_would_have_missed(see):
+    async with see(member("w1")) as sight:
+        page = sight.watched.page
+        await sight.open()
+        await sight.shows("live")
+        tries = """() => ["innerHTML", "outerHTML"].map((name) => {
+            try { document.querySelector("main")[name] = "<img src=x>"; return "done"; }
+            catch (error) { return error.name; }
+        })"""
+        assert await page.evaluate(tries) == ["TypeError", "TypeError"]
+
+
+@pytest.mark.parametrize("view", ["fleet", "requests", "playground", "request/none"])
+async def test_a_phone_shows_every_view_without_scrolling_sideways(see, view):
+    workers = [
+        member(f"a-worker-with-a-long-name-{i}", links=(link("w2", problem="a long story " * 9),)) for i in range(3)
+    ]
+    async with see(*workers, viewport=PHONE) as sight:
+        page = sight.watched.page
+        await sight.open(view)
+        await page.wait_for_selector("main h1")
+        await sight.shows("live")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        unnamed = """Array.from(document.querySelectorAll("button, a, input, select, textarea"))
+            .filter((each) => each.checkVisibility())
+            .filter((each) => !(each.innerText || each.ariaLabel || each.labels?.length)).length"""
+        assert await page.evaluate(unnamed) == 0
+        await sight.is_sound()

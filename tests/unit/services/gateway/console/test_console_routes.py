@@ -1,0 +1,205 @@
+"""The console's routes: where they are, who may read what, and what the page may do in a browser."""
+
+import re
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem_engine.ipc.channels import IpcContext
+from tandem_services.common.health import Health
+from tandem_services.gateway.admin import create_admin_app
+from tandem_services.gateway.app import api_app, build_gateway
+from tandem_services.gateway.console.assets import read_assets
+from tandem_services.gateway.console.composition import console_of
+from tandem_services.gateway.console.fleet_document import ViewedFleet
+from tandem_services.gateway.explain import RequestRecord
+from tandem_testing.console_builders import ScriptedFleet, member
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
+from tandem_testing.key_files import bearer, write_keys
+from tandem_testing.service_clock import ServiceClock
+
+OPEN = ["/console", "/console/", "/console/assets/main.js", "/console/assets/console.css", "/console/assets/icon.svg"]
+DATA = ["/console/data/fleet", "/console/data/requests", "/console/data/requests/r1"]
+
+
+def record(request_id: str, tenant: str) -> RequestRecord:
+    return RequestRecord(
+        request_id=request_id,
+        client_request_id=None,
+        tenant=tenant,
+        endpoint="/v1/chat/completions",
+        model="m",
+        requested_model="m",
+        stream=True,
+        prompt_tokens=7,
+        n=1,
+        created=0,
+        choices=[],
+    )
+
+
+class Consoles:
+    """A gateway's two applications, the console on either, without sockets."""
+
+    def __init__(self, tokenizer, keys: Path | None, *, admin_port: bool) -> None:
+        self.context = IpcContext()
+        self.clock = ServiceClock()
+        self.fleet = ScriptedFleet(members=[member("w1")])
+        config = config_of(api_keys=keys)
+        parts = fleet_of(config, FakeChooser([]), SessionShelf(), self.context, tokenizer)
+        self.gateway = build_gateway(config, [parts], clock=self.clock, health=Health())
+        self.console = console_of(self.gateway, [ViewedFleet("blue", self.fleet)])
+        admin = create_admin_app(self.gateway, drain=lambda: None, console=self.console if admin_port else None)
+        api = api_app(self.gateway, metrics=not admin_port, console=None if admin_port else self.console)
+        self.admin, self.api = self._client(admin), self._client(api)
+        self.gateway.answering.journal.open(record("r1", "ann"))
+
+    def _client(self, app) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
+
+
+@asynccontextmanager
+async def consoles(tokenizer, keys: Path | None = None, *, admin_port: bool = False):
+    both = Consoles(tokenizer, keys, admin_port=admin_port)
+    try:
+        yield both
+    finally:
+        await both.admin.aclose()
+        await both.api.aclose()
+        await both.gateway.close()
+        both.context.close()
+
+
+@pytest.fixture
+def keys(tmp_path):
+    return write_keys(tmp_path, ann={}, root={"admin": True})
+
+
+async def test_every_route_is_one_of_those_whose_readers_are_tested_here(tokenizer):
+    async with consoles(tokenizer) as both:
+        paths = {route.path.replace("{request_id}", "r1") for route in both.console.routes()}
+        assert paths == {"/console", "/console/", "/console/assets/{name}", *DATA}
+
+
+async def test_without_keys_the_page_and_its_data_are_open(tokenizer):
+    async with consoles(tokenizer) as both:
+        for path in OPEN + DATA:
+            assert (await both.api.get(path)).status_code in (200, 308), path
+            assert (await both.api.head(path)).status_code in (200, 308), path
+
+
+async def test_the_page_needs_no_key_and_its_data_an_administrators(tokenizer, keys):
+    async with consoles(tokenizer, keys) as both:
+        for path in OPEN:
+            assert (await both.api.get(path)).status_code in (200, 308), path
+        for path in [*DATA, "/console/data/", "/console/data/nope", "/console/data/requests/"]:
+            assert (await both.api.get(path)).status_code == 401, path
+            assert (await both.api.get(path, headers=bearer("ann"))).status_code == 403, path
+        for path in DATA:
+            assert (await both.api.get(path, headers=bearer("root"))).status_code == 200, path
+
+
+async def test_what_the_console_does_not_have_is_as_secret_as_any_path(tokenizer, keys):
+    async with consoles(tokenizer, keys) as both:
+        for path in ["/console/assets/nope.js", "/console/assets/", "/consoles", "/console/assets/..%2f..%2froutes.py"]:
+            assert (await both.api.get(path)).status_code == 401, path
+            assert (await both.api.get(path, headers=bearer("root"))).status_code == 404, path
+
+
+async def test_with_an_administrators_port_everything_of_it_is_there(tokenizer, keys):
+    async with consoles(tokenizer, keys, admin_port=True) as both:
+        for path in OPEN + DATA:
+            assert (await both.api.get(path, headers=bearer("root"))).status_code == 404, path
+            assert (await both.admin.get(path, headers=bearer("root"))).status_code in (200, 308), path
+        for path in DATA:
+            assert (await both.admin.get(path)).status_code == 401, path
+            assert (await both.admin.get(path, headers=bearer("ann"))).status_code == 403, path
+
+
+async def test_the_playground_at_the_administrators_port_is_for_administrators(tokenizer, keys):
+    async with consoles(tokenizer, keys, admin_port=True) as both:
+        for method, path in [("GET", "/v1/models"), ("POST", "/v1/chat/completions")]:
+            assert (await both.admin.request(method, path)).status_code == 401
+            assert (await both.admin.request(method, path, headers=bearer("ann"))).status_code == 403
+        models = await both.admin.get("/v1/models", headers=bearer("root"))
+        assert [each["id"] for each in models.json()["data"]] == ["mock"]
+
+
+async def test_a_gateway_without_the_console_has_nothing_of_it(tokenizer):
+    async with consoles(tokenizer, admin_port=True) as both:
+        for path in OPEN + DATA:
+            assert (await both.api.get(path)).status_code == 404, path
+
+
+async def test_an_administrator_sees_anybodys_request(tokenizer, keys):
+    async with consoles(tokenizer, keys) as both:
+        answer = await both.api.get("/console/data/requests/chatcmpl-r1", headers=bearer("root"))
+        assert (answer.status_code, answer.json()["tenant"]) == (200, "ann")
+        missing = await both.api.get("/console/data/requests/none", headers=bearer("root"))
+        assert missing.status_code == 404
+        rows = (await both.api.get("/console/data/requests", headers=bearer("root"))).json()
+        assert [(row["request_id"], row["status"]) for row in rows] == [("r1", None)]
+
+
+async def test_the_page_may_do_nothing_but_talk_to_its_own_origin(tokenizer):
+    async with consoles(tokenizer) as both:
+        for path in ["/console", "/console/assets/main.js"]:
+            headers = (await both.api.get(path)).headers
+            policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+            assert policy["default-src"] == "'none'"
+            assert {policy[name] for name in ("script-src", "style-src", "connect-src", "img-src")} == {"'self'"}
+            assert {policy[name] for name in ("base-uri", "form-action", "frame-ancestors")} == {"'none'"}
+            assert policy["require-trusted-types-for"] == "'script'"
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["x-frame-options"] == "DENY"
+            assert headers["referrer-policy"] == "no-referrer"
+        for path in DATA:
+            headers = (await both.api.get(path)).headers
+            assert headers["cache-control"] == "no-store"
+            assert headers["cross-origin-resource-policy"] == "same-origin"
+            assert "access-control-allow-origin" not in headers
+
+
+async def test_an_unchanged_file_is_not_sent_again(tokenizer):
+    async with consoles(tokenizer) as both:
+        first = await both.api.get("/console/assets/console.css")
+        again = await both.api.get("/console/assets/console.css", headers={"if-none-match": first.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        other = await both.api.get("/console/assets/console.css", headers={"if-none-match": '"other"'})
+        assert other.status_code == 200
+
+
+async def test_however_many_look_the_fleet_is_described_once_a_second(tokenizer):
+    async with consoles(tokenizer) as both:
+        answers = {(await both.api.get("/console/data/fleet")).content for _ in range(50)}
+        assert (len(answers), both.fleet.asked) == (1, 1)
+        both.clock.advance(1.0)
+        await both.api.get("/console/data/fleet")
+        assert both.fleet.asked == 2
+
+
+async def test_the_redirect_holds_behind_a_prefix(tokenizer):
+    async with consoles(tokenizer) as both:
+        assert (await both.api.get("/console/")).headers["location"] == "../console"
+
+
+def test_the_page_has_no_script_or_style_of_its_own_and_names_only_its_files():
+    files = {asset.name: asset.body.decode() for asset in read_assets()}
+    page = files["index.html"]
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son\w+=|\sstyle=|javascript:", page)
+    links = re.findall(r'(?:src|href)="([^"#]+)"', page)
+    links += [f"console/assets/{name}" for text in files.values() for name in re.findall(r'from "\./([^"]+)"', text)]
+    assert {link.removeprefix("console/assets/") for link in links} == files.keys() - {"index.html"}
+
+
+@pytest.mark.parametrize("name", [asset.name for asset in read_assets() if asset.name.endswith(".js")])
+def test_no_script_makes_markup_of_text_or_asks_elsewhere(name):
+    text = next(asset.body.decode() for asset in read_assets() if asset.name == name)
+    code = text.replace("http://www.w3.org/2000/svg", "")
+    banned = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser|https?://|localStorage"
+    )
+    assert re.findall(banned, code) == []
+    assert text.startswith("// @ts-check\n")
