@@ -11,7 +11,7 @@ from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """None where none is installed (`apt-get install chromium`); tests that need it skip."""
 
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 """The machine may be busy with other tests."""
 
 

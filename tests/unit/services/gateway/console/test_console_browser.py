@@ -21,6 +21,7 @@ from tandem_testing.tokenizer_builders import EOS
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.xdist_group("browser"),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         CHROMIUM is None, reason="NOT CHECKED: no Chromium is installed, so the console page is not tested in a browser"
     ),
@@ -101,8 +102,7 @@ async def test_a_worker_that_vanishes_is_shown_as_lost_and_a_drained_one_as_left
         await sight.open()
         await sight.shows("draining")
         del sight.fleet.members[1:]
-        await sight.shows("lost")
-        await sight.shows("left")
+        await sight.watched.page.wait_for_selector("tbody:has([data-state=lost]):has([data-state=left])")
         assert "1\nof 1 ready" in await sight.text()
 
 
@@ -178,14 +178,14 @@ async def test_a_timeline_shows_every_attempt_and_what_was_resumed(see, rack, to
 
 
 async def test_an_answer_can_be_stopped(see, tokenizer):
-    endless = MockBehaviour(token=lambda *_: tokenizer.encode("a", add_special_tokens=False)[0], step_s=0.02)
+    endless = MockBehaviour(token=lambda *_: tokenizer.encode("a", add_special_tokens=False)[0], step_s=0.5)
     async with see(member("w1"), behaviour=endless) as sight:
         page = sight.watched.page
         await sight.open("playground")
         await page.fill("#max-tokens", "400")
         await page.fill("#prompt", "go on")
         await page.click("button:has-text('Send')")
-        await page.wait_for_selector(".said.model > .text:has-text('aaa')")
+        await page.wait_for_selector(".said.model > .text:has-text('aa')")
         await page.click("button:has-text('Stop')")
         await page.wait_for_selector(".facts .state:has-text('stopped')")
         await page.wait_for_selector("button:has-text('Send')")
