@@ -29,7 +29,6 @@ MAX_CHARACTERS = 200
 SUSPECT = "suspect"
 """State of a worker that this gateway has lost its connection to, whatever the registry says."""
 
-
 _ROLES = {role: place for place, role in enumerate(Role)}
 
 
