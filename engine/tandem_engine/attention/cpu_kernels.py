@@ -29,7 +29,7 @@ import numpy.typing as npt
 from numba.core import types
 from numba.extending import overload
 
-from tandem_engine.compiled import compiled
+from tandem_engine.compiled import callback, compiled
 
 CHUNK = 512
 """Tokens of one task: long enough to hide the merge, short enough that one long context feeds all threads."""
@@ -70,6 +70,11 @@ def compiled_kernel(function: Callable[..., Any], **extra: bool) -> Any:
     return compiled(function, **_OPTIONS, **extra)
 
 
+def compiled_callback(function: Callable[..., Any], signature: Any) -> Any:
+    """A kernel that other compiled code may call by its `address`, on threads that know nothing of Python."""
+    return callback(function, signature, **_OPTIONS)
+
+
 def inlined(function: Callable[..., Any]) -> Any:
     """A piece of a kernel, expanded where it is called so that the caller's constants reach its loops."""
     return numba.njit(forceinline=True, nogil=True, **_OPTIONS)(function)
@@ -85,23 +90,6 @@ def store(pages: Array, layer: int, k: Array, v: Array, slots: Array) -> None:
             for d in range(k.shape[2]):
                 pages[page, layer, 0, head, slot, d] = k[token, head, d]
                 pages[page, layer, 1, head, slot, d] = v[token, head, d]
-
-
-@compiled
-def gather(pages: Array, layer: int, table: Array, begin: int, k: Array, v: Array) -> None:
-    """Read the tokens of `table` [n] int64 pages from slot `begin` on into k and v [KV, tokens, D], as many as fit.
-
-    By head: the order in which matrix products want them, from one pass over the pages.
-    """
-    page_size, count = pages.shape[4], k.shape[1]
-    done, first = 0, begin
-    for index in range(table.shape[0]):
-        stop = min(page_size, first + count - done)
-        for head in range(k.shape[0]):
-            k[head, done : done + stop - first] = pages[table[index], layer, 0, head, first:stop]
-            v[head, done : done + stop - first] = pages[table[index], layer, 1, head, first:stop]
-        done += stop - first
-        first = 0
 
 
 def build_attend_serial(head_dim: int, group: int, *, capped: bool) -> AttendKernel:

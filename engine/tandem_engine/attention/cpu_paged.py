@@ -15,7 +15,6 @@ from tandem_engine.attention.cpu_kernels import (
     LENGTH,
     QUERY_COLUMNS,
     STATISTICS,
-    TOKEN,
     Array,
     AttendKernel,
 )
@@ -52,11 +51,6 @@ class PagedQueries:
     page_table: Array
     rows_read: int
     """K/V rows per head that all queries read together."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """[Q] int64 indices into the step's tokens."""
-        return torch.from_numpy(self.queries[:, TOKEN])
 
 
 def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int, window: int | None) -> PagedQueries:
@@ -112,7 +106,6 @@ class PagedKernels:
         """Compile, by calls with nothing to do."""
         row = torch.empty((0, self._kv_heads, self._head_dim), dtype=self._dtype)
         self.store(0, row, row, np.empty(0, np.int64))
-        self.gather(0, np.empty(0, np.int64), 0, 0)
         nothing = PagedQueries(
             queries=np.empty((0, QUERY_COLUMNS), np.int64),
             tasks=np.empty((0, 2), np.int64),
@@ -122,38 +115,29 @@ class PagedKernels:
         cut_queries(nothing.queries, 0, np.empty(0, np.int64), 0, 0, NO_WINDOW)
         q, spec = torch.empty((0, self._num_heads, self._head_dim)), AttentionSpec(scale=1.0)
         for pair in self._pairs.values():
-            self._run(pair.serial, 0, q, nothing, spec)
+            self._run(pair.serial, 0, q, nothing, spec, q)
             if _num_threads() > 1:
                 with _thread_pool:
-                    self._run(pair.parallel, 0, q, nothing, spec)
+                    self._run(pair.parallel, 0, q, nothing, spec, q)
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Array) -> None:
         """Write k and v [T, kv_heads, head_dim], any float dtype, to int64 slots [T] of one layer."""
         keys, values = (_as_array(rows.to(self._dtype).contiguous()) for rows in (k, v))
         cpu_kernels.store(self.pages, layer, keys, values, slots)
 
-    def gather(self, layer: int, pages: Array, begin: int, count: int) -> tuple[Tensor, Tensor]:
-        """K and V [kv_heads, count, head_dim] of `count` tokens, in the pool's dtype: a copy.
+    def attend(self, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec, out: Tensor) -> None:
+        """q [T, heads, head_dim] to the rows of `out`, of that shape, that are the queries' tokens.
 
-        The tokens lie in int64 `pages` [n] of one layer, from slot `begin` of the first one on.
-        """
-        shape = (self._kv_heads, count, self._head_dim)
-        keys, values = torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype)
-        cpu_kernels.gather(self.pages, layer, pages, begin, _as_array(keys), _as_array(values))
-        return keys, values
-
-    def attend(self, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec) -> Tensor:
-        """q [T, heads, head_dim] to float32 of that shape, in which the queries' tokens are set and no others.
-
-        `work` was planned with the window of `spec`.
+        Both are dense float32. `work` was planned with the window of `spec`.
         """
         pair = self._pairs[spec.soft_cap is not None]
         threads = _num_threads()
         if not self.worth_threads(work) or not _thread_pool.acquire(blocking=False):
-            return self._run(pair.serial, layer, q, work, spec)
+            self._run(pair.serial, layer, q, work, spec, out)
+            return
         try:
             numba.set_num_threads(threads)
-            return self._run(pair.parallel, layer, q, work, spec)
+            self._run(pair.parallel, layer, q, work, spec, out)
         finally:
             _thread_pool.release()
 
@@ -161,15 +145,15 @@ class PagedKernels:
         """Whether `work` is best shared by several threads, and there are any."""
         return _num_threads() > 1 and work.rows_read * self._row_bytes >= PARALLEL_BYTES
 
-    def _run(self, kernel: AttendKernel, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec) -> Tensor:
+    def _run(
+        self, kernel: AttendKernel, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec, out: Tensor
+    ) -> None:
         partial = np.empty((len(work.tasks), q.shape[1], self._head_dim + STATISTICS), np.float32)
-        out = torch.empty(q.shape)
-        q_rows = q.float().contiguous().numpy()
         scale, soft_cap = np.float32(spec.scale), np.float32(spec.soft_cap or 0.0)
         kernel(
             self.pages,
             layer,
-            q_rows,
+            q.numpy(),
             scale,
             soft_cap,
             work.page_table,
@@ -178,7 +162,6 @@ class PagedKernels:
             partial,
             out.numpy(),
         )
-        return out
 
 
 def _num_threads() -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tandem_engine.attention import cpu_kernels
+from tandem_engine.attention import cpu_kernels, vectors
 from tandem_engine.attention.cpu_kernels import STATISTICS, Array, attend_queries, compiled_kernel, exp_shifted, inlined
 from tandem_engine.compiled import revision_of
 from tandem_engine.model.fused import gemm
@@ -174,7 +174,7 @@ def build_head_kernel() -> HeadKernel:
 
 def _revision() -> int:
     """What kernels close over, because they are made of other files' code too, and of this machine's panels."""
-    return revision_of(cpu_kernels, gemm, constant=gemm.PANEL)
+    return revision_of(cpu_kernels, vectors, gemm, constant=vectors.PANEL)
 
 
 @inlined

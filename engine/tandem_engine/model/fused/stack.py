@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem_engine.attention.cpu import CpuPlan, View
 from tandem_engine.attention.cpu_kernels import Array
 from tandem_engine.attention.spec import AttentionSpec, distinct
+from tandem_engine.attention.vectors import PANEL
 from tandem_engine.config import Activation, ModelConfig, NormKind
 from tandem_engine.model.base import Attend
 from tandem_engine.model.fused import gemm
@@ -102,7 +103,7 @@ class FusedHead:
 def fuse_head(projection: Projection) -> Projection:
     """`projection`, of a model that `fuse` covers, or the kernel for it, when that covers it too."""
     weight = _weight(projection)
-    if weight.numel() * weight.itemsize > MAX_WEIGHT_BYTES or len(weight) % gemm.PANEL or _bias(projection) is not None:
+    if weight.numel() * weight.itemsize > MAX_WEIGHT_BYTES or len(weight) % PANEL or _bias(projection) is not None:
         return projection
     return FusedHead(kernel=build_head_kernel(), panels=gemm.pack(weight), many=projection)
 
@@ -157,7 +158,7 @@ def _fits(config: ModelConfig) -> bool:
         (config.hidden_size, config.intermediate_size),
     )
     size = config.num_layers * sum(outputs * inputs for outputs, inputs in shapes) * torch.float32.itemsize
-    return size <= MAX_WEIGHT_BYTES and all(outputs % gemm.PANEL == 0 for outputs, _ in shapes)
+    return size <= MAX_WEIGHT_BYTES and all(outputs % PANEL == 0 for outputs, _ in shapes)
 
 
 def _arrays(embedding: TokenEmbedding, blocks: "Sequence[Block]", rotary: RotaryTable, norm: Norm) -> StackArrays:

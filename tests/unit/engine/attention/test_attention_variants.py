@@ -5,12 +5,13 @@ import torch
 
 from tandem_engine.attention.cpu import SHORT_EXTEND, CpuAttention
 from tandem_engine.attention.cpu_kernels import CHUNK
-from tandem_engine.attention.cpu_prompt import QUERY_BLOCK
 from tandem_engine.attention.spec import AttentionSpec, distinct
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.memory.pool import KvPool
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PageDealer, Seq, make_batch, make_pool, make_qkv
 
+LONG_PROMPT = 296
+"""Several blocks of queries and of keys."""
 SCALE = HEAD_DIM**-0.5
 VARIANTS = {
     "window": AttentionSpec(scale=SCALE, window=20),
@@ -26,7 +27,7 @@ def sequences_of(dealer: PageDealer) -> list[Seq]:
     """Every way to attend, around the window's length and far beyond it."""
     return [
         dealer.seq(20, 20),
-        dealer.seq(QUERY_BLOCK + 40, QUERY_BLOCK + 40),
+        dealer.seq(LONG_PROMPT, LONG_PROMPT),
         dealer.seq(150, 60),
         dealer.seq(90, SHORT_EXTEND),
         dealer.seq(21, 1),

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.model.fused.gemm import PANEL, TILE_ROWS, multiply, pack
+from tandem_engine.attention.vectors import PANEL, TILE_ROWS
+from tandem_engine.model.fused.gemm import multiply, pack
 from tandem_engine.model.fused.kernel import build_head_kernel
 from tandem_testing.compiled_pieces import calling
 

@@ -8,12 +8,12 @@ import torch
 
 from tandem_engine.attention.cpu import SHORT_EXTEND, CpuAttention
 from tandem_engine.attention.cpu_kernels import CHUNK
+from tandem_engine.attention.vectors import PANEL
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, RopeConfig
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.decoder import Decoder, build_decoder
 from tandem_engine.model.fused import stack
-from tandem_engine.model.fused.gemm import PANEL
 from tandem_engine.model.fused.stack import FEW_TOKENS, FusedHead
 from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.forward_builders import PageDealer, Seq, make_batch

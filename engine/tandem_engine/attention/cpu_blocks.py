@@ -1,0 +1,271 @@
+"""The kernel for runs of tokens: blocks of queries against blocks of keys, as matrix products.
+
+    queries of one K/V head, group by group, side by side in panels         Qᵀ   [D, PANEL]
+    for each block of KEYS keys, copied from its pages
+        scores      K · Qᵀ                     K broadcast, panel by panel   S    [keys, PANEL]
+        weights     softmax so far             `vector_softmax`              S
+        output      Vᵀ · S on top of the rest  V broadcast                   Oᵀ   [D, PANEL]
+
+With queries as lanes nothing has to be transposed but Q and O, which are small; all query heads of a K/V head share
+its keys; and neither maximum nor sum ever crosses lanes.
+
+A query's result depends on its own keys alone, to the bit: lanes do not meet, blocks end at multiples of `KEYS`, and
+a key that a query does not see adds exact zeros. So it is the same however a prompt is cut into chunks, however the
+queries are cut into tasks and on any number of threads.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import llvmlite.ir
+import numba
+import numpy as np
+from numba.core import types as numba_types
+from numba.extending import intrinsic
+
+from tandem_engine.attention import cpu_kernels, vector_softmax, vectors
+from tandem_engine.attention.cpu_kernels import Array, as_float32, compiled_callback, inlined
+from tandem_engine.attention.vector_softmax import bound, hide, weigh
+from tandem_engine.attention.vectors import FLOAT_BYTES, PANEL, product
+from tandem_engine.compiled import revision_of
+
+ir: Any = llvmlite.ir
+types: Any = numba_types
+
+KEYS = 64
+"""Keys of a block: their scores with one panel, 8 KiB, stay in a core's first cache, as do K and V."""
+
+START, ROW, POSITION = range(3)
+"""Columns of `sequences`: the first token's index into q, row of the page table, position of the first token."""
+
+SEQUENCE_COLUMNS = 3
+
+SEQUENCE, KV_HEAD, BEGIN, END = range(4)
+"""Columns of `tasks`: queries [BEGIN, END), counted from the first token of a sequence, of the heads of KV_HEAD."""
+
+TASK_COLUMNS = 4
+
+WORK = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "next_task",
+            "num_tasks",
+            "tasks",
+            "sequences",
+            "page_table",
+            "table_width",
+            "pages",
+            "num_layers",
+            "layer",
+            "num_kv_heads",
+            "page_size",
+            "head_dim",
+            "group",
+            "q",
+            "out",
+            "window",
+            "panels",
+        )
+    ]
+    + [("scale", np.float32), ("soft_cap", np.float32)]
+)
+"""What the kernel is given, one record. Arrays are addresses:
+
+    tasks       [num_tasks, TASK_COLUMNS] int64
+    sequences   [S, SEQUENCE_COLUMNS] int64
+    page_table  [B, table_width] int32
+    pages       [page, num_layers, 2, num_kv_heads, page_size, head_dim] float32, or bfloat16 seen as uint16
+    q, out      [T, num_kv_heads · group, head_dim] float32, dense; of `out` the tasks' queries are written
+
+`next_task` counts what has been taken, from 0. `window` is how many of the newest tokens a query sees. `panels` holds
+the queries of any task. `scale` has the factor log2 e where `soft_cap` is 0, else the factor 1 / soft_cap.
+"""
+
+
+class Scratch(NamedTuple):
+    """What a thread works on; P panels of queries, all float32 but `bounds` and `wide`."""
+
+    queries: Array
+    """[P, D, PANEL] Qᵀ"""
+    bounds: Array
+    """[2, P, PANEL] int32, the positions that each query sees: from the first on up to the second, exclusive."""
+    keys: Array
+    """[KEYS, D]"""
+    values: Array
+    """[KEYS, D]"""
+    wide: Array
+    """[page_size, D] uint32, bfloat16 being widened"""
+    scores: Array
+    """[KEYS, PANEL] S"""
+    maxima: Array
+    """[P, PANEL] of the scores so far"""
+    totals: Array
+    """[P, PANEL] of the weights so far"""
+    factors: Array
+    """[PANEL], see `weigh`"""
+    outputs: Array
+    """[P, D, PANEL] Oᵀ, yet to be divided by the totals"""
+
+
+BlockKernel = Any
+"""A compiled callback of the address of a `WORK` record; takes tasks until none is left."""
+
+
+@cache
+def build_block_kernel(pages_dtype: np.dtype[Any]) -> BlockKernel:
+    """The kernel for pages of float32, or of bfloat16 seen as uint16."""
+    revision = revision_of(cpu_kernels, vectors, vector_softmax, constant=PANEL)
+    number = numba.from_dtype(pages_dtype)
+
+    def attend_blocks(data: Any) -> None:
+        work = numba.carray(data, 1)[0]
+        if revision == 0:  # never: it is mentioned here to be closed over
+            return
+        pages = numba.carray(
+            _pointer(work.pages, number), (1, work.num_layers, 2, work.num_kv_heads, work.page_size, work.head_dim)
+        )
+        tasks = numba.carray(_pointer(work.tasks, types.int64), (work.num_tasks, TASK_COLUMNS))
+        scratch = Scratch(
+            queries=np.empty((work.panels, work.head_dim, PANEL), np.float32),
+            bounds=np.empty((2, work.panels, PANEL), np.int32),
+            keys=np.empty((KEYS, work.head_dim), np.float32),
+            values=np.empty((KEYS, work.head_dim), np.float32),
+            wide=np.empty((work.page_size, work.head_dim), np.uint32),
+            scores=np.empty((KEYS, PANEL), np.float32),
+            maxima=np.empty((work.panels, PANEL), np.float32),
+            totals=np.empty((work.panels, PANEL), np.float32),
+            factors=np.empty(PANEL, np.float32),
+            outputs=np.empty((work.panels, work.head_dim, PANEL), np.float32),
+        )
+        task = _take(data)
+        while task < work.num_tasks:
+            _attend_task(work, pages, tasks[task], scratch)
+            task = _take(data)
+
+    signature = types.void(types.CPointer(numba.from_dtype(WORK)))
+    return compiled_callback(attend_blocks, signature)
+
+
+@inlined
+def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch) -> None:
+    """The queries of one task, from q to out."""
+    kv_head, begin, end, group = task[KV_HEAD], task[BEGIN], task[END], work.group
+    sequences = numba.carray(_pointer(work.sequences, types.int64), (1, SEQUENCE_COLUMNS))
+    sequence = sequences[task[SEQUENCE]]
+    page_row = numba.carray(_pointer(work.page_table, types.int32), (1, work.table_width))[sequence[ROW]]
+    width = work.num_kv_heads * group * work.head_dim
+    offset = sequence[START] * width * FLOAT_BYTES
+    q = numba.carray(_pointer(work.q + offset, types.float32), (1, width))
+    out = numba.carray(_pointer(work.out + offset, types.float32), (1, width))
+    _place_queries(q, kv_head, group, begin, end, work.scale, scratch.queries)
+    _place_bounds(sequence[POSITION], group, begin, end, work.window, scratch.bounds)
+    scratch.outputs[:] = 0.0
+    scratch.maxima[:] = -np.inf
+    scratch.totals[:] = 0.0
+    key, last = max(sequence[POSITION] + begin + 1 - work.window, 0), sequence[POSITION] + end
+    while key < last:
+        count = min(key // KEYS * KEYS + KEYS, last) - key
+        _copy(pages, work.layer, 0, kv_head, page_row, key, count, scratch.wide, scratch.keys)
+        _copy(pages, work.layer, 1, kv_head, page_row, key, count, scratch.wide, scratch.values)
+        for panel in range(((end - begin) * group + PANEL - 1) // PANEL):
+            _attend_panel(panel, key, count, work.soft_cap, scratch)
+        key += count
+    _place_outputs(scratch.outputs, scratch.totals, kv_head, group, begin, end, out)
+
+
+@inlined
+def _attend_panel(panel: int, key: int, count: int, soft_cap: np.float32, scratch: Scratch) -> None:
+    """One panel of queries against the block of `count` keys from position `key` on."""
+    head_dim = scratch.keys.shape[1]
+    keys, values, scores = scratch.keys.ctypes.data, scratch.values.ctypes.data, scratch.scores.ctypes.data
+    queries, outputs = scratch.queries[panel].ctypes.data, scratch.outputs[panel].ctypes.data
+    maxima, totals = scratch.maxima[panel].ctypes.data, scratch.totals[panel].ctypes.data
+    firsts, ends = scratch.bounds[0, panel], scratch.bounds[1, panel]
+    factors = scratch.factors.ctypes.data
+    product(keys, head_dim, 1, queries, scores, PANEL, count, head_dim, 0)
+    if soft_cap > 0:
+        bound(scores, count, soft_cap)
+    if firsts.max() > key or ends.min() < key + count:
+        hide(scores, count, key, firsts.ctypes.data, ends.ctypes.data)
+    weigh(scores, count, maxima, totals, factors)
+    product(values, 1, head_dim, scores, outputs, PANEL, head_dim, count, factors)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _take(typing_context: Any, counter: Any) -> Any:  # noqa: ARG001
+    """The number at a record's beginning, which is one more afterwards. No two threads get the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        integer = ir.IntType(64)
+        place = builder.bitcast(arguments[0], integer.as_pointer())
+        return builder.atomic_rmw("add", place, ir.Constant(integer, 1), "monotonic")
+
+    return types.int64(counter), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typing_context: Any, address: Any, kind: Any) -> Any:  # noqa: ARG001
+    """An address as a pointer to numbers of a type."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    number = kind.dtype if isinstance(kind, types.NumberClass) else kind
+    return types.CPointer(number)(address, kind), generate
+
+
+@inlined
+def _place_queries(q: Array, kv_head: int, group: int, begin: int, end: int, scale: np.float32, queries: Array) -> None:
+    """q [T, heads · D] to `queries` [panels, D, PANEL], scaled: tokens in order, each one's heads together."""
+    head_dim = queries.shape[1]
+    queries[:] = 0.0
+    lane = 0
+    for token in range(begin, end):
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            panel, column = lane // PANEL, lane % PANEL
+            for d in range(head_dim):
+                queries[panel, d, column] = q[token, head * head_dim + d] * scale
+            lane += 1
+
+
+@inlined
+def _place_bounds(position: int, group: int, begin: int, end: int, window: int, bounds: Array) -> None:
+    """The positions that each lane sees, [2, panels, PANEL]: from the first row on up to, not including, the second."""
+    bounds[0] = 0
+    bounds[1] = np.iinfo(np.int32).max
+    for lane in range((end - begin) * group):
+        place = position + begin + lane // group
+        bounds[0, lane // PANEL, lane % PANEL] = max(place + 1 - window, 0)
+        bounds[1, lane // PANEL, lane % PANEL] = place + 1
+
+
+@inlined
+def _copy(
+    pages: Array, layer: int, side: int, kv_head: int, page_row: Array, first: int, count: int, wide: Array, out: Array
+) -> None:
+    """out[:count] = K or V of `count` tokens from `first` on, of one head, as float32."""
+    page_size = pages.shape[4]
+    done = 0
+    while done < count:
+        index, slot = divmod(first + done, page_size)
+        stop = min(page_size, slot + count - done)
+        rows = as_float32(pages[page_row[index], layer, side, kv_head, slot:stop], wide)
+        for row in range(stop - slot):
+            for d in range(out.shape[1]):
+                out[done + row, d] = rows[row, d]
+        done += stop - slot
+
+
+@inlined
+def _place_outputs(outputs: Array, totals: Array, kv_head: int, group: int, begin: int, end: int, out: Array) -> None:
+    """out [T, heads · D] = the sums in `outputs` over their `totals`; the inverse of `_place_queries`."""
+    head_dim = outputs.shape[1]
+    lane = 0
+    for token in range(begin, end):
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            panel, column = lane // PANEL, lane % PANEL
+            share = np.float32(1.0) / totals[panel, column]
+            for d in range(head_dim):
+                out[token, head * head_dim + d] = outputs[panel, d, column] * share
+            lane += 1
