@@ -148,27 +148,21 @@ def build_attend_parallel(head_dim: int, group: int, *, capped: bool) -> AttendK
         out: Array,
     ) -> None:
         for task in numba.prange(tasks.shape[0]):
-            query = queries[tasks[task, QUERY]]
-            begin = tasks[task, TASK_CHUNK] * CHUNK
-            start, stop = max(begin, query[FIRST]), min(begin + CHUNK, query[LENGTH])
-            row = page_table[query[ROW]]
-            _attend_chunk(
+            _attend_task(
                 pages,
                 layer,
-                q[query[TOKEN]],
+                q,
                 scale,
                 soft_cap,
-                row,
-                start,
-                stop,
+                page_table,
+                tasks[task],
+                queries,
                 partial[task],
                 head_dim,
                 group,
                 capped,
             )
-        for index in range(queries.shape[0]):
-            query = queries[index]
-            _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
+        _merge_queries(queries, partial, out, head_dim)
 
     return compiled_kernel(attend_parallel, parallel=True)  # type: ignore[no-any-return]
 
@@ -191,24 +185,38 @@ def attend_queries(
 ) -> None:
     """Every task, then every query's chunks merged; arguments as `build_attend_serial` has them."""
     for task in range(tasks.shape[0]):
-        query = queries[tasks[task, QUERY]]
-        begin = tasks[task, TASK_CHUNK] * CHUNK
-        start, stop = max(begin, query[FIRST]), min(begin + CHUNK, query[LENGTH])
-        row = page_table[query[ROW]]
-        _attend_chunk(
-            pages,
-            layer,
-            q[query[TOKEN]],
-            scale,
-            soft_cap,
-            row,
-            start,
-            stop,
-            partial[task],
-            head_dim,
-            group,
-            capped,
+        _attend_task(
+            pages, layer, q, scale, soft_cap, page_table, tasks[task], queries, partial[task], head_dim, group, capped
         )
+    _merge_queries(queries, partial, out, head_dim)
+
+
+@inlined
+def _attend_task(
+    pages: Array,
+    layer: int,
+    q: Array,
+    scale: np.float32,
+    soft_cap: np.float32,
+    page_table: Array,
+    task: Array,
+    queries: Array,
+    partial: Array,
+    head_dim: int,
+    group: int,
+    capped: bool,
+) -> None:
+    """partial [heads, D + 2] = a query's attention over one chunk of its tokens."""
+    query = queries[task[QUERY]]
+    begin = task[TASK_CHUNK] * CHUNK
+    start, stop = max(begin, query[FIRST]), min(begin + CHUNK, query[LENGTH])
+    row, heads = page_table[query[ROW]], q[query[TOKEN]]
+    _attend_chunk(pages, layer, heads, scale, soft_cap, row, start, stop, partial, head_dim, group, capped)
+
+
+@inlined
+def _merge_queries(queries: Array, partial: Array, out: Array, head_dim: int) -> None:
+    """The rows of `out` that belong to the queries, from the partial results of their chunks."""
     for index in range(queries.shape[0]):
         query = queries[index]
         _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
