@@ -1,7 +1,9 @@
 """The chaos suite itself: it sees what it is there to see, and calls nothing kept that was not tested."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,13 +17,15 @@ from tandem_testing.chaos.catalogue import PROMISES, promise
 from tandem_testing.chaos.compare import Damage, compare_answers, compare_sequences
 from tandem_testing.chaos.families.crashes import a_decode_worker_dies
 from tandem_testing.chaos.knobs import KnobFile, KnobReader
-from tandem_testing.chaos.machine import Slowness
+from tandem_testing.chaos.machine import COMPUTING_S, Slowness
 from tandem_testing.chaos.names import NameService, why_not
 from tandem_testing.chaos.report import summary_line, totals
 from tandem_testing.chaos.runner import Outcome
 from tandem_testing.chaos.scenario import Result
 from tandem_testing.chaos.streams import Answer, ChoiceText, Kind, asks
 from tandem_testing.chaos.suite import scenarios
+from tandem_testing.redis_server import REDIS_SERVER
+from tandem_testing.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = list("abcdefgh")
@@ -78,9 +82,62 @@ def test_only_silence_after_the_fault_is_recovery():
     assert heard.longest_silence(after=20.0) == 0.0
 
 
-def test_a_slow_machine_stretches_bounds_and_an_idle_one_with_a_core_each_does_not():
+def test_a_slow_machine_stretches_what_is_computing_and_an_idle_one_with_a_core_each_nothing():
     assert Slowness(cores=8, workers=4, contention=1.0).allowed(3.0) == 3.0
-    assert Slowness(cores=2, workers=4, contention=1.5, quiet_s=0.5).allowed(3.0) == 9.5
+    slow = Slowness(cores=2, workers=4, contention=1.5, quiet_s=0.5)
+    assert slow.allowed(1.0) == 3 * 1.0 + 0.5
+    assert slow.allowed(3.0) == 3.0 + 2 * COMPUTING_S + 0.5
+    assert slow.allowed(10.0) == 10.0 + 2 * COMPUTING_S + 0.5
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Command lines of all processes below `pid`, by pid."""
+    parents: dict[int, int] = {}
+    lines: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stat = (folder / "stat").read_text()
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+            lines[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    below = {pid}
+    while more := {child for child, parent in parents.items() if parent in below} - below:
+        below |= more
+    return {child: lines.get(child, "") for child in below - {pid}}
+
+
+@pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_suite_that_is_told_to_end_leaves_nothing_running(tmp_path, number):
+    argv = [sys.executable, "-m", "tandem_testing.chaos", "--only", "1", "--run-dir", str(tmp_path)]
+    suite = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    seen: dict[int, str] = {}
+
+    def started() -> bool:
+        seen.update(descendants(suite.pid))
+        assert suite.poll() is None, f"the suite ended with {suite.returncode}"
+        return any("redis-server" in line for line in seen.values()) and any(
+            "gateway" in line for line in seen.values()
+        )
+
+    def over() -> bool:
+        return not any(is_running(pid) for pid in seen)
+
+    try:
+        wait_for(started, 60.0)
+        suite.send_signal(number)
+        status = suite.wait(60)
+        assert status == (-number if number is signal.SIGKILL else 3)
+        wait_for(over, 60.0, lambda: str({pid: seen[pid] for pid in seen if is_running(pid)}))
+    finally:
+        suite.kill()
+        suite.wait()
+
+
+def is_running(pid: int) -> bool:
+    """Neither gone nor a zombie, which waits for whoever adopted it."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def test_every_promise_of_the_table_has_a_test():

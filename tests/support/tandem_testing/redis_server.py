@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem_services.common.ports import free_port
@@ -25,11 +26,13 @@ class RedisServer:
     port: int
     host: str = "127.0.0.1"
     extra: tuple[str, ...] = ()
+    before_exec: Callable[[], None] | None = None
+    """Called in the new process, e.g. `die_with_parent`."""
     process: "subprocess.Popen[bytes] | None" = None
 
     @classmethod
-    def start(cls, *extra: str) -> "RedisServer":
-        server = cls(port=free_port(), extra=extra)
+    def start(cls, *extra: str, before_exec: Callable[[], None] | None = None) -> "RedisServer":
+        server = cls(port=free_port(), extra=extra, before_exec=before_exec)
         server.restart()
         return server
 
@@ -42,7 +45,10 @@ class RedisServer:
         assert REDIS_SERVER is not None, "redis-server is not installed"
         options = ("--port", str(self.port), "--bind", self.host, "--save", "", "--appendonly", "no", "--dir", "/tmp")
         self.process = subprocess.Popen(
-            [REDIS_SERVER, *options, *self.extra], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [REDIS_SERVER, *options, *self.extra],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=self.before_exec,  # noqa: PLW1509  only prctl runs between fork and exec
         )
         self._wait_until_up()
 

@@ -2,10 +2,12 @@
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -30,7 +32,10 @@ Each scenario starts real processes (gateways, prefill and decode workers with N
 something, and compares every stream token by token with one that nothing happened to. Afterwards every KV page
 must be free. Recovery is the longest silence that any client met. docs/chaos.md explains the table.
 
-Exit status: 0 every promise that was tested is kept · 1 one is broken · 2 wrong usage · 3 it could not run
+Ctrl-C and SIGTERM end everything that was started here, then this.
+
+Exit status: 0 every promise that was tested is kept · 1 one is broken · 2 wrong usage · 3 it could not run, or not to
+its end
 """
 
 
@@ -109,6 +114,18 @@ async def run(args: argparse.Namespace, numbers: Sequence[int], console: Console
     return outcomes
 
 
+async def until_told_to_end(work: "Coroutine[Any, Any, list[Outcome]]") -> list[Outcome] | None:
+    """None when a signal came first: then `work` has put away all that it had started."""
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # A second signal must not end what the first one has begun.
+        loop.add_signal_handler(number, lambda: task.cancelling() or task.cancel())
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None
+
+
 def by_shape(wanted: Sequence[Scenario]) -> list[Scenario]:
     """Those that share a fleet one after the other: starting one takes as long as a scenario."""
     shapes = list(dict.fromkeys(scenario.shape for scenario in wanted))
@@ -146,7 +163,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-", ignore_cleanup_errors=True) as temporary:
         folder = args.run_dir or Path(temporary)
-        outcomes = asyncio.run(run(args, chosen(args, available), console, folder))
+        outcomes = asyncio.run(until_told_to_end(run(args, chosen(args, available), console, folder)))
+    if outcomes is None:
+        console.print("chaos: ended before its time; nothing was left running")
+        return 3
     outcomes.sort(key=lambda outcome: outcome.promise.number)
     console.print(summary_table(outcomes))
     console.print(summary_line(outcomes), markup=False, highlight=False, soft_wrap=True)

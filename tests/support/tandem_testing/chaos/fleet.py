@@ -3,7 +3,7 @@
     start     Redis, workers, gateways, each by the command that a pod runs; ready when every gateway routes
     use       over HTTP as clients do; hurt by pid, by knob, by proxy
     keep      a keeper restarts what died, half a second later, as a kubelet does; `no_restarts` stops it
-    close     SIGKILL by pid, for everything that was started here
+    close     SIGKILL by pid, for everything that was started here; what the kernel kills with us needs no close
 
 `tandem up` starts the same processes. It is not used here because it restarts with pauses that double, starts one
 gateway, and lets nobody stand between two processes.
@@ -89,7 +89,8 @@ class Fleet:
     @contextlib.asynccontextmanager
     async def running(cls, folder: Path, shape: Shape) -> "AsyncIterator[Fleet]":
         """Raises `AssertionError` with the logs when it does not come up."""
-        fleet = cls(folder=folder, shape=shape, redis=await asyncio.to_thread(RedisServer.start))
+        # From the main thread, like all that shall die with it, and with no moment at which it could be forgotten.
+        fleet = cls(folder=folder, shape=shape, redis=RedisServer.start(before_exec=die_with_parent))
         try:
             await fleet.launch()
             await fleet.all_ready(START_TIMEOUT_S)

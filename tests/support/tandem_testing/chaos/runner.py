@@ -155,7 +155,10 @@ class Runner:
         if scenario.promise.number == 0:
             self.quiet_s = longest
         if allowed is not None:
-            run.expect(longest <= allowed, f"a stream was silent for {longest:.1f} s, {allowed:.1f} s are allowed")
+            run.expect(
+                longest <= allowed,
+                f"a stream was silent for {longest:.1f} s; {bound:g} s are promised, {allowed:.1f} s allowed here",
+            )
         return Outcome(
             promise=scenario.promise,
             result=Result.BROKEN if run.problems or run.damage else Result.KEPT,

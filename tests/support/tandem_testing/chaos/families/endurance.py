@@ -62,7 +62,7 @@ class Havoc:
     async def restart_redis(self) -> str | None:
         self.run.fleet.redis.kill()
         await asyncio.sleep(1.0)
-        await asyncio.to_thread(self.run.fleet.redis.restart)
+        self.run.fleet.redis.restart()
         return "restart Redis"
 
     async def leave(self) -> str | None:

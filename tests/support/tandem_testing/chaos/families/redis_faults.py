@@ -9,6 +9,7 @@ from pathlib import Path
 
 import redis.asyncio
 
+from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.common.ports import free_port
 from tandem_services.router.keys import Keys
 from tandem_testing.chaos.fleet import REDIS_NAME, Shape
@@ -74,7 +75,7 @@ async def the_routers_part_in_redis_dies(run: Run) -> None:
     sources = {attempt["source"] for answer in late for attempt in await run.attempts(answer)}
     run.expect(sources == {"local"}, f"without Redis requests were routed by {sources}")
     run.notes.append(f"{len(late)} requests routed in {OUTAGE_S:g} s without Redis")
-    await asyncio.to_thread(run.fleet.redis.restart)
+    run.fleet.redis.restart()
     await back_in_use(run)
 
 
@@ -83,7 +84,7 @@ async def redis_is_killed_and_comes_back_empty(run: Run) -> None:
     async def fault(load: Load) -> None:
         run.fleet.redis.kill()
         await steady(run, load)
-        await asyncio.to_thread(run.fleet.redis.restart)
+        run.fleet.redis.restart()
 
     await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
     await back_in_use(run)
@@ -107,7 +108,7 @@ async def handed_over(folder: Path) -> AsyncIterator[RedisServer]:
     try:
         for name in ("left", "taker"):
             flags = ("--cluster-enabled", "yes", "--cluster-config-file", str(folder / f"{name}.conf"))
-            nodes.append(await asyncio.to_thread(RedisServer.start, *flags, "--cluster-port", str(free_port())))
+            nodes.append(RedisServer.start(*flags, "--cluster-port", str(free_port()), before_exec=die_with_parent))
         left, taker = nodes
         taker.command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
         left.command("CLUSTER", "MEET", "127.0.0.1", str(taker.port), taker.extra[-1])
@@ -216,8 +217,8 @@ async def a_name_fails_and_then_has_another_address(run: Run) -> None:
     await until(lambda: routed_by_redis(run), 10.0, "the connections that are open live on")
 
     async def fault(load: Load) -> None:
-        fleet.redis = RedisServer(host=ANOTHER_ADDRESS, port=older.port)
-        await asyncio.to_thread(fleet.redis.restart)
+        fleet.redis = RedisServer(host=ANOTHER_ADDRESS, port=older.port, before_exec=die_with_parent)
+        fleet.redis.restart()
         older.kill()
         await steady(run, load)
 
@@ -242,7 +243,7 @@ async def redis_and_a_decode_worker_die_together(run: Run) -> None:
         run.fleet.redis.kill()
         victim.kill()
         await steady(run, load)
-        await asyncio.to_thread(run.fleet.redis.restart)
+        run.fleet.redis.restart()
 
     await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED), fault, speaking=max(2, run.scale.streams // 3))
     run.expect(await run.lost_attempts() > lost, "no stream was on the worker that died")
