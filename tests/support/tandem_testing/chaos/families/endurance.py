@@ -24,6 +24,9 @@ class Havoc:
     run: Run
     random: random.Random
     committed: list[str] = field(default_factory=list)
+    _frozen: dict[str, int] = field(default_factory=dict)
+    """Worker that was frozen → its number of starts then. Thawed, that process says that it is ready until it learns
+    that it was fenced; it serves nobody."""
     _thawing: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     async def commit(self) -> None:
@@ -55,6 +58,7 @@ class Havoc:
     async def freeze_decode(self) -> str | None:
         def freeze(worker: Worker) -> None:
             worker.freeze()
+            self._frozen[worker.id] = worker.part.starts
             self._later(FROZEN_S, worker.thaw)
 
         return await self._hurt("decode", "freeze decode", freeze)
@@ -80,10 +84,12 @@ class Havoc:
     async def _hurt(self, role: str, name: str, how: Callable[[Worker], None]) -> str | None:
         """Only where another worker of the role is ready: the promise is for while one lives."""
         workers = self.run.fleet.of_role(role)
-        ready = await asyncio.gather(*(self.run.fleet.is_ready(worker.url) for worker in workers))
-        if sum(ready) < 2:
+        answers = await asyncio.gather(*(self.run.fleet.is_ready(worker.url) for worker in workers))
+        pairs = zip(workers, answers, strict=True)
+        serving = [worker for worker, ready in pairs if ready and self._frozen.get(worker.id) != worker.part.starts]
+        if len(serving) < 2:
             return None
-        how(self.random.choice([worker for worker, up in zip(workers, ready, strict=True) if up]))
+        how(self.random.choice(serving))
         return name
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
