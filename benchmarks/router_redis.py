@@ -1,14 +1,16 @@
 """What one routing decision costs Redis: microseconds per call by fleet size, prompt length and cache state.
 
-    python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 300] [--out results.json]
+    python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 200] [--rounds 5] [--out r.json]
 
-Starts its own redis-server on a free loopback port. For each case: CPU time of Redis per decision (network
-and protocol included), round trip seen by one client, and decisions per
-second that one Redis core sustains under 16 concurrent callers. Cases of cache state:
+Starts its own redis-server on a free loopback port. For each case: CPU time of Redis per decision, network and protocol
+included, with one caller and with 16 at once, and so the decisions per second of one core of Redis; the round trip that
+one caller sees. Medians over rounds. Cases of cache state:
 
     cold      no worker has any block of the prompt
     shared    every worker has the same first quarter (a system prompt), one of them all of it
     ragged    every worker has a different share: the worst case for the search
+
+Then what a million blocks in the index take of Redis's memory, and a decision without Redis by the last view.
 """
 
 import argparse
@@ -19,11 +21,14 @@ import platform
 import random
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support")]
 
+from tandem_engine.clock import MonotonicClock  # noqa: E402
 from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.messages.control import MAX_LINKS, LinkReport  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress, RedisClient  # noqa: E402
@@ -32,11 +37,16 @@ from tandem_services.router.cost import Demand, Load  # noqa: E402
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind  # noqa: E402
 from tandem_services.router.keys import Keys  # noqa: E402
 from tandem_services.router.library import FunctionLibrary  # noqa: E402
+from tandem_services.router.local import LocalRouting, OwnLoad  # noqa: E402
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState  # noqa: E402
 from tandem_testing.redis_server import RedisServer  # noqa: E402
 
 PAGE = 16
 MODEL = "bench"
+
+CALLERS = 16
+SLICE = 1000
+"""Blocks of one update of the index."""
 
 
 def record(number: int, workers: int) -> WorkerRecord:
@@ -113,72 +123,138 @@ class Bench:
 
     async def redis_cpu_s(self) -> float:
         """CPU seconds of Redis so far: unlike wall time, meaningful on a busy machine."""
-        stats = await asyncio.to_thread(self.server.command, "INFO", "cpu")
-        fields = dict(line.split(":", 1) for line in stats.splitlines() if ":" in line)
+        fields = await self.info("cpu")
         return float(fields["used_cpu_user"]) + float(fields["used_cpu_sys"])
 
+    async def info(self, section: str) -> dict[str, str]:
+        stats = await asyncio.to_thread(self.server.command, "INFO", section)
+        return dict(line.split(":", 1) for line in stats.splitlines() if ":" in line)
 
-async def case(server: RedisServer, *, workers: int, tokens: int, state: str, calls: int) -> dict[str, object]:
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    workers: int
+    tokens: int
+    state: str
+
+
+async def measure(server: RedisServer, case: Case, *, calls: int, rounds: int) -> dict[str, object]:
     await asyncio.to_thread(server.command, "FLUSHALL")
-    bench = Bench(server, workers)
-    chain = [os.urandom(16) for _ in range(tokens // PAGE)]
+    bench = Bench(server, case.workers)
+    chain = [os.urandom(16) for _ in range(case.tokens // PAGE)]
     packed = b"".join(chain)
-    await bench.fill(state, chain)
+    await bench.fill(case.state, chain)
     await bench.heartbeats()
     heart = asyncio.create_task(bench.keep_alive())
-    for _ in range(20):
-        await bench.decide(packed, tokens)
-    cpu_before = await bench.redis_cpu_s()
-    started = time.perf_counter()
-    for _ in range(calls):
-        await bench.decide(packed, tokens)
-    round_trip = (time.perf_counter() - started) / calls
-    redis_us = (await bench.redis_cpu_s() - cpu_before) / calls * 1e6
-    cpu = os.times()
-    started = time.perf_counter()
-    await asyncio.gather(*(caller(bench, packed, tokens, calls // 4) for _ in range(16)))
-    elapsed = time.perf_counter() - started
-    client_cpu = sum(os.times()[:2]) - sum(cpu[:2])
-    heart.cancel()
-    await asyncio.gather(heart, return_exceptions=True)
-    await bench.client.close()
+    await callers(bench, packed, case.tokens, 1, 20)
+    alone, many, round_trips, client = [], [], [], []
+    try:
+        for _ in range(rounds):
+            began = time.perf_counter()
+            alone.append(await redis_us(bench, packed, case.tokens, 1, calls))
+            round_trips.append((time.perf_counter() - began) / calls * 1e6)
+            cpu = time.process_time()
+            many.append(await redis_us(bench, packed, case.tokens, CALLERS, calls // CALLERS))
+            client.append((time.process_time() - cpu) / (calls // CALLERS * CALLERS) * 1e6)
+    finally:
+        heart.cancel()
+        await asyncio.gather(heart, return_exceptions=True)
+        await bench.client.close()
     return {
-        "workers": workers,
-        "prompt_tokens": tokens,
-        "blocks": tokens // PAGE,
-        "cache": state,
-        "redis_us": round(redis_us, 1),
-        "redis_core_decisions_per_s": round(1e6 / redis_us),
-        "round_trip_us": round(round_trip * 1e6, 1),
-        "one_client_process_decisions_per_s": round(16 * (calls // 4) / elapsed),
-        "client_cpu_us": round(client_cpu * 1e6 / (16 * (calls // 4)), 1),
+        "workers": case.workers,
+        "prompt_tokens": case.tokens,
+        "cache": case.state,
+        "redis_us": round(median(many), 1),
+        "redis_us_one_caller": round(median(alone), 1),
+        "redis_core_decisions_per_s": round(1e6 / median(many)),
+        "round_trip_us": round(median(round_trips), 1),
+        "client_cpu_us": round(median(client), 1),
     }
 
 
-async def caller(bench: Bench, chain: bytes, tokens: int, calls: int) -> None:
+async def redis_us(bench: Bench, chain: bytes, tokens: int, at_once: int, each: int) -> float:
+    """CPU microseconds of Redis per decision."""
+    before = await bench.redis_cpu_s()
+    await callers(bench, chain, tokens, at_once, each)
+    return (await bench.redis_cpu_s() - before) / (at_once * each) * 1e6
+
+
+async def callers(bench: Bench, chain: bytes, tokens: int, at_once: int, each: int) -> None:
+    async def caller() -> None:
+        for _ in range(each):
+            await bench.decide(chain, tokens)
+
+    await asyncio.gather(*(caller() for _ in range(at_once)))
+
+
+async def index_bytes(server: RedisServer, blocks: int) -> dict[str, float]:
+    """What `blocks` blocks of one worker take of Redis's memory."""
+    await asyncio.to_thread(server.command, "FLUSHALL")
+    bench = Bench(server, 1)
+    before = await used_memory(bench)
+    revision = 1
+    await bench.index.apply("worker-0@1", [IndexUpdate(UpdateKind.CLEARED)], builds_on=-1, revision=revision)
+    for _ in range(blocks // SLICE):
+        stored = IndexUpdate(UpdateKind.STORED, tuple(os.urandom(16) for _ in range(SLICE)))
+        await bench.index.apply("worker-0@1", [stored], builds_on=revision, revision=revision + 1)
+        revision += 1
+    taken = await used_memory(bench) - before
+    await bench.client.close()
+    return {"blocks": blocks, "mib_per_million_blocks": round(taken / blocks * 1e6 / 2**20, 1)}
+
+
+async def used_memory(bench: Bench) -> float:
+    return float((await bench.info("memory"))["used_memory"])
+
+
+def local_us(workers: int, calls: int) -> dict[str, float]:
+    """CPU of a decision by the last view, without Redis."""
+    routing = LocalRouting(own=OwnLoad(clock=MonotonicClock()), random=random.Random(1))
+    records = [record(number, workers) for number in range(workers)]
+    demand = Demand(prompt_tokens=32_768, output_tokens=256, local_prefill_tokens=2048)
+    seconds = []
     for _ in range(calls):
-        await bench.decide(chain, tokens)
+        first_block = os.urandom(16)
+        began = time.thread_time()
+        assert routing.choose(records, demand, first_block) is not None
+        seconds.append(time.thread_time() - began)
+    seconds.sort()
+    return {
+        "workers": workers,
+        "p50_us": round(seconds[calls // 2] * 1e6, 1),
+        "p99_us": round(seconds[int(calls * 0.99)] * 1e6, 1),
+    }
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="8,64")
     parser.add_argument("--tokens", default="1024,32768")
-    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    random.seed(1)
     server = RedisServer.start()
     try:
         cases = [
-            await case(server, workers=int(workers), tokens=int(tokens), state=state, calls=arguments.calls)
+            await measure(
+                server,
+                Case(workers=int(workers), tokens=int(tokens), state=state),
+                calls=arguments.calls,
+                rounds=arguments.rounds,
+            )
             for workers in arguments.workers.split(",")
             for tokens in arguments.tokens.split(",")
             for state in ("cold", "shared", "ragged")
         ]
+        index = await index_bytes(server, arguments.blocks)
     finally:
         server.stop()
-    report = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "cases": cases}
-    text = json.dumps(report, indent=1)
+    local = [local_us(int(workers), 1000) for workers in arguments.workers.split(",")]
+    machine = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
+    text = json.dumps({**machine, "cases": cases, "index": index, "local": local}, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n")
     print(text)

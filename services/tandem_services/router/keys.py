@@ -11,7 +11,7 @@ deployment share a slot and one Function may touch them.
     meta                 HASH  epoch, generation, deployment, last_call, swept_at, amnesty_until
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     cursor:<incarnation> STR   revision of the last index update that was applied to the set above
-    links:<incarnation>  HASH  receiver's incarnation → seconds to move one token's KV to it
+    links:<incarnation>  STR   lines of a receiver's incarnation, a space and the seconds to move one token's KV to it
     quarantine           ZSET  digest of a request that kills workers → when it may be forgotten
     usage:<tenant>       HASH  requests and tokens of one API key's last minute, by second (scripts/usage.lua)
     running:<tenant>     ZSET  request of it that runs → end of its lease
@@ -26,13 +26,13 @@ Why one set per incarnation and not one key per block: the entries of a dead inc
 UNLINK or one expiry instead of a sweep over millions of keys; publishing n blocks is one SADD; and a
 routing decision costs a binary search per worker, which starts where the previous worker's match ended.
 
-Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HMGET HSET HDEL HGETALL HKEYS HINCRBY
+Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HSET HDEL HGETALL HKEYS HINCRBY
 ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING,
 for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME ZADD ZRANGE ZREM ZREMRANGEBYRANK
 PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
-        +exists +hlen +hget +hmget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore
+        +exists +hlen +hget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore
         +zcard +zrange +zrem +zremrangebyrank
         +sadd +srem +sismember +get +getdel +set +unlink +pexpire
 """

@@ -14,7 +14,7 @@ import re
 import secrets
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from math import inf, isfinite
@@ -76,11 +76,13 @@ class WorkerRecord:
     links: tuple[LinkReport, ...] = ()
     """To its peers, as its engine has measured them; at most `MAX_LINKS`."""
 
-    @property
-    def link_rates(self) -> dict[str, float]:
-        """Bytes per second by the receiver's incarnation; 0 for a broken link. Links without a figure are left out."""
+    link_rates: Mapping[str, float] = field(init=False, repr=False, compare=False)
+    """Bytes per second by the receiver's incarnation; 0 for a broken link. Links without a figure are left out."""
+
+    def __post_init__(self) -> None:
         known = (link for link in self.links if link.broken or link.bytes_per_s > 0.0)
-        return {link.peer: 0.0 if link.broken else link.bytes_per_s for link in known}
+        rates = {link.peer: 0.0 if link.broken else link.bytes_per_s for link in known}
+        object.__setattr__(self, "link_rates", rates)
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,12 +192,9 @@ def pack_row(record: WorkerRecord) -> bytes:
     )
 
 
-def pack_links(record: WorkerRecord) -> bytes:
-    """What the routing function reads about the links from a worker."""
-    flat: list[str] = []
-    for peer, rate in record.link_rates.items():
-        flat += (peer, repr(token_s(record.load, rate)))
-    return msgspec.msgpack.encode(flat)
+def pack_links(record: WorkerRecord) -> str:
+    """What the routing function reads about the links from a worker: see `links` in `keys`."""
+    return "\n".join(f"{peer} {token_s(record.load, rate)!r}" for peer, rate in record.link_rates.items())
 
 
 def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:

@@ -39,30 +39,6 @@ local function counts(bucket, now, report_ms)
   return bucket <= now and ended > report_ms and ended > now - RESERVATION_MS
 end
 
--- Live and offered workers only, with the reserved load added to the reported; else nil.
--- The comparisons with math.huge and 0 also refuse NaN.
-local function decode_row(incarnation, row, now)
-  if not well_sized(row) then return nil end
-  local lease_ms, report_ms, role, offered, page_size, context_length, model, compat,
-    queue_tokens, token_s, sequences, step_s, room_tokens, max_sequences, transfer_token_s = struct.unpack(ROW, row)
-  if offered ~= 1 or not (lease_ms >= now and lease_ms <= now + LEASE_MS) then return nil end
-  if not (queue_tokens >= 0 and token_s >= 0 and sequences >= 0 and step_s >= 0 and transfer_token_s >= 0
-      and queue_tokens + token_s + sequences + step_s + transfer_token_s < math.huge) then return nil end
-  for first = ROW_BYTES + 1, #row, RESERVATION_BYTES do
-    local bucket, queue, added, room = struct.unpack(RESERVATION, row, first)
-    if counts(bucket, now, report_ms) then
-      queue_tokens, sequences, room_tokens = queue_tokens + queue, sequences + added, room_tokens - room
-    end
-  end
-  -- The last line is filled in by route.lua; named here, so that the table is allocated once.
-  return {
-    incarnation = incarnation, row = row, role = role, page_size = page_size, context_length = context_length, model = model, compat = compat,
-    queue_tokens = queue_tokens, token_s = token_s, sequences = sequences, step_s = step_s,
-    room_tokens = room_tokens, max_sequences = max_sequences, transfer_token_s = transfer_token_s,
-    matched = 0, known = 0, lacking = 0, fetch_s = 0, source = false, computes = false, alone = false, compute_s = 0, send_s = 0, hold_s = 0, receive_s = 0, alone_s = 0,
-  }
-end
-
 -- The reservations of `row` that still count against a report of `report_ms`, as they are stored.
 local function standing_reservations(row, now, report_ms)
   if not row or not well_sized(row) then return '' end
@@ -79,9 +55,25 @@ local function clamp(value)
   return math.max(0, math.min(value, 4294967295))
 end
 
+-- `row` with the last of its reservations, which is of `bucket`, changed. Those that no longer count are dropped when
+-- the next bucket begins.
+local function with_last_changed(row, bucket, queue, sequences, room)
+  local first = #row - RESERVATION_BYTES + 1
+  local _, q, s, r = struct.unpack(RESERVATION, row, first)
+  return string.sub(row, 1, first - 1)
+    .. struct.pack(RESERVATION, bucket, clamp(q + queue), clamp(s + sequences), clamp(r + room))
+end
+
+local function last_bucket(row)
+  return #row > ROW_BYTES and struct.unpack('<d', row, #row - RESERVATION_BYTES + 1)
+end
+
 -- `row` with the reservation of one bucket changed, and without those that no longer count.
 local function with_reservation(row, now, bucket, queue, sequences, room)
   local _, report_ms = struct.unpack('<dd', row)
+  if last_bucket(row) == bucket and counts(bucket, now, report_ms) then
+    return with_last_changed(row, bucket, queue, sequences, room)
+  end
   local standing = standing_reservations(row, now, report_ms)
   local parts, found = {string.sub(row, 1, ROW_BYTES)}, false
   for first = 1, #standing, RESERVATION_BYTES do

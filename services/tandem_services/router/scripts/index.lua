@@ -56,35 +56,39 @@ end
 -- The answer for the set before is tried first, because workers mostly share the same prefix.
 local function chain_search(chain)
   local length = math.min(math.floor(#chain / DIGEST_BYTES), MAX_CHAIN_BLOCKS)
-  local digests = {}
-  local guess = 0
-  local function digest(position)
-    local known = digests[position]
-    if not known then
-      known = string.sub(chain, position * DIGEST_BYTES - DIGEST_BYTES + 1, position * DIGEST_BYTES)
-      digests[position] = known
-    end
-    return known
-  end
+  local call, pcall, sub, floor = redis.call, redis.pcall, string.sub, math.floor
+  -- Cut from the chain when they are first looked at, for all sets.
+  local digests = setmetatable({}, {__index = function(cut, position)
+    local digest = sub(chain, position * DIGEST_BYTES - DIGEST_BYTES + 1, position * DIGEST_BYTES)
+    cut[position] = digest
+    return digest
+  end})
+  local guess = 1
+
   return function(state, key)
     if length == 0 then return 0 end
-    local first = redis.pcall('SISMEMBER', key, digest(1))
-    if first == 0 then return 0 end
-    if first ~= 1 then -- not a set
+    local low, high = 0, length + 1 -- low is held, high is not
+    local held = pcall('SISMEMBER', key, digests[guess])
+    if held == 1 then
+      low = guess
+      if guess < length then
+        if call('SISMEMBER', key, digests[guess + 1]) == 1 then low = guess + 1 else high = guess + 1 end
+      end
+    elseif held == 0 then
+      high = guess
+      -- Most that have not what others have, have nothing.
+      if guess > 1 then
+        if call('SISMEMBER', key, digests[1]) == 1 then low = 1 else high = 1 end
+      end
+    else -- not a set
       state.dropped = state.dropped + drop_unless(key, 'set')
       return 0
     end
-    local low, high = 1, length + 1 -- low is held, high is not
-    for _, probe in ipairs({guess, guess + 1}) do
-      if probe > low and probe < high then
-        if redis.call('SISMEMBER', key, digest(probe)) == 1 then low = probe else high = probe end
-      end
-    end
     while high - low > 1 do
-      local middle = math.floor((low + high) / 2)
-      if redis.call('SISMEMBER', key, digest(middle)) == 1 then low = middle else high = middle end
+      local middle = floor((low + high) / 2)
+      if call('SISMEMBER', key, digests[middle]) == 1 then low = middle else high = middle end
     end
-    guess = low
+    if low > 0 then guess = low end
     return low
   end
 end

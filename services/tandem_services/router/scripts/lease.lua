@@ -76,12 +76,13 @@ local function stranger(state, deployment)
   return nil
 end
 
--- `links`: {receiver, seconds to move a token to it, …}. Replaces what was there.
+-- `links`: text as in keys.py. Replaces what was there.
 local function write_links(key, links)
-  redis.call('UNLINK', key)
-  if #links == 0 then return end
-  redis.call('HSET', key, unpack(links))
-  redis.call('PEXPIRE', key, INDEX_TTL_MS)
+  if links == '' then
+    redis.call('UNLINK', key)
+  else
+    redis.call('SET', key, links, 'PX', INDEX_TTL_MS)
+  end
 end
 
 local function write_lease(state, args, incarnation, worker_id, number)
@@ -99,7 +100,7 @@ local function write_lease(state, args, incarnation, worker_id, number)
   redis.call('PEXPIRE', described, LEASE_MS)
   redis.call('PEXPIRE', state.prefix .. 'blocks:' .. incarnation, INDEX_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'cursor:' .. incarnation, INDEX_TTL_MS)
-  write_links(state.prefix .. 'links:' .. incarnation, cmsgpack.unpack(args[8]))
+  write_links(state.prefix .. 'links:' .. incarnation, args[8])
   for _, key in ipairs({state.fleet, state.owner, state.meta}) do
     redis.call('PEXPIRE', key, FLEET_TTL_MS)
   end
@@ -107,7 +108,7 @@ end
 
 -- heartbeat: register or renew, atomically. The newest number of a worker_id wins.
 -- ARGV: 1 prefix, 2 incarnation, 3 deployment, 4 epoch seed, 5 generation known to the caller, 6 row payload,
---       7 age of the load report in ms, 8 links from here (msgpack: receiver, seconds per token, …),
+--       7 age of the load report in ms, 8 links from here (as text, see keys.py),
 --       9… field, value, … of the readable hash
 -- Returns msgpack {status = renewed | fenced | foreign, by, epoch, generation, cursor, members, dropped}.
 --   cursor: revision of the index of this incarnation, -1 when there is none; members: incarnations that are

@@ -4,45 +4,44 @@
 local function read_query(args)
   local exclude = {}
   for i = 9, #args do exclude[args[i]] = true end
+  local prompt_tokens, output_tokens = tonumber(args[3]), tonumber(args[4])
   return {
-    model = args[2], prompt_tokens = tonumber(args[3]), output_tokens = tonumber(args[4]),
+    model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
     block_size = tonumber(args[5]), local_prefill_tokens = tonumber(args[6]), chain = args[8], exclude = exclude,
   }
 end
 
--- Workers of the model that can hold the prompt, with matched prompt tokens and prices.
-local function eligible(state, query)
-  local rows = redis.call('HGETALL', state.fleet)
-  local search = chain_search(query.chain)
-  local workers = {}
-  for i = 1, #rows, 2 do
-    local worker = not query.exclude[rows[i]] and decode_row(rows[i], rows[i + 1], state.now)
-    if worker and worker.model == query.model and worker.context_length > query.prompt_tokens then
-      -- Pages of another size than the chain's cannot match.
-      if worker.page_size == query.block_size then
-        local blocks = search(state, state.prefix .. 'blocks:' .. rows[i])
-        worker.matched = math.min(blocks * query.block_size, query.prompt_tokens)
-        worker.known = worker.matched
-      end
-      price(worker, query)
-      workers[#workers + 1] = worker
-    end
+-- Prefill ends and decode ends of one compat hash: workers of different hashes are never paired.
+local function group_of(groups, compat)
+  local group = groups[compat]
+  if not group then
+    group = {members = {}, prefills = {}, decodes = {}}
+    groups[compat] = group
   end
-  return workers
+  return group
 end
 
--- Prefill ends and decode ends by compat hash: workers of different hashes are never paired.
-local function by_compat(workers)
+local function add(group, worker)
+  local role = worker.role
+  group.members[#group.members + 1] = worker
+  worker.computes = role ~= ROLE_DECODE
+  if role ~= ROLE_DECODE then group.prefills[#group.prefills + 1] = worker end
+  if role ~= ROLE_PREFILL then group.decodes[#group.decodes + 1] = worker end
+end
+
+-- By compat hash, workers of the model that can hold the prompt, with matched prompt tokens and prices.
+local function eligible(state, query)
   local groups = {}
-  for _, worker in ipairs(workers) do
-    local group = groups[worker.compat]
-    if not group then
-      group = {members = {}, prefills = {}, decodes = {}}
-      groups[worker.compat] = group
+  local search = chain_search(query.chain)
+  local prompt_tokens, block_size, exclude = query.prompt_tokens, query.block_size, query.exclude
+  for worker in live_workers(state) do
+    if worker.model == query.model and worker.context_length > prompt_tokens and not exclude[worker.incarnation] then
+      -- Pages of another size than the chain's cannot match.
+      local blocks = worker.page_size == block_size and search(state, worker.blocks) or 0
+      local matched = blocks * block_size
+      price(worker, matched < prompt_tokens and matched or prompt_tokens, query)
+      add(group_of(groups, worker.compat), worker)
     end
-    group.members[#group.members + 1] = worker
-    if worker.role ~= ROLE_DECODE then group.prefills[#group.prefills + 1] = worker end
-    if worker.role ~= ROLE_PREFILL then group.decodes[#group.decodes + 1] = worker end
   end
   return groups
 end
@@ -51,13 +50,15 @@ end
 -- One that no prefill worker can hand to, while others have some, differs from the rest of the fleet, and waits.
 local function may_serve_alone(worker, group, query, any_whole)
   return worker.role == ROLE_BOTH or not any_whole
-    or (#group.prefills > 0 and uncached(worker, query) <= query.local_prefill_tokens)
+    or (#group.prefills > 0 and worker.missing <= query.local_prefill_tokens)
 end
 
 -- Ends that a good pair can be made of: cheap by themselves and over the links that they typically have.
-local function promising(group, query)
+local function promising(group)
   local least = math.huge
-  for _, decode in ipairs(group.decodes) do least = math.min(least, uncached(decode, query)) end
+  for _, decode in ipairs(group.decodes) do
+    if decode.missing < least then least = decode.missing end
+  end
   for _, prefill in ipairs(group.prefills) do
     prefill.send_s = prefill.compute_s + least * prefill.transfer_token_s
   end
@@ -65,44 +66,43 @@ local function promising(group, query)
   local typical = math.huge
   for _, prefill in ipairs(prefills) do typical = math.min(typical, prefill.transfer_token_s) end
   for _, decode in ipairs(group.decodes) do
-    decode.receive_s = decode.hold_s + transfer(decode, query, typical)
+    decode.receive_s = decode.hold_s + decode.missing * typical
   end
   return prefills, shortlist(group.decodes, 'receive_s')
 end
 
 -- The cheapest pair of a group, one of those within TIE_S at random; nil when there is none.
 -- Prices are kept apart from their pairs, which are made into a table once one is chosen.
-local function best_pair(state, group, query)
-  local prefills, decodes = promising(group, query)
-  local names, costs, links, best = {}, {}, {}, math.huge
-  for i, decode in ipairs(decodes) do names[i] = decode.incarnation end
-  for p, prefill in ipairs(prefills) do
-    links[p] = links_to(state, prefill, decodes, names)
-    for d, decode in ipairs(decodes) do
-      local cost = prefill.compute_s + transfer(decode, query, links[p][d]) + decode.hold_s
+local function best_pair(group)
+  local prefills, decodes = promising(group)
+  local costs, token_s, best = {}, {}, math.huge
+  for _, prefill in ipairs(prefills) do
+    local links = links_of(prefill)
+    for _, decode in ipairs(decodes) do
+      local link_s = links[decode.incarnation] or prefill.transfer_token_s
+      local cost = prefill.compute_s + transfer(decode, link_s) + decode.hold_s
       -- The same worker at both ends is "alone" with a transfer added, and "alone" is an option of its own.
       if prefill == decode then cost = math.huge end
-      costs[#costs + 1] = cost
+      costs[#costs + 1], token_s[#costs + 1] = cost, link_s
       if cost < best then best = cost end
     end
   end
   local ties = {}
   for i, cost in ipairs(costs) do
-    if cost <= best + TIE_S and cost < math.huge then ties[#ties + 1] = i - 1 end
+    if cost <= best + TIE_S and cost < math.huge then ties[#ties + 1] = i end
   end
   if #ties == 0 then return nil end
   local chosen = ties[math.random(#ties)]
-  local p, d = math.floor(chosen / #decodes) + 1, chosen % #decodes + 1
-  return {cost = costs[chosen + 1], prefill = prefills[p], decode = decodes[d], token_s = links[p][d]}
+  local p, d = math.floor((chosen - 1) / #decodes) + 1, (chosen - 1) % #decodes + 1
+  return {cost = costs[chosen], prefill = prefills[p], decode = decodes[d], token_s = token_s[chosen]}
 end
 
-local function consider_fetches_of(state, group, query, any_whole)
-  for _, prefill in ipairs(group.prefills) do prefill.computes = true end
+local function consider_fetches_of(group, query, any_whole)
   for _, decode in ipairs(group.decodes) do
     decode.alone = may_serve_alone(decode, group, query, any_whole)
     decode.computes = decode.computes or decode.alone
   end
-  consider_fetches(state, group.members, query)
+  consider_fetches(group.members, query)
 end
 
 local function best_alone(group)
@@ -116,13 +116,13 @@ local function best_alone(group)
 end
 
 -- The best "alone" and the best pair of each compat hash.
-local function options(state, groups, query)
+local function options(groups, query)
   local found, any_whole = {}, false
   for _, group in pairs(groups) do any_whole = any_whole or (#group.prefills > 0 and #group.decodes > 0) end
   for _, group in pairs(groups) do
-    consider_fetches_of(state, group, query, any_whole)
+    consider_fetches_of(group, query, any_whole)
     found[#found + 1] = best_alone(group)
-    if #group.prefills > 0 and #group.decodes > 0 then found[#found + 1] = best_pair(state, group, query) end
+    if #group.prefills > 0 and #group.decodes > 0 then found[#found + 1] = best_pair(group) end
   end
   return found
 end
@@ -131,9 +131,8 @@ end
 local function claims_of(choice, query)
   local computing = choice.prefill or choice.decode
   local missing = missing_after(computing.known, query)
-  local room = query.prompt_tokens + query.output_tokens
-  if not choice.prefill then return {{choice.decode, missing, 1, room}} end
-  return {{choice.prefill, missing, 0, query.prompt_tokens}, {choice.decode, 0, 1, room}}
+  if not choice.prefill then return {{choice.decode, missing, 1, query.room_tokens}} end
+  return {{choice.prefill, missing, 0, query.prompt_tokens}, {choice.decode, 0, 1, query.room_tokens}}
 end
 
 local function reserve(state, claims)
@@ -159,7 +158,7 @@ local function route_and_reserve(keys, args)
   local state = open(keys, args)
   math.randomseed(tonumber(args[7]))
   local query = read_query(args)
-  local found = options(state, by_compat(eligible(state, query)), query)
+  local found = options(eligible(state, query), query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
   local choice = cheapest(found, 'cost')
   local computing = choice.prefill or choice.decode

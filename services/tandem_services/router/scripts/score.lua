@@ -13,68 +13,48 @@ local function missing_after(tokens, query)
   return math.max(1, query.prompt_tokens - tokens)
 end
 
-local function uncached(worker, query)
-  return missing_after(worker.matched, query)
+-- Sequences that a prompt computed there keeps waiting.
+local function waiting_sequences(role, sequences)
+  if role == ROLE_PREFILL then return FOLLOWERS end
+  return sequences + (role == ROLE_DECODE and COMING or 0) + FOLLOWERS
 end
 
-local function prefill_queue(worker)
-  return worker.queue_tokens * worker.token_s
+-- Until a worker looks at its messages again, at most.
+local function turn(queue_tokens, token_s, sequences, step_s)
+  return math.min(queue_tokens, TURN_TOKENS) * token_s + (sequences > 0 and step_s or 0)
 end
 
-local function prefill_compute(worker, query)
-  return missing_after(worker.known, query) * worker.token_s
-end
-
-local function waiting_sequences(worker)
-  if worker.role == ROLE_PREFILL then return FOLLOWERS end
-  return worker.sequences + (worker.role == ROLE_DECODE and COMING or 0) + FOLLOWERS
-end
-
--- Of a second copy of that many tokens: what it pushes out of the cache is computed again.
-local function copy(worker, tokens)
-  return tokens * worker.token_s * COPY_FOLLOWERS
-end
-
-local function prefill_stall(worker, query)
-  return prefill_compute(worker, query) * waiting_sequences(worker) + copy(worker, worker.known - worker.matched)
-end
-
-local function transfer(worker, query, token_s)
-  return HANDOFF_S + uncached(worker, query) * token_s
-end
-
-local function decode_load(worker)
-  return worker.sequences * worker.step_s
-end
-
-local function decode_room(worker, query)
-  local full = worker.sequences >= worker.max_sequences
-    or query.prompt_tokens + query.output_tokens > worker.room_tokens
-  return full and NO_ROOM_S or 0
+local function transfer(worker, token_s)
+  return HANDOFF_S + worker.missing * token_s
 end
 
 -- Of a fetch of that many seconds: while it lasts, the queue gets shorter.
 local function fetch_wait(worker, fetch_s)
-  return math.max(0, fetch_s - prefill_queue(worker))
+  return math.max(0, fetch_s - worker.queue_s)
 end
 
--- What the worker costs as the end that computes and as the end that holds the sequence.
-local function price(worker, query)
-  worker.compute_s = prefill_queue(worker) + fetch_wait(worker, worker.fetch_s)
-    + prefill_compute(worker, query) + prefill_stall(worker, query)
-  worker.hold_s = decode_load(worker) + decode_room(worker, query)
-  worker.alone_s = worker.compute_s + worker.hold_s
+-- What the worker costs as either end, with `matched` tokens cached and nothing fetched. `known_s` is all but its queue
+-- of what it costs as the end that computes.
+local function price(worker, matched, query)
+  local missing = query.prompt_tokens - matched
+  if missing < 1 then missing = 1 end
+  local known_s, hold_s = missing * worker.work_s, worker.load_s
+  local compute_s = worker.queue_s + known_s
+  if worker.full or query.room_tokens > worker.room_tokens then hold_s = hold_s + NO_ROOM_S end
+  worker.matched, worker.missing, worker.known, worker.fetch_s, worker.source = matched, missing, matched, 0, false
+  worker.known_s, worker.compute_s, worker.hold_s, worker.alone_s = known_s, compute_s, hold_s, compute_s + hold_s
 end
 
 -- `token_s` of a pair: seconds to move one token over the link between its ends.
 local function terms_of(choice, query)
-  local computing = choice.prefill or choice.decode
+  local decode = choice.decode
+  local computing = choice.prefill or decode
+  local compute = missing_after(computing.known, query) * computing.token_s
   return {
-    prefix_fetch = fetch_wait(computing, computing.fetch_s),
-    prefill_queue = prefill_queue(computing), prefill_compute = prefill_compute(computing, query),
-    prefill_stall = prefill_stall(computing, query),
-    transfer = choice.prefill and transfer(choice.decode, query, choice.token_s) or 0,
-    decode_load = decode_load(choice.decode), decode_room = decode_room(choice.decode, query),
+    prefix_fetch = fetch_wait(computing, computing.fetch_s), prefill_queue = computing.queue_s, prefill_compute = compute,
+    prefill_stall = compute * computing.waiting + (computing.known - computing.matched) * computing.copy_s,
+    transfer = choice.prefill and transfer(decode, choice.token_s) or 0,
+    decode_load = decode.load_s, decode_room = decode.hold_s - decode.load_s,
   }
 end
 
