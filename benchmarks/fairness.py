@@ -1,18 +1,20 @@
 """What a tenant that floods a gateway does to another one, with mock workers that have room for few requests.
 
-    python benchmarks/fairness.py [--seconds 20] [--rate 4] [--flood 200] [--room 16] [--tokens 20] [--step-ms 20]
-                                  [--seats 1024] [--out r.json]
+    python benchmarks/fairness.py [--rounds 5] [--seconds 8] [--rate 8] [--flood 200] [--room 16] [--tokens 20]
+                                  [--step-ms 20] [--seats 1024] [--out r.json]
 
 Gateway, engine and load run in processes of their own (those of gateway_mock.py). A steady tenant sends `--rate`
 requests a second, whatever becomes of them; a flooding one keeps `--flood` connections busy, without a pause and deaf
 to Retry-After. All ask for half to one and a half times `--tokens` tokens, at random with a fixed seed, at `--step-ms`
-each, and `--room` of them run at once. Cases:
+each, and `--room` of them run at once. Cases, `--seconds` each and one after the other in every round:
 
     alone    the steady tenant by itself
     fair     beside the flood, each with a key of its own
     fifo     beside the flood, without keys: one tenant, first come, first served
 
-The figure is the steady tenant's 99th percentile from request to last byte, as a multiple of what it is alone.
+The figure is the steady tenant's 99th percentile from request to last byte, as a multiple of what it is alone in the
+same round: the median over the rounds, and that of all rounds' requests together. What the machine does besides is in
+it: a busy one stretches both, the crowded case more.
 """
 
 import argparse
@@ -24,35 +26,38 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
 
 import gateway_mock  # noqa: E402
 import uvloop  # noqa: E402
+from mock_fleet import mock_tokenizer  # noqa: E402
 
 from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
-from tandem_engine.tokenizer.text_tokenizer import TextTokenizer  # noqa: E402
 from tandem_services.common.health import Health  # noqa: E402
 from tandem_services.gateway.app import create_app  # noqa: E402
 from tandem_services.gateway.serve import http_server, listen  # noqa: E402
 from tandem_services.router.choice import WorkerView  # noqa: E402
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of  # noqa: E402
 from tandem_testing.key_files import key_of, write_keys  # noqa: E402
-from tandem_testing.tokenizer_builders import write_tokenizer  # noqa: E402
 
 STEADY, FLOOD = "steady", "flood"
+SETTLED_S = 1.5
 
 
 def run_gateway(view: str, room: int, seats: int, *, keys: bool) -> None:
     worker = json.loads(view)
     worker["role"] = Role(worker["role"])
     folder = Path(tempfile.mkdtemp())
-    tokenizer = TextTokenizer.load(write_tokenizer(folder))
+    tokenizer = mock_tokenizer()
     key_file = write_keys(folder, **{STEADY: {}, FLOOD: {}}) if keys else None
     config = config_of(api_keys=key_file, max_waiting=seats)
 
@@ -76,6 +81,7 @@ class Tally:
     """From request to last byte, of those that were served."""
     refused_s: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
+    elapsed_s: float = 0.0
 
     def note(self, status: int, seconds: float) -> None:
         self.statuses[status] += 1
@@ -86,9 +92,20 @@ class Tally:
         self.refused_s.clear()
         self.statuses.clear()
 
-    def figures(self, elapsed: float) -> dict[str, object]:
+    def add(self, other: "Tally") -> None:
+        self.seconds += other.seconds
+        self.refused_s += other.refused_s
+        self.statuses += other.statuses
+        self.elapsed_s += other.elapsed_s
+
+    @property
+    def p99(self) -> float:
+        ordered = sorted(self.seconds)
+        return ordered[int(0.99 * (len(ordered) - 1))]
+
+    def figures(self) -> dict[str, object]:
         return {
-            "served_per_s": round(len(self.seconds) / elapsed, 1),
+            "served_per_s": round(len(self.seconds) / self.elapsed_s, 1),
             "p50_ms": _percentile_ms(self.seconds, 0.50),
             "p99_ms": _percentile_ms(self.seconds, 0.99),
             "refused_p99_ms": _percentile_ms(self.refused_s, 0.99),
@@ -157,54 +174,83 @@ async def flood(port: int, bodies: Bodies, tally: Tally) -> None:
         await connection.ask()
 
 
-async def measure(port: int, options: argparse.Namespace, *, flooded: bool) -> dict[str, object]:
+async def measure(port: int, options: argparse.Namespace, *, flooded: bool) -> dict[str, Tally]:
     bodies = {tenant: Bodies(tenant, options.tokens) for tenant in (STEADY, FLOOD)}
     tallies = {STEADY: Tally(), FLOOD: Tally()}
     floods = [asyncio.create_task(flood(port, bodies[FLOOD], tallies[FLOOD])) for _ in range(options.flood * flooded)]
     # The queue is as it will be before the first figure counts.
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(SETTLED_S)
     tallies[FLOOD].forget()
     began = time.perf_counter()
     await steady(port, bodies[STEADY], options.rate, options.seconds, tallies[STEADY])
-    elapsed = time.perf_counter() - began
+    for tally in tallies.values():
+        tally.elapsed_s = time.perf_counter() - began
     for task in floods:
         task.cancel()
     await asyncio.gather(*floods, return_exceptions=True)
-    return {tenant: tally.figures(elapsed) for tenant, tally in tallies.items() if tally.statuses}
+    # What the flood has left with the engine is aborted, and over.
+    await asyncio.sleep(SETTLED_S)
+    return tallies
 
 
 def start(*argv: str) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, __file__, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def run_case(options: argparse.Namespace, *, keys: bool, flooded: bool) -> dict[str, object]:
+@contextmanager
+def gateway(options: argparse.Namespace, *, keys: bool) -> Iterator[int]:
+    """A gateway and its engine; gives its port."""
     engine = gateway_mock.start("--engine", str(options.step_ms / 1000))
+    assert engine.stdout is not None
     flags = ["--room", str(options.room), "--seats", str(options.seats), *(["--keys"] if keys else [])]
-    gateway = start("--gateway", engine.stdout.readline().strip(), *flags)
+    started = start("--gateway", engine.stdout.readline().strip(), *flags)
     try:
-        return uvloop.run(measure(int(gateway.stdout.readline()), options, flooded=flooded))
+        assert started.stdout is not None
+        yield int(started.stdout.readline())
     finally:
-        for process in (gateway, engine):
+        for process in (started, engine):
             process.kill()
             process.communicate()
 
 
+async def run_rounds(fair_port: int, fifo_port: int, options: argparse.Namespace) -> list[dict[str, dict[str, Tally]]]:
+    cases = {"alone": (fair_port, False), "fair": (fair_port, True), "fifo": (fifo_port, True)}
+    rounds = []
+    for number in range(options.rounds):
+        told = {name: await measure(port, options, flooded=flooded) for name, (port, flooded) in cases.items()}
+        rounds.append(told)
+        figures = {name: each[STEADY].figures() for name, each in told.items()}
+        print(f"round {number + 1}", figures, file=sys.stderr)
+    return rounds
+
+
 def run_all(options: argparse.Namespace) -> dict[str, object]:
-    cases = {
-        "alone": run_case(options, keys=True, flooded=False),
-        "fair": run_case(options, keys=True, flooded=True),
-        "fifo": run_case(options, keys=False, flooded=True),
+    with gateway(options, keys=True) as fair_port, gateway(options, keys=False) as fifo_port:
+        rounds = uvloop.run(run_rounds(fair_port, fifo_port, options))
+    together = {case: {tenant: Tally() for tenant in (STEADY, FLOOD)} for case in ("alone", "fair", "fifo")}
+    for told in rounds:
+        for case, tallies in told.items():
+            for tenant, tally in tallies.items():
+                together[case][tenant].add(tally)
+    figures = {
+        case: {tenant: tally.figures() for tenant, tally in tallies.items() if tally.statuses}
+        for case, tallies in together.items()
     }
-    alone = cases["alone"][STEADY]["p99_ms"]
-    ratios = {f"{case}_p99_ratio": round(cases[case][STEADY]["p99_ms"] / alone, 2) for case in ("fair", "fifo")}
-    told = {name: value for name, value in vars(options).items() if isinstance(value, int | float)}
-    return {"cores": os.cpu_count(), "options": told, **cases, **ratios}
+    ratios = {}
+    for case in ("fair", "fifo"):
+        each = [told[case][STEADY].p99 / told["alone"][STEADY].p99 for told in rounds]
+        ratios[f"{case}_p99_ratio"] = round(median(each), 2)
+        ratios[f"{case}_p99_ratio_by_round"] = [round(ratio, 2) for ratio in each]
+        ratios[f"{case}_p99_ratio_together"] = round(together[case][STEADY].p99 / together["alone"][STEADY].p99, 2)
+    told_options = {name: value for name, value in vars(options).items() if isinstance(value, int | float)}
+    return {"cores": os.cpu_count(), "options": told_options, **figures, **ratios}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rate", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--flood", type=int, default=200)
     parser.add_argument("--room", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=20)

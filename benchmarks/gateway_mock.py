@@ -1,30 +1,36 @@
 """What the gateway costs per request and per streamed token, with a mock engine that costs nothing.
 
-    python benchmarks/gateway_mock.py [--requests 2000] [--streams 64] [--tokens 256] [--step-ms 5] [--out r.json]
+    python benchmarks/gateway_mock.py [--requests 2000] [--streams 64] [--tokens 256] [--step-ms 5] [--rate 200]
+                                      [--many 2000] [--out r.json]
 
 Gateway, engine and load run in processes of their own. Figures are per core of the gateway: work divided by
-the CPU time that its process used, so that a busy machine does not blur them. Cases:
+the CPU time that its process used, so that a busy machine does not blur them. Every token of every answer is checked
+against the prompt that it is a function of. Cases:
 
     whole     chat, not streamed, one output token: cost of a request
     streamed  chat, streamed, one token per step: cost of a token
+    latency   as `whole`, `--rate` requests a second: from request to last byte, engine and load generator included, so
+              more than the gateway adds
+    many      `--many` streams at once in one gateway
 """
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
 
 import uvloop  # noqa: E402
+from chat_load import Question, closed_loop, open_loop  # noqa: E402
+from mock_fleet import CONTEXT_LENGTH, behaviour, expected_answer, mock_tokenizer  # noqa: E402
 
 from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
@@ -34,8 +40,7 @@ from tandem_services.gateway.app import create_app  # noqa: E402
 from tandem_services.gateway.serve import http_server, listen  # noqa: E402
 from tandem_services.router.choice import WorkerView  # noqa: E402
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of  # noqa: E402
-from tandem_testing.mock_engine import MockBehaviour, MockEngine, scripted_tokens  # noqa: E402
-from tandem_testing.tokenizer_builders import write_tokenizer  # noqa: E402
+from tandem_testing.mock_engine import MockEngine  # noqa: E402
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -49,7 +54,7 @@ class Measured:
     seconds: float
     cpu_seconds: float
     """Of the gateway's process."""
-    ttft_p50_ms: float
+    timings: dict[str, float]
 
     @property
     def figures(self) -> dict[str, float]:
@@ -61,8 +66,10 @@ class Measured:
 
 
 def run_engine(step_s: float) -> None:
-    behaviour = MockBehaviour(token=scripted_tokens([70 + i % 20 for i in range(100_000)]), step_s=step_s)
-    engine = MockEngine(context=IpcContext(), worker_id="mock", behaviour=behaviour, context_length=100_000).start()
+    answers = behaviour(mock_tokenizer(), step_s=step_s)
+    engine = MockEngine(
+        context=IpcContext(), worker_id="mock", behaviour=answers, context_length=CONTEXT_LENGTH
+    ).start()
     print(json.dumps(asdict(engine.view)), flush=True)
     sys.stdin.read()
     os._exit(0)
@@ -71,7 +78,7 @@ def run_engine(step_s: float) -> None:
 def run_gateway(view: str) -> None:
     worker = json.loads(view)
     worker["role"] = Role(worker["role"])
-    tokenizer = TextTokenizer.load(write_tokenizer(Path(tempfile.mkdtemp())))
+    tokenizer = mock_tokenizer()
     config = config_of()
 
     async def serve() -> None:
@@ -94,65 +101,68 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-async def ask(port: int, body: bytes, count: int, first_bytes: list[float]) -> None:
-    """`count` requests, one after the other, on one connection; reads every answer to its end."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    head = f"POST /v1/chat/completions HTTP/1.1\r\n{fields}\r\n\r\n"
-    for _ in range(count):
-        began = time.perf_counter()
-        writer.write(head.encode() + body)
-        answer = await reader.readuntil(b"\r\n\r\n")
-        first_bytes.append(time.perf_counter() - began)
-        assert answer.startswith(b"HTTP/1.1 200"), answer
-        if b"content-length" in answer:
-            length = int(answer.partition(b"content-length: ")[2].split(b"\r\n")[0])
-            await reader.readexactly(length)
-        else:
-            await reader.readuntil(b"\r\n0\r\n\r\n")
-    writer.close()
-
-
-async def measure(port: int, pid: int, *, clients: int, each: int, tokens: int, stream: bool) -> Measured:
-    body = {
-        "model": "mock",
-        "messages": [{"role": "user", "content": "hello world, tell me about the quick brown fox"}],
-        "max_tokens": tokens,
-        "stream": stream,
-    }
-    data = json.dumps(body).encode()
-    await asyncio.gather(*(ask(port, data, 1, []) for _ in range(clients)))
-    firsts: list[float] = []
+async def measure(port: int, pid: int, case: "Case", tokenizer: TextTokenizer) -> Measured:
+    questions = case.questions(expected_answer(tokenizer))
+    await closed_loop(port, questions[: case.clients], at_once=min(16, case.clients))
     cpu, began = cpu_seconds(pid), time.perf_counter()
-    await asyncio.gather(*(ask(port, data, each, firsts) for _ in range(clients)))
+    if case.rate:
+        timings = await open_loop(port, questions, rate=case.rate)
+    else:
+        timings = await closed_loop(port, questions, at_once=case.clients)
     return Measured(
-        requests=clients * each,
-        tokens=clients * each * tokens,
-        seconds=time.perf_counter() - began,
-        cpu_seconds=cpu_seconds(pid) - cpu,
-        ttft_p50_ms=round(sorted(firsts)[len(firsts) // 2] * 1000, 2),
+        requests=len(questions),
+        tokens=len(questions) * case.tokens,
+        seconds=round(time.perf_counter() - began, 2),
+        cpu_seconds=round(cpu_seconds(pid) - cpu, 2),
+        timings=timings.figures(),
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    requests: int
+    clients: int
+    tokens: int
+    stream: bool
+    step_s: float = 0.0
+    rate: float = 0.0
+    """Requests a second, however many are open; 0: `clients` at once."""
+
+    def questions(self, expected: Callable[[str, int], str]) -> list[Question]:
+        return [
+            Question.of(number, tokens=self.tokens, stream=self.stream, expected=expected)
+            for number in range(self.requests)
+        ]
+
+
+def cases(options: argparse.Namespace) -> dict[str, Case]:
+    step_s = options.step_ms / 1000
+    return {
+        "whole": Case(requests=options.requests, clients=16, tokens=1, stream=False),
+        "streamed": Case(
+            requests=2 * options.streams, clients=options.streams, tokens=options.tokens, stream=True, step_s=step_s
+        ),
+        "latency": Case(requests=options.requests, clients=16, tokens=1, stream=False, rate=options.rate),
+        "many": Case(requests=options.many, clients=options.many, tokens=64, stream=True, step_s=0.05),
+    }
+
+
+def run_case(case: Case, tokenizer: TextTokenizer) -> dict[str, object]:
+    engine = start("--engine", str(case.step_s))
+    gateway = start("--gateway", engine.stdout.readline().strip())
+    try:
+        measured = uvloop.run(measure(int(gateway.stdout.readline()), gateway.pid, case, tokenizer))
+        return {**asdict(measured), **measured.figures}
+    finally:
+        for process in (gateway, engine):
+            process.kill()
+            process.communicate()
+
+
 def run_load(options: argparse.Namespace) -> dict[str, object]:
-    results: dict[str, object] = {"machine": platform.machine(), "cores": os.cpu_count()}
-    for case in ("whole", "streamed"):
-        step = options.step_ms / 1000 if case == "streamed" else 0.0
-        engine = start("--engine", str(step))
-        gateway = start("--gateway", engine.stdout.readline().strip())
-        try:
-            port = int(gateway.stdout.readline())
-            stream = case == "streamed"
-            each = max(1, options.requests // 16) if not stream else 2
-            clients = options.streams if stream else 16
-            tokens = options.tokens if stream else 1
-            measured = uvloop.run(measure(port, gateway.pid, clients=clients, each=each, tokens=tokens, stream=stream))
-            results[case] = {**asdict(measured), **measured.figures}
-        finally:
-            for process in (gateway, engine):
-                process.kill()
-                process.communicate()
-    return results
+    tokenizer = mock_tokenizer()
+    told = {name: run_case(case, tokenizer) for name, case in cases(options).items()}
+    return {"machine": platform.machine(), "cores": os.cpu_count(), **told}
 
 
 def main() -> None:
@@ -161,6 +171,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--rate", type=float, default=200.0)
+    parser.add_argument("--many", type=int, default=2000)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--engine", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--gateway", help=argparse.SUPPRESS)

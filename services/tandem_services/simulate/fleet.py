@@ -152,10 +152,10 @@ class Fleet:
 
     async def _heartbeat(self, worker: ModelledWorker) -> None:
         state = WorkerState.DRAINING if worker.name in self._leaving else WorkerState.READY
-        record = WorkerRecord(view=self._view(worker), state=state, load=worker.load(), details={})
+        record = WorkerRecord(view=self.view(worker), state=state, load=worker.load(), details={})
         await self.redis.registry.heartbeat(record, deployment="simulate", known_generation=0, report_age_s=0.0)
 
-    def _view(self, worker: ModelledWorker) -> WorkerView:
+    def view(self, worker: ModelledWorker) -> WorkerView:
         return WorkerView(
             worker_id=worker.name,
             incarnation=_incarnation(worker.name),

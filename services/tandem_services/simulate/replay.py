@@ -13,13 +13,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Protocol
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import Choice, NoWorkersError, Placement, RouteQuery
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.policies.by_role import PolicyNames
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.router import Router, RouterConfig, RouterCounters
 from tandem_services.simulate.autoscaling import Autoscaling, ScalingCosts
 from tandem_services.simulate.events import EventQueue
 from tandem_services.simulate.fleet import MODEL, Fleet, FleetShape
@@ -83,6 +84,21 @@ class Scaled:
     costs: ScalingCosts = field(default_factory=ScalingCosts)
 
 
+class Chooser(Protocol):
+    """What a replay asks of a router: the product's own, or another one that is compared with it."""
+
+    counters: RouterCounters
+
+    async def refresh(self) -> None:
+        """Called each simulated second."""
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        """Raises `NoWorkersError`."""
+
+    async def release(self, choice: Choice) -> None:
+        """The last token of what was chosen is out, or it was refused. Called once for each choice."""
+
+
 async def replay(
     requests: Sequence[SimulatedRequest],
     shape: FleetShape,
@@ -108,23 +124,23 @@ async def replay(
     router = Router(config, clock=events, random=Random(seed), source=simulated.source)
     try:
         fleet = Fleet(shape, simulated)
-        run = _Run(requests, fleet, router, shape, on_served, scaled)
-        await run.to_the_end()
-        return run.outcome
+        return await Replay(requests, fleet, router, shape, on_served, scaled).to_the_end()
     finally:
         await router.stop()
         await simulated.client.close()
 
 
-class _Run:
+class Replay:
+    """One run of `requests` over `fleet`, by the choices of `router`."""
+
     def __init__(
         self,
         requests: Sequence[SimulatedRequest],
         fleet: Fleet,
-        router: Router,
+        router: Chooser,
         shape: FleetShape,
         on_served: Callable[[], None],
-        scaled: Scaled | None,
+        scaled: Scaled | None = None,
     ) -> None:
         self.outcome = Outcome(workers=fleet.everybody)
         self._requests = requests
@@ -149,7 +165,8 @@ class _Run:
             joined=self._retry,
         )
 
-    async def to_the_end(self) -> None:
+    async def to_the_end(self) -> Outcome:
+        """Once. Raises `RedisUnavailableError`, and whatever the router raises but `NoWorkersError`."""
         await self._fleet.begin()
         await self._refresh()
         self._plan_arrival(0)
@@ -162,6 +179,7 @@ class _Run:
             self.outcome.scalings = self._scaling.changes
         self.outcome.placements = self._router.counters.placements
         self.outcome.local_choices = self._router.counters.local
+        return self.outcome
 
     async def _refresh(self) -> None:
         """The gateway's heartbeat."""
