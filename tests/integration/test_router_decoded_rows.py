@@ -1,0 +1,121 @@
+"""Decoded rows are kept in Redis between decisions (scripts/worker.lua): they follow the row and the time."""
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.router.cost import Demand
+from tandem_services.router.index import Routed
+from tandem_services.simulate.events import EventQueue
+from tandem_services.simulate.redis_time import DAY_MS, SimulatedRedis
+from tandem_testing.router_builders import MODEL, PAGE, make_link, make_load, make_record
+
+DEMAND = Demand(prompt_tokens=1000, output_tokens=16, local_prefill_tokens=2048)
+FIRST, SECOND = make_record("first"), make_record("second")
+
+
+@pytest.fixture
+async def simulated(server):
+    server.command("FLUSHALL")
+    simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="default", events=EventQueue())
+    await simulated.follow()
+    yield simulated
+    await simulated.client.close()
+
+
+async def beat(simulated: SimulatedRedis, *records) -> None:
+    for record in records:
+        await simulated.registry.heartbeat(record, deployment="ours", known_generation=0, report_age_s=0.0)
+
+
+async def later(simulated: SimulatedRedis, seconds: float) -> None:
+    simulated.events.after(seconds, simulated.follow)
+    await simulated.events.run()
+
+
+async def route(simulated: SimulatedRedis, *, exclude: frozenset[str] = frozenset()) -> Routed | None:
+    return await simulated.index.route(model=MODEL, demand=DEMAND, page_size=PAGE, chain=b"", exclude=exclude, seed=1)
+
+
+def only(record) -> frozenset[str]:
+    """Leave out the other one."""
+    return frozenset({(SECOND if record is FIRST else FIRST).view.incarnation})
+
+
+def queue_s(routed: Routed | None) -> float:
+    assert routed is not None
+    return next(term.seconds for term in routed.terms if term.name == "prefill_queue")
+
+
+async def test_a_reservation_lapses_though_nobody_writes_the_row(simulated):
+    await beat(simulated, FIRST, SECOND)
+    await route(simulated, exclude=only(FIRST))
+    # The first worker's row is decoded with its reservation, and not written.
+    assert queue_s(await route(simulated, exclude=only(SECOND))) == 0.0
+    await later(simulated, 2.2)
+    await route(simulated, exclude=only(SECOND))
+    assert queue_s(await route(simulated, exclude=only(FIRST))) == pytest.approx(1.0)
+
+
+async def test_a_reservation_that_has_lapsed_no_longer_counts(simulated):
+    await beat(simulated, FIRST, SECOND)
+    await route(simulated, exclude=only(FIRST))
+    await route(simulated, exclude=only(SECOND))
+    await later(simulated, 2.3)
+    assert queue_s(await route(simulated, exclude=only(FIRST))) == 0.0
+
+
+async def test_a_lease_lapses_though_nobody_writes_the_row(simulated):
+    await beat(simulated, FIRST, SECOND)
+    await route(simulated, exclude=only(SECOND))
+    await later(simulated, DAY_MS / 1000 + 1)
+    assert await route(simulated, exclude=only(FIRST)) is None
+
+
+async def test_a_new_report_counts_at_once(simulated):
+    await beat(simulated, FIRST)
+    assert queue_s(await route(simulated)) == 0.0
+    await later(simulated, 3.0)
+    await beat(simulated, make_record("first", load=make_load(queue_tokens=500)))
+    assert queue_s(await route(simulated)) == pytest.approx(0.5)
+
+
+async def test_links_are_read_again_after_a_heartbeat(simulated):
+    decode = make_record("d", Role.DECODE, load=make_load(sequences=60))
+    for rate in (1e9, 1e5):
+        await beat(simulated, decode, make_record("p", Role.PREFILL, links=(make_link(decode, rate),)))
+        routed = await simulated.index.route(
+            model=MODEL,
+            demand=Demand(prompt_tokens=1000, output_tokens=16, local_prefill_tokens=0),
+            page_size=PAGE,
+            chain=b"",
+            exclude=frozenset(),
+            seed=1,
+        )
+        assert routed is not None
+        transfer = next(term.seconds for term in routed.terms if term.name == "transfer")
+        assert transfer == pytest.approx(0.002 + 1000 * 1000 / rate)
+        await later(simulated, 1.0)
+
+
+async def test_fleets_of_other_clusters_are_not_mixed_up(server, simulated):
+    other = SimulatedRedis(address=RedisAddress(url=server.url), cluster="other", events=EventQueue())
+    await other.follow()
+    await beat(simulated, FIRST)
+    await beat(other, make_record("first", load=make_load(queue_tokens=500)))
+    for _ in range(2):
+        assert queue_s(await route(other)) >= 0.5
+        assert queue_s(await route(simulated)) < 2.5
+    await other.client.close()
+
+
+async def test_a_fleet_that_changes_all_its_workers_is_followed(simulated):
+    for generation in range(3):
+        names = [f"g{generation}-w{number}" for number in range(80)]
+        for name in names:
+            await beat(simulated, make_record(name))
+        routed = await route(simulated)
+        assert routed is not None
+        for name in names:
+            await simulated.registry.deregister(f"{name}@1")
+    assert await route(simulated) is None
