@@ -103,7 +103,7 @@ def cpu_seconds(pid: int) -> float:
 
 async def measure(port: int, pid: int, case: "Case", tokenizer: TextTokenizer) -> Measured:
     questions = case.questions(expected_answer(tokenizer))
-    await closed_loop(port, questions[: case.clients], at_once=min(16, case.clients))
+    await closed_loop(port, questions[:16], at_once=min(16, case.clients))
     cpu, began = cpu_seconds(pid), time.perf_counter()
     if case.rate:
         timings = await open_loop(port, questions, rate=case.rate)

@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--peers-venv", type=Path, default=os.environ.get("TANDEM_PEERS_VENV"))
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--cache-share", type=float, default=0.1)
-    parser.add_argument("--num-prompts", type=int)
+    parser.add_argument("--num-prompts", type=int, help="the first N requests of the trace (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
