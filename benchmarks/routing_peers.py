@@ -11,7 +11,7 @@ router sees the loads of the simulation. A prompt's text is a few characters for
 
     cache_aware          as it starts by default: its record of what a worker has been sent grows without an end here
     cache_aware_bounded  the record of a worker is as large as its cache (--max-tree-size), trimmed each second
-    round_robin          ours, by name; the same decisions as sglang-router's
+    round_robin          ours, by name
 
 It sees requests and answers; our router sees what workers say is cached, as it would in a deployment.
 """
