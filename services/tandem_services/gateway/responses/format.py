@@ -10,6 +10,15 @@ from tandem_services.gateway.answer_format import WholeChoice, encode_json
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
 from tandem_services.gateway.openai_schemas import Usage
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.responses.answer_schemas import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseError,
+    ResponseObject,
+    ResponseStatus,
+    ResponseUsage,
+)
 from tandem_services.gateway.responses.items import Event, OutputItems
 from tandem_services.gateway.sse import named_event
 
@@ -41,10 +50,10 @@ class ResponsesFormat:
 
     def closing(self, usage: Usage) -> bytes:
         response = self._finished(usage)
-        return self._events([{"type": f"response.{response['status']}", "response": response}])
+        return self._events([{"type": f"response.{response.status}", "response": response}])
 
     def failure(self, refusal: ApiError) -> bytes:
-        error = {"code": "server_error", "message": str(refusal)}
+        error = ResponseError(code="server_error", message=str(refusal))
         return self._events([{"type": "response.failed", "response": self._response("failed", error=error)}])
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
@@ -58,30 +67,23 @@ class ResponsesFormat:
         self._finish = finish
         return self._items.finish(complete=finish.reason != "length")
 
-    def _finished(self, usage: Usage) -> dict[str, Any]:
+    def _finished(self, usage: Usage) -> ResponseObject:
         assert self._finish is not None, "the output has not ended"
         if self._finish.reason == "length":
-            return self._response("incomplete", usage=usage, incomplete_details={"reason": "max_output_tokens"})
-        return self._response("completed", usage=usage)
+            return self._response("incomplete", usage=_usage(usage), incomplete_details=IncompleteDetails())
+        return self._response("completed", usage=_usage(usage))
 
-    def _response(self, status: str, *, usage: Usage | None = None, **fields: Any) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "model": self._plan.model,
-            "output": [*self._items.done],
-            "usage": None if usage is None else _usage(usage),
-            "store": False,
-            "background": False,
-            "previous_response_id": None,
-            "truncation": "disabled",
+    def _response(self, status: ResponseStatus, **ending: Any) -> ResponseObject:
+        """`ending`: what its status brings with it."""
+        return ResponseObject(
+            id=self._id,
+            created_at=self._created,
+            status=status,
+            model=self._plan.model,
+            output=[*self._items.done],
             **self._plan.repeated,
-            **fields,
-        }
+            **ending,
+        )
 
     def _events(self, events: list[Event]) -> bytes:
         return b"".join([self._event(event) for event in events])
@@ -91,11 +93,11 @@ class ResponsesFormat:
         return named_event(event["type"], encode_json({**event, "sequence_number": self._sequence - 1}))
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
-        "total_tokens": usage.total_tokens,
-    }
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.completion_tokens_details.reasoning_tokens),
+        total_tokens=usage.total_tokens,
+    )

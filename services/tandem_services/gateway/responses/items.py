@@ -12,6 +12,15 @@ from typing import Any
 
 from tandem_services.gateway.chat_format import call_id
 from tandem_services.gateway.output_parts import CallArguments, CallBegin, Content, Part, Reasoning
+from tandem_services.gateway.responses.answer_schemas import (
+    FunctionCallItem,
+    ItemStatus,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
 
 Event = dict[str, Any]
 """`type` and what belongs to it; sequence numbers come later."""
@@ -28,22 +37,22 @@ class _OpenItem:
     call_id: str = ""
     pieces: list[str] = field(default_factory=list)
 
-    def item(self, status: str) -> dict[str, Any]:
+    def item(self, status: ItemStatus) -> OutputItem:
         text = "".join(self.pieces)
-        head = {"id": self.id, "type": self.kind, "status": status}
         begun = status == "in_progress"
         match self.kind:
             case "function_call":
-                return {**head, "call_id": self.call_id, "name": self.name, "arguments": "" if begun else text}
+                arguments = "" if begun else text
+                return FunctionCallItem(
+                    id=self.id, status=status, call_id=self.call_id, name=self.name, arguments=arguments
+                )
             case "reasoning":
-                return {**head, "summary": [], "content": [] if begun else [self.content(text)]}
+                return ReasoningItem(id=self.id, status=status, content=[] if begun else [ReasoningText(text=text)])
             case _:
-                return {**head, "role": "assistant", "content": [] if begun else [self.content(text)]}
+                return MessageItem(id=self.id, status=status, content=[] if begun else [OutputText(text=text)])
 
-    def content(self, text: str) -> dict[str, Any]:
-        if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def content(self, text: str) -> OutputText | ReasoningText:
+        return ReasoningText(text=text) if self.kind == "reasoning" else OutputText(text=text)
 
     @property
     def text_event(self) -> str:
@@ -67,7 +76,7 @@ class OutputItems:
     def __init__(self, answer_id: str) -> None:
         self._answer_id = answer_id
         self._open: _OpenItem | None = None
-        self.done: list[dict[str, Any]] = []
+        self.done: list[OutputItem] = []
 
     def add(self, parts: Sequence[Part]) -> list[Event]:
         return [event for part in parts for event in self._add(part)]
@@ -110,7 +119,7 @@ class OutputItems:
             return {"type": "response.function_call_arguments.delta", **item.place, "delta": text}
         return {"type": f"{item.text_event}.delta", **item.place, "delta": text, **item.extra}
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: ItemStatus) -> list[Event]:
         item, self._open = self._open, None
         if item is None:
             return []
