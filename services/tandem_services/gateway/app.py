@@ -9,6 +9,7 @@
 /tokenize /detokenize (also under /v1)     the tokenizer
 /v1/requests/{id}/explain                  where a request ran and why
 /live /ready /health /version              operations
+/openapi.json                              all of this, for programs
 /metrics /console                          unless there is a port for administrators (`admin`)
 """
 
@@ -17,7 +18,6 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -56,6 +56,8 @@ from tandem_services.gateway.messages.planner import MessagesPlanner
 from tandem_services.gateway.metrics import PREFIX, HttpMetrics
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import Fleet, Shared, build_model_service
+from tandem_services.gateway.openapi.document import Traits, document_route
+from tandem_services.gateway.probe_schemas import VERSION, Live, Version
 from tandem_services.gateway.request_trace import Traces, pass_on
 from tandem_services.gateway.responses.planner import ResponsesPlanner
 from tandem_services.gateway.session_routes import SessionRoutes
@@ -221,7 +223,7 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
     access = gateway.access if console is None else console.admit(gateway.access)
     app = FastAPI(
         title="Tandem",
-        version=version("tandem"),
+        version=VERSION,
         lifespan=lifespan,
         middleware=[boundary_of(gateway), Middleware(Authentication, access=access)],
         # A redirect would answer `/v1/models/` differently from what access rules see.
@@ -238,6 +240,8 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
     app.router.routes.extend(operations_routes(gateway, metrics=metrics))
     if console is not None:
         app.router.routes.extend(console.routes())
+    traits = Traits(strict_fields=gateway.strict_fields, keys=gateway.access is not None, metrics=metrics)
+    app.router.routes.append(document_route(traits))
     return app
 
 
@@ -299,14 +303,14 @@ def operations_routes(gateway: Gateway, *, metrics: bool) -> list[Route]:
     """What probes and Prometheus ask; `metrics`: with /metrics."""
 
     async def live(_: Request) -> Response:
-        return json_response({"status": "ok"})
+        return json_response(Live())
 
     async def ready(_: Request) -> Response:
         report = gateway.health.report()
         return json_response(report, report.http_status)
 
     async def get_version(_: Request) -> Response:
-        return json_response({"version": version("tandem")})
+        return json_response(Version(version=VERSION))
 
     async def get_metrics(_: Request) -> Response:
         return Response(render(gateway.registry), headers={"content-type": CONTENT_TYPE})

@@ -52,7 +52,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "stream_interval": (1,),
     "suffix": ("",),
-    "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -67,6 +66,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _FIELDS = UnsupportedFields.__struct_fields__
 FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning")
 """What completion requests refuse as well."""
+
+
+def neutral_values(also: tuple[str, ...] = ()) -> Mapping[str, tuple[Any, ...]]:
+    """What `refuse_unsupported` lets pass, beside null, by field."""
+    return {name: _NEUTRAL.get(name, ()) for name in (*_FIELDS, *also)}
 
 
 def refuse_unsupported(fields: UnsupportedFields, also: tuple[str, ...] = ()) -> None:

@@ -40,6 +40,7 @@ ROUTES = {
         ("POST", "/detokenize"),
         ("POST", "/v1/detokenize"),
         ("GET", "/version"),
+        ("GET", "/openapi.json"),
     },
     "probe": {("GET", "/live"), ("GET", "/ready"), ("GET", "/health")},
     "metrics": {("GET", "/metrics")},

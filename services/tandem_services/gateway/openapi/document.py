@@ -1,0 +1,171 @@
+"""The OpenAPI document of a gateway, `GET /openapi.json`: made once, of the very shapes that it decodes and encodes.
+
+It says what this gateway does: with API keys or without, strict about unknown fields or not, with /metrics or without.
+There is no /docs: pages that show such documents load their scripts from elsewhere.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem_services.common.metrics import CONTENT_TYPE
+from tandem_services.gateway.access.authentication import PROBES
+from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.openai_schemas import ErrorResponse
+from tandem_services.gateway.openapi.components import Components
+from tandem_services.gateway.openapi.errors import ALWAYS, ERRORS, WAITS, WITH_A_BODY
+from tandem_services.gateway.openapi.operations import OPERATIONS, Operation
+from tandem_services.gateway.probe_schemas import VERSION
+
+Schema = dict[str, Any]
+
+PATH = "/openapi.json"
+KEY = "apiKey"
+ABOUT = (
+    "OpenAI-compatible API of a Tandem gateway. Null means absent. Of equal keys of an object the last one counts. "
+    "Paths that answer GET answer HEAD as well. Every answer has an `X-Request-Id`, the client's own where it sent one "
+    "of 1 to 128 printable ASCII characters."
+)
+UNKNOWN_FIELDS = {
+    False: "Fields that a request's schema does not name are ignored.",
+    True: "Fields that a request's schema does not name are refused with 400.",
+}
+REQUEST_ID: Schema = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "description": "The client's own name for the request.",
+    "schema": {"type": "string"},
+}
+REQUEST_ID_HEADER: Schema = {"X-Request-Id": {"description": "Of this request.", "schema": {"type": "string"}}}
+RETRY_AFTER: Schema = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What differs between gateways."""
+
+    strict_fields: bool
+    keys: bool
+    metrics: bool
+
+
+def document_route(traits: Traits) -> Route:
+    """`GET /openapi.json`. The document is made when it is first asked for."""
+    made: list[bytes] = []
+
+    async def document(_: Request) -> Response:
+        if not made:
+            made.append(encode_json(openapi_document(traits)))
+        return Response(made[0], media_type="application/json")
+
+    return Route(PATH, document, methods=["GET", "HEAD"])
+
+
+def openapi_document(traits: Traits) -> Schema:
+    operations = [each for each in OPERATIONS if traits.metrics or not each.plain_text]
+    components = Components(
+        [each.request for each in operations if each.request is not None],
+        _answers(operations),
+        strict=traits.strict_fields,
+    )
+    paths: Schema = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation, components, traits)
+    document: Schema = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tandem",
+            "version": VERSION,
+            "description": f"{ABOUT} {UNKNOWN_FIELDS[traits.strict_fields]}",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {
+            "schemas": dict(sorted(components.schemas.items())),
+            "responses": {name: _error(status, components) for status, (name, _) in ERRORS.items()},
+        },
+    }
+    if traits.keys:
+        document["components"]["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{KEY: []}]
+    return document
+
+
+def _answers(operations: list[Operation]) -> Iterator[Any]:
+    yield ErrorResponse
+    for operation in operations:
+        if operation.answer is not None:
+            yield operation.answer
+        if operation.events is not None:
+            yield operation.events.document
+
+
+def _described(operation: Operation, components: Components, traits: Traits) -> Schema:
+    described: Schema = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "parameters": [*operation.parameters, REQUEST_ID],
+        "responses": {
+            "200": _success(operation, components),
+            **{str(status): _refusal(status) for status in _statuses(operation, traits)},
+        },
+    }
+    if operation.unready:
+        described["responses"]["503"] = _unready(operation, components)
+    if operation.request is not None:
+        body = {"application/json": {"schema": components.request(operation.request)}}
+        described["requestBody"] = {"required": True, "content": body}
+    if traits.keys and operation.path in PROBES:
+        described["security"] = []
+    return described
+
+
+def _statuses(operation: Operation, traits: Traits) -> list[int]:
+    statuses = {*ALWAYS, *operation.errors}
+    if operation.request is not None:
+        statuses |= {*WITH_A_BODY}
+    if traits.keys and operation.path not in PROBES:
+        statuses |= {401, 429} if operation.method == "post" else {401}
+    if not traits.keys:
+        statuses -= {403}
+    return sorted(statuses)
+
+
+def _success(operation: Operation, components: Components) -> Schema:
+    content: Schema = {}
+    if operation.plain_text:
+        content[CONTENT_TYPE] = {"schema": {"type": "string"}}
+    elif operation.answer is not None:
+        content["application/json"] = {"schema": components.answer(operation.answer)}
+    if operation.events is not None:
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": f"With `stream: true`. {operation.events.manner}"},
+            "x-event-schema": components.answer(operation.events.document),
+        }
+    success: Schema = {"description": "The answer.", "headers": REQUEST_ID_HEADER}
+    return {**success, "content": content} if content else success
+
+
+def _refusal(status: int) -> Schema:
+    return {"$ref": f"#/components/responses/{ERRORS[status][0]}"}
+
+
+def _error(status: int, components: Components) -> Schema:
+    return {
+        "description": ERRORS[status][1],
+        "headers": {**REQUEST_ID_HEADER, **RETRY_AFTER} if status in WAITS else REQUEST_ID_HEADER,
+        "content": {"application/json": {"schema": components.answer(ErrorResponse)}},
+    }
+
+
+def _unready(operation: Operation, components: Components) -> Schema:
+    options = [components.answer(operation.answer), components.answer(ErrorResponse)]
+    return {
+        "description": "Not ready, with the reasons; or no connection is free.",
+        "headers": REQUEST_ID_HEADER,
+        "content": {"application/json": {"schema": {"anyOf": options}}},
+    }

@@ -1,0 +1,125 @@
+"""The OpenAPI document names what there is, routes, requests, keys and switches, and refers to nothing else."""
+
+import re
+from pathlib import Path
+
+import jsonschema_rs
+import pytest
+
+from tandem_engine.ipc.channels import IpcContext
+from tandem_services.gateway.app import create_app
+from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.openapi.document import Traits, openapi_document
+from tandem_services.gateway.openapi.operations import OPERATIONS
+from tandem_services.gateway.request_body import BodyDecoder
+from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, live_gateway
+from tandem_testing.key_files import bearer, write_keys
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.openapi_contract import references
+
+FREE = Traits(strict_fields=False, keys=False, metrics=True)
+GUARDED = Traits(strict_fields=True, keys=True, metrics=False)
+
+
+def build_app(tokenizer):
+    config = GatewayConfig(model_path=Path(), model_name="m")
+    return create_app(config, FakeChooser([]), SessionShelf(), IpcContext(), tokenizer)
+
+
+def documented(document) -> set[tuple[str, str]]:
+    return {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+
+
+def test_every_route_is_described_and_nothing_else(tokenizer):
+    routes = build_app(tokenizer).routes
+    served = {(method, re.sub(r":path\}", "}", route.path)) for route in routes for method in route.methods - {"HEAD"}}
+    assert documented(openapi_document(FREE)) == served
+
+
+def test_every_request_is_described_by_what_it_is_decoded_to(tokenizer, monkeypatch):
+    shapes = {OpenRequest, CloseRequest}  # whose decoders were made when their module was imported
+    build = BodyDecoder.__init__
+
+    def watched(self, shape, *, strict):
+        shapes.add(shape)
+        build(self, shape, strict=strict)
+
+    monkeypatch.setattr(BodyDecoder, "__init__", watched)
+    build_app(tokenizer)
+    assert {operation.request for operation in OPERATIONS} - {None} == shapes
+
+
+@pytest.mark.parametrize("traits", [FREE, GUARDED], ids=["free", "guarded"])
+def test_every_reference_leads_somewhere_and_every_component_is_used(traits):
+    document = openapi_document(traits)
+    named = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    named |= {f"#/components/responses/{name}" for name in document["components"]["responses"]}
+    used = set(references(document))
+    assert used <= named
+    assert {name for name in named - used if "/schemas/" in name} == set()
+
+
+@pytest.mark.parametrize("traits", [FREE, GUARDED], ids=["free", "guarded"])
+def test_every_schema_is_one(traits):
+    document = openapi_document(traits)
+    for name, schema in document["components"]["schemas"].items():
+        jsonschema_rs.meta.validate(schema)
+        assert schema, name
+    names = [method["operationId"] for path in document["paths"].values() for method in path.values()]
+    assert len(names) == len(set(names))
+
+
+async def test_the_document_is_served(gateway):
+    answer = await gateway.http.get("/openapi.json")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == openapi_document(FREE)
+    assert (await gateway.http.head("/openapi.json")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+async def test_no_page_loads_scripts_from_elsewhere(gateway, path):
+    assert (await gateway.http.get(path)).status_code == 404
+
+
+async def test_what_needs_a_key_is_what_the_document_says(rack, tokenizer, tmp_path):
+    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    keys = write_keys(tmp_path, ann={})
+    async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as gateway:
+        assert (await gateway.http.get("/openapi.json")).status_code == 401
+        document = (await gateway.http.get("/openapi.json", headers=bearer("ann"))).json()
+        for method, path in sorted(documented(document)):
+            operation = document["paths"][path][method.lower()]
+            answer = await gateway.http.request(method, re.sub(r"\{\w+\}", "x", path))
+            needs_key = operation.get("security", document["security"]) != []
+            assert (answer.status_code == 401) == needs_key, (method, path)
+            assert ("401" in operation["responses"]) == needs_key
+        assert (await gateway.http.get("/metrics", headers=bearer("ann"))).status_code == 403
+    assert document["components"]["securitySchemes"] == {"apiKey": {"type": "http", "scheme": "bearer"}}
+
+
+def test_without_keys_nothing_is_said_about_them():
+    document = openapi_document(FREE)
+    assert "security" not in document
+    assert not any("401" in method["responses"] for path in document["paths"].values() for method in path.values())
+
+
+def test_without_metrics_there_are_none():
+    assert "/metrics" not in openapi_document(GUARDED)["paths"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_unknown_fields_are_refused_where_the_schema_is_closed(rack, tokenizer, strict):
+    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    refused = {}
+    async with live_gateway(rack.context, tokenizer, rack.engines, strict_fields=strict) as gateway:
+        document = (await gateway.http.get("/openapi.json")).json()
+        for operation in OPERATIONS:
+            if operation.request is not None:
+                answer = await gateway.http.post(operation.path, json={"tokens": [5], "no_such_field": 1})
+                refused[operation.request.__name__] = (
+                    answer.status_code == 400 and answer.json()["error"]["param"] == "no_such_field"
+                )
+    for name, is_refused in refused.items():
+        assert (document["components"]["schemas"][name].get("additionalProperties") is False) == is_refused, name
+    assert any(refused.values()) == strict
