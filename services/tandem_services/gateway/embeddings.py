@@ -17,6 +17,7 @@ from sys import byteorder
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from tandem_engine.logs import quoted
 from tandem_engine.messages.pooling import Pooling, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import bad_request, internal_error
@@ -30,6 +31,7 @@ from tandem_services.gateway.embedding_schemas import Embedding, EmbeddingReques
 from tandem_services.gateway.explain import RequestRecord
 from tandem_services.gateway.generation import Generator
 from tandem_services.gateway.limits import (
+    MAX_DIMENSIONS,
     MAX_EMBEDDING_INPUTS,
     check_cache_salt,
     check_context,
@@ -92,8 +94,10 @@ class EmbeddingPlanner:
         check_user(request.user)
         check_cache_salt(request.cache_salt)
         check_priority(request.priority or 0)
-        if request.dimensions is not None and request.dimensions < 1:
-            raise bad_request(f"dimensions must be at least 1, got {request.dimensions}", "dimensions")
+        if request.dimensions is not None and not 1 <= request.dimensions <= MAX_DIMENSIONS:
+            raise bad_request(
+                f"dimensions must be between 1 and {MAX_DIMENSIONS}, got {quoted(request.dimensions)}", "dimensions"
+            )
         prompts = split_prompts(request.input, param="input", most=MAX_EMBEDDING_INPUTS)
         return EmbeddingPlan(
             model=request.model or "",

@@ -27,6 +27,10 @@ MAX_ERROR_CHARACTERS = 1000
 
 MAX_PROMPTS = 1024
 MAX_EMBEDDING_INPUTS = 2048
+MAX_DIMENSIONS = 2**31 - 1
+"""What travels to workers, of which only they know how many their model has."""
+MAX_TURN = 2**31 - 1
+"""Of a session."""
 MAX_CHOICES = 128
 """n, and n times the number of prompts."""
 MAX_BEST_OF = 20

@@ -24,6 +24,7 @@ from tandem_engine.logs import quoted
 from tandem_engine.messages.requests import MAX_SESSION_BYTES, SessionRef
 from tandem_services.common.errors import ApiError, bad_request, conflict, not_found, unavailable
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.gateway.limits import MAX_TURN
 from tandem_services.gateway.token_sequence import Accepted
 from tandem_services.router.session_bindings import SessionBinding, SessionName
 
@@ -148,8 +149,10 @@ class SessionDesk:
             return None
         if choices != 1:
             raise bad_request(f"{PARAM}: a session goes on after one output, got {choices}: n must be 1", "n")
-        if params.turn is not None and params.turn < 0:
-            raise bad_request(f"{PARAM}.turn must be at least 0, got {quoted(params.turn)}", f"{PARAM}.turn")
+        if params.turn is not None and not 0 <= params.turn <= MAX_TURN:
+            raise bad_request(
+                f"{PARAM}.turn must be between 0 and {MAX_TURN}, got {quoted(params.turn)}", f"{PARAM}.turn"
+            )
         name = session_name(params.id, cache_salt, param=f"{PARAM}.id")
         try:
             found = await self.directory.find(name)

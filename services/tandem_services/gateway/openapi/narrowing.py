@@ -23,6 +23,7 @@ from tandem_services.gateway.limits import (
     MAX_CHAT_TOP_LOGPROBS,
     MAX_CHOICES,
     MAX_COMPLETION_LOGPROBS,
+    MAX_DIMENSIONS,
     MAX_MESSAGES,
     MAX_METADATA_ENTRIES,
     MAX_OUTPUT_TOKENS,
@@ -98,7 +99,7 @@ BOUNDS: Mapping[Shape, Mapping[str, Schema]] = {
         "tools": {"maxItems": MAX_TOOLS},
     },
     EmbeddingRequest: {
-        "dimensions": {"minimum": 1},
+        "dimensions": {"minimum": 1, "maximum": MAX_DIMENSIONS},
         **{field: _COMMON[field] for field in ("user", "cache_salt", "priority", "timeout")},
     },
     OpenRequest: {"session_id": _SESSION_ID, "cache_salt": _COMMON["cache_salt"]},

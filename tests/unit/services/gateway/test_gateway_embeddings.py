@@ -91,6 +91,7 @@ async def test_openai_client_decodes_what_it_asked_for_by_default(gateway):
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": "3"}, "dimensions"),
+        ({"dimensions": 2**31}, "dimensions"),
         ({"pooling": "max"}, "pooling"),
         ({"user": "x" * 513}, "user"),
         ({"model": None}, "model"),
@@ -100,6 +101,12 @@ async def test_a_bad_request_is_refused_by_name_and_reaches_no_engine(gateway, r
     answer = await gateway.http.post(PATH, json={"model": "mock", "input": "hi", **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+    assert not rack.engines[0].received
+
+
+async def test_dimensions_that_no_message_can_carry_are_a_400_not_a_500(gateway, rack):
+    answer = await gateway.http.post(PATH, json={"model": "mock", "input": "hi", "dimensions": 10**30})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "dimensions")
     assert not rack.engines[0].received
 
 

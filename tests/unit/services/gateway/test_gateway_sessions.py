@@ -237,6 +237,14 @@ async def test_what_no_session_can_do_is_refused_by_name(two, fields, param):
     assert not any(engine.received for engine in engines)
 
 
+async def test_a_turn_that_no_message_can_carry_is_a_400_not_a_500(two):
+    gateway, (a, _) = two
+    await turn(gateway, number=0)
+    answer = await turn(gateway, number=10**30)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_params.turn")
+    assert len(a.received) == 1
+
+
 async def test_a_client_that_leaves_leaves_the_session_as_it_was(two):
     gateway, (a, _) = two
     await turn(gateway, number=0)
