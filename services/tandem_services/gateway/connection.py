@@ -3,14 +3,16 @@
 1. accepted  at most MAX_CONNECTIONS: one more ends one on which nothing is answered, or is refused with a 503
 2. head      from the connection, or its own first byte, to the empty line: HEAD_TIMEOUT_S and MAX_HEAD_BYTES, or a
              408 or 431 and the end; what is no HTTP gets a 400
-3. request   is the application's: `boundary` bounds what is in the head, `request_body` the body
+3. request   is the application's: `boundary` bounds what is in the head, `request_body` the body. Here a body in very
+             many very small pieces is a 400: each costs as much as a large one
 4. idle      until the next one: uvicorn's keep-alive
 
 A client that closes its side has left, also when it would still read: nothing tells it from one that is gone, and what
 it asked for must not be computed for nobody.
 
 uvicorn alone waits for a head for ever, and keeps all of one that never ends. What is wrong with one request is never
-written where another one's answer is expected: the connection then ends without a word.
+written where another one's answer is expected: what comes before it is answered first. Where that cannot be told any
+more, as in the middle of an answer to a request whose body still comes, the connection ends without a word.
 """
 
 import asyncio
@@ -23,7 +25,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem_services.common.errors import ApiError, bad_request, unavailable
 from tandem_services.gateway.error_responses import error_json
-from tandem_services.gateway.limits import HEAD_TIMEOUT_S, MAX_CONNECTIONS, MAX_HEAD_BYTES
+from tandem_services.gateway.limits import (
+    HEAD_TIMEOUT_S,
+    MAX_BODY_PIECES,
+    MAX_CONNECTIONS,
+    MAX_HEAD_BYTES,
+    MIN_PIECE_BYTES,
+)
 
 CONNECTIONS_RETRY_S = 1.0
 
@@ -35,6 +43,10 @@ class GatewayConnection(HttpToolsProtocol):
     """Ends a head that does not arrive. None while a request is answered, and while the client owes nothing."""
     _in_head = False
     _head_bytes = 0
+    _body_pieces = 0
+    _body_bytes = 0
+    _last_word: ApiError | None = None
+    """What is wrong with what came behind the requests that are being answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -49,7 +61,7 @@ class GatewayConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._last_word is not None:
             return
         began_in_head = self._in_head
         super().data_received(data)
@@ -63,13 +75,29 @@ class GatewayConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._body_pieces = self._body_bytes = 0
         self._expect_head()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_arrived()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().on_body(body)
+        self._body_pieces += 1
+        self._body_bytes += len(body)
+        if self._body_pieces > MAX_BODY_PIECES and self._body_bytes < MIN_PIECE_BYTES * self._body_pieces:
+            message = f"request body comes in more than {MAX_BODY_PIECES} pieces of under {MIN_PIECE_BYTES} bytes each"
+            self._end_with(bad_request(message))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._last_word is not None and not self.answering and not self.transport.is_closing():
+            self.transport.write(_whole_response(self._last_word))
+            self.end()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # uvicorn's name for its own sentence
         """What uvicorn answers to bytes that are no HTTP."""
@@ -119,9 +147,18 @@ class GatewayConnection(HttpToolsProtocol):
             self._end_with(ApiError(431, message, kind="RequestHeaderFieldsTooLargeError"))
 
     def _end_with(self, refusal: ApiError) -> None:
+        if self._belongs_to_the_next:
+            self._last_word = refusal
+            return
         if self._may_be_answered_here:
             self.transport.write(_whole_response(refusal))
         self.end()
+
+    @property
+    def _belongs_to_the_next(self) -> bool:
+        """Whether all requests before what is wrong have come whole, and are being answered."""
+        cycle: Any = self.cycle
+        return self.answering and not cycle.more_body
 
     @property
     def _may_be_answered_here(self) -> bool:

@@ -12,6 +12,9 @@ from tandem_services.common.errors import ApiError, bad_request
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 30.0
 """From the headers to the end of the body."""
+MAX_BODY_PIECES = 16_384
+MIN_PIECE_BYTES = 32
+"""On average, of a body that comes in more pieces than that: chunks, or parts of them as the network brings them."""
 MAX_CONNECTIONS = 4096
 """Of one port of one gateway, idle ones among them."""
 HEAD_TIMEOUT_S = 30.0
@@ -128,9 +131,11 @@ def check_text_length(characters: int, longest_token: int, context_length: int, 
 
 
 def context_exceeded(requested: str, context_length: int, param: str) -> ApiError:
+    """Clients look for it by its words (LiteLLM) or by its code in the words (LangChain)."""
+    reason = "context_length_exceeded"
     return bad_request(
         f"This model's maximum context length is {context_length} tokens. However, {requested}. "
-        f"Please reduce the length of the {param} or completion.",
+        f"Please reduce the length of the {param} or completion ({reason}).",
         param,
-        reason="context_length_exceeded",
+        reason=reason,
     )

@@ -23,6 +23,8 @@ MAX_NAMED_FIELDS = 8
 """Of those that are not known, in the answer: others are counted."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _AT_PATH = re.compile(r" - at `\$\.?(.*?)`$")
+_AT_BYTE = re.compile(r"\(byte (\d+)\)$")
+_NOT_FINITE = re.compile(rb"-?(NaN|nan|Infinity|inf)")
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -75,7 +77,7 @@ class BodyDecoder(Generic[T]):
         except msgspec.ValidationError as error:
             raise _wrong_shape(str(error)) from error
         except msgspec.DecodeError as error:
-            raise bad_request(f"request body is not valid JSON: {error}") from error
+            raise _no_json(str(error), body) from error
         except UnicodeDecodeError as error:
             raise bad_request("request body is not valid UTF-8") from error
         if self._strict or logger.isEnabledFor(logging.DEBUG):
@@ -120,12 +122,22 @@ def _unsupported_type(message: str) -> ApiError:
     return ApiError(415, message, kind="UnsupportedMediaTypeError")
 
 
+def _no_json(detail: str, body: bytes) -> ApiError:
+    """msgspec's complaint; other languages' numbers that are none are told as what they are."""
+    place = _AT_BYTE.search(detail)
+    # A minus before it is what the decoder could still read.
+    if place and (_NOT_FINITE.match(body, int(place[1])) or _NOT_FINITE.match(body, max(int(place[1]) - 1, 0))):
+        return bad_request(f"request body is not valid JSON: not a finite number (byte {place[1]})")
+    return bad_request(f"request body is not valid JSON: {detail}")
+
+
 def _wrong_shape(detail: str) -> ApiError:
     """msgspec's "Expected `int | null`, got `str` - at `$.n`" as a sentence about `n`."""
     path = _AT_PATH.search(detail)
     what = (detail[: path.start()] if path else detail).replace("`", "")
     what = what.replace(" | null", "").replace(" | ", " or ")
     what = quoted(what[:1].lower() + what[1:])
+    what = what.replace("number out of range", "number out of range: not a finite number")
     missing = _MISSING_FIELD.match(detail)
     if missing:
         name = f"{path[1]}.{missing[1]}" if path else missing[1]

@@ -80,8 +80,11 @@ BODIES = [
     (b'{"made_up": "\xff"}', "not valid UTF-8"),  # E1 #5
     ('{"model": "mock"}'.encode("utf-16"), "not valid UTF-8"),  # E1 #5
     (b'{"x": ' + b"[" * 100_000, "nested deeper than 64"),  # E2 #22
-    (b'{"temperature": NaN}', "not valid JSON"),  # E2 #23
-    (b'{"temperature": 1e999}', "temperature: number out of range"),  # E2 #23
+    (b'{"temperature": NaN}', r"not a finite number \(byte 16\)"),  # E2 #23
+    (b'{"temperature": Infinity}', "not a finite number"),  # E2 #23
+    (b'{"temperature": -Infinity}', "not a finite number"),  # E2 #23
+    (b'{"temperature": 1e999}', "temperature: .*not a finite number"),  # E2 #23
+    (b'{"temperature": nothing}', "malformed: invalid character"),
     (b'{"seed": ' + b"9" * 10_000 + b"}", "seed: integer value out of range"),  # E2 #24
     (b"{" + b",".join(b'"k%d":1' % i for i in range(1_000_000)) + b"}", "more than 100000"),  # E2 #26
     (b'{"messages": [' + b"{}," * 1_000_000 + b"{}]}", "more than 100000"),  # E2 #26

@@ -458,3 +458,31 @@ def test_a_taken_port_is_named():  # E8 #86
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=str(port)):
             listen("127.0.0.1", port)
+
+
+async def test_a_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # E5 #67
+    """Clients that ask again at once, whatever they are told: what workers compute is what is answered."""
+    engine = rack.add("solo", healthy())
+    engine.behaviour.mute = True
+    clients, refused = 24, 0
+    async with live_gateway(rack.context, tokenizer, rack.engines, max_waiting=4, silence_s=60.0) as gateway:
+        gateway.chooser.room = 2
+
+        async def insist(number: int) -> httpx.Response:
+            nonlocal refused
+            while True:
+                answer = await gateway.complete(f"prompt {number}", max_tokens=4, ignore_eos=True)
+                if answer.status_code == 200:
+                    return answer
+                assert answer.status_code in (429, 503)
+                assert int(answer.headers["retry-after"]) >= 1
+                refused += 1
+                # Until five times as many have been refused as there are clients nobody is served.
+                engine.behaviour.mute = refused < 5 * clients
+
+        answers = await asyncio.gather(*[insist(number) for number in range(clients)])
+        assert gateway.chooser.open == 0
+    assert refused >= 5 * clients
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [4] * clients
+    assert len(engine.received) == clients
+    assert engine.emitted == 4 * clients
