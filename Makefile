@@ -8,6 +8,7 @@ CHAOS_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
 .PHONY: help up test setup check format lint types imports unit verify bench chaos console-shots clean
+.PHONY: help up test setup check format lint types imports unit verify bench chaos clients clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -50,6 +51,8 @@ chaos: setup ## Break a real system in every way it promises to survive (CHAOS_A
 
 console-shots: setup ## Take the pictures of docs/console/ again, from a real fleet (needs chromium)
 	@PYTHONPATH=tests/support $(BIN)/python tools/console_shots.py $(ARGS)
+clients: setup ## Session of a client that does not fit beside the others (LiteLLM), in an environment of its own
+	@tools/clients.sh $(ARGS)
 
 clean: ## Remove caches (not the virtual environment)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .tandem
