@@ -43,6 +43,8 @@ SOUND: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "mock", "messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"model": "mock", "prompt": "hi"},
     "/v1/responses": {"model": "mock", "input": "hi"},
+    "/v1/messages": {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+    "/v1/messages/count_tokens": {"model": "mock", "messages": [{"role": "user", "content": "hi"}]},
     "/v1/embeddings": {"model": "mock", "input": "hi"},
     "/tokenize": {"model": "mock"},
     "/detokenize": {"model": "mock"},
@@ -53,6 +55,8 @@ CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 ARE = [(method.upper(), path) for path, methods in LENIENT["paths"].items() for method in methods]
 ASKED = [(method, path) for method, path in ARE if path not in FIXED]
 WITH_BODY = [(method, path) for method, path in ASKED if "requestBody" in LENIENT["paths"][path][method.lower()]]
+NOT_ALL_READ = "/v1/messages/count_tokens"
+"""Its summary says so."""
 
 
 @dataclass
@@ -157,7 +161,7 @@ def examples(count: int) -> settings:
 def test_what_fits_the_document_is_answered_as_it_says(lenient, method, path):
     statuses = set()
 
-    @examples(40 if path in SOUND else 8)
+    @examples(25 if path in SOUND else 8)
     @given(data=st.data())
     def ask(data):
         case = data.draw(lenient.cases(method, path, GenerationMode.POSITIVE))
@@ -174,7 +178,7 @@ def test_what_fits_the_document_is_answered_as_it_says(lenient, method, path):
 def test_what_does_not_fit_the_document_is_refused(strict, method, path):
     refused = 0
 
-    @examples(40 if path in SOUND else 8)
+    @examples(25 if path in SOUND else 8)
     @given(data=st.data())
     def ask(data):
         nonlocal refused
@@ -182,7 +186,7 @@ def test_what_does_not_fit_the_document_is_refused(strict, method, path):
         if isinstance(case.body, dict):
             case.body = {**case.body, **SOUND.get(path, {})}
         answer = strict.exchange(case)
-        if not strict.fits(method, path, answer):
+        if not strict.fits(method, path, answer) and (path != NOT_ALL_READ or answer.status_code != 200):
             assert 400 <= answer.status_code < 500, (answer.request.content, answer.text)
             refused += 1
 

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema_rs
 
 Schema = dict[str, Any]
-OPEN = frozenset({"ResponseEvent"})
+OPEN = frozenset({"ResponseEvent", "MessageEvent"})
 """Answers with more fields than their schema names, on purpose."""
 
 

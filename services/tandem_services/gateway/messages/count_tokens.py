@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.messages.answer_schemas import CountedTokens
 from tandem_services.gateway.messages.errors import PATH
 from tandem_services.gateway.messages.planner import MessagesPlanner
 from tandem_services.gateway.model_catalog import ModelCatalog
@@ -23,4 +24,4 @@ class TokenCount:
         asked = self._planner.decode(await read_body(request))
         served = self._models.of_request(request.scope, asked.model)
         tokens = await self._planner.count(asked, served)
-        return Response(encode_json({"input_tokens": tokens}), media_type="application/json")
+        return Response(encode_json(CountedTokens(input_tokens=tokens)), media_type="application/json")

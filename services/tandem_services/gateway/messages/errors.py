@@ -9,6 +9,7 @@ from tandem_engine.logs import escape
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.limits import MAX_ERROR_CHARACTERS
+from tandem_services.gateway.messages.answer_schemas import MessageError, MessageErrorBody
 
 PATH = "/v1/messages"
 
@@ -31,4 +32,4 @@ def speaks_anthropic(path: str) -> bool:
 def anthropic_error(error: ApiError, request_id: str) -> bytes:
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = escape(str(error)[:MAX_ERROR_CHARACTERS])
-    return encode_json({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
+    return encode_json(MessageError(error=MessageErrorBody(type=kind, message=message), request_id=request_id))

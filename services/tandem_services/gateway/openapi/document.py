@@ -15,6 +15,8 @@ from starlette.routing import Route
 from tandem_services.common.metrics import CONTENT_TYPE
 from tandem_services.gateway.access.authentication import PROBES
 from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.messages.answer_schemas import MessageError
+from tandem_services.gateway.messages.errors import speaks_anthropic
 from tandem_services.gateway.openai_schemas import ErrorResponse
 from tandem_services.gateway.openapi.components import Components
 from tandem_services.gateway.openapi.errors import ALWAYS, ERRORS, WAITS, WITH_A_BODY
@@ -24,7 +26,9 @@ from tandem_services.gateway.probe_schemas import VERSION
 Schema = dict[str, Any]
 
 PATH = "/openapi.json"
-KEY = "apiKey"
+KEY, ANTHROPIC_KEY = "apiKey", "anthropicApiKey"
+ANTHROPIC = "Anthropic"
+"""Prefix of the errors of Anthropic's routes."""
 ABOUT = (
     "OpenAI-compatible API of a Tandem gateway. Null means absent. Of equal keys of an object the last one counts. "
     "Paths that answer GET answer HEAD as well. Every answer has an `X-Request-Id`, the client's own where it sent one "
@@ -86,17 +90,21 @@ def openapi_document(traits: Traits) -> Schema:
         "paths": paths,
         "components": {
             "schemas": dict(sorted(components.schemas.items())),
-            "responses": {name: _error(status, components) for status, (name, _) in ERRORS.items()},
+            "responses": dict(_errors(components)),
         },
     }
     if traits.keys:
-        document["components"]["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{KEY: []}]
+        document["components"]["securitySchemes"] = {
+            KEY: {"type": "http", "scheme": "bearer"},
+            ANTHROPIC_KEY: {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        document["security"] = [{KEY: []}, {ANTHROPIC_KEY: []}]
     return document
 
 
 def _answers(operations: list[Operation]) -> Iterator[Any]:
     yield ErrorResponse
+    yield MessageError
     for operation in operations:
         if operation.answer is not None:
             yield operation.answer
@@ -111,7 +119,7 @@ def _described(operation: Operation, components: Components, traits: Traits) -> 
         "parameters": [*operation.parameters, REQUEST_ID],
         "responses": {
             "200": _success(operation, components),
-            **{str(status): _refusal(status) for status in _statuses(operation, traits)},
+            **{str(status): _refusal(status, operation) for status in _statuses(operation, traits)},
         },
     }
     if operation.unready:
@@ -150,16 +158,20 @@ def _success(operation: Operation, components: Components) -> Schema:
     return {**success, "content": content} if content else success
 
 
-def _refusal(status: int) -> Schema:
-    return {"$ref": f"#/components/responses/{ERRORS[status][0]}"}
+def _refusal(status: int, operation: Operation) -> Schema:
+    prefix = ANTHROPIC if speaks_anthropic(operation.path) else ""
+    return {"$ref": f"#/components/responses/{prefix}{ERRORS[status][0]}"}
 
 
-def _error(status: int, components: Components) -> Schema:
-    return {
-        "description": ERRORS[status][1],
-        "headers": {**REQUEST_ID_HEADER, **RETRY_AFTER} if status in WAITS else REQUEST_ID_HEADER,
-        "content": {"application/json": {"schema": components.answer(ErrorResponse)}},
-    }
+def _errors(components: Components) -> Iterator[tuple[str, Schema]]:
+    """What is refused before there is a path, as a request without a Host, is so in OpenAI's shape everywhere."""
+    openai = components.answer(ErrorResponse)
+    either = {"anyOf": [components.answer(MessageError), openai]}
+    for status, (name, description) in ERRORS.items():
+        headers = {**REQUEST_ID_HEADER, **RETRY_AFTER} if status in WAITS else REQUEST_ID_HEADER
+        for prefix, schema in (("", openai), (ANTHROPIC, either)):
+            content = {"application/json": {"schema": schema}}
+            yield prefix + name, {"description": description, "headers": headers, "content": content}
 
 
 def _unready(operation: Operation, components: Components) -> Schema:

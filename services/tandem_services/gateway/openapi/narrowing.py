@@ -30,6 +30,8 @@ from tandem_services.gateway.limits import (
     MAX_STOP_STRINGS,
     MAX_USER_CHARACTERS,
 )
+from tandem_services.gateway.messages.schemas import REFUSED as REFUSED_OF_MESSAGES
+from tandem_services.gateway.messages.schemas import MessagesRequest
 from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
 from tandem_services.gateway.responses.schemas import NEUTRAL, REFUSED, ResponsesRequest
 from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
@@ -45,6 +47,7 @@ REQUIRED: Mapping[Shape, tuple[str, ...]] = {
     CompletionRequest: ("model", "prompt"),
     ResponsesRequest: ("model", "input"),
     EmbeddingRequest: ("model", "input"),
+    MessagesRequest: ("model", "messages"),
 }
 """Fields that structs let be absent, so that who leaves one out is told so in the gateway's own words."""
 
@@ -98,6 +101,12 @@ BOUNDS: Mapping[Shape, Mapping[str, Schema]] = {
         "max_output_tokens": _OUTPUT_TOKENS,
         "tools": {"maxItems": MAX_TOOLS},
     },
+    MessagesRequest: {
+        **{field: bounds for field, bounds in _COMMON.items() if field not in ("user", "metadata")},
+        "messages": {"maxItems": MAX_MESSAGES},
+        "max_tokens": _OUTPUT_TOKENS,
+        "tools": {"maxItems": MAX_TOOLS},
+    },
     EmbeddingRequest: {
         "dimensions": {"minimum": 1, "maximum": MAX_DIMENSIONS},
         **{field: _COMMON[field] for field in ("user", "cache_salt", "priority", "timeout")},
@@ -131,6 +140,8 @@ def refused_fields(shape: Shape) -> Mapping[str, tuple[Any, ...]]:
     """Known fields that are not served, and their values, beside null, that ask for nothing."""
     if shape is ResponsesRequest:
         return {field: NEUTRAL.get(field, ()) for field in REFUSED}
+    if shape is MessagesRequest:
+        return {field: ([], {}) for field in REFUSED_OF_MESSAGES}
     if issubclass(shape, GenerationFields):
         return neutral_values(also=FIELDS_OF_CHATS if shape is CompletionRequest else ())
     return {}

@@ -13,6 +13,8 @@ from tandem_services.common.health import HealthReport
 from tandem_services.gateway.embedding_schemas import EmbeddingRequest, EmbeddingResponse
 from tandem_services.gateway.explain import RequestRecord
 from tandem_services.gateway.limits import MAX_CACHE_SALT_CHARACTERS
+from tandem_services.gateway.messages.answer_schemas import CountedTokens, MessageEvent, MessageObject
+from tandem_services.gateway.messages.schemas import MessagesRequest
 from tandem_services.gateway.openai_schemas import (
     ChatChunk,
     ChatRequest,
@@ -148,6 +150,26 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         method="post",
+        path="/v1/messages",
+        name="createMessage",
+        summary="The answer to a chat in the form of Anthropic's Messages API. `max_tokens` is required.",
+        request=MessagesRequest,
+        answer=MessageObject,
+        events=Events(document=MessageEvent, manner="From `message_start` to `message_stop`, or `error`."),
+        errors=GENERATION,
+        parameters=(TIMEOUT,),
+    ),
+    Operation(
+        method="post",
+        path="/v1/messages/count_tokens",
+        name="countMessageTokens",
+        summary="How long the prompt of a message is. Bounds of fields that do not shape it are not checked.",
+        request=MessagesRequest,
+        answer=CountedTokens,
+        errors=(404,),
+    ),
+    Operation(
+        method="post",
         path="/v1/embeddings",
         name="createEmbedding",
         summary="Vectors of prompts.",
@@ -182,7 +204,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Have a conversation kept by the worker that begins it.",
         request=OpenRequest,
         answer=OpenedSession,
-        errors=(409,),
+        errors=(404, 409),
     ),
     Operation(
         method="delete",
@@ -200,7 +222,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="As `POST /v1/sessions`, in SGLang's form: the answer is the id.",
         request=OpenRequest,
         answer=str,
-        errors=(409,),
+        errors=(404, 409),
     ),
     Operation(
         method="post",

@@ -19,6 +19,7 @@ OUTPUT = (
 HI = [{"role": "user", "content": "hi"}]
 FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
+MESSAGES_TOOL = {"name": "weather", "input_schema": {"type": "object"}}
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
 CHAT = {"model": "mock", "messages": HI}
 TEXT = {"model": "mock", "prompt": "hi"}
@@ -37,6 +38,11 @@ SESSION = [
     ("POST", "/v1/responses", {**RESPONSE, "tools": [RESPONSES_TOOL], "metadata": {"a": "b"}}),
     ("POST", "/v1/responses", {**RESPONSE, "max_output_tokens": 2, "tool_choice": "none"}),
     ("POST", "/v1/responses", {**RESPONSE, "text": {"format": {"type": "json_object"}}, "instructions": "x"}),
+    ("POST", "/v1/messages", {**CHAT, "max_tokens": 99, "tools": [MESSAGES_TOOL]}),
+    ("POST", "/v1/messages", {**CHAT, "max_tokens": 99, "stop_sequences": ["see"]}),
+    ("POST", "/v1/messages", {**CHAT}),
+    ("POST", "/v1/messages", {**CHAT, "max_tokens": 9, "model": "other"}),
+    ("POST", "/v1/messages/count_tokens", {**CHAT}),
     ("POST", "/v1/embeddings", {**RESPONSE}),
     ("POST", "/v1/embeddings", {**RESPONSE, "encoding_format": "base64"}),
     ("GET", "/v1/models", None),
@@ -58,7 +64,8 @@ SESSION = [
     ("GET", "/version", None),
     ("GET", "/openapi.json", None),
 ]
-STREAMED = [body for body in SESSION if body[1] in ("/v1/chat/completions", "/v1/completions", "/v1/responses")]
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+STREAMED = [body for body in SESSION if body[1] in GENERATION]
 
 
 @pytest.fixture
@@ -89,7 +96,7 @@ async def test_whole_answers_have_the_fields_of_the_document(gateway, contract):
 async def test_streams_have_the_events_of_the_document(gateway, contract):
     streamed = 0
     for method, path, body in STREAMED:
-        options = {} if path == "/v1/responses" else {"stream_options": {"include_usage": True}}
+        options = {"stream_options": {"include_usage": True}} if "completions" in path else {}
         answer = await gateway.http.request(method, path, json={**body, "stream": True, **options})
         if answer.status_code != 200:
             contract.check(method, path, answer.status_code, answer.headers["content-type"], answer.json())
@@ -97,7 +104,7 @@ async def test_streams_have_the_events_of_the_document(gateway, contract):
         assert answer.headers["content-type"].partition(";")[0] == "text/event-stream"
         contract.check_events(method, path, documents(answer))
         streamed += 1
-    assert streamed >= 6
+    assert streamed >= 8
 
 
 def documents(answer) -> list[dict]:
@@ -105,7 +112,7 @@ def documents(answer) -> list[dict]:
     if "event: " not in answer.text:
         return events(answer)
     found = [json.loads(line.partition("data: ")[2]) for line in answer.text.split("\n") if line.startswith("data: ")]
-    assert found[-1]["type"] in ("response.completed", "response.incomplete")
+    assert found[-1]["type"] in ("response.completed", "response.incomplete", "message_stop")
     return found
 
 

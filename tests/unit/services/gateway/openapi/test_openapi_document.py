@@ -1,19 +1,17 @@
 """The OpenAPI document names what there is, routes, requests, keys and switches, and refers to nothing else."""
 
 import re
-from pathlib import Path
 
 import jsonschema_rs
 import pytest
 
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.gateway.app import create_app
-from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.openapi.document import Traits, openapi_document
 from tandem_services.gateway.openapi.operations import OPERATIONS
 from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
-from tandem_testing.gateway_builders import FakeChooser, SessionShelf, live_gateway
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of, live_gateway
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.openapi_contract import references
@@ -23,8 +21,8 @@ GUARDED = Traits(strict_fields=True, keys=True, metrics=False)
 
 
 def build_app(tokenizer):
-    config = GatewayConfig(model_path=Path(), model_name="m")
-    return create_app(config, FakeChooser([]), SessionShelf(), IpcContext(), tokenizer)
+    config = config_of()
+    return create_app(config, [fleet_of(config, FakeChooser([]), SessionShelf(), IpcContext(), tokenizer)])
 
 
 def documented(document) -> set[tuple[str, str]]:
@@ -95,7 +93,8 @@ async def test_what_needs_a_key_is_what_the_document_says(rack, tokenizer, tmp_p
             assert (answer.status_code == 401) == needs_key, (method, path)
             assert ("401" in operation["responses"]) == needs_key
         assert (await gateway.http.get("/metrics", headers=bearer("ann"))).status_code == 403
-    assert document["components"]["securitySchemes"] == {"apiKey": {"type": "http", "scheme": "bearer"}}
+    schemes = document["components"]["securitySchemes"]
+    assert [schemes[name]["type"] for [name] in document["security"]] == ["http", "apiKey"]
 
 
 def test_without_keys_nothing_is_said_about_them():
@@ -117,9 +116,7 @@ async def test_unknown_fields_are_refused_where_the_schema_is_closed(rack, token
         for operation in OPERATIONS:
             if operation.request is not None:
                 answer = await gateway.http.post(operation.path, json={"tokens": [5], "no_such_field": 1})
-                refused[operation.request.__name__] = (
-                    answer.status_code == 400 and answer.json()["error"]["param"] == "no_such_field"
-                )
+                refused[operation.request.__name__] = "unknown fields: no_such_field" in answer.text
     for name, is_refused in refused.items():
         assert (document["components"]["schemas"][name].get("additionalProperties") is False) == is_refused, name
     assert any(refused.values()) == strict
