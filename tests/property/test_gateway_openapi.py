@@ -161,7 +161,7 @@ def examples(count: int) -> settings:
 def test_what_fits_the_document_is_answered_as_it_says(lenient, method, path):
     statuses = set()
 
-    @examples(25 if path in SOUND else 8)
+    @examples(20 if path in SOUND else 8)
     @given(data=st.data())
     def ask(data):
         case = data.draw(lenient.cases(method, path, GenerationMode.POSITIVE))
@@ -178,7 +178,7 @@ def test_what_fits_the_document_is_answered_as_it_says(lenient, method, path):
 def test_what_does_not_fit_the_document_is_refused(strict, method, path):
     refused = 0
 
-    @examples(25 if path in SOUND else 8)
+    @examples(20 if path in SOUND else 8)
     @given(data=st.data())
     def ask(data):
         nonlocal refused
