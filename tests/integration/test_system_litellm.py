@@ -65,7 +65,9 @@ async def test_a_tool_is_called_and_its_answer_taken(common, choice):
     must = {"tool_choice": choice, "parallel_tool_calls": False}
     message = (await litellm.acompletion(**fields, **must)).choices[0].message
     [call] = message.tool_calls
-    check_forecast(json.loads(call.function.arguments))
+    arguments = json.loads(call.function.arguments)
+    # For vLLM LiteLLM takes `additionalProperties` out of a tool's schema: there may be more than these.
+    check_forecast({name: arguments[name] for name in PARAMETERS["required"]})
     [again] = (await streamed(**fields, **must)).choices[0].message.tool_calls
     assert again.function.arguments == call.function.arguments
     told = [*ASK, message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
