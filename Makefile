@@ -7,8 +7,7 @@ ARGS ?=
 CHAOS_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit verify bench chaos console-shots clean
-.PHONY: help up test setup check format lint types imports unit verify bench chaos clients clean
+.PHONY: help up test setup check format lint types imports unit verify bench chaos console-shots clients clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -51,6 +50,7 @@ chaos: setup ## Break a real system in every way it promises to survive (CHAOS_A
 
 console-shots: setup ## Take the pictures of docs/console/ again, from a real fleet (needs chromium)
 	@PYTHONPATH=tests/support $(BIN)/python tools/console_shots.py $(ARGS)
+
 clients: setup ## Session of a client that does not fit beside the others (LiteLLM), in an environment of its own
 	@tools/clients.sh $(ARGS)
 
