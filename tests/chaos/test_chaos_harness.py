@@ -25,6 +25,7 @@ from tandem_testing.chaos.scenario import Result
 from tandem_testing.chaos.streams import Answer, ChoiceText, Kind, asks
 from tandem_testing.chaos.suite import scenarios
 from tandem_testing.redis_server import REDIS_SERVER
+from tandem_testing.system import python_path
 from tandem_testing.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +110,10 @@ def descendants(pid: int) -> dict[int, str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_suite_that_is_told_to_end_leaves_nothing_running(tmp_path, number):
     argv = [sys.executable, "-m", "tandem_testing.chaos", "--only", "1", "--run-dir", str(tmp_path)]
-    suite = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    env = os.environ | {"PYTHONPATH": python_path(ROOT / "tests/support")}
+    suite = subprocess.Popen(
+        argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env, start_new_session=True
+    )
     seen: dict[int, str] = {}
 
     def started() -> bool:

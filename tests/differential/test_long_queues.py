@@ -22,6 +22,13 @@ def make_tiny_pair(**engine: object) -> Pair:
     return make_pair(config=CONFIG, **{**TINY, "enable_overlap": True, **engine})
 
 
+def get_acquainted(pair: Pair) -> None:
+    """One request is handed over in peace: the writer can date grants from then on."""
+    pair.submit("before", (1, 2, 3), max_tokens=2)
+    run(pair)
+    assert pair.decode.stage.counters.committed == 1
+
+
 def submit_all(pair: Pair, dice: random.Random, *, skew: int = 0) -> list[str]:
     """All at once. `skew` is by how many places the order may differ between the engines."""
     rids = [f"r{i}" for i in range(REQUESTS)]
@@ -105,6 +112,7 @@ def merged(engines: dict[str, object]) -> dict[str, object]:
 def test_late_and_lost_renewals_cost_requests_at_most_and_never_a_late_write(seed):  # T60, T62
     dice = random.Random(seed)
     pair = make_tiny_pair()
+    get_acquainted(pair)
     rids = submit_all(pair, dice)
     pair.network.lost = lambda message: isinstance(message, StillOpen | GrantsRenewed) and dice.random() < 0.4
     pair.network.delay = lambda message: dice.randrange(15) if isinstance(message, StillOpen | GrantsRenewed) else 0
@@ -112,7 +120,7 @@ def test_late_and_lost_renewals_cost_requests_at_most_and_never_a_late_write(see
     run(pair)
     assert_right_or_retryable(pair, rids)
     assert pair.decode.stage.counters.failed > 0
-    assert pair.decode.stage.counters.committed > 0
+    assert pair.decode.stage.counters.committed > 1
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -21,9 +21,10 @@ def test_a_steady_load_comes_to_rest_and_stays_there(load, there, start_periods,
     for _ in range(40):
         service.step(*load)
         assert service.there == resting
-    # And it is enough: nothing waits for long any more, unless the bound is in the way.
+    # And it is enough: what waits is no backlog, or not worth a tenth of a worker, unless the bound is in the way.
     if resting["prefill"] < 16:
-        assert service.queued_tokens <= service.worker_tokens_per_s * resting["prefill"]
+        ignored = service.config.tolerance * service.worker_tokens_per_s * 30.0
+        assert service.queued_tokens <= load[0] * 1.0 + ignored + 1e-6
     if resting["decode"] < 16:
         assert service.waiting <= 1e-6 + load[1] * 5.0
 

@@ -8,7 +8,8 @@ Life of what is known of one peer
     1. unknown   nothing of it can be dated. Whoever has to asks a question, and the answer teaches
     2. known     we asked at `a`, it answered when its clock said `b`: what it sends at `b + t` was sent no earlier than
                  `a + t` here, less what two clocks drift apart meanwhile
-    3. renewed   by every later answer; forgotten when the peer is fenced
+    3. renewed   by every later answer that says more: a slow one dates everything too early. Forgotten when the peer is
+                 fenced
 """
 
 import math
@@ -34,7 +35,8 @@ class PeerClocks:
 
     def learn(self, incarnation: str, *, asked_at: float, answered_at: float, now: float) -> None:
         """It answered, when its clock said `answered_at`, what we asked at `asked_at`. Nonsense teaches nothing."""
-        if asked_at <= now and math.isfinite(asked_at) and math.isfinite(answered_at):
+        sensible = asked_at <= now and math.isfinite(asked_at) and math.isfinite(answered_at)
+        if sensible and asked_at > self.earliest(incarnation, answered_at):
             self._exchanges[incarnation] = _Exchange(asked_at, answered_at)
 
     def earliest(self, incarnation: str, theirs: float) -> float:

@@ -29,11 +29,20 @@ def test_it_is_never_later_than_it_was(delay, offset):
         assert clocks.earliest("d@1", sent_at + offset) <= sent_at + 1e-9
 
 
-def test_later_answers_take_the_place_of_earlier_ones():
+def test_the_quickest_answer_counts_whenever_it_came():
     clocks = PeerClocks()
-    clocks.learn("d@1", asked_at=100.0, answered_at=7.0, now=140.0)
-    clocks.learn("d@1", asked_at=150.0, answered_at=77.0, now=150.1)
-    assert clocks.earliest("d@1", 77.0) == 150.0
+    clocks.learn("d@1", asked_at=100.0, answered_at=37.0, now=140.0)
+    clocks.learn("d@1", asked_at=150.0, answered_at=57.0, now=150.1)
+    assert clocks.earliest("d@1", 57.0) == 150.0
+    clocks.learn("d@1", asked_at=160.0, answered_at=97.0, now=200.0)
+    assert clocks.earliest("d@1", 57.0) == 150.0
+
+
+def test_with_time_a_new_answer_says_more_than_an_old_one():
+    clocks = PeerClocks()
+    clocks.learn("d@1", asked_at=100.0, answered_at=7.0, now=100.0)
+    clocks.learn("d@1", asked_at=10_099.0, answered_at=10_007.0, now=10_100.0)
+    assert clocks.earliest("d@1", 10_007.0) == 10_099.0
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ LONGER = {
     "worker.introductions.REFRESH_S": "peers are introduced again",
     "ModelConfig.session_ttl_s": "an unused conversation is kept",
     "gateway.queueing.admission.MOST_RETRY_S": "a client is told to come back",
+    "router.newcomers.FORGET_S": "a worker that the registry has lost is remembered",
+    "router.newcomers.START_S": "whoever comes belongs to the start of a fleet",
     "router.usage_windows.WINDOW_S": "the minute of a limit",
     "router.keys.LEASE_OF_REQUEST_MS": "a running request of a gateway that died counts against its tenant",
     "gateway.quarantine.QUARANTINE_S": "a quarantined request is remembered",

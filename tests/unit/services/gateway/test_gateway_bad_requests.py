@@ -158,7 +158,7 @@ async def test_large_heads_are_refused(gateway, rack):  # E1 #12, #13
 
 
 @pytest.mark.parametrize(
-    "path", ["//v1/models", "/V1/models", "/v1", "/nope", "/v1/%2e%2e/live", "/docs", "/openapi.json"]
+    "path", ["//v1/models", "/V1/models", "/v1", "/nope", "/v1/%2e%2e/live", "/docs", "/openapi.yaml"]
 )
 async def test_unknown_paths_are_404(gateway, rack, path):  # E1 #13
     await check_refused(gateway, rack, await gateway.http.get(path), 404)
