@@ -37,14 +37,6 @@ class Resources(Api, frozen=True, kw_only=True):
     limits: Annotated[dict[LabelKey, Quantity], msgspec.Meta(max_length=32)] = {}
     """Greatest amounts, by resource; GPUs are named here."""
 
-    RULES: ClassVar = (
-        Rule(
-            "!has(self.requests) || !has(self.limits) || !('memory' in self.requests) || !('memory' in self.limits) || "
-            "quantity(string(self.requests.memory)).compareTo(quantity(string(self.limits.memory))) <= 0",
-            "requests.memory must not be above limits.memory",
-        ),
-    )
-
 
 class EnvVar(Api, frozen=True, kw_only=True):
     """An environment variable of the main container."""
