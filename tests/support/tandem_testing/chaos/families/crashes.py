@@ -85,7 +85,8 @@ async def a_decode_worker_dies_between_the_transfer_and_its_first_token(run: Run
 async def a_prefill_worker_dies_while_it_computes(run: Run) -> None:
     lost = await run.lost_attempts()
     async with run.load() as load:
-        load.send(run.asks(Kind.PLAIN, tokens=24, prompt_words=LONG_PROMPT, count=max(4, run.scale.streams // 3)))
+        # Long enough that somebody computes when it is looked for: that takes some hundredths of a second.
+        load.send(run.asks(Kind.PLAIN, tokens=24, prompt_words=2 * LONG_PROMPT, count=max(6, run.scale.streams // 3)))
         victim = await computing(run)
         victim.kill()
         died = run.now()
