@@ -19,7 +19,7 @@ from tandem_engine.disaggregation.peer_clocks import PeerClocks
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.messages.requests import HandoffSide, Peer
-from tandem_engine.messages.transfer import OpenRoom, StillOpen, WriteGrant
+from tandem_engine.messages.transfer import GrantsRenewed, OpenRoom, StillOpen, WriteGrant
 from tandem_engine.names import DigestKind, PageId
 
 EARLY_GRANTS = 1024
@@ -63,8 +63,10 @@ class Grant:
         """Whether no push may start now, though the receiver may say that it is good for longer."""
         return self.expires <= now < self.answer_by
 
-    def confirm(self, peers: PeerLink, now: float) -> None:
+    def confirm_if_doubtful(self, peers: PeerLink, now: float) -> None:
         """Ask the receiver whether it still holds these pages. The answer is `GrantsRenewed`."""
+        if not self.doubtful(now):
+            return
         room = OpenRoom(room=self.key.room, generation=self.key.generation, granted=True, written=0)
         question = StillOpen(sender=peers.me, side=HandoffSide.SEND, said_at=now, rooms=(room,))
         peers.send(self.receiver, question)
@@ -87,6 +89,12 @@ class Grant:
         if len(set(self.pages)) != len(self.pages):
             return "grant names a page twice"
         return None
+
+
+def renewed_until(message: GrantsRenewed, now: float) -> float | None:
+    """Until when pushes may start by this answer, counted from when it was asked for; None where it names no end."""
+    expires = min(message.said_at, now) + message.valid_s
+    return expires if math.isfinite(expires) else None
 
 
 @dataclass(kw_only=True, slots=True)

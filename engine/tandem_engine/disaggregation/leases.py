@@ -30,6 +30,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
 from tandem_engine.disaggregation.decode import DecodeStage
+from tandem_engine.disaggregation.grants import renewed_until
 from tandem_engine.disaggregation.holds import HoldTable, TransferHold
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
@@ -138,8 +139,8 @@ class SenderLeases:
 
     def on_renewed(self, message: GrantsRenewed) -> None:
         """A receiver holds its pages for longer. Rooms that are closed by now are ignored."""
-        expires = min(message.said_at, self.clock.now()) + message.valid_s
-        if not math.isfinite(expires):
+        expires = renewed_until(message, self.clock.now())
+        if expires is None:
             return
         for named in message.rooms:
             room = self._of(message.sender, named)

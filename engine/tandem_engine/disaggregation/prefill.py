@@ -238,9 +238,7 @@ class PrefillStage:
             self._fail(room, problem)
             return
         room.grant = grant
-        now = self.host.clock.now()
-        if grant.doubtful(now):
-            grant.confirm(self.peers, now)
+        grant.confirm_if_doubtful(self.peers, self.host.clock.now())
         self._push(room)
 
     def _may_push(self, room: SendRoom) -> bool:

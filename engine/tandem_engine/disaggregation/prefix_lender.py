@@ -17,13 +17,12 @@ can spare: a loan may not put anybody back.
 """
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tandem_engine.disaggregation.drains import ClosedRooms, DrainBook
 from tandem_engine.disaggregation.endings import tell_ended
-from tandem_engine.disaggregation.grants import Grant
+from tandem_engine.disaggregation.grants import Grant, renewed_until
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peer_clocks import PeerClocks
 from tandem_engine.disaggregation.peers import PeerLink
@@ -98,7 +97,6 @@ class PrefixLender:
 
     def on_ask(self, message: PrefixAsk) -> None:
         """Lend what is cached here, or say that nothing is."""
-        now = self.host.clock.now()
         grant = Grant.received(message.grant, self.host.clock, self.clocks)
         if grant.key in self.closed or grant.key in self._loans:
             self.counters.ignored += 1
@@ -113,15 +111,15 @@ class PrefixLender:
             self._record(loan)
             return
         self._loans[grant.key] = loan
-        if grant.doubtful(now):
-            grant.confirm(self.peers, now)
+        grant.confirm_if_doubtful(self.peers, self.host.clock.now())
         self._push(loan)
 
     def on_renewed(self, message: GrantsRenewed) -> None:
         """An asker still waits."""
-        now = self.host.clock.now()
-        expires = min(message.said_at, now) + message.valid_s
-        for named in message.rooms if math.isfinite(expires) else ():
+        expires = renewed_until(message, self.host.clock.now())
+        if expires is None:
+            return
+        for named in message.rooms:
             loan = self._loans.get(room_key(named.room, named.generation))
             if loan is not None and loan.receiver.incarnation == message.sender.incarnation:
                 loan.grant = loan.grant.renewed(expires)

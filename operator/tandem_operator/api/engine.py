@@ -1,6 +1,7 @@
 """Settings of the engine: each is a flag of `tandem worker`, and unset ones have that flag's default.
 
-`FLAG` names give the flag. `tandem worker --help` explains them at length; docs/features.md says what goes with what.
+`builders.engine_flags` names the flags, `tandem worker --help` explains them at length, and docs/features.md says what
+goes with what.
 """
 
 from typing import Annotated, ClassVar, Literal

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem_operator.api.conditions import Condition
-from tandem_operator.api.model_service import ModelServiceStatus, RevisionStatus, RoleStatus
+from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceStatus, RevisionStatus, RoleStatus
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
@@ -41,7 +41,7 @@ from tandem_operator.planning.status import health_of, invalid
 from tandem_operator.planning.validation import problems_of
 from tandem_operator.settings import OperatorSettings
 
-CANARY_REVISION_LIMIT = 16
+MAX_REVISIONS_SHOWN = 16
 """Revisions with workers that a status names."""
 
 
@@ -220,7 +220,7 @@ def _revision_statuses(observed: Observed, step: Step) -> list[RevisionStatus]:
         statuses.append(
             RevisionStatus(name=name, share=round(share, 3), prefill=roles["prefill"], decode=roles["decode"])
         )
-    return statuses[:CANARY_REVISION_LIMIT]
+    return statuses[:MAX_REVISIONS_SHOWN]
 
 
 def _role_status(observed: Observed, revision: str, role: RoleName, counts: Counts) -> RoleStatus:
@@ -244,7 +244,7 @@ def _pool_status(service: Served, observed: Observed, role: RoleName) -> WorkerP
 
 
 def _pool_ref(service: Served, role: RoleName) -> Ref:
-    return Ref(api_version="tandem.dev/v1alpha1", kind="WorkerPool", name=pool_name(service.name, role))
+    return Ref(api_version=f"{GROUP}/{VERSION}", kind="WorkerPool", name=pool_name(service.name, role))
 
 
 def _deployment_ref(name: str) -> Ref:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tandem_services.simulate.service_times import ServiceTimes
 
 R_co = TypeVar("R_co", covariant=True)
+R_report = TypeVar("R_report", "Report", "ScalingReport")
 
 SCALERS = ("internal", "hpa", "static")
 
@@ -171,14 +172,21 @@ def run(args: argparse.Namespace) -> int:
     if args.autoscale is not None:
         return _run_scalers(args, simulation)
     report = _replayed(simulation, tuple(simulation.policies), quiet=args.json, requests=len(simulation.requests))
+    title = f"{args.trace.name}, {args.workers} workers, {report.trace.cache_blocks} blocks of KV"
+    _deliver(args, report, table=table, plot=lambda found: plot(found, title))
+    return 0
+
+
+def _deliver(
+    args: argparse.Namespace, report: R_report, *, table: Callable[[R_report], str], plot: Callable[[R_report], str]
+) -> None:
+    """Into the files that were named, and to standard output."""
     text = _json(report)
     if args.out is not None:
         args.out.write_text(text + "\n", encoding="utf-8")
     if args.plot is not None:
-        title = f"{args.trace.name}, {args.workers} workers, {report.trace.cache_blocks} blocks of KV"
-        args.plot.write_text(plot(report, title), encoding="utf-8")
+        args.plot.write_text(plot(report), encoding="utf-8")
     print(text if args.json else table(report))
-    return 0
 
 
 def _run_scalers(args: argparse.Namespace, simulation: "Simulation") -> int:
@@ -186,13 +194,8 @@ def _run_scalers(args: argparse.Namespace, simulation: "Simulation") -> int:
 
     scaling = _scaling_simulation(args, simulation)
     report = _replayed(scaling, tuple(scaling.scalers), quiet=args.json, requests=len(simulation.requests))
-    text = _json(report)
-    if args.out is not None:
-        args.out.write_text(text + "\n", encoding="utf-8")
-    if args.plot is not None:
-        title = f"{args.trace.name}, beginning with {args.workers}, a worker starts in {args.worker_start_s:g} s"
-        args.plot.write_text(scaling_plot(report, title), encoding="utf-8")
-    print(text if args.json else scaling_table(report))
+    title = f"{args.trace.name}, beginning with {args.workers}, a worker starts in {args.worker_start_s:g} s"
+    _deliver(args, report, table=scaling_table, plot=lambda found: scaling_plot(found, title))
     return 0
 
 
