@@ -492,7 +492,11 @@ class Engine:
         return self.scheduler.audit()
 
     def self_test(self) -> SelfTestReport:
-        """Compute on random tokens, on pages that are free, with no step in flight. Raises `EngineError`."""
+        """Compute on random tokens, on pages that are free, with no step in flight. Raises `EngineError`.
+
+        Its rates stand in for measured ones: a worker that reported no step time would look free to routers, whatever
+        they give it.
+        """
         tokens = min(SELF_TEST_TOKENS, self.scheduler.max_request_tokens - 1)
         pages = self.memory.reserve_pages(min(self.memory.pages_for(tokens + 1), self.memory.available_pages()))
         if not pages:
@@ -511,8 +515,7 @@ class Engine:
             )
         finally:
             self.memory.give_back(pages)
-        self.scheduler.tally.step_base_s = report.decode_step_s
-        self.scheduler.tally.prefill_tokens_per_s = report.prefill_tokens_per_s
+        self.scheduler.tally.expect(report.prefill_tokens_per_s, report.decode_step_s)
         return report
 
     @property

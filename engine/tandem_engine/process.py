@@ -23,6 +23,7 @@ import msgspec
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.errors import EngineError, RankLostError
+from tandem_engine.executor.self_test import SelfTestReport
 from tandem_engine.ipc.channels import IpcContext, KeyPair, PairChannel, RouterChannel
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_engine.ipc.poller import Poller
@@ -340,7 +341,7 @@ def _serve(
             control=control,
             outbox=outbox,
             watchdog=watchdog,
-            ready=_ready(config, engine, requests.endpoint, test.prefill_tokens_per_s),
+            ready=_ready(config, engine, requests.endpoint, test),
         )
         _stop_on_signal(process)
         log.info(
@@ -360,7 +361,7 @@ def _serve(
             requests.drain(LAST_WORDS_S)
 
 
-def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, prefill_tokens_per_s: float) -> EngineReady:
+def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, test: SelfTestReport) -> EngineReady:
     return EngineReady(
         incarnation=config.incarnation,
         request_endpoint=request_endpoint,
@@ -370,7 +371,8 @@ def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, prefill
         context_length=engine.scheduler.max_request_tokens,
         max_running_requests=engine.scheduler_config.max_running_requests,
         total_pages=engine.total_pages,
-        prefill_tokens_per_s=prefill_tokens_per_s,
+        prefill_tokens_per_s=test.prefill_tokens_per_s,
+        decode_step_s=test.decode_step_s,
         transport=engine.transport_name,
     )
 

@@ -15,7 +15,10 @@ from tandem_testing.waiting import until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
 
 SEEDED = Sampling(temperature=1.0, seed=7)
-LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=500, spread=0.4), 16, rate=None, seed=23)
+LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=900, spread=0.4), 16, rate=None, seed=23)
+
+SOME = 8
+"""Of them speak when something happens: what others have left to say takes seconds."""
 
 
 async def exits_0(client: SystemClient, worker_id: str, pid: int) -> None:
@@ -30,7 +33,9 @@ async def exits_0(client: SystemClient, worker_id: str, pid: int) -> None:
 async def test_a_decode_worker_that_leaves_hands_its_streams_over_with_their_kv(fleet, reference, worker_id, sampling):
     leaver = fleet.system.service_pid(worker_id)
     before = await moved(fleet)
-    answers = await run_with(fleet, LONG_ANSWERS, sampling, lambda: os.kill(leaver, signal.SIGTERM))
+    answers = await run_with(
+        fleet, LONG_ANSWERS, sampling, lambda: os.kill(leaver, signal.SIGTERM), speaking=SOME, busy=worker_id
+    )
     await assert_unharmed(answers, reference, sampling)
     assert await moved(fleet) > before
     await exits_0(fleet, worker_id, leaver)
@@ -52,7 +57,7 @@ async def test_roles_change_under_load_without_a_restart(fleet, reference):
     def order(role: str) -> None:
         assert main(["ctl", url, "role", role]) == 0
 
-    answers = await run_with(fleet, LONG_ANSWERS, GREEDY, lambda: order("prefill"))
+    answers = await run_with(fleet, LONG_ANSWERS, GREEDY, lambda: order("prefill"), speaking=SOME, busy="decode-1")
     assert await fleet.metric('tandem_worker_role{role="prefill"}', url) == 1
     answers += await run_with(fleet, LONG_ANSWERS, SEEDED, lambda: order("both"))
     order("decode")

@@ -52,6 +52,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     total_pages: int
     prefill_tokens_per_s: float
     """Measured by the self-test at start; later reports refine it."""
+    decode_step_s: float
+    """A decode step of one sequence, from the same self-test."""
     transport: str
     """nixl or none."""
 

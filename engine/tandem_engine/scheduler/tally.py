@@ -157,6 +157,11 @@ class Tally:
         """The scheduler thread was busy with `phase`, or waited, for so long."""
         self.spent_s[phase] += seconds
 
+    def expect(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
+        """Rates of a self-test: the first steps are compared with them."""
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        self.decode_step_s = self.step_base_s = decode_step_s
+
     def measure_prefill(self, tokens: int, compute_s: float) -> None:
         """A step that computed prompt tokens alone. The rate is what each further token costs."""
         if compute_s > 0.0 and (tokens >= LEAST_PREFILL or self.prefill_tokens_per_s == 0.0):

@@ -147,6 +147,7 @@ def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
     page_size = ready.geometry.page_size
     load = Load(
         prefill_rate=max(ready.prefill_tokens_per_s, 1.0),
+        step_s=ready.decode_step_s,
         room_tokens=ready.total_pages * page_size,
         max_sequences=max(ready.max_running_requests, 1),
         token_bytes=ready.geometry.page_bytes * ready.geometry.tp_size / page_size,

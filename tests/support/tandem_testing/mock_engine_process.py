@@ -73,6 +73,7 @@ def ready_message(incarnation: str, *, transport: str = "none") -> EngineReady:
         max_running_requests=8,
         total_pages=100,
         prefill_tokens_per_s=1000.0,
+        decode_step_s=0.004,
         transport=transport,
     )
 

@@ -9,6 +9,8 @@ from tandem_testing.system_client import Reference, Sampling, SystemClient
 from tandem_testing.waiting import until
 
 SPEAK_TIMEOUT_S = 30.0
+ENOUGH = 4
+"""Running requests of a busy worker: one or two may end while it is told something."""
 
 
 async def run_with(
@@ -18,18 +20,25 @@ async def run_with(
     change: Callable[[], object],
     *,
     speaking: int | None = None,
+    busy: str | None = None,
 ) -> list[Measurement]:
     """Answers to `specs` when `change` happens, in a thread, as soon as `speaking` of them speak; default: most.
 
-    Raises `AssertionError` when it came too late.
+    With `busy` not before the worker of that name runs some of them. Raises `AssertionError` when it came too late.
     """
     already = client.chunks.speaking
     awaited = already + (len(specs) - 2 if speaking is None else speaking)
     running = asyncio.create_task(client.streams(specs, sampling))
     await until(lambda: client.chunks.speaking >= awaited, SPEAK_TIMEOUT_S, "streams speak")
+    if busy is not None:
+        await until(lambda: _runs(client, busy), SPEAK_TIMEOUT_S, f"{busy} runs requests")
     await asyncio.to_thread(change)
     assert not running.done(), "the change came too late"
     return await running
+
+
+async def _runs(client: SystemClient, worker_id: str) -> bool:
+    return await client.metric("tandem_worker_num_requests_running", client.system.workers[worker_id]) >= ENOUGH
 
 
 async def assert_unharmed(answers: Sequence[Measurement], reference: Reference, sampling: Sampling) -> None:

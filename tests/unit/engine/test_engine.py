@@ -133,6 +133,15 @@ def test_the_self_test_measures_and_leaves_no_trace(engine) -> None:
     assert engine.audit().free == engine.total_pages - 1
 
 
+def test_an_engine_that_has_decoded_nothing_yet_says_what_a_step_takes_all_the_same(loaded) -> None:
+    """Without it a router that gave it all sequences of a burst would still have found it free."""
+    config = replace(loaded.config, cache=CacheConfig(page_size=16, num_pages=50))
+    with Engine.build(loaded, config) as engine:
+        assert engine.stats().decode_step_s == 0.0
+        report = engine.self_test()
+        assert engine.stats().decode_step_s == report.decode_step_s > 0.0
+
+
 def test_a_context_over_the_model_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"--context-length 999999 .* 4096"):
         load(EngineConfig(model_path=str(MODEL), context_length=999_999), progress=False)

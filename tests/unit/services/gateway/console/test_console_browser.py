@@ -17,6 +17,7 @@ from tandem_testing.gateway_builders import LiveGateway, live_gateway, script
 from tandem_testing.key_files import key_of, write_keys
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.waiting import until
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -48,6 +49,15 @@ class Sight:
 
     async def text(self, selector: str = "main") -> str:
         return await self.watched.page.inner_text(selector)
+
+    async def says(self, *wanted: str, selector: str = "main") -> None:
+        """Waits until the text of `selector` has all of `wanted`; views are drawn again at every look at the fleet."""
+
+        async def there() -> bool:
+            text = await self.text(selector)
+            return all(each in text for each in wanted)
+
+        await until(there, 30.0, f"{selector} says {wanted}")
 
     async def is_sound(self) -> None:
         """Nothing broke, nothing was fetched from elsewhere, and no text became markup."""
@@ -89,9 +99,7 @@ async def test_the_fleet_is_shown_with_its_states_caches_and_links(see):
     async with see(*workers) as sight:
         await sight.open()
         await sight.shows("suspect")
-        text = await sight.text()
-        for wanted in ("1\nof 3 ready", "paused", "35 %", "213", "1.20 GB/s", "broken: no route to host", "400 µs"):
-            assert wanted in text, wanted
+        await sight.says("1\nof 3 ready", "paused", "35 %", "213", "1.20 GB/s", "broken: no route to host", "400 µs")
         sight.fleet.members[0] = member("prefill-0", Role.PREFILL, links=links, state=WorkerState.DRAINING)
         await sight.shows("draining")
         await sight.is_sound()
@@ -103,7 +111,7 @@ async def test_a_worker_that_vanishes_is_shown_as_lost_and_a_drained_one_as_left
         await sight.shows("draining")
         del sight.fleet.members[1:]
         await sight.watched.page.wait_for_selector("tbody:has([data-state=lost]):has([data-state=left])")
-        assert "1\nof 1 ready" in await sight.text()
+        await sight.says("1\nof 1 ready")
 
 
 async def test_an_empty_fleet_and_a_lost_redis_are_explained(see):
@@ -124,7 +132,7 @@ async def test_a_gateway_that_does_not_answer_is_said_and_asked_again(see):
         await sight.shows("live")
         await sight.watched.page.route("**/console/data/**", lambda route: route.abort())
         await sight.shows("The gateway does not answer. Asking again in")
-        assert "w1" in await sight.text()
+        await sight.says("w1")
         await sight.watched.page.unroute("**/console/data/**")
         await sight.shows("live")
 
@@ -149,17 +157,12 @@ async def test_what_a_model_writes_is_text_and_leads_to_its_timeline(see, tokeni
         await page.wait_for_selector(".said.model a")
         assert await sight.text(".said.model > .text") == ATTACK
         assert await sight.text(".said.user .text") == ATTACK
-        facts = await sight.text(".said.model .facts")
-        for wanted in ("first token", "tokens/s", f"{len(tokens)} tokens"):
-            assert wanted in facts, wanted
+        await sight.says("first token", "tokens/s", f"{len(tokens)} tokens", selector=".said.model .facts")
         await page.click(".said.model a")
         await page.wait_for_selector(".lane")
-        text = await sight.text()
-        for wanted in ("Prefill", "Decode", "finished by stop", "solo@1", "Score"):
-            assert wanted in text, wanted
+        await sight.says("Prefill", "Decode", "finished by stop", "solo@1", "Score")
         await page.click("nav a[href='#requests']")
-        await page.wait_for_selector("tbody tr")
-        assert "chat" in await sight.text("tbody")
+        await page.wait_for_selector("tbody tr:has-text('chat')")
         await sight.is_sound()
 
 
@@ -170,9 +173,7 @@ async def test_a_timeline_shows_every_attempt_and_what_was_resumed(see, rack, to
         done = (await sight.live.chat()).json()
         await sight.open(f"request/{done['id']}")
         await sight.shows("Attempt 2")
-        text = await sight.text()
-        for wanted in ("after 3 tokens that the client already had", "frail@1", "solo@1", "finished"):
-            assert wanted in text, wanted
+        await sight.says("after 3 tokens that the client already had", "frail@1", "solo@1", "finished")
         assert await sight.watched.page.locator(".span.failed").count() == 1
         await sight.is_sound()
 
@@ -200,7 +201,7 @@ async def test_a_refused_message_shows_why_and_is_taken_back(see):
         await page.fill("#prompt", "much")
         await page.keyboard.press("Enter")
         await page.wait_for_selector(".facts .state[data-state=trouble]")
-        assert "maximum context length is 512" in await sight.text(".said.model .facts")
+        await sight.says("maximum context length is 512", selector=".said.model .facts")
         await sight.is_sound()
 
 
