@@ -76,7 +76,10 @@ async def test_streams_that_nobody_else_can_take_end_where_they_are(fleet, refer
     assert await asyncio.to_thread(main, ["ctl", other, "pause"]) == 0
 
     async def withdrawn() -> bool:
-        return await fleet.metric("tandem_worker_offered", other) == 0
+        """In the gateway's view, too, which decides when Redis is slow."""
+        view = (await fleet.get("/console/data/fleet"))["workers"]
+        seen = {worker["worker_id"]: worker["state"] for worker in view}
+        return seen["decode-1"] == "paused" and await fleet.metric("tandem_worker_offered", other) == 0
 
     await until(withdrawn, 10.0, "decode-1 is not offered")
     leaver = fleet.system.service_pid("decode-0")
