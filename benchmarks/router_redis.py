@@ -1,6 +1,7 @@
 """What one routing decision costs Redis: microseconds per call by fleet size, prompt length and cache state.
 
-    python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 200] [--rounds 5] [--out r.json]
+    python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 200] [--rounds 5] [--told]
+                                      [--out r.json]
 
 Starts its own redis-server on a free loopback port. For each case: CPU time of Redis per decision, network and protocol
 included, with one caller and with 16 at once, and so the decisions per second of one core of Redis; the round trip that
@@ -9,6 +10,8 @@ one caller sees. Medians over rounds. Cases of cache state:
     cold      no worker has any block of the prompt
     shared    every worker has the same first quarter (a system prompt), one of them all of it
     ragged    every worker has a different share: the worst case for the search
+
+`--told`: every decision tells what it chose from, as explain shows it for some of them.
 
 Then what a million blocks in the index take of Redis's memory, and a decision without Redis by the last view.
 """
@@ -83,8 +86,8 @@ def links_of(number: int, workers: int) -> tuple[LinkReport, ...]:
 
 
 class Bench:
-    def __init__(self, server: RedisServer, workers: int) -> None:
-        self.server = server
+    def __init__(self, server: RedisServer, workers: int, *, told: bool = False) -> None:
+        self.server, self.told = server, told
         self.client = RedisClient(RedisAddress(url=server.url), timeout_s=5)
         library = FunctionLibrary(self.client)
         self.index = BlockIndex(library=library, keys=Keys("bench"))
@@ -117,7 +120,13 @@ class Bench:
         demand = Demand(prompt_tokens=tokens, output_tokens=256, local_prefill_tokens=16)
         seed = random.getrandbits(31)
         routed = await self.index.route(
-            model=MODEL, demand=demand, page_size=PAGE, chain=chain, exclude=frozenset(), seed=seed
+            model=MODEL,
+            demand=demand,
+            page_size=PAGE,
+            chain=chain,
+            exclude=frozenset(),
+            seed=seed,
+            told=self.told,
         )
         assert routed is not None, "no choice"
 
@@ -136,11 +145,12 @@ class Case:
     workers: int
     tokens: int
     state: str
+    told: bool = False
 
 
 async def measure(server: RedisServer, case: Case, *, calls: int, rounds: int) -> dict[str, object]:
     await asyncio.to_thread(server.command, "FLUSHALL")
-    bench = Bench(server, case.workers)
+    bench = Bench(server, case.workers, told=case.told)
     chain = [os.urandom(16) for _ in range(case.tokens // PAGE)]
     packed = b"".join(chain)
     await bench.fill(case.state, chain)
@@ -164,6 +174,7 @@ async def measure(server: RedisServer, case: Case, *, calls: int, rounds: int) -
         "workers": case.workers,
         "prompt_tokens": case.tokens,
         "cache": case.state,
+        "told": case.told,
         "redis_us": round(median(many), 1),
         "redis_us_one_caller": round(median(alone), 1),
         "redis_core_decisions_per_s": round(1e6 / median(many)),
@@ -233,6 +244,7 @@ async def main() -> None:
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--told", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     random.seed(1)
@@ -241,7 +253,7 @@ async def main() -> None:
         cases = [
             await measure(
                 server,
-                Case(workers=int(workers), tokens=int(tokens), state=state),
+                Case(workers=int(workers), tokens=int(tokens), state=state, told=arguments.told),
                 calls=arguments.calls,
                 rounds=arguments.rounds,
             )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tandem_engine.config import Role
 from tandem_engine.messages.control import LinkReport
 from tandem_services.router.candidate import Candidate
+from tandem_services.router.choice import TOLD_OPTIONS, PricedOptions
 from tandem_services.router.cost import (
     BROKEN_TOKEN_S,
     COPY_FOLLOWERS,
@@ -24,7 +25,7 @@ from tandem_services.router.cost import (
     Load,
 )
 from tandem_services.router.registry import WorkerRecord
-from tandem_services.router.scoring import TIE_S, select
+from tandem_services.router.scoring import TIE_S, cheapest, options, priced_options
 from tandem_services.router.shortlist import PAIR_ENDS
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
@@ -166,9 +167,9 @@ def allowed(fleet: list[Member]) -> dict[tuple[str | None, str], float]:
     return found
 
 
-@given(fleet=fleets(), seed=st.integers(0, 2**31 - 1))
+@given(fleet=fleets(), seed=st.integers(0, 2**31 - 1), told=st.booleans())
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, seed):
+def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, seed, told):
     expected = allowed(fleet)
 
     async def decide():
@@ -184,6 +185,7 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
             chain=b"".join(CHAIN),
             exclude=frozenset(),
             seed=seed,
+            told=told,
         )
         await workers.close()
         return routed
@@ -203,6 +205,24 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
         source = {m.record.view.incarnation: m for m in fleet}[routed.fetch.source]
         assert routed.fetch.tokens == source.matched > computing.matched
         assert computing_s(computing, source) < computing_s(computing, None)
+    check_told(routed.priced, choice, expected, told=told)
+
+
+def check_told(priced: PricedOptions | None, chosen: tuple[str | None, str], expected: dict, *, told: bool) -> None:
+    """What is told is the choice and other allowed ones, each with its price, the cheapest first."""
+    assert (priced is not None) is told
+    if priced is None:
+        return
+    assert (priced.options[0].prefill, priced.options[0].decode) == chosen
+    others = [(option.prefill, option.decode) for option in priced.options[1:]]
+    assert len({chosen, *others}) == 1 + len(others) <= TOLD_OPTIONS
+    for option in priced.options:
+        assert option.predicted_s == pytest.approx(expected[option.prefill, option.decode], abs=1e-6)
+        assert option.predicted_s == pytest.approx(sum(term.seconds for term in option.terms))
+    prices = [option.predicted_s for option in priced.options[1:]]
+    assert prices == sorted(prices)
+    assert len(priced.options) + priced.more <= len(expected)
+    assert priced.more == 0 or len(priced.options) == TOLD_OPTIONS
 
 
 @given(fleet=fleets(), seed=st.integers())
@@ -212,7 +232,8 @@ def test_the_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
     candidates = [
         Candidate(view=m.record.view, load=m.record.load, matched=m.matched, links=m.record.link_rates) for m in fleet
     ]
-    option = select(candidates, DEMAND, Random(seed))
+    found = options(candidates, DEMAND, Random(seed))
+    option = cheapest(found, Random(seed))
     if not expected:
         assert option is None
         return
@@ -222,3 +243,4 @@ def test_the_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
     assert choice in expected, f"{choice} is not allowed"
     assert expected[choice] <= min(expected.values()) + 3 * TIE_S
     assert option.cost == pytest.approx(expected[choice], abs=1e-9)
+    check_told(priced_options(found, option), choice, expected, told=True)

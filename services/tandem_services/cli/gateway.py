@@ -88,6 +88,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="refuse requests with unknown fields, naming them (default: unknown fields are ignored)",
     )
     parser.add_argument(
+        "--explain-candidates",
+        type=non_negative_int,
+        default=100,
+        metavar="N",
+        help="explain shows what a choice was made from, with prices, for up to N routing decisions per second and "
+        "model; 0: never (default 100)",
+    )
+    parser.add_argument(
         "--session-ttl",
         type=positive_float,
         default=600.0,
@@ -162,6 +170,7 @@ def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
         local_prefill_tokens=args.local_prefill_tokens,
         policies=PolicyNames.parse(args.router_policy),
         exploration=args.router_exploration,
+        explain_candidates=args.explain_candidates,
         session_ttl_s=args.session_ttl,
         max_waiting=args.max_waiting_requests,
         room_s=args.queue_timeout,

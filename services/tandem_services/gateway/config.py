@@ -31,9 +31,11 @@ class ModelConfig:
     local_prefill_tokens: int = 2048
     """Most tokens that a decode worker may compute itself where that is predicted to be faster; 0 for none."""
     policies: PolicyNames = field(default_factory=PolicyNames)
+    """How the router chooses, by role."""
     exploration: float = 0.0
     """Share of requests that go to workers at random."""
-    """How the router chooses, by role."""
+    explain_candidates: int = 100
+    """Most decisions of a second that explain shows with what they were chosen from."""
     session_ttl_s: float = 600.0
     """An unused session is forgotten after this long; the workers' --session-ttl."""
     max_attempts: int = 3

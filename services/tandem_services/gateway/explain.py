@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tandem_engine.messages.outputs import FetchReport, TokenOutput, TransferReport
-from tandem_services.router.choice import Choice, PlannedFetch, ScoreTerm
+from tandem_services.router.choice import Choice, PlannedFetch, PricedOptions, ScoreTerm
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     """Who computes the prompt and why: pair, alone, local (predicted faster) or degraded (no prefill worker can)."""
     terms: tuple[ScoreTerm, ...]
     """Predicted seconds that made the choice."""
+    candidates: PricedOptions | None = None
+    """What it was chosen from. None of choices that others made (a session, a stand-alone router), of workers that take
+    over what runs, and of decisions beyond `--explain-candidates`."""
     matched_tokens: int
     """Prompt tokens predicted to be cached."""
     fetch: PredictedFetch | None
@@ -80,6 +83,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
             source=choice.source.value,
             placement=choice.placement.value,
             terms=choice.terms,
+            candidates=choice.priced,
             matched_tokens=choice.matched_tokens,
             fetch=_predicted(choice.fetch),
             resumed_tokens=resumed_tokens,

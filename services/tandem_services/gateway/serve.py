@@ -204,6 +204,7 @@ class RoutedFleet:
                 local_prefill_tokens=config.local_prefill_tokens,
                 policies=config.policies,
                 exploration=config.exploration,
+                told_per_second=config.explain_candidates,
             )
         )
         parts = Fleet(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from tandem_engine.config import Role
 
 
@@ -49,12 +51,49 @@ class WorkerView:
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreTerm:
+class ScoreTerm(msgspec.Struct, frozen=True, gc=False):
     """One summand of a choice's price, for `explain`."""
 
     name: str
     seconds: float
+
+
+class PricedPrefix(msgspec.Struct, frozen=True, gc=False):
+    """A prefix that an option would bring from another worker."""
+
+    source: str
+    """Incarnation."""
+    tokens: int
+    """Of the prompt, that the source is predicted to have cached."""
+    seconds: float
+
+
+class PricedOption(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One way to serve a request, with its price: for `explain`, which keeps many. Workers are named by incarnation."""
+
+    decode: str
+    prefill: str | None
+    """None: the decode worker would compute the prompt itself."""
+    predicted_s: float
+    """Sum of the terms. The lowest was chosen, at random of those that are equal."""
+    terms: tuple[ScoreTerm, ...]
+    matched_tokens: int
+    """Prompt tokens predicted to be cached on the worker that would compute the prompt."""
+    decode_matched_tokens: int
+    """Those on the decode worker: a pair need not move them."""
+    fetch: PricedPrefix | None
+
+
+class PricedOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a choice was made from."""
+
+    options: tuple[PricedOption, ...]
+    """The one that was chosen, then the others, cheapest first; at most `TOLD_OPTIONS`."""
+    more: int
+    """Others that were dearer than all of these."""
+
+
+TOLD_OPTIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +164,8 @@ class Choice:
     matched_tokens: int
     """Prompt tokens predicted to be cached on the worker that computes the prompt. A hint, never a promise."""
     fetch: PlannedFetch | None = None
+    priced: PricedOptions | None = None
+    """What it was made from; None when nobody has asked, or nothing was priced."""
     decided_s: float = 0.0
     """How long the decision took, as far as whoever asked for it has measured that."""
     reservation: Reservation

@@ -12,7 +12,15 @@ from typing import NamedTuple
 import msgspec
 
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.choice import Claim, Reservation, ScoreTerm
+from tandem_services.router.choice import (
+    TOLD_OPTIONS,
+    Claim,
+    PricedOption,
+    PricedOptions,
+    PricedPrefix,
+    Reservation,
+    ScoreTerm,
+)
 from tandem_services.router.cost import Demand
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
@@ -53,15 +61,42 @@ class _RouteReply(msgspec.Struct, frozen=True, kw_only=True):
         bucket: int
         claims: tuple[tuple[str, int, int, int], ...]
 
+    class Option(msgspec.Struct, frozen=True, kw_only=True):
+        decode: str
+        prefill: str | None = None
+        degraded: bool
+        matched: int
+        decode_matched: int
+        fetch: tuple[str, int, float] | None = None
+        terms: dict[str, float]
+
+        def priced(self) -> PricedOption:
+            return PricedOption(
+                decode=self.decode,
+                prefill=self.prefill,
+                predicted_s=sum(self.terms.values()),
+                terms=_terms(self.terms),
+                matched_tokens=self.matched,
+                decode_matched_tokens=self.decode_matched,
+                fetch=None if self.fetch is None else PricedPrefix(*self.fetch),
+            )
+
     status: str
     dropped: int
-    decode: str = ""
-    prefill: str | None = None
-    degraded: bool = False
-    matched: int = 0
-    fetch: tuple[str, int, float] | None = None
-    terms: dict[str, float] = {}
+    chosen: Option | None = None
+    passed_over: tuple[tuple[Option, ...], int] | None = None
     reservation: Made | None = None
+
+    def priced(self) -> PricedOptions | None:
+        if self.chosen is None or self.passed_over is None:
+            return None
+        others, more = self.passed_over
+        dearer = sorted((option.priced() for option in others), key=lambda option: option.predicted_s)
+        return PricedOptions(options=(self.chosen.priced(), *dearer), more=more)
+
+
+def _terms(seconds: dict[str, float]) -> tuple[ScoreTerm, ...]:
+    return tuple(ScoreTerm(name, seconds[name]) for name in sorted(seconds))
 
 
 class RoutedFetch(NamedTuple):
@@ -84,6 +119,8 @@ class Routed:
     matched_tokens: int
     fetch: RoutedFetch | None
     terms: tuple[ScoreTerm, ...]
+    priced: PricedOptions | None
+    """What it was chosen from, if that was asked for."""
     reservation: Reservation
 
 
@@ -110,9 +147,20 @@ class BlockIndex:
         return Applied(reply.decode("ascii"))
 
     async def route(
-        self, *, model: str, demand: Demand, page_size: int, chain: bytes, exclude: frozenset[str], seed: int
+        self,
+        *,
+        model: str,
+        demand: Demand,
+        page_size: int,
+        chain: bytes,
+        exclude: frozenset[str],
+        seed: int,
+        told: bool = False,
     ) -> Routed | None:
-        """Choose and reserve; None when no live worker qualifies. `chain`: 16-byte digests of the prompt's pages."""
+        """Choose and reserve; None when no live worker qualifies.
+
+        `chain`: 16-byte digests of the prompt's pages. `told`: with what it was chosen from.
+        """
         reply = decode_reply(
             await self.library.call(
                 "route_and_reserve",
@@ -125,19 +173,21 @@ class BlockIndex:
                 demand.local_prefill_tokens,
                 seed,
                 chain,
+                TOLD_OPTIONS - 1 if told else 0,
                 *exclude,
             ),
             _RouteReply,
         )
-        if reply.reservation is None:
+        if reply.reservation is None or reply.chosen is None:
             return None
         return Routed(
-            decode=reply.decode,
-            prefill=reply.prefill,
-            degraded=reply.degraded,
-            matched_tokens=reply.matched,
-            fetch=None if reply.fetch is None else RoutedFetch(*reply.fetch),
-            terms=tuple(ScoreTerm(name, seconds) for name, seconds in sorted(reply.terms.items())),
+            decode=reply.chosen.decode,
+            prefill=reply.chosen.prefill,
+            degraded=reply.chosen.degraded,
+            matched_tokens=reply.chosen.matched,
+            fetch=None if reply.chosen.fetch is None else RoutedFetch(*reply.chosen.fetch),
+            terms=_terms(reply.chosen.terms),
+            priced=reply.priced(),
             reservation=Reservation(
                 reply.reservation.bucket, tuple(Claim(*claim) for claim in reply.reservation.claims)
             ),

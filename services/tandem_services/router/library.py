@@ -15,7 +15,20 @@ from importlib.resources import files
 from tandem_services.common.redis_client import Argument, FunctionMissingError, RedisClient, Reply
 from tandem_services.router import cost, keys, scoring, shortlist, usage_windows, virtual_counters
 
-SCRIPTS = ("clock", "state", "fleet_row", "index", "lease", "score", "worker", "fetch", "route", "usage", "fair")
+SCRIPTS = (
+    "clock",
+    "state",
+    "fleet_row",
+    "index",
+    "lease",
+    "score",
+    "worker",
+    "fetch",
+    "option",
+    "route",
+    "usage",
+    "fair",
+)
 
 CONSTANTS: Mapping[str, float] = {
     "LEASE_MS": keys.LEASE_MS,

@@ -19,7 +19,7 @@ from tandem_services.router.candidate import Candidate
 from tandem_services.router.choice import Claim
 from tandem_services.router.cost import Demand, room_needed, uncached
 from tandem_services.router.registry import WorkerRecord
-from tandem_services.router.scoring import Option, select
+from tandem_services.router.scoring import Option, cheapest, options
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,13 +66,17 @@ class LocalRouting:
     random: Random
 
     def choose(self, records: Sequence[WorkerRecord], demand: Demand, first_block: bytes | None) -> Option | None:
-        """None when no record can decode. `first_block`: digest of the prompt's first page, if it has one."""
+        """The cheapest of `options`; None when there are none."""
+        return cheapest(self.options(records, demand, first_block), self.random)
+
+    def options(self, records: Sequence[WorkerRecord], demand: Demand, first_block: bytes | None) -> list[Option]:
+        """Empty when no record can decode. `first_block`: digest of the prompt's first page, if it has one."""
         homes = _homes(records, first_block)
         candidates = [
             self._candidate(record, demand.prompt_tokens // 2 if record.view.incarnation in homes else 0)
             for record in records
         ]
-        return select(candidates, demand, self.random)
+        return options(candidates, demand, self.random)
 
     def _candidate(self, record: WorkerRecord, matched: int) -> Candidate:
         incarnation = record.view.incarnation

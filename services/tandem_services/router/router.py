@@ -51,8 +51,9 @@ from tandem_services.router.newcomers import Newcomers
 from tandem_services.router.policies.by_role import PoliciesByRole, PolicyNames
 from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import Registry
-from tandem_services.router.scoring import has_to_wait, placement_of
+from tandem_services.router.scoring import cheapest, has_to_wait, placement_of, priced_options
 from tandem_services.router.session_bindings import SessionBindings
+from tandem_services.router.telling import TellingBudget
 from tandem_services.router.tickets import Ticket, TicketBoard
 from tandem_services.router.usage_board import UsageBoard
 
@@ -79,6 +80,8 @@ class RouterConfig:
     """Who is left for the price to choose among, by role."""
     exploration: float = 0.0
     """Share of requests that go to workers at random, so that what is never chosen stays known."""
+    told_per_second: int = 0
+    """Most decisions of a second that tell what they chose from (`Choice.priced`)."""
     routing_timeout_s: float = ROUTING_TIMEOUT_S
     start_timeout_s: float = 30.0
     """How long `start` waits for Redis."""
@@ -132,6 +135,7 @@ class Router:
         self._own = OwnLoad(clock=self._clock)
         self._local = LocalRouting(own=self._own, random=self._random)
         self._newcomers = Newcomers(clock=self._clock)
+        self._telling = TellingBudget(clock=self._clock, per_second=config.told_per_second)
         self._policies = PoliciesByRole(
             config.policies,
             self._random,
@@ -241,7 +245,7 @@ class Router:
                 f"nobody has room for a sequence of {len(query.token_ids)} tokens", retry_after=RETRY_AFTER_S
             )
         # It has all of it, whatever else was cheaper for another one.
-        return replace(choice, prefill=leaving, fetch=None)
+        return replace(choice, prefill=leaving, fetch=None, priced=None)
 
     async def release(self, choice: Choice) -> None:
         """The attempt has ended, or never began. Releasing twice counts once."""
@@ -313,7 +317,8 @@ class Router:
     async def _find(self, query: RouteQuery) -> Choice | None:
         query = replace(query, exclude=query.exclude | self._membership.dead | self._strangers(query))
         query = replace(query, exclude=query.exclude | self._passed_over(query))
-        return await self._choose_in_redis(query) or self._choose_locally(query)
+        told = self._telling.spend()
+        return await self._choose_in_redis(query, told=told) or self._choose_locally(query, told=told)
 
     def _strangers(self, query: RouteQuery) -> frozenset[str]:
         """Workers that cannot continue what others have begun."""
@@ -333,7 +338,7 @@ class Router:
             return self._own.wait_s(worker.incarnation)
         return self._own.sequences(worker.incarnation)
 
-    async def _choose_in_redis(self, query: RouteQuery) -> Choice | None:
+    async def _choose_in_redis(self, query: RouteQuery, *, told: bool) -> Choice | None:
         """None when Redis cannot tell: the caller decides locally."""
         page_size = self._membership.page_size(query.model)
         if page_size is None or not self._routing.available:
@@ -349,6 +354,7 @@ class Router:
                 chain=b"".join(chain),
                 exclude=query.exclude,
                 seed=self._random.getrandbits(31),
+                told=told,
             )
             return None if routed is None else await self._resolve(query, routed)
         except RedisUnavailableError:
@@ -379,6 +385,7 @@ class Router:
             terms=routed.terms,
             matched_tokens=routed.matched_tokens,
             fetch=self._fetch_of(query, routed),
+            priced=routed.priced,
             reservation=replace(routed.reservation, serial=self._next_serial()),
         )
 
@@ -403,10 +410,11 @@ class Router:
     def _unknown(self, incarnations: set[str]) -> set[str]:
         return {incarnation for incarnation in incarnations if self._membership.find(incarnation) is None}
 
-    def _choose_locally(self, query: RouteQuery) -> Choice | None:
+    def _choose_locally(self, query: RouteQuery, *, told: bool) -> Choice | None:
         demand = self._demand(query)
         records = self._membership.candidates(query.model, prompt_tokens=demand.prompt_tokens, exclude=query.exclude)
-        option = self._local.choose(records, demand, self._first_block(query)) if records else None
+        options = self._local.options(records, demand, self._first_block(query)) if records else []
+        option = cheapest(options, self._random)
         if option is None:
             return None
         self.counters.local += 1
@@ -419,6 +427,7 @@ class Router:
             terms=option.terms,
             matched_tokens=0,
             fetch=planned_fetch(option.computing, demand),
+            priced=priced_options(options, option) if told else None,
             reservation=Reservation(None, claims_of(option, demand), self._next_serial()),
         )
 

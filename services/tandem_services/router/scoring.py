@@ -13,7 +13,14 @@ from random import Random
 from tandem_engine.config import Role
 from tandem_services.router import cost
 from tandem_services.router.candidate import Candidate
-from tandem_services.router.choice import Placement, ScoreTerm
+from tandem_services.router.choice import (
+    TOLD_OPTIONS,
+    Placement,
+    PricedOption,
+    PricedOptions,
+    PricedPrefix,
+    ScoreTerm,
+)
 from tandem_services.router.cost import Demand
 from tandem_services.router.fetching import with_fetches
 from tandem_services.router.shortlist import shortlist
@@ -70,8 +77,23 @@ def placement_of(decode: Role, *, paired: bool, degraded: bool) -> Placement:
 
 def select(candidates: Iterable[Candidate], demand: Demand, random: Random) -> Option | None:
     """The cheapest option, ties at random; None when no candidate can decode."""
-    found = options(candidates, demand, random)
-    return _cheapest(found, [option.cost for option in found], random) if found else None
+    return cheapest(options(candidates, demand, random), random)
+
+
+def cheapest(found: Sequence[Option], random: Random) -> Option | None:
+    """Of several that cost the same, one at random; None of none."""
+    if not found:
+        return None
+    costs = [option.cost for option in found]
+    best = min(costs)
+    return random.choice([option for option, cost in zip(found, costs, strict=True) if cost <= best + TIE_S])
+
+
+def priced_options(found: Sequence[Option], chosen: Option) -> PricedOptions:
+    """`found`, as explain tells them."""
+    others = sorted((option for option in found if option is not chosen), key=lambda option: option.cost)
+    told = (chosen, *others[: TOLD_OPTIONS - 1])
+    return PricedOptions(options=tuple(_priced(option) for option in told), more=len(found) - len(told))
 
 
 def options(candidates: Iterable[Candidate], demand: Demand, random: Random) -> list[Option]:
@@ -183,6 +205,14 @@ def _terms(
     )
 
 
-def _cheapest(entries: Sequence[Option], costs: Sequence[float], random: Random) -> Option:
-    best = min(costs)
-    return random.choice([entry for entry, cost in zip(entries, costs, strict=True) if cost <= best + TIE_S])
+def _priced(option: Option) -> PricedOption:
+    fetch = option.computing.fetch
+    return PricedOption(
+        decode=option.decode.view.incarnation,
+        prefill=None if option.prefill is None else option.prefill.view.incarnation,
+        predicted_s=option.cost,
+        terms=option.terms,
+        matched_tokens=option.computing.matched,
+        decode_matched_tokens=option.decode.matched,
+        fetch=None if fetch is None else PricedPrefix(fetch.source.incarnation, fetch.tokens, fetch.seconds),
+    )

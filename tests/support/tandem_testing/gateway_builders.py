@@ -26,6 +26,9 @@ from tandem_services.router.choice import (
     NoWorkersError,
     Placement,
     PlannedFetch,
+    PricedOption,
+    PricedOptions,
+    PricedPrefix,
     Reservation,
     Role,
     RouteQuery,
@@ -45,6 +48,33 @@ if TYPE_CHECKING:
 FULL = ScoreTerm(DECODE_ROOM, NO_ROOM_S)
 
 
+def priced_options_of(prefill: str | None, decode: str, *, others: int, more: int) -> PricedOptions:
+    """A choice of these workers from `others` that would compute alone, and `more` that are not told."""
+    terms = (ScoreTerm("decode_load", 0.5), ScoreTerm("prefill_compute", 1.0))
+    chosen = PricedOption(
+        decode=decode,
+        prefill=prefill,
+        predicted_s=0.5,
+        terms=terms[:1],
+        matched_tokens=0,
+        decode_matched_tokens=0,
+        fetch=None,
+    )
+    told = [
+        PricedOption(
+            decode=f"other-{number}@1",
+            prefill=None,
+            predicted_s=1.5,
+            terms=terms,
+            matched_tokens=64,
+            decode_matched_tokens=64,
+            fetch=PricedPrefix("p@1", 128, 0.25),
+        )
+        for number in range(others)
+    ]
+    return PricedOptions(options=(chosen, *told), more=more)
+
+
 @dataclass
 class FakeChooser:
     """Takes the first worker of each role that is neither excluded nor dead."""
@@ -60,6 +90,8 @@ class FakeChooser:
     """Workers marked dead that have answered since."""
     fetch: PlannedFetch | None = None
     """Part of every choice."""
+    priced: PricedOptions | None = None
+    """The same."""
     tickets: dict[str, WorkerView] = field(default_factory=dict)
     """Workers that a stand-alone router has chosen, by the ticket's id."""
     death: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,6 +114,7 @@ class FakeChooser:
             terms=(ScoreTerm("queue", 0.001), ScoreTerm("prefill", 0.002), *([FULL] if full else [])),
             matched_tokens=4,
             fetch=self.fetch,
+            priced=self.priced,
             reservation=Reservation(None, ()),
         )
 

@@ -57,5 +57,5 @@ local function consider_fetches(workers, query)
       having[#having + 1] = worker
     end
   end
-  for _, source in ipairs(shortlist(having, 'lacking')) do consider(workers, source, query) end
+  for _, source in ipairs(shortlist(having, 'lacking', PAIR_ENDS)) do consider(workers, source, query) end
 end

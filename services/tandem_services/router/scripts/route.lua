@@ -3,11 +3,12 @@
 
 local function read_query(args)
   local exclude = {}
-  for i = 9, #args do exclude[args[i]] = true end
+  for i = 10, #args do exclude[args[i]] = true end
   local prompt_tokens, output_tokens = tonumber(args[3]), tonumber(args[4])
   return {
     model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
-    block_size = tonumber(args[5]), local_prefill_tokens = tonumber(args[6]), chain = args[8], exclude = exclude,
+    block_size = tonumber(args[5]), local_prefill_tokens = tonumber(args[6]), chain = args[8],
+    others = tonumber(args[9]), exclude = exclude,
   }
 end
 
@@ -62,13 +63,13 @@ local function promising(group)
   for _, prefill in ipairs(group.prefills) do
     prefill.send_s = prefill.compute_s + least * prefill.transfer_token_s
   end
-  local prefills = shortlist(group.prefills, 'send_s')
+  local prefills = shortlist(group.prefills, 'send_s', PAIR_ENDS)
   local typical = math.huge
   for _, prefill in ipairs(prefills) do typical = math.min(typical, prefill.transfer_token_s) end
   for _, decode in ipairs(group.decodes) do
     decode.receive_s = decode.hold_s + decode.missing * typical
   end
-  return prefills, shortlist(group.decodes, 'receive_s')
+  return prefills, shortlist(group.decodes, 'receive_s', PAIR_ENDS)
 end
 
 -- The cheapest pair of a group, one of those within TIE_S at random; nil when there is none.
@@ -92,9 +93,8 @@ local function best_pair(group)
     if cost <= best + TIE_S and cost < math.huge then ties[#ties + 1] = i end
   end
   if #ties == 0 then return nil end
-  local chosen = ties[math.random(#ties)]
-  local p, d = math.floor((chosen - 1) / #decodes) + 1, (chosen - 1) % #decodes + 1
-  return {cost = costs[chosen], prefill = prefills[p], decode = decodes[d], token_s = token_s[chosen]}
+  group.ends = {prefills = prefills, decodes = decodes, costs = costs, token_s = token_s}
+  return pair_at(group.ends, ties[math.random(#ties)])
 end
 
 local function consider_fetches_of(group, query, any_whole)
@@ -111,8 +111,7 @@ local function best_alone(group)
     if decode.alone then able[#able + 1] = decode end
   end
   if #able == 0 then return nil end
-  local decode = cheapest(able, 'alone_s')
-  return {cost = decode.alone_s, decode = decode, degraded = #group.prefills == 0 and decode.role == ROLE_DECODE}
+  return alone(cheapest(able, 'alone_s'), group)
 end
 
 -- The best "alone" and the best pair of each compat hash.
@@ -149,26 +148,24 @@ end
 -- route_and_reserve
 -- ARGV: 1 prefix, 2 model (8-byte digest), 3 prompt tokens, 4 output tokens to keep room for, 5 block size of
 --       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated),
---       9… incarnations to leave out
--- Returns msgpack {status = chosen | none, decode, prefill, degraded, matched, fetch, terms, reservation, dropped}.
---   matched: prompt tokens found on the worker that computes the prompt.
+--       9 how many of the options that are not taken are told, 10… incarnations to leave out
+-- Returns msgpack {status = chosen | none, chosen = {decode, prefill, degraded, matched, decode_matched, fetch, terms},
+--                  passed_over, reservation, dropped}.
+--   matched: prompt tokens found on the worker that computes the prompt; decode_matched: on the decode worker.
 --   fetch: {source, tokens, seconds} of a prefix that it had better bring from another worker; nil if none.
 --   degraded: the decode worker computes it because no prefill worker could.
+--   passed_over: {the cheapest others, as `chosen`, and how many more there were}; nil when none are asked for.
 local function route_and_reserve(keys, args)
   local state = open(keys, args)
   math.randomseed(tonumber(args[7]))
   local query = read_query(args)
-  local found = options(eligible(state, query), query)
+  local groups = eligible(state, query)
+  local found = options(groups, query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
   local choice = cheapest(found, 'cost')
-  local computing = choice.prefill or choice.decode
-  local source = computing.source
   return cmsgpack.pack({
-    status = 'chosen', decode = choice.decode.incarnation,
-    prefill = choice.prefill and choice.prefill.incarnation, degraded = choice.degraded or false,
-    matched = computing.matched,
-    fetch = source and {source.incarnation, computing.known, computing.fetch_s} or nil,
-    terms = terms_of(choice, query),
+    status = 'chosen', chosen = described(choice, query),
+    passed_over = query.others > 0 and passed_over(groups, choice, query, query.others) or nil,
     reservation = reserve(state, claims_of(choice, query)), dropped = state.dropped,
   })
 end

@@ -58,16 +58,16 @@ local function terms_of(choice, query)
   }
 end
 
--- The PAIR_ENDS entries of lowest `field`. Looked at from anywhere on, so that which of equals is left to chance.
-local function shortlist(entries, field)
+-- The `most` entries of lowest `field`. Looked at from anywhere on, so that which of equals is left to chance.
+local function shortlist(entries, field, most)
   local count = #entries
-  if count <= PAIR_ENDS then return entries end
+  if count <= most then return entries end
   local short, start = {}, math.random(count)
   for step = 1, count do
     local entry = entries[(start + step) % count + 1]
     local value, place = entry[field], #short
-    if place < PAIR_ENDS or value < short[place][field] then
-      if place == PAIR_ENDS then place = place - 1 end
+    if place < most or value < short[place][field] then
+      if place == most then place = place - 1 end
       while place > 0 and value < short[place][field] do
         short[place + 1] = short[place]
         place = place - 1

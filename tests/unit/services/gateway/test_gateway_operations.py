@@ -15,7 +15,7 @@ from tandem_services.common.tracing import TracingConfig
 from tandem_services.gateway.explain import PredictedFetch, RequestJournal, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_testing.exported_metrics import gateway_metrics, resumed_record
-from tandem_testing.gateway_builders import live_gateway
+from tandem_testing.gateway_builders import live_gateway, priced_options_of
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
@@ -109,6 +109,28 @@ async def test_explain_tells_where_a_request_ran_and_what_moved(pair):
     assert choice["output_tokens"] == 9
     assert 0 < choice["ttft_s"] <= record["e2e_s"]
     assert "tcp://" not in msgspec.json.encode(record).decode()
+
+
+async def test_explain_tells_what_a_choice_was_made_from(pair):
+    pair.chooser.priced = priced_options_of("p@1", "d@1", others=2, more=5)
+    answer = (await pair.complete(max_tokens=1)).json()
+    record = (await pair.http.get(f"/v1/requests/{answer['id']}/explain")).json()
+    candidates = record["choices"][0]["attempts"][0]["candidates"]
+    assert candidates["more"] == 5
+    assert [(each["prefill"], each["decode"]) for each in candidates["options"]] == [
+        ("p@1", "d@1"),
+        (None, "other-0@1"),
+        (None, "other-1@1"),
+    ]
+    assert candidates["options"][1] == {
+        "decode": "other-0@1",
+        "prefill": None,
+        "predicted_s": 1.5,
+        "terms": [{"name": "decode_load", "seconds": 0.5}, {"name": "prefill_compute", "seconds": 1.0}],
+        "matched_tokens": 64,
+        "decode_matched_tokens": 64,
+        "fetch": {"source": "p@1", "tokens": 128, "seconds": 0.25},
+    }
 
 
 async def test_explain_finds_the_clients_own_id(pair):

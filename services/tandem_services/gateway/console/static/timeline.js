@@ -1,6 +1,7 @@
 // @ts-check
 /** One request's story: when it waited, where it ran and why there, what moved, and what was begun again. */
 import { getJson } from "./api.js";
+import { candidatesTable } from "./candidates_table.js";
 import { setLeft, setWidth } from "./charts.js";
 import { fill, h } from "./dom.js";
 import * as format from "./format.js";
@@ -236,6 +237,7 @@ function attemptCard(choice, attempt, index) {
     h("h3", {}, choice.attempts.length > 1 ? `Attempt ${index + 1}` : "Route"),
     h("dl", { class: "pairs" }, .../** @type {string[][]} */ (lines).flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])),
     attempt.terms.length > 0 && termTable(attempt.terms, predicted),
+    attempt.candidates?.options.length > 1 && candidatesTable(attempt.candidates, TERMS),
   );
 }
 

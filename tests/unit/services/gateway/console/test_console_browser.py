@@ -13,7 +13,7 @@ from tandem_engine.config import Role
 from tandem_services.router.registry import WorkerState
 from tandem_testing.browser import CHROMIUM, WatchedPage, chromium, watched_page
 from tandem_testing.console_builders import ScriptedFleet, link, member
-from tandem_testing.gateway_builders import LiveGateway, live_gateway, script
+from tandem_testing.gateway_builders import LiveGateway, live_gateway, priced_options_of, script
 from tandem_testing.key_files import key_of, write_keys
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS
@@ -175,6 +175,19 @@ async def test_a_timeline_shows_every_attempt_and_what_was_resumed(see, rack, to
         await sight.shows("Attempt 2")
         await sight.says("after 3 tokens that the client already had", "frail@1", "solo@1", "finished")
         assert await sight.watched.page.locator(".span.failed").count() == 1
+        await sight.is_sound()
+
+
+async def test_a_timeline_shows_what_workers_were_chosen_from(see):
+    async with see(member("w1")) as sight:
+        sight.live.chooser.priced = priced_options_of(None, "solo@1", others=2, more=3)
+        done = (await sight.live.chat()).json()
+        await sight.open(f"request/{done['id']}")
+        await sight.shows("Chosen from")
+        rows = await sight.watched.page.locator(".candidates tbody tr").all_inner_texts()
+        assert [row.split()[0] for row in rows] == ["solo@1", "other-0@1", "other-1@1"]
+        assert "64 tokens cached, 128 with those of p@1, compute the prompt 1 s" in rows[1]
+        assert "3 others, dearer than these" in await sight.text(".candidates")
         await sight.is_sound()
 
 

@@ -1,0 +1,134 @@
+"""What a decision was made from, as a real Redis and the last view tell it."""
+
+from random import Random
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.router.choice import TOLD_OPTIONS, RouteQuery, Source
+from tandem_services.router.router import Router, RouterConfig
+from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_load, make_record
+from tandem_testing.service_clock import ServiceClock
+
+PROMPT = tuple(range(20 * PAGE))
+
+
+@pytest.fixture
+async def fleet(server):
+    async with Fleet.of(server) as workers:
+        yield workers
+
+
+@pytest.fixture
+def make_router(server):
+    def make(told_per_second: int = 100, **options) -> Router:
+        config = RouterConfig(
+            redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S, told_per_second=told_per_second
+        )
+        return Router(config, random=Random(1), **options)
+
+    return make
+
+
+@pytest.fixture
+async def router(make_router):
+    gateway = make_router()
+    await gateway.start()
+    yield gateway
+    await gateway.stop()
+
+
+def query(**changes) -> RouteQuery:
+    fields = {"request_id": "r", "model": MODEL, "token_ids": PROMPT, "max_tokens": 16}
+    return RouteQuery(**fields | changes)
+
+
+def ways(choice) -> list[tuple[str | None, str]]:
+    return [(option.prefill, option.decode) for option in choice.priced.options]
+
+
+async def test_every_option_is_told_with_its_price_the_chosen_one_first(fleet, router):
+    busy, idle = make_record("busy", Role.PREFILL, load=make_load(queue_tokens=9000)), make_record("idle", Role.PREFILL)
+    decode = make_record("d", Role.DECODE)
+    await fleet.join(router, busy, idle, decode)
+    await fleet.cache(decode, chain_of(PROMPT[: 4 * PAGE]))
+    choice = await router.choose(query())
+    assert choice.source is Source.REDIS
+    assert ways(choice) == [("idle@1", "d@1"), (None, "d@1"), ("busy@1", "d@1")]
+    assert choice.priced.more == 0
+    first, _, last = choice.priced.options
+    assert first.terms == choice.terms
+    assert (first.matched_tokens, first.decode_matched_tokens) == (0, 4 * PAGE)
+    assert {term.name: term.seconds for term in last.terms}["prefill_queue"] == pytest.approx(9.0)
+    for option in choice.priced.options:
+        assert option.predicted_s == pytest.approx(sum(term.seconds for term in option.terms))
+
+
+async def test_a_fetch_that_an_option_would_begin_with_is_told(fleet, router):
+    home = make_record("home", Role.PREFILL, load=make_load(queue_tokens=100_000, prefill_rate=10_000))
+    await fleet.join(router, home, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))
+    await fleet.cache(home, chain_of(PROMPT))
+    choice = await router.choose(query(token_ids=(*PROMPT, 1, 2)))
+    option = choice.priced.options[0]
+    assert (option.fetch.source, option.fetch.tokens) == ("home@1", len(PROMPT))
+    assert option.fetch.seconds == choice.fetch.seconds
+    assert option.matched_tokens == 0
+
+
+async def test_a_large_fleet_tells_the_best_and_how_many_more_there_were(fleet, router):
+    prefills = [make_record(f"p{number}", Role.PREFILL, load=make_load(queue_tokens=number)) for number in range(3)]
+    decodes = [make_record(f"d{number}", Role.DECODE, load=make_load(sequences=number)) for number in range(4)]
+    await fleet.join(router, *prefills, *decodes)
+    choice = await router.choose(query())
+    assert len(set(ways(choice))) == TOLD_OPTIONS
+    assert choice.priced.more == 3 * 4 + 4 - TOLD_OPTIONS
+    prices = [option.predicted_s for option in choice.priced.options]
+    assert prices == sorted(prices)
+    # Who computes on the worker with three running sequences keeps them waiting: dearest.
+    assert (None, "d3@1") not in ways(choice)
+
+
+async def test_asking_changes_no_decision(fleet, make_router):
+    silent, telling = make_router(0), make_router()
+    for router in (silent, telling):
+        await router.start()
+    await fleet.join(silent, *(make_record(f"p{n}", Role.PREFILL) for n in range(6)), make_record("d", Role.DECODE))
+    await telling.refresh()
+    for _ in range(5):
+        one = await silent.choose(query())
+        await silent.release(one)
+        other = await telling.choose(query())
+        await telling.release(other)
+        assert one.priced is None
+        assert (one.prefill, one.decode, one.terms) == (other.prefill, other.decode, other.terms)
+    for router in (silent, telling):
+        await router.stop()
+
+
+async def test_no_more_decisions_of_a_second_tell_than_allowed(fleet, make_router):
+    clock = ServiceClock()
+    router = make_router(2, clock=clock)
+    await router.start()
+    await fleet.join(router, make_record("w"))
+    told = [(await router.choose(query())).priced is not None for _ in range(4)]
+    clock.advance(1.0)
+    told += [(await router.choose(query())).priced is not None for _ in range(3)]
+    await router.stop()
+    assert told == [True, True, False, False, True, True, False]
+
+
+async def test_without_redis_the_last_view_tells(fleet, router, server):
+    await fleet.join(router, make_record("p", Role.PREFILL), make_record("d", Role.DECODE))
+    server.command("FLUSHALL")
+    choice = await router.choose(query())
+    assert choice.source is Source.LOCAL
+    assert set(ways(choice)) == {("p@1", "d@1"), (None, "d@1")}
+    assert choice.priced.options[0].terms == choice.terms
+
+
+async def test_who_takes_over_a_running_sequence_was_not_chosen_by_what_computing_costs(fleet, router):
+    leaving, taker = make_record("leaving", Role.DECODE), make_record("taker", Role.DECODE)
+    await fleet.join(router, leaving, taker, make_record("p", Role.PREFILL))
+    choice = await router.relocate(query(), leaving.view)
+    assert choice.priced is None
