@@ -47,8 +47,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--models",
         type=Path,
         metavar="FILE",
-        help="JSON or TOML file of several model services, instead of --model; what its entries leave out is as the "
-        "other flags say (docs/multi-model.md)",
+        help="JSON or TOML file of several model services, instead of --model; followed while it changes; what its "
+        "entries leave out is as the other flags say (docs/multi-model.md)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default 8000)")
@@ -129,11 +129,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     from tandem_engine.logs import LogFormat
+    from tandem_services.gateway.config import ModelsSource
     from tandem_services.gateway.serve import GatewayConfig, serve
 
     return serve(
         GatewayConfig(
             models=models_of(args),
+            models_file=None if args.models is None else ModelsSource(args.models, model_flags(args)),
             host=args.host,
             port=args.port,
             strict_fields=args.strict_fields,
@@ -151,15 +153,25 @@ def run(args: argparse.Namespace) -> int:
 
 def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
     """Those of the file, or the one that the flags say. Raises `ConfigError`."""
-    from tandem_services.common.redis_client import RedisAddress
-    from tandem_services.gateway.config import ModelConfig
     from tandem_services.gateway.models_file import check_models, read_models
-    from tandem_services.router.policies.by_role import PolicyNames
 
     if args.models is not None and (args.model is not None or args.served_model_name is not None):
         raise ConfigError("--models names all models: leave out --model and --served-model-name")
+    flags = model_flags(args)
+    if args.models is not None:
+        return read_models(args.models, flags)
+    check_models([flags], "--served-model-name")
+    return (flags,)
+
+
+def model_flags(args: argparse.Namespace) -> "ModelConfig":
+    """The one model that the flags say or, with a file, what its entries leave out. Raises `ConfigError`."""
+    from tandem_services.common.redis_client import RedisAddress
+    from tandem_services.gateway.config import ModelConfig
+    from tandem_services.router.policies.by_role import PolicyNames
+
     folder = Path() if args.models is not None else model_folder(args.model)
-    flags = ModelConfig(
+    return ModelConfig(
         path=folder,
         names=served_names(args, folder),
         redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
@@ -176,7 +188,3 @@ def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
         room_s=args.queue_timeout,
         prefill_fallback=args.prefill_fallback,
     )
-    if args.models is not None:
-        return read_models(args.models, flags)
-    check_models([flags], "--served-model-name")
-    return (flags,)

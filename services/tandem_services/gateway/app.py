@@ -55,7 +55,7 @@ from tandem_services.gateway.messages.count_tokens import TokenCount
 from tandem_services.gateway.messages.planner import MessagesPlanner
 from tandem_services.gateway.metrics import PREFIX, HttpMetrics
 from tandem_services.gateway.model_catalog import ModelCatalog
-from tandem_services.gateway.model_service import Fleet, Shared, build_model_service
+from tandem_services.gateway.model_service import Fleet, ModelService, Shared, build_model_service
 from tandem_services.gateway.openapi.document import Traits, document_route
 from tandem_services.gateway.probe_schemas import VERSION, Live, Version
 from tandem_services.gateway.request_trace import Traces, pass_on
@@ -82,6 +82,8 @@ class Gateway:
     registry: CollectorRegistry
     metrics: HttpMetrics
     models: ModelCatalog
+    shared: Shared
+    """What its model services are lent."""
     executor: ThreadPoolExecutor
     answering: Answering
     access: Access | None
@@ -92,13 +94,15 @@ class Gateway:
     strict_fields: bool
     """Requests with fields that nobody knows are refused."""
 
+    def build_service(self, fleet: Fleet) -> ModelService:
+        """One more model service, of `fleet`. Whoever makes it known to `models` starts it before."""
+        return build_model_service(fleet if self.access is not None else _unshared(fleet), self.shared)
+
     def background(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """What runs as long as the gateway serves, by name."""
-        work = {name: coroutine for service in self.models for name, coroutine in service.background().items()}
-        if self.access is not None:
-            work["api keys"] = self.access.keys.run()
-            work["leases of requests"] = self.access.limits.run()
-        return work
+        """What runs as long as the gateway serves beside its model services, by name."""
+        if self.access is None:
+            return {}
+        return {"api keys": self.access.keys.run(), "leases of requests": self.access.limits.run()}
 
     async def close(self) -> None:
         """Stop what the gateway itself started. Running requests have ended."""
@@ -134,8 +138,7 @@ def build_gateway(
         timing=LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings),
         turn_s=config.request_timeout_s,
     )
-    # Without keys there is one tenant, and nothing to share out.
-    known = fleets if config.api_keys is not None else [replace(fleet, fairness=None) for fleet in fleets]
+    known = fleets if config.api_keys is not None else [_unshared(fleet) for fleet in fleets]
     models = ModelCatalog([build_model_service(fleet, shared) for fleet in known])
     first = fleets[0]
     secret = deployment_secret(first.context.keys, first.config.cluster)
@@ -144,6 +147,7 @@ def build_gateway(
         registry=registry,
         metrics=HttpMetrics(families),
         models=models,
+        shared=shared,
         executor=executor,
         answering=Answering(
             journal=RequestJournal(config.explain_records), clock=clock, timeout_s=config.request_timeout_s
@@ -151,20 +155,24 @@ def build_gateway(
         access=_access(config, registry, usage, secret, clock),
         health=health,
         clock=clock,
-        traces=_traces(config, registry, spans, clock),
+        traces=_traces(models, registry, spans, clock),
         strict_fields=config.strict_fields,
     )
 
 
-def _traces(config: GatewayConfig, registry: CollectorRegistry, spans: "SpanExport | None", clock: Clock) -> Traces:
+def _unshared(fleet: Fleet) -> Fleet:
+    """Without keys there is one tenant, and nothing to share out."""
+    return replace(fleet, fairness=None)
+
+
+def _traces(models: ModelCatalog, registry: CollectorRegistry, spans: "SpanExport | None", clock: Clock) -> Traces:
     if spans is None:
         return pass_on
     from tandem_services.common.span_export import SpanMetrics
     from tandem_services.gateway.request_spans import GatewayTraces
 
     registry.register(SpanMetrics(PREFIX, spans.counts))
-    policies = {model.name: str(model.policies) for model in config.models}
-    return GatewayTraces(tracer=spans.tracer, clock=clock, policies=policies)
+    return GatewayTraces(tracer=spans.tracer, clock=clock, policies_of=models.policies_of)
 
 
 def _missing_workers(models: ModelCatalog) -> str | None:
@@ -213,6 +221,8 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        for service in gateway.models:
+            service.start()
         background = [asyncio.create_task(work, name=name) for name, work in gateway.background().items()]
         yield
         for task in background:

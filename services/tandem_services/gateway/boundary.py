@@ -12,7 +12,7 @@
 import logging
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -61,6 +61,8 @@ class RequestIdentity:
     model: str = ""
     """Name of the model service that answers; "" until one is known to."""
     trace: RequestTrace = UNTRACED
+    on_end: tuple[Callable[[], None], ...] = ()
+    """Called after the last byte, or when there will be none."""
 
     @property
     def public_id(self) -> str:
@@ -79,9 +81,10 @@ def identify_caller(scope: Scope, caller: Caller) -> None:
     scope[_SCOPE_KEY] = replace(identity_of(scope), caller=caller)
 
 
-def identify_model(scope: Scope, model: str) -> None:
-    """From now on the request is known to be answered by the model service of this name."""
-    scope[_SCOPE_KEY] = replace(identity_of(scope), model=model)
+def identify_model(scope: Scope, model: str, *, on_end: Callable[[], None]) -> None:
+    """From now on the request is known to be answered by the model service of this name. `on_end`: when it has been."""
+    identity = identity_of(scope)
+    scope[_SCOPE_KEY] = replace(identity, model=model, on_end=(*identity.on_end, on_end))
 
 
 class AnswerMetrics(Protocol):
@@ -131,6 +134,8 @@ class RequestBoundary:
             endpoint = bounded_label(scope["path"], self._endpoints)
             self._metrics.answered(endpoint, answer.status, model=identity_of(scope).model)
             identity.trace.answered(answer.status)
+            for ended in identity_of(scope).on_end:
+                ended()
 
     def _identify(self, scope: Scope, now: float) -> RequestIdentity:
         given = _header(scope, b"x-request-id") or ""

@@ -61,6 +61,15 @@ class ModelConfig:
         return self.names[0]
 
 
+@dataclass(frozen=True, slots=True)
+class ModelsSource:
+    """A models file, which is followed."""
+
+    path: Path
+    defaults: ModelConfig
+    """What its entries leave out."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayConfig:
     """Everything a gateway is built from."""
@@ -68,6 +77,8 @@ class GatewayConfig:
     models: tuple[ModelConfig, ...]
     """What it serves, at least one; no two have a name or a fleet in common. Gateways share what tenants have used of
     their limits where the first one's fleet is."""
+    models_file: ModelsSource | None = None
+    """Where `models` come from; None: they never change."""
     host: str = "127.0.0.1"
     port: int = 8000
     strict_fields: bool = False

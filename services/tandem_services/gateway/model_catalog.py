@@ -19,10 +19,17 @@ MOST_NAMED = 8
 
 
 class ModelCatalog:
-    """All model services of a gateway."""
+    """All model services of a gateway, which may change while it serves."""
 
     def __init__(self, services: Sequence[ModelService]) -> None:
-        """`services`: at least one, no two with a name in common."""
+        """`services`: as of `replace`."""
+        self.replace(services)
+
+    def replace(self, services: Sequence[ModelService]) -> None:
+        """From now on there are `services`: at least one, no two with a name in common.
+
+        Requests that have found one of the former are answered by it (`ModelService.visits`).
+        """
         self._services = tuple(services)
         self._by_name = {name: service for service in services for name in service.model.names}
 
@@ -46,8 +53,14 @@ class ModelCatalog:
         if or_only and name is None and len(self._services) == 1:
             name = self._services[0].model.name
         served = self.find(name, identity_of(scope).caller)
-        identify_model(scope, served.model.name)
+        served.visits.begin()
+        identify_model(scope, served.model.name, on_end=served.visits.end)
         return served
+
+    def policies_of(self, model: str) -> str:
+        """By a model's own name; "" where there is none of it any more."""
+        service = self._by_name.get(model)
+        return "" if service is None else service.policies
 
     def listing(self, caller: Caller) -> ModelList:
         """What `caller` may use, each name as a card."""

@@ -4,10 +4,9 @@ A gateway has one for each model (docs/multi-model.md). They have no worker, que
 what they do have in common is the gateway's: keys and limits, the journal, and threads that encode.
 """
 
-from collections.abc import Coroutine
+import asyncio
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from tandem_engine.clock import Clock
 from tandem_engine.ipc.channels import IpcContext
@@ -32,6 +31,7 @@ from tandem_services.gateway.queueing.shared_counters import SharedCounters
 from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.revival import Revival
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
+from tandem_services.gateway.visits import Visits
 from tandem_services.router.virtual_counters import VirtualCounters
 
 
@@ -73,20 +73,29 @@ class ModelService:
     engines: EnginePool
     generator: Generator
     metrics: GatewayMetrics
+    policies: str
+    """Of the router, as spans name them."""
+    visits: Visits = field(default_factory=Visits)
+    """Requests that are answered here."""
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def dispatcher(self) -> Dispatcher:
         return self.generator.dispatcher
 
-    def background(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """What runs as long as the gateway serves, by name."""
-        return {
+    def start(self) -> None:
+        """Begin what runs as long as it serves."""
+        work = {
             f"quarantine of {self.model.name}": self.dispatcher.quarantine.run(),
             f"virtual token counters of {self.model.name}": self.dispatcher.admission.counters.run(),
         }
+        self._tasks.extend(asyncio.create_task(run, name=name) for name, run in work.items())
 
     async def close(self) -> None:
         """Stop what was started here. Running requests have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.dispatcher.admission.close()
         await self.dispatcher.settle()
         self.engines.close()
@@ -130,6 +139,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
             metrics=metrics,
         ),
         metrics=metrics,
+        policies=str(config.policies),
     )
 
 

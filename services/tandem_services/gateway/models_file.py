@@ -3,7 +3,7 @@
     {"models": [{"model": "/models/llama", "served_model_name": ["llama", "gpt-4o-mini"], "cluster": "llama"}, …]}
 
 An entry has the names of the gateway's flags, and what it leaves out is as on the command line. Paths are relative to
-the file. It is read once, at start.
+the file.
 """
 
 import os

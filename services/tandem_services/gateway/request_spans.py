@@ -11,7 +11,7 @@ happens to the other one meanwhile. Nothing here is text of the client or of the
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
@@ -53,8 +53,8 @@ class GatewayTraces:
 
     tracer: Tracer
     clock: Clock
-    policies: Mapping[str, str]
-    """Of the router, by model."""
+    policies_of: Callable[[str], str]
+    """Those of the router of a model."""
     unix_ns: Callable[[], int] = time.time_ns
 
     def __call__(self, scope: Scope, request_id: str, arrived: float) -> RequestTrace:
@@ -181,7 +181,7 @@ class RequestSpans:
         note = start.note
         return {
             names.CHOICE: start.index,
-            names.POLICY: self._traces.policies.get(start.model, ""),
+            names.POLICY: self._traces.policies_of(start.model),
             names.SOURCE: note.source,
             names.REASON: route_reason(note),
             names.PLACEMENT: note.placement,

@@ -17,7 +17,6 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 
 from tandem_engine.clock import MonotonicClock
-from tandem_engine.ipc.channels import IpcContext, KeyPair
+from tandem_engine.ipc.channels import KeyPair
 from tandem_engine.logs import configure_logging
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
@@ -40,10 +39,11 @@ from tandem_services.gateway.app import Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.connection import GatewayConnection
 from tandem_services.gateway.console.composition import console_of
-from tandem_services.gateway.console.fleet_document import ViewedFleet
 from tandem_services.gateway.console.routes import Console
-from tandem_services.gateway.model_service import Fleet
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.gateway.live_models import LiveModels
+from tandem_services.gateway.models_watch import ModelsFileMetrics, ModelsWatch
+from tandem_services.gateway.routed_fleet import OpenFleets, RoutedFleet, key_pair_of
+from tandem_services.router.router import Router
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
@@ -63,7 +63,7 @@ def serve(config: GatewayConfig) -> int:
         require_opentelemetry()
     # Before there is an event loop that it could hold up.
     tokenizers = load_tokenizers(config.models)
-    keys = {model.name: _key_pair(model) for model in config.models}
+    keys = {model.name: key_pair_of(model) for model in config.models}
     with ExitStack() as listeners:
         api = listeners.enter_context(listen(config.host, config.port))
         admin = None
@@ -91,10 +91,6 @@ def _spans(config: GatewayConfig) -> Iterator["SpanExport | None"]:
 def load_tokenizers(models: Sequence[ModelConfig]) -> dict[Path, TextTokenizer]:
     """By folder: models of one folder share one. Raises `CheckpointError`."""
     return {path: TextTokenizer.load(path) for path in dict.fromkeys(model.path for model in models)}
-
-
-def _key_pair(model: ModelConfig) -> KeyPair | None:
-    return None if model.curve_keys is None else KeyPair.load(model.curve_keys)
 
 
 class GatewayServer(uvicorn.Server):
@@ -188,56 +184,6 @@ async def _admin_server(
         await serving
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedFleet:
-    """A fleet as it is in Redis."""
-
-    router: Router
-    parts: Fleet
-
-    @staticmethod
-    def of(config: ModelConfig, tokenizer: TextTokenizer, keys: KeyPair | None) -> "RoutedFleet":
-        router = Router(
-            RouterConfig(
-                redis=config.redis,
-                cluster=config.cluster,
-                local_prefill_tokens=config.local_prefill_tokens,
-                policies=config.policies,
-                exploration=config.exploration,
-                told_per_second=config.explain_candidates,
-            )
-        )
-        parts = Fleet(
-            config=config,
-            chooser=router,
-            sessions=router.sessions,
-            context=IpcContext(keys),
-            tokenizer=tokenizer,
-            quarantine=router.quarantine,
-            fairness=router.fairness,
-        )
-        return RoutedFleet(router, parts)
-
-    @property
-    def view(self) -> ViewedFleet:
-        """For people."""
-        return ViewedFleet(self.parts.config.cluster, self.router.fleet)
-
-
-@asynccontextmanager
-async def _fleets(
-    models: Sequence[ModelConfig], tokenizers: Mapping[Path, TextTokenizer], keys: Mapping[str, KeyPair | None]
-) -> AsyncIterator[list[RoutedFleet]]:
-    """A router and sockets for each, until the block ends. They are not started."""
-    fleets = [RoutedFleet.of(model, tokenizers[model.path], keys[model.name]) for model in models]
-    try:
-        yield fleets
-    finally:
-        for fleet in fleets:
-            await fleet.router.stop()
-            fleet.parts.context.close()
-
-
 async def _serve(
     config: GatewayConfig,
     tokenizers: Mapping[Path, TextTokenizer],
@@ -247,19 +193,53 @@ async def _serve(
     spans: "SpanExport | None",
 ) -> None:
     health = Health()
-    async with _fleets(config.models, tokenizers, keys) as fleets:
+    async with _open_fleets() as door:
+        fleets = door.add(config.models, tokenizers, keys)
         # A key file that is no good is told at once, without waiting for Redis.
         parts, usage = [fleet.parts for fleet in fleets], fleets[0].router.usage
         gateway = build_gateway(config, parts, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
         await _start([fleet.router for fleet in fleets])
-        console = console_of(gateway, [fleet.view for fleet in fleets]) if config.serves_console else None
+        live = LiveModels(catalog=gateway.models, door=door, build=gateway.build_service, opened=fleets)
+        console = None
+        if config.serves_console:
+            console = console_of(gateway, lambda: [fleet.view for fleet in live.fleets])
         app = api_app(gateway, metrics=admin_listener is None, console=console if admin_listener is None else None)
         server = http_server(app, config, health)
         if gateway.access is None:
             logger.info("no --api-keys: everybody who reaches this gateway may use it")
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
-        async with _admin_server(gateway, server, config, admin_listener, console):
+        async with (
+            _following(config, gateway, live),
+            _admin_server(gateway, server, config, admin_listener, console),
+        ):
             await server.serve(sockets=[listener])
+
+
+@asynccontextmanager
+async def _open_fleets() -> AsyncIterator[OpenFleets]:
+    """Those that are still open at the end of the block are closed."""
+    fleets = OpenFleets()
+    try:
+        yield fleets
+    finally:
+        await fleets.close_all()
+
+
+@asynccontextmanager
+async def _following(config: GatewayConfig, gateway: Gateway, live: LiveModels[RoutedFleet]) -> AsyncIterator[None]:
+    """Changes of the models file are carried out, if there is one, for as long as the block lasts."""
+    if config.models_file is None:
+        yield
+        return
+    metrics = ModelsFileMetrics(gateway.shared.families, served=len(config.models))
+    watch = ModelsWatch(source=config.models_file, live=live, metrics=metrics)
+    following = asyncio.create_task(watch.run(config.models), name="models file")
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await live.close()
 
 
 async def _start(routers: Sequence[Router]) -> None:

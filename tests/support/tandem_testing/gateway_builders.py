@@ -15,10 +15,11 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.app import api_app, build_gateway
+from tandem_services.gateway.app import Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.console.composition import console_of
 from tandem_services.gateway.console.fleet_document import ViewedFleet
+from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.model_service import Fleet
 from tandem_services.gateway.serve import http_server, listen
 from tandem_services.router.choice import (
@@ -304,9 +305,18 @@ async def serving_fleets(
     """A client of a gateway that serves `fleets` until the block ends."""
     health = health or Health()
     gateway = build_gateway(settings, fleets, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
-    console = None if seen is None else console_of(gateway, [ViewedFleet("default", seen)])
+    console = None if seen is None else console_of(gateway, lambda: [ViewedFleet("default", seen)])
+    async with serving_gateway(gateway, settings, console=console) as http:
+        yield http
+
+
+@asynccontextmanager
+async def serving_gateway(
+    gateway: Gateway, settings: GatewayConfig, *, console: Console | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    """The same of a gateway that is built already."""
     app = api_app(gateway, metrics=settings.admin_port is None, console=console)
-    server = http_server(app, settings, health)
+    server = http_server(app, settings, gateway.health)
     with listen("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[listener]))

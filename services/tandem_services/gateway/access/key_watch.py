@@ -1,29 +1,25 @@
 """Keys from a file or a mounted Secret, followed while they change.
 
 1. At start the keys must be good: a gateway that cannot tell who may use it does not start.
-2. Once a second names and times are looked at; what has changed is read again. Kubernetes swaps a symbolic link
-   (`..data`), so the files of one version are read through the folder that it points to, never a mixture of two.
+2. They are followed (`gateway.follower`). Kubernetes swaps a symbolic link (`..data`), so the files of one version are
+   read through the folder that it points to, never a mixture of two.
 3. A change that is no good leaves the keys as they were; log and metric say so until it is mended.
 """
 
-import asyncio
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_engine.errors import ConfigError
 from tandem_engine.logs import quoted
-from tandem_services.common.tasks import for_ever
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.access.key_file import MAX_FILE_BYTES, KeyFileError, KeyRing, parse_keys
+from tandem_services.gateway.follower import Follower, Signature, signature_of
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0
 SUFFIX = ".json"
 MAX_FILES = 256
-
-Signature = tuple[tuple[str, int, int, int], ...]
 
 
 def key_files(path: Path) -> list[Path]:
@@ -53,12 +49,10 @@ def read_keys(path: Path) -> KeyRing:
 
 
 def _signature(path: Path) -> Signature:
-    """Differs when the keys may have changed."""
     try:
-        stats = [(file, file.stat()) for file in key_files(path)]
+        return signature_of(key_files(path))
     except (OSError, KeyFileError):
         return ()
-    return tuple((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,15 +61,28 @@ class KeyWatch:
 
     path: Path
     metrics: AccessMetrics
-    ring: KeyRing = field(default_factory=lambda: KeyRing(()))
-    _seen: Signature = ()
-    _complaint: str = ""
+    _follower: Follower[KeyRing] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._follower = Follower(
+            value=KeyRing(()),
+            signature=lambda: _signature(self.path),
+            read=lambda: read_keys(self.path),
+            take=self._take,
+            refused=self._refused,
+            mended=lambda: self.metrics.keys_loaded(len(self.ring.tenants)),
+            faults=(KeyFileError,),
+        )
+
+    @property
+    def ring(self) -> KeyRing:
+        return self._follower.value
 
     def start(self) -> None:
         """Raises `ConfigError`."""
-        self._seen = _signature(self.path)
+        self._follower.seen = _signature(self.path)
         try:
-            self.ring = read_keys(self.path)
+            self._follower.value = read_keys(self.path)
         except KeyFileError as error:
             raise ConfigError(f"--api-keys {error}") from error
         self.metrics.keys_loaded(len(self.ring.tenants))
@@ -83,32 +90,16 @@ class KeyWatch:
 
     async def run(self) -> None:
         """Follow changes, for ever."""
-        # Keys that are never followed again would keep what was taken away.
-        complaint = "looking for changed API keys failed"
-        await for_ever(self.poll, every_s=POLL_S, logger=logger, complaint=complaint)
+        await self._follower.run(logger, what="API keys")
 
     async def poll(self) -> None:
         """Take over what has changed."""
-        signature = await asyncio.to_thread(_signature, self.path)
-        if signature == self._seen and not self._complaint:
-            return
-        try:
-            ring = await asyncio.to_thread(read_keys, self.path)
-        except KeyFileError as error:
-            self._refuse(str(error))
-            return
-        self._seen = signature
-        if ring != self.ring or self._complaint:
-            self._take(ring)
+        await self._follower.poll()
 
-    def _take(self, ring: KeyRing) -> None:
-        self.ring, self._complaint = ring, ""
+    async def _take(self, ring: KeyRing) -> None:
         self.metrics.keys_loaded(len(ring.tenants))
         logger.info("API keys changed", extra={"fields": {"tenants": len(ring.tenants)}})
 
-    def _refuse(self, complaint: str) -> None:
-        if complaint == self._complaint:
-            return
-        self._complaint = complaint
+    def _refused(self, complaint: str) -> None:
         self.metrics.keys_refused()
         logger.error("changed API keys are not used, the former are kept: %s", quoted(complaint))

@@ -1,6 +1,6 @@
 """Composes the console of a gateway."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tandem_services.gateway.app import Gateway
 from tandem_services.gateway.console.fleet_document import GatewayFigures, ViewedFleet, fleet_document
@@ -9,8 +9,8 @@ from tandem_services.gateway.console.shared_document import SharedDocument
 from tandem_services.gateway.console.traffic import latest_requests, traffic
 
 
-def console_of(gateway: Gateway, fleets: Sequence[ViewedFleet]) -> Console:
-    """`fleets`: those of its models, at least one."""
+def console_of(gateway: Gateway, fleets: Callable[[], Sequence[ViewedFleet]]) -> Console:
+    """`fleets`: those of its models now, at least one."""
     journal = gateway.answering.journal
     figures = GatewayFigures(
         health=gateway.health,
@@ -19,7 +19,7 @@ def console_of(gateway: Gateway, fleets: Sequence[ViewedFleet]) -> Console:
         traffic=lambda: traffic(journal),
     )
     return Console(
-        fleet=SharedDocument(build=lambda: fleet_document(fleets, figures), clock=gateway.clock),
+        fleet=SharedDocument(build=lambda: fleet_document(fleets(), figures), clock=gateway.clock),
         requests=SharedDocument(build=lambda: latest_requests(journal), clock=gateway.clock),
         journal=journal,
     )

@@ -50,7 +50,7 @@ class Consoles:
         config = config_of(api_keys=keys)
         parts = fleet_of(config, FakeChooser([]), SessionShelf(), self.context, tokenizer)
         self.gateway = build_gateway(config, [parts], clock=self.clock, health=Health())
-        self.console = console_of(self.gateway, [ViewedFleet("blue", self.fleet)])
+        self.console = console_of(self.gateway, lambda: [ViewedFleet("blue", self.fleet)])
         admin = create_admin_app(self.gateway, drain=lambda: None, console=self.console if admin_port else None)
         api = api_app(self.gateway, metrics=not admin_port, console=None if admin_port else self.console)
         self.admin, self.api = self._client(admin), self._client(api)

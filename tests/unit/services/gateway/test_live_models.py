@@ -1,0 +1,242 @@
+"""Models that come, go and change while a gateway serves: nobody who is being answered notices."""
+
+import asyncio
+import json
+import logging
+import os
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem_engine.clock import MonotonicClock
+from tandem_services.common.health import Health
+from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+from tandem_services.gateway.app import build_gateway
+from tandem_services.gateway.config import GatewayConfig, ModelConfig, ModelsSource
+from tandem_services.gateway.live_models import LiveModels
+from tandem_services.gateway.model_service import Fleet
+from tandem_services.gateway.models_file import read_models
+from tandem_services.gateway.models_watch import ModelsFileMetrics, ModelsWatch
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, events, script, serving_gateway
+from tandem_testing.metric_text import metric_sum
+from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.waiting import until
+
+DEFAULTS = ModelConfig(path=Path(), names=("unused",), redis=RedisAddress(url="redis://shared:6379"), recovery_s=0.5)
+
+
+@dataclass(eq=False)
+class OpenedFleet:
+    parts: Fleet
+    chooser: FakeChooser
+
+
+@dataclass
+class Door:
+    """Fleets of one mock engine each, which answers with its model's name."""
+
+    rack: object
+    tokenizer: object
+    step_s: float = 0.0
+    refusal: Exception | None = None
+    """Of the next fleets."""
+    closed: list[str] = field(default_factory=list)
+
+    async def open(self, model: ModelConfig) -> OpenedFleet:
+        if self.refusal is not None and model.name.startswith("bad"):
+            raise self.refusal
+        text = f"I am {model.name}."
+        says = MockBehaviour(token=scripted_tokens(script(self.tokenizer, text, eos=EOS)), eos=EOS, step_s=self.step_s)
+        engine = self.rack.add(f"{model.name}-{len(self.rack.engines)}", says)
+        engine.model = model.name
+        chooser = FakeChooser([engine.view])
+        parts = Fleet(
+            config=model,
+            chooser=chooser,
+            sessions=SessionShelf(),
+            context=self.rack.context,
+            tokenizer=self.tokenizer,
+        )
+        return OpenedFleet(parts, chooser)
+
+    async def close(self, fleet: OpenedFleet) -> None:
+        self.closed.append(fleet.parts.config.name)
+
+
+@dataclass
+class Live:
+    http: httpx.AsyncClient
+    path: Path
+    door: Door
+    models: LiveModels
+    follower: object
+
+    def write(self, *names: str | tuple[str, ...], **changes) -> None:
+        """A new file takes the name, as a mounted ConfigMap's does."""
+        entries = [entry(each, **changes) for each in names]
+        replace_file(self.path, json.dumps({"models": entries}))
+
+    async def say(self, *names: str | tuple[str, ...], **changes) -> None:
+        self.write(*names, **changes)
+        await self.follower.poll()
+
+    async def ask(self, model: str, **fields) -> httpx.Response:
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def served(self) -> list[str]:
+        return [card["id"] for card in (await self.http.get("/v1/models")).json()["data"]]
+
+    async def metric(self, name: str) -> float:
+        return metric_sum((await self.http.get("/metrics")).text, name)
+
+
+def entry(names: str | tuple[str, ...], **changes) -> dict:
+    first = names if isinstance(names, str) else names[0]
+    return {"model": ".", "served_model_name": names, "cluster": first, **changes}
+
+
+def replace_file(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(text)
+    os.replace(fresh, path)
+
+
+def content(answer: httpx.Response) -> str:
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def closed(live: Live, *names: str) -> None:
+    await until(lambda: live.door.closed == [*names], timeout_s=20, what=f"the end of {names}")
+
+
+def visits(live: Live, name: str) -> int:
+    return next(service.visits.open for service in live.models.catalog if service.model.name == name)
+
+
+@pytest.fixture
+def serve(rack, tokenizer, tmp_path):
+    @asynccontextmanager
+    async def serve(*names: str, step_s: float = 0.0):
+        path = tmp_path / "models.json"
+        path.write_text(json.dumps({"models": [entry(name) for name in names]}))
+        models = read_models(path, DEFAULTS)
+        door = Door(rack, tokenizer, step_s)
+        opened = [await door.open(model) for model in models]
+        settings = GatewayConfig(models=models, ping_interval_s=5.0)
+        fleets = [fleet.parts for fleet in opened]
+        gateway = build_gateway(settings, fleets, clock=MonotonicClock(), health=Health())
+        live = LiveModels(catalog=gateway.models, door=door, build=gateway.build_service, opened=opened)
+        metrics = ModelsFileMetrics(gateway.shared.families, served=len(models))
+        watch = ModelsWatch(source=ModelsSource(path, DEFAULTS), live=live, metrics=metrics)
+        async with serving_gateway(gateway, settings) as http:
+            yield Live(http, path, door, live, watch.follower(models))
+            await live.close()
+
+    return serve
+
+
+async def test_a_model_that_the_file_adds_is_served_and_one_that_it_drops_is_not(serve):
+    async with serve("a", "b") as live:
+        await live.follower.poll()
+        assert live.door.closed == []
+        await live.say("a", "c")
+        assert await live.served() == ["a", "c"]
+        assert content(await live.ask("c")) == "I am c."
+        refused = await live.ask("b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        await closed(live, "b")
+        assert await live.metric("tandem_gateway_models") == 2
+        assert await live.metric('tandem_gateway_models_file_reloads_total{outcome="loaded"}') == 1
+
+
+async def test_a_stream_of_a_model_that_goes_is_finished_before_it_is_closed(serve):
+    async with serve("a", "b", step_s=0.05) as live:
+        streaming = asyncio.create_task(live.ask("b", stream=True))
+        await until(lambda: visits(live, "b") == 1, timeout_s=20, what="the request")
+        await live.say("a")
+        assert (await live.ask("b")).status_code == 404
+        assert (live.door.closed, live.models.retiring) == ([], 1)
+        text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events(await streaming))
+        assert text == "I am b."
+        await closed(live, "b")
+        await until(lambda: live.models.retiring == 0, timeout_s=20, what="the end of all that retires")
+
+
+async def test_who_waits_in_the_queue_of_a_model_that_goes_is_answered(serve):
+    async with serve("a", "b") as live:
+        chooser = live.models.fleets[1].chooser
+        chooser.room = 0
+        waiting = asyncio.create_task(live.ask("b"))
+        await until(lambda: len(chooser.queries) > 0, timeout_s=20, what="the request")
+        await live.say("a")
+        chooser.room = 1
+        assert content(await waiting) == "I am b."
+        await closed(live, "b")
+
+
+async def test_other_words_for_a_model_leave_the_others_alone(serve):
+    async with serve("a", "b") as live:
+        first, second = live.models.fleets
+        await live.say("a", ("b", "gpt"))
+        assert await live.served() == ["a", "b", "gpt"]
+        assert live.models.fleets[0] is first
+        assert live.models.fleets[1] is not second
+        assert content(await live.ask("gpt")) == "I am b."
+        await closed(live, "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "not valid JSON"),
+        ('{"models": []}', "length >= 1"),
+        (json.dumps({"models": [entry("a"), entry("a")]}), "given twice"),
+        (json.dumps({"models": [{"model": "nowhere"}]}), "is no folder"),
+        (json.dumps({"models": [entry("b"), entry("a")]}), "the first entry's"),
+        (json.dumps({"models": [entry("a"), entry("bad")]}), "cannot be reached"),
+        (None, "cannot read"),
+    ],
+)
+async def test_a_bad_file_changes_nothing_and_is_told_once(serve, caplog, text, complaint):
+    async with serve("a", "b") as live:
+        live.door.refusal = RedisUnavailableError("Redis cannot be reached")
+        before = live.models.fleets
+        if text is None:
+            live.path.unlink()
+        else:
+            replace_file(live.path, text)
+        for _ in range(3):
+            await live.follower.poll()
+        errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert [complaint in error.getMessage() for error in errors] == [True]
+        assert (live.models.fleets, await live.served()) == (before, ["a", "b"])
+        assert await live.metric("tandem_gateway_models_file_stale") == 1
+        assert await live.metric('tandem_gateway_models_file_reloads_total{outcome="refused"}') == 1
+        # What it said before is no change, and ends the complaint.
+        await live.say("a", "b")
+        assert await live.metric("tandem_gateway_models_file_stale") == 0
+        assert live.models.fleets == before
+
+
+async def test_what_was_opened_for_a_change_that_fails_is_closed(serve):
+    async with serve("a") as live:
+        live.door.refusal = RedisUnavailableError("away")
+        await live.say("a", "b", "bad")
+        assert (await live.served(), live.door.closed) == (["a"], ["b"])
+        live.door.refusal = None
+        await live.follower.poll()  # The same file: its Redis is back.
+        assert await live.served() == ["a", "b", "bad"]
+        assert await live.metric("tandem_gateway_models_file_stale") == 0
+
+
+async def test_the_first_fleet_stays_open_whatever_its_model_is_called(serve):
+    async with serve("a") as live:
+        await live.say("renamed", cluster="a")
+        assert await live.served() == ["renamed"]
+        await until(lambda: live.models.retiring == 0, timeout_s=20, what="the end of all that retires")
+        assert live.door.closed == []
