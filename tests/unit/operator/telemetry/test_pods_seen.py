@@ -1,0 +1,90 @@
+"""Pods as the API describes them → what the operator needs of them."""
+
+from typing import Any
+
+import pytest
+
+from tandem_operator.telemetry.pods import DELETION_COST, PodSeen
+
+
+def pod(**changes: Any) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "name": "chat-decode-1f-x",
+            "uid": "u1",
+            "labels": {
+                "app.kubernetes.io/component": "worker",
+                "tandem.dev/role": "decode",
+                "tandem.dev/revision": "1f",
+            },
+            "annotations": {DELETION_COST: "7"},
+            **changes.get("metadata", {}),
+        },
+        "spec": {
+            "containers": [
+                {"ports": [{"name": "health", "containerPort": 9090}, {"containerPort": 1}]},
+                {"name": "sidecar"},
+            ]
+        },
+        "status": {
+            "phase": "Running",
+            "podIP": "10.0.0.7",
+            "conditions": [{"type": "Ready", "status": "True"}],
+            **changes.get("status", {}),
+        },
+    }
+
+
+def test_a_worker_pod() -> None:
+    assert PodSeen.of(pod()) == PodSeen(
+        name="chat-decode-1f-x",
+        uid="u1",
+        ip="10.0.0.7",
+        role="decode",
+        revision="1f",
+        ready=True,
+        ports={"health": 9090},
+        deletion_cost=7,
+    )
+
+
+def test_a_pod_that_is_not_scheduled_yet() -> None:
+    raw = pod()
+    raw["status"] = {"phase": "Pending"}
+    seen = PodSeen.of(raw)
+    assert seen is not None
+    assert not seen.ready
+    assert seen.ip == ""
+    assert seen.url("health", "/metrics") is None
+
+
+def test_a_pod_that_goes() -> None:
+    seen = PodSeen.of(pod(metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"}))
+    assert seen is not None
+    assert seen.terminating
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_pods_that_have_ended_are_none(phase: str) -> None:
+    assert PodSeen.of(pod(status={"phase": phase})) is None
+
+
+@pytest.mark.parametrize("component", ["redis", "operator", ""])
+def test_other_pods_are_none(component: str) -> None:
+    assert PodSeen.of(pod(metadata={"labels": {"app.kubernetes.io/component": component}})) is None
+
+
+def test_somebody_elses_deletion_cost_counts_as_nothing() -> None:
+    seen = PodSeen.of(pod(metadata={"annotations": {DELETION_COST: "cheap"}}))
+    assert seen is not None
+    assert seen.deletion_cost == 0
+
+
+def test_addresses() -> None:
+    seen = PodSeen.of(pod())
+    assert seen is not None
+    assert seen.url("health", "/metrics") == "http://10.0.0.7:9090/metrics"
+    assert seen.url("admin", "/metrics") is None
+    six = PodSeen.of(pod(status={"podIP": "fd00::7"}))
+    assert six is not None
+    assert six.url("health", "/role") == "http://[fd00::7]:9090/role"
