@@ -41,6 +41,7 @@ def engine_stats(
         transferring=0 if handoff is None else handoff.transferring(),
         inflight=0 if handoff is None else handoff.inflight(),
         waiting_tokens=stats.waiting_tokens,
+        oldest_wait_s=stats.oldest_wait_s,
         free_pages=memory.allocator.available,
         evictable_pages=memory.cache.evictable_pages(),
         total_pages=total_pages,

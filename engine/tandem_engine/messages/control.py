@@ -134,6 +134,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     inflight: int
     waiting_tokens: int
     """Prompt tokens not yet computed, queue and current chunks together."""
+    oldest_wait_s: float = 0.0
+    """How long the first of the requests waits that have not begun."""
     free_pages: int
     evictable_pages: int
     total_pages: int

@@ -18,6 +18,7 @@ Every live request has exactly one home (T8):
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.groups import Groups
@@ -209,3 +210,9 @@ class Queues:
         if self.chunked is not None:
             tokens += self.chunked.extend_target - self.chunked.launched_len
         return tokens
+
+    def oldest_wait(self, now: float) -> float:
+        """Seconds for which the first of those waits that have not begun; 0 when nobody does."""
+        held_up = (req for req in self.compiling.values() if req.kv is None)
+        fresh = (req for req in chain(self.waiting, self.prefetching, held_up) if req.first_scheduled_at is None)
+        return max((now - req.arrived_at for req in fresh), default=0.0)

@@ -432,6 +432,7 @@ class Scheduler:
             running=len(queues.requests) - queues.without_memory,
             waiting=queues.num_waiting,
             waiting_tokens=queues.waiting_tokens(),
+            oldest_wait_s=queues.oldest_wait(self.clock.now()),
             prefill_tokens_per_s=tally.prefill_tokens_per_s,
             decode_step_s=tally.decode_step_s,
             prompt_tokens_total=tally.prompt_tokens,

@@ -37,6 +37,7 @@ class SchedulerStats:
     running: int
     waiting: int
     waiting_tokens: int
+    oldest_wait_s: float
     prefill_tokens_per_s: float
     decode_step_s: float
     prompt_tokens_total: int

@@ -173,6 +173,7 @@ class Dispatcher:
         if request.turn is None or request.turn.begins:
             self.quarantine.check(request)
         self.budget.choice_began()
+        self.metrics.choices.inc()
         began = self.clock.now()
         progress = Progress()
         while len(progress.received) < request.sampling.max_tokens:

@@ -71,6 +71,7 @@ class GatewayMetrics:
             "Attempts of finished requests that went on after tokens of the attempt before, by how that one ended",
             [MODEL, "cause"],
         )
+        self.choices = total("choices", "Choices of requests that began")
         self.running = families.gauge(
             "tandem_gateway_num_requests_running", "Generation requests being answered", [MODEL]
         ).labels(model_name=model)

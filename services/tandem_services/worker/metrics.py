@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import EngineStats, LinkReport, SpeculationStats
+from tandem_engine.messages.control import EngineReady, EngineStats, LinkReport, SpeculationStats
 from tandem_engine.messages.kv_events import Tier
 from tandem_services.router.keys import worker_id_of
 
@@ -35,6 +35,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_transferring", "Requests waiting for KV pages from a peer.", lambda s: s.transferring),
     ("num_requests_inflight", "Requests whose KV pages are being sent to a peer.", lambda s: s.inflight),
     ("waiting_prompt_tokens", "Prompt tokens not yet computed.", lambda s: s.waiting_tokens),
+    ("oldest_wait_seconds", "How long the first request waits that has not begun.", lambda s: s.oldest_wait_s),
     ("kv_cache_usage_perc", "Share of KV pages that are neither free nor evictable, 0 to 1.", _usage),
     ("kv_pages", "KV pages of the pool.", lambda s: s.total_pages),
     ("kv_pages_free", "KV pages on the free list.", lambda s: s.free_pages),
@@ -44,7 +45,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("host_pages", "Pages of host memory for KV.", lambda s: s.host_pages),
     ("host_pages_used", "Pages of host memory with cached blocks or swapped requests.", lambda s: s.host_pages_used),
     ("stored_blocks", "KV blocks in files.", lambda s: s.stored_blocks),
-    ("prefill_tokens_per_second", "Measured prefill rate.", lambda s: s.prefill_tokens_per_s),
     ("gen_throughput", "Output tokens per second, over the last report's span.", lambda s: s.output_tokens_per_s),
     ("cache_hit_rate", "Share of prompt tokens found in the prefix cache since start, 0 to 1.", _hit_rate),
     ("num_requests_leaving", "Running requests that are to go on at other workers.", lambda s: s.leaving),
@@ -115,6 +115,10 @@ class ServiceNumbers:
     role: Role
     draining_s: float | None
     """For how long it has been draining; None while it is not."""
+    stats_age_s: float = 0.0
+    """Of the engine's last report."""
+    ready: EngineReady | None = None
+    """What the engine said when it was ready; None before."""
 
 
 class WorkerCollector(Collector):
@@ -136,8 +140,11 @@ class WorkerCollector(Collector):
         yield _gauge("drain_seconds", "For how long it has been draining.", numbers.draining_s or 0.0)
         yield _role(numbers.role)
         stats = self._stats()
+        if numbers.ready is not None:
+            yield from _sizes(numbers.ready, stats)
         if stats is None:
             return
+        yield _gauge("stats_age_seconds", "Age of the engine's last report.", numbers.stats_age_s)
         for name, text, value in _GAUGES:
             yield _gauge(name, text, value(stats))
         for name, text, value in _COUNTERS:
@@ -153,6 +160,17 @@ def _role(role: Role) -> Metric:
     metric = GaugeMetricFamily(PREFIX + "role", "1 for the role that the router uses it in.", labels=["role"])
     metric.add_metric([role.value], 1.0)
     return metric
+
+
+def _sizes(ready: EngineReady, stats: EngineStats | None) -> Iterator[Metric]:
+    """What a worker can do, as far as it is known: it is, before it has done anything."""
+    measured = 0.0 if stats is None else stats.prefill_tokens_per_s
+    yield _gauge("max_running_requests", "Requests that may run at once.", ready.max_running_requests)
+    yield _gauge(
+        "prefill_tokens_per_second",
+        "Measured prefill rate: that of the self-test at start until prompts have been computed.",
+        measured or ready.prefill_tokens_per_s,
+    )
 
 
 def _cache_hits(stats: EngineStats) -> Metric:

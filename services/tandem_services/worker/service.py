@@ -267,6 +267,8 @@ class WorkerService:
             redis_failures=self._redis.failures,
             role=self._monitor.role,
             draining_s=None if self._drain_began is None else self._clock.now() - self._drain_began,
+            stats_age_s=self._monitor.report_age_s,
+            ready=self._ready,
         )
 
     def _check_progress(self) -> str | None:

@@ -18,7 +18,7 @@ from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.router_server.metrics import RouterMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.traces import trace_metrics
-from tandem_testing.mock_engine_process import idle_stats
+from tandem_testing.mock_engine_process import idle_stats, ready_message
 
 
 def gateway_metrics() -> list[Metric]:
@@ -59,7 +59,13 @@ def worker_metrics() -> list[Metric]:
     link = LinkReport(peer="d1@7", bytes_per_s=2e9, latency_s=0.001, transport=LinkTransport.SHM)
     stats = idle_stats(speculation=speculation, links=(link,), head_waits="no_pages", waiting=1)
     service = ServiceNumbers(
-        registered=True, offered=True, index_replays=0, redis_failures=0, role=Role.DECODE, draining_s=None
+        registered=True,
+        offered=True,
+        index_replays=0,
+        redis_failures=0,
+        role=Role.DECODE,
+        draining_s=None,
+        ready=ready_message("d0@1"),
     )
     return [*WorkerCollector(lambda: stats, lambda: service).collect(), *trace_metrics(SpanCounts(), unreported=0)]
 

@@ -29,7 +29,7 @@ from tandem_services.common.errors import ApiError, unavailable
 from tandem_services.common.tasks import BackgroundTasks
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import FairQueue, Waiting
-from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
+from tandem_services.gateway.queueing.queue_metrics import QueueFigures, QueueMetrics
 from tandem_services.gateway.queueing.shared_counters import SharedCounters
 from tandem_services.router.choice import Choice, NoWorkersError, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
@@ -106,6 +106,19 @@ class Admission:
     _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
+    def __post_init__(self) -> None:
+        self.metrics.watch(self.figures)
+
+    def figures(self) -> QueueFigures:
+        """The queue as it is."""
+        now = self.clock.now()
+        waiting = [*self.queue]
+        return QueueFigures(
+            prompt_tokens=sum(visitor.prompt_tokens for visitor in waiting),
+            oldest_wait_s=max((now - visitor.arrived for visitor in waiting), default=0.0),
+            held=sum(visitor.verdict is Verdict.NO_WORKER for visitor in waiting),
+        )
+
     async def admit(self, ask: Ask, *, tenant: Tenant, priority: int, prompt_tokens: int) -> Choice:
         """Workers with room for a new request, reserved for it; may take a while.
 
@@ -122,6 +135,7 @@ class Admission:
             ask=ask,
             choice=asyncio.get_running_loop().create_future(),
         )
+        self.metrics.asked(prompt_tokens)
         if self.queue:
             return await self._wait(visitor)
         choice = await self._try(visitor)
@@ -251,7 +265,7 @@ class Admission:
     def _note_admitted(self, visitor: Visitor, choice: Choice) -> None:
         cost = prompt_cost(visitor.prompt_tokens, choice.matched_tokens) / visitor.weight
         self.counters.charge(visitor.tenant, cost)
-        self.metrics.wait.observe(self.clock.now() - visitor.arrived)
+        self.metrics.admitted(self.clock.now() - visitor.arrived, matched_tokens=choice.matched_tokens)
 
     async def _pause(self) -> None:
         """Until something has changed, or a moment has passed: other gateways' requests end as well."""

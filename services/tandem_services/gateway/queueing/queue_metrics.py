@@ -1,9 +1,20 @@
 """Metrics of the queues. Tenants are named by the key file, so their number is bounded by it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from tandem_services.common.metrics import REQUEST_SECONDS, MetricFamilies
 from tandem_services.gateway.metrics import MODEL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueFigures:
+    """A queue as it is."""
+
+    prompt_tokens: int
+    oldest_wait_s: float
+    held: int
+    """Those that no worker can take, as opposed to those for whom none has room."""
 
 
 class QueueMetrics:
@@ -30,7 +41,39 @@ class QueueMetrics:
             "Requests that got no worker: full and pushed_out for want of a seat, no_worker and no_room in time",
             [MODEL, "reason"],
         )
+        self._asked = families.counter(
+            "tandem_gateway_asked_prompt_tokens", "Prompt tokens of requests that came for a worker", [MODEL]
+        ).labels(model_name=model)
+        self._predicted = families.counter(
+            "tandem_gateway_predicted_cached_tokens",
+            "Of prompt tokens that came for a worker, those that the worker that got them was predicted to have",
+            [MODEL],
+        ).labels(model_name=model)
+        self._tokens = families.gauge(
+            "tandem_gateway_waiting_prompt_tokens", "Prompt tokens of requests that wait here", [MODEL]
+        ).labels(model_name=model)
+        self._oldest = families.gauge(
+            "tandem_gateway_oldest_wait_seconds", "How long the first request waits here", [MODEL]
+        ).labels(model_name=model)
+        self._held = families.gauge(
+            "tandem_gateway_num_requests_held", "Requests that wait here because no worker can take them", [MODEL]
+        ).labels(model_name=model)
         self._shown: set[str] = set()
+
+    def watch(self, figures: Callable[[], QueueFigures]) -> None:
+        """Ask for what is told at each scrape."""
+        self._tokens.set_function(lambda: figures().prompt_tokens)
+        self._oldest.set_function(lambda: figures().oldest_wait_s)
+        self._held.set_function(lambda: figures().held)
+
+    def asked(self, prompt_tokens: int) -> None:
+        """A request has come."""
+        self._asked.inc(prompt_tokens)
+
+    def admitted(self, wait_s: float, *, matched_tokens: int) -> None:
+        """It has a worker, after `wait_s`, which is predicted to have so many of its tokens cached."""
+        self.wait.observe(wait_s)
+        self._predicted.inc(matched_tokens)
 
     def refused(self, reason: str) -> None:
         self._refused.labels(model_name=self._model, reason=reason).inc()

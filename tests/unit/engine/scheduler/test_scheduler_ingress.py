@@ -133,3 +133,15 @@ def test_waiting_tokens_count_the_queue_and_the_rest_of_the_chunked_prompt():
     engine.add(make_message("queued", [2] * 7))
     engine.step()
     assert engine.scheduler.stats().waiting_tokens == 6 + 7
+
+
+def test_the_oldest_wait_is_that_of_the_first_who_has_not_begun():
+    engine = make_engine(chunked_prefill_size=4, max_prefill_tokens=4)
+    engine.add(make_message("chunked", [1] * 10))
+    engine.step()
+    engine.add(make_message("queued", [2] * 7))
+    engine.add(make_message("later", [3] * 7))
+    (first, _) = engine.scheduler.queues.waiting
+    assert engine.scheduler.stats().oldest_wait_s == engine.scheduler.clock.now() - first.arrived_at
+    engine.run()
+    assert engine.scheduler.stats().oldest_wait_s == 0.0

@@ -11,6 +11,7 @@ from tandem_engine.messages.control import (
     AbortRequests,
     AuditReport,
     DecodeElsewhere,
+    EngineReady,
     EngineStats,
     FlushCache,
     LinkReport,
@@ -32,7 +33,7 @@ from tandem_services.common.health import Health
 from tandem_services.worker.control import OrderRefusedError
 from tandem_services.worker.health import HealthServer, WorkerProbes, build_app
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
-from tandem_testing.mock_engine_process import idle_stats
+from tandem_testing.mock_engine_process import idle_stats, ready_message
 
 
 class Probed:
@@ -44,6 +45,7 @@ class Probed:
         self.stats: EngineStats | None = idle_stats(running=3, evictable_pages=1, output_tokens_total=12)
         self.drained = 0
         self.draining_s: float | None = None
+        self.ready: EngineReady | None = ready_message("w0@1")
         self.roles: list[Role] = []
         self.report: AuditReport | None = None
         self.orders: list[OperatorOrder] = []
@@ -75,6 +77,8 @@ class Probed:
             redis_failures=5,
             role=Role.PREFILL,
             draining_s=self.draining_s,
+            stats_age_s=0.25,
+            ready=self.ready,
         )
 
     def probes(self) -> WorkerProbes:
@@ -127,6 +131,18 @@ async def test_metrics_have_vllm_like_names(probed, client):
     assert "tandem_worker_kv_cache_usage_perc 0.0" in text
     assert "tandem_worker_index_replays_total 2.0" in text
     assert "tandem_worker_offered 0.0" in text
+
+
+async def test_what_a_worker_can_do_is_told_before_it_has_done_anything(probed, client):
+    probed.stats = None
+    text = (await client.get("/metrics")).text
+    assert "tandem_worker_max_running_requests 8.0" in text
+    assert "tandem_worker_prefill_tokens_per_second 1000.0" in text
+    probed.stats = idle_stats(prefill_tokens_per_s=250.0, oldest_wait_s=1.5)
+    text = (await client.get("/metrics")).text
+    assert "tandem_worker_prefill_tokens_per_second 250.0" in text
+    assert "tandem_worker_oldest_wait_seconds 1.5" in text
+    assert "tandem_worker_stats_age_seconds 0.25" in text
 
 
 async def test_the_reason_why_requests_wait_is_a_label_and_absent_when_none_do(probed, client):

@@ -295,3 +295,31 @@ async def test_a_surprise_in_one_turn_is_that_requests_alone():
         await desk.admission.admit(broken, tenant=UNKNOWN, priority=9, prompt_tokens=1)
     await other
     assert len(desk.admission.queue) == 0
+
+
+async def test_what_waits_is_told_in_tokens_seconds_and_those_whom_nobody_can_take():
+    desk = Desk(Fleet(places=1))
+    first = await desk.come("first", prompt=300)
+    second = desk.come("second", prompt=200)
+    await desk.waiting(1)
+    desk.clock.advance(7.0)
+    assert desk.value("waiting_prompt_tokens") == 200
+    assert desk.value("oldest_wait_seconds") == 7.0
+    assert desk.value("num_requests_held") == 0, "somebody is there, without room"
+    assert desk.value("asked_prompt_tokens_total") == 500
+    await desk.done(first)
+    await second
+    assert desk.value("waiting_prompt_tokens") == 0
+    assert desk.value("oldest_wait_seconds") == 0.0
+
+
+async def test_requests_are_held_while_there_are_no_workers_and_served_by_the_first_that_come():
+    desk = Desk(Fleet(places=2), worker_s=600.0)
+    desk.fleet.alive = False
+    tasks = [desk.come(str(n)) for n in range(2)]
+    await desk.waiting(2)
+    await until(lambda: desk.value("num_requests_held") == 2, 10.0, "both are held")
+    desk.clock.advance(300.0)
+    desk.fleet.alive = True
+    await asyncio.gather(*tasks)
+    assert desk.value("num_requests_held") == 0
