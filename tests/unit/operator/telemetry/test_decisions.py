@@ -1,0 +1,44 @@
+"""What status and events tell of decisions."""
+
+from tandem_operator.scaling.law import Decision
+from tandem_operator.telemetry.decisions import event_of, remembered, worth_telling
+
+
+def hold(seconds: int) -> Decision:
+    return Decision(role="both", action="hold", before=3, after=3, reason=f"figures are {seconds} s old")
+
+
+def scale(after: int, before: int = 1) -> Decision:
+    return Decision(role="decode", action="scale", before=before, after=after, reason="3 run and 9 wait")
+
+
+def test_the_last_ten_newest_first():
+    told = []
+    for number in range(12):
+        told = remembered(told, [scale(number)], f"t{number}")
+    assert [one.after for one in told] == list(range(11, 1, -1))
+    assert told[0].time == "t11"
+
+
+def test_a_hold_that_lasts_is_told_once():
+    told = remembered([], [hold(16)], "t0")
+    assert remembered(told, [hold(21)], "t1") == told
+    assert [one.action for one in remembered(remembered(told, [scale(2)], "t2"), [hold(17)], "t3")] == [
+        "hold",
+        "scale",
+        "hold",
+    ]
+
+
+def test_another_reason_to_hold_is_told():
+    told = remembered([], [hold(16)], "t0")
+    other = Decision(role="both", action="hold", before=3, after=3, reason="no gateway tells what waits")
+    assert worth_telling(told, [other]) == [other]
+
+
+def test_events():
+    assert event_of(scale(3)) == ("Normal", "ScaledUp", "decode from 1 to 3: 3 run and 9 wait")
+    assert event_of(scale(1, before=2))[1] == "ScaledDown"
+    assert event_of(hold(16)) == ("Warning", "ScalingHeld", "3 workers stay: figures are 16 s old")
+    flip = Decision(role="both", action="flip", before=0, after=1, reason="to prefill: 9 tokens/s come")
+    assert event_of(flip) == ("Normal", "RolesFlipped", "1 workers flip to prefill: 9 tokens/s come")

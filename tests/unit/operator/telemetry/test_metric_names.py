@@ -1,0 +1,48 @@
+"""Every series that the operator reads is one that workers and gateways export, with the labels that it reads."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from tandem_operator.telemetry.exposition import GATEWAY_NAMES, LINK_NAMES, WORKER_NAMES, Exposition
+from tandem_operator.telemetry.figures import GatewayFigures, WorkerFigures
+from tandem_testing.exported_metrics import gateway_metrics, labels_of_series, worker_metrics
+
+
+class Exported(Collector):
+    def __init__(self, metrics):
+        self._metrics = metrics
+
+    def collect(self):
+        return self._metrics
+
+
+def exposition(metrics) -> Exposition:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Exported(metrics))
+    return Exposition.parse(generate_latest(registry).decode())
+
+
+def test_workers_export_what_is_read_of_them():
+    exported = labels_of_series(worker_metrics())
+    assert exported.keys() >= WORKER_NAMES | LINK_NAMES
+    assert "role" in exported["tandem_worker_role"]
+    assert "peer" in exported["tandem_link_conditions"]
+    assert {"peer", "transport"} <= exported["tandem_link_bytes_per_second"]
+
+
+def test_gateways_export_what_is_read_of_them():
+    assert labels_of_series(gateway_metrics()).keys() >= GATEWAY_NAMES
+
+
+def test_a_workers_own_exposition_gives_figures():
+    figures = WorkerFigures.of(exposition(worker_metrics()))
+    assert (figures.serves, figures.waiting, figures.places, figures.pages) == ("decode", 1, 8, 100)
+    assert figures.tokens_per_s == 1000
+    assert not figures.slow_links
+
+
+def test_a_gateways_own_exposition_gives_figures():
+    figures = GatewayFigures.of(exposition(gateway_metrics()))
+    assert figures.waiting == 1
+    assert figures.totals.finished == 1
+    assert figures.totals.finished_s == 0.3
