@@ -129,6 +129,4 @@ def _no_rates(gateways: Iterable[Look]) -> str:
     gains = [look.gain for look in gateways]
     if not gains:
         return "no gateway tells what waits"
-    return (
-        "" if any(gain is not None for gain in gains) else "what comes per second is known from the second look on"
-    )
+    return "" if any(gain is not None for gain in gains) else "what comes per second is known from the second look on"

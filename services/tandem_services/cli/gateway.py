@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import non_negative_int
@@ -118,6 +118,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "(default 60)",
     )
     parser.add_argument(
+        "--from-zero-timeout",
+        type=positive_float,
+        metavar="S",
+        help="the fleet may be scaled to zero: be ready without any worker, and let new choices wait S seconds for "
+        "the first one, --max-waiting-requests of them (default: not ready, and 10 s)",
+    )
+    parser.add_argument(
         "--prefill-fallback",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -149,6 +156,11 @@ def run(args: argparse.Namespace) -> int:
             log_level=read_settings().log_level,
         )
     )
+
+
+def from_zero(timeout_s: float | None) -> dict[str, Any]:
+    """Fields of `ModelConfig`."""
+    return {} if timeout_s is None else {"from_zero": True, "queue_s": timeout_s}
 
 
 def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
@@ -186,5 +198,6 @@ def model_flags(args: argparse.Namespace) -> "ModelConfig":
         session_ttl_s=args.session_ttl,
         max_waiting=args.max_waiting_requests,
         room_s=args.queue_timeout,
+        **from_zero(args.from_zero_timeout),
         prefill_fallback=args.prefill_fallback,
     )

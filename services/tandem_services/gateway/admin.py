@@ -3,11 +3,13 @@
 /live /ready /health /metrics /version     for probes and Prometheus, without a key
 /requests/{id}/explain                     any tenant's request
 /drain                                     POST: as SIGTERM
+/canary                                    POST: a request of the operator's through a pair of workers (`canary`)
 /console                                   the console page, with its scripts and styles, without a key
 /console/data/…                            what it shows
 /v1/models and those that generate         as on the API's port, for the console's playground
 
-With a key file all but the first line and the page need a key whose entry says `"admin": true`.
+With a key file all but the first line, the page and /canary need a key whose entry says `"admin": true`. /canary needs
+the deployment's order token, or a connection from this machine.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem_engine.logs import quoted
-from tandem_services.common.errors import not_found
+from tandem_services.common.errors import ApiError, not_found
+from tandem_services.common.order_token import may_order
 from tandem_services.gateway.access.authentication import PROBES, Authentication
 from tandem_services.gateway.app import (
     Gateway,
@@ -32,9 +35,13 @@ from tandem_services.gateway.app import (
     operations_routes,
 )
 from tandem_services.gateway.boundary import identity_of
+from tandem_services.gateway.canary import Canary, CanaryBody
 from tandem_services.gateway.console.routes import Console
+from tandem_services.gateway.request_body import BodyDecoder, read_body
 
-OPEN_PATHS = PROBES | {"/metrics", "/version"}
+CANARY = "/canary"
+OPEN_PATHS = PROBES | {"/metrics", "/version", CANARY}
+"""Without an API key; canaries have a guard of their own."""
 
 
 def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Console | None = None) -> Starlette:
@@ -51,6 +58,14 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         drain()
         return json_response({"status": "draining"}, 202)
 
+    canary = Canary(next(iter(gateway.models)), gateway.clock)
+    canaries = BodyDecoder(CanaryBody, strict=True)
+
+    async def run_canary(request: Request) -> Response:
+        if not may_order(request, gateway.order_token):
+            raise ApiError(403, "Canaries need the deployment's order token.", kind="PermissionDeniedError")
+        return json_response(await canary.run(canaries.decode(await read_body(request))))
+
     async def list_models(request: Request) -> Response:
         return json_response(gateway.models.listing(identity_of(request.scope).caller))
 
@@ -62,6 +77,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         *operations_routes(gateway, metrics=True),
         Route("/requests/{request_id}/explain", explain, methods=["GET"]),
         Route("/drain", begin_drain, methods=["POST"]),
+        Route(CANARY, run_canary, methods=["POST"]),
     ]
     if console is not None:
         access = console.admit(access)

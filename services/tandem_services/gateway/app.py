@@ -33,6 +33,7 @@ from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError, not_found
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, MetricFamilies, new_registry, render
+from tandem_services.common.order_token import order_token
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.access.authentication import Access, Authentication
 from tandem_services.gateway.access.deployment_secret import cache_secret, deployment_secret
@@ -88,6 +89,8 @@ class Gateway:
     answering: Answering
     access: Access | None
     """None: everybody may do everything."""
+    order_token: str | None
+    """What the operator brings; None without a key file of the deployment."""
     health: Health
     clock: Clock
     traces: Traces
@@ -153,6 +156,7 @@ def build_gateway(
             journal=RequestJournal(config.explain_records), clock=clock, timeout_s=config.request_timeout_s
         ),
         access=_access(config, registry, usage, secret, clock),
+        order_token=None if first.context.keys is None else order_token(first.context.keys),
         health=health,
         clock=clock,
         traces=_traces(models, registry, spans, clock),
@@ -176,8 +180,9 @@ def _traces(models: ModelCatalog, registry: CollectorRegistry, spans: "SpanExpor
 
 
 def _missing_workers(models: ModelCatalog) -> str | None:
-    """A gateway is of use as long as one of its models is served."""
-    return None if any(service.model.context_length for service in models) else "no worker is registered"
+    """A gateway is of use as long as one of its models is served, or would be as soon as somebody asks."""
+    of_use = any(service.model.context_length or service.model.from_zero for service in models)
+    return None if of_use else "no worker is registered"
 
 
 def _access(

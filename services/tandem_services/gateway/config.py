@@ -44,6 +44,8 @@ class ModelConfig:
     """A choice that lost its worker waits this long for another one when there is none; at most until its deadline."""
     queue_s: float = 10.0
     """A new choice waits this long for a worker when there is none."""
+    from_zero: bool = False
+    """The fleet may be scaled to zero: a gateway without any worker is ready all the same, and holds what comes."""
     room_s: float = 60.0
     """A new choice waits this long for room while there are workers."""
     worker_wait_s: float = 1.0

@@ -320,8 +320,8 @@ class Dispatcher:
         if prefill is None:
             attempt.submit(self._connect(decode), computing, is_prefill=False)
             return
-        receive = _with_handoff(alone, HandoffSide.RECEIVE, progress.number, peer=prefill)
-        send = _with_handoff(computing, HandoffSide.SEND, progress.number, peer=decode, moving=moving)
+        receive = with_handoff(alone, HandoffSide.RECEIVE, progress.number, peer=prefill)
+        send = with_handoff(computing, HandoffSide.SEND, progress.number, peer=decode, moving=moving)
         attempt.submit(self._connect(decode), receive, is_prefill=False)
         attempt.submit(self._connect(prefill), send, is_prefill=True)
 
@@ -516,7 +516,7 @@ def _fetch(planned: PlannedFetch) -> PrefixFetch:
     return PrefixFetch(peer=_address(planned.source), tokens=planned.tokens, within_s=planned.within_s)
 
 
-def _with_handoff(
+def with_handoff(
     request: GenerateRequest, side: HandoffSide, generation: int, *, peer: WorkerView, moving: bool = False
 ) -> GenerateRequest:
     handoff = Handoff(side=side, room=request.rid, generation=generation, peer=_address(peer), moving=moving)

@@ -13,6 +13,7 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.deployment_secret import deployment_secret
+from tandem_services.gateway.checkpoint_length import checkpoint_length
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.dispatch import Dispatcher, PairChooser, RetryPolicy
 from tandem_services.gateway.engine_client import EnginePool, LivenessTiming
@@ -108,7 +109,13 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     dialect = OutputDialect.of(
         tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
     )
-    model = ServedModel(names=config.names, tokenizer=tokenizer, dialect=dialect, workers=fleet.chooser.workers)
+    model = ServedModel(
+        names=config.names,
+        tokenizer=tokenizer,
+        dialect=dialect,
+        workers=fleet.chooser.workers,
+        checkpoint_length=checkpoint_length(config.path) if config.from_zero else None,
+    )
     engines = _engines(fleet, shared, metrics)
     dispatcher = Dispatcher(
         chooser=fleet.chooser,

@@ -20,6 +20,9 @@ class ServedModel:
     tokenizer: TextTokenizer
     dialect: OutputDialect
     workers: Callable[[], tuple[WorkerView, ...]]
+    checkpoint_length: int | None = None
+    """What the checkpoint says of the context, for a fleet that may be scaled to zero: clients are held to it until a
+    worker has said what is true. None: without a worker nobody is served."""
     created: int = field(default_factory=lambda: int(time.time()))
     _last_length: int | None = None
     longest_token: int = field(init=False)
@@ -41,9 +44,14 @@ class ServedModel:
 
     @property
     def last_context_length(self) -> int | None:
-        """As `context_length`; while there are no workers, what it was with the last ones."""
+        """As `context_length`; while there are no workers, what it was with the last ones, or will be at most."""
         self._last_length = self.context_length or self._last_length
-        return self._last_length
+        return self._last_length or self.checkpoint_length
+
+    @property
+    def from_zero(self) -> bool:
+        """Whether requests are taken while there is no worker."""
+        return self.checkpoint_length is not None
 
     def names_for(self, caller: Caller) -> tuple[str, ...]:
         """Those of its names that `caller` may use."""

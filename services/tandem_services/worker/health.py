@@ -9,7 +9,8 @@
     POST …          an operator's orders; see `operator_routes`
 
 Bound to loopback unless told otherwise. Elsewhere the first three are for everybody who reaches the port; the rest is
-for whoever runs the worker, and is refused to other machines unless `--allow-remote-orders` says that they may.
+for whoever runs the worker: other machines need the token of the deployment's key file (`common.order_token`), unless
+`--allow-remote-orders` says that they need none.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from tandem_services.common.health import Health
 from tandem_services.common.listening import http_url, is_wildcard, listen
 from tandem_services.common.metrics import CONTENT_TYPE, render
 from tandem_services.worker.operator_routes import Operate, SetRole, json_response, operator_routes
-from tandem_services.worker.order_access import OrdersFromHere
+from tandem_services.worker.order_access import OrderAccess
 
 LIVE_S = 30.0
 """An engine that shows no life for this long will not recover by itself: /live fails and Kubernetes restarts
@@ -50,8 +51,10 @@ class WorkerProbes:
     drain: Callable[[], None]
     operate: Operate
     set_role: SetRole
+    order_token: str | None = None
+    """With it other machines may give orders, too."""
     remote_orders: bool = False
-    """Other machines may give orders, too."""
+    """They may without it."""
 
 
 def build_app(probes: WorkerProbes) -> Starlette:
@@ -99,7 +102,9 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/drain", drain, methods=["POST"]),
             *operator_routes(probes.operate, probes.set_role),
         ],
-        middleware=[] if probes.remote_orders else [Middleware(OrdersFromHere, open_paths=OPEN_PATHS)],
+        middleware=[]
+        if probes.remote_orders
+        else [Middleware(OrderAccess, open_paths=OPEN_PATHS, token=probes.order_token)],
     )
 
 

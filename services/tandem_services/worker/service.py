@@ -40,6 +40,7 @@ from tandem_engine.messages.control import (
 )
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import new_registry
+from tandem_services.common.order_token import order_token
 from tandem_services.common.redis_client import BACKGROUND_TIMEOUT_S, BreakerState, RedisClient
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
@@ -88,6 +89,7 @@ class WorkerService:
     def __init__(self, config: WorkerConfig, context: IpcContext, folder: Path, clock: Clock) -> None:
         self.incarnation = new_incarnation(config.worker_id)
         self.deployment = deployment_of(context)
+        self._order_token = None if context.keys is None else order_token(context.keys)
         self._config = config
         self._clock = clock
         self._redis = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
@@ -195,6 +197,7 @@ class WorkerService:
             drain=self.drain,
             operate=self._link.operate,
             set_role=self._set_role,
+            order_token=self._order_token,
             remote_orders=self._config.remote_orders,
         )
 

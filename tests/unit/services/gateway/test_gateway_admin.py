@@ -19,6 +19,7 @@ ROUTES = {
     "probe": {("GET", "/live"), ("GET", "/ready"), ("GET", "/health")},
     "metrics": {("GET", "/metrics"), ("GET", "/version")},
     "admin": {("GET", "/requests/{request_id}/explain"), ("POST", "/drain")},
+    "operator": {("POST", "/canary")},
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem_engine.config import Role
+from tandem_engine.ipc.channels import KeyPair
 from tandem_engine.messages.control import (
     AbortRequests,
     AuditReport,
@@ -30,6 +31,7 @@ from tandem_engine.messages.control import (
 from tandem_engine.names import LinkTransport
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
+from tandem_services.common.order_token import order_token
 from tandem_services.worker.control import OrderRefusedError
 from tandem_services.worker.health import HealthServer, WorkerProbes, build_app
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
@@ -298,8 +300,8 @@ def test_a_taken_port_is_named(probed):
     first.close()
 
 
-def from_machine(probed, address: str, *, remote_orders: bool = False) -> httpx.AsyncClient:
-    app = build_app(replace(probed.probes(), remote_orders=remote_orders))
+def from_machine(probed, address: str, **access) -> httpx.AsyncClient:
+    app = build_app(replace(probed.probes(), **access))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app, client=(address, 5)), base_url="http://worker")
 
 
@@ -324,6 +326,19 @@ async def test_this_machine_gives_orders(probed, address):
 async def test_other_machines_give_orders_where_that_is_allowed(probed):
     async with from_machine(probed, "10.0.0.7", remote_orders=True) as client:
         assert (await client.post("/drain")).status_code == 202
+
+
+async def test_other_machines_give_orders_with_the_deployments_token(probed):
+    keys = KeyPair(public=b"p" * 40, secret=b"s" * 40)
+    token = order_token(keys)
+    async with from_machine(probed, "10.0.0.7", order_token=token) as client:
+        assert (await client.post("/drain", headers={"authorization": f"Bearer {token}"})).status_code == 202
+        for wrong in (f"Bearer {token}x", f"Bearer {token[:-1]}", token, "Bearer ", "", "Bearer \u00fc"):
+            refused = await client.post("/drain", headers={"authorization": wrong.encode()})
+            assert refused.status_code == 403
+        twice = [("authorization", f"Bearer {token}"), ("authorization", f"Bearer {token}")]
+        assert (await client.post("/drain", headers=twice)).status_code == 403
+    assert probed.drained == 1
 
 
 def test_a_port_on_all_addresses_is_made_known_by_one_that_can_be_reached(probed):

@@ -1,0 +1,71 @@
+"""A fleet that may be scaled to zero: the gateway is ready without workers, and holds what comes."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from tandem_engine.errors import CheckpointError
+from tandem_services.gateway.checkpoint_length import checkpoint_length
+from tandem_testing.gateway_builders import live_gateway
+from tandem_testing.metric_text import metric_sum
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.tokenizer_builders import EOS
+
+
+def write_config(folder, **fields):
+    (folder / "config.json").write_bytes(msgspec.json.encode(fields))
+    return folder
+
+
+async def test_requests_at_zero_wait_for_the_first_worker(rack, tokenizer, tmp_path):
+    folder = write_config(tmp_path, max_position_embeddings=512)
+    async with live_gateway(rack.context, tokenizer, [], path=folder, from_zero=True, queue_s=60.0) as gateway:
+        assert (await gateway.http.get("/ready")).status_code == 200
+        answers = [asyncio.create_task(gateway.complete("hi", max_tokens=3)) for _ in range(2)]
+
+        async def held() -> bool:
+            return metric_sum((await gateway.http.get("/metrics")).text, "tandem_gateway_num_requests_held") == 2
+
+        for _ in range(1000):
+            if await held():
+                break
+            await asyncio.sleep(0.01)
+        assert await held()
+        assert not any(answer.done() for answer in answers)
+        engine = rack.add("late", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+        gateway.chooser.fleet.append(engine.view)
+        assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200, 200]
+
+
+async def test_what_cannot_fit_is_refused_before_there_is_a_worker(rack, tokenizer, tmp_path):
+    folder = write_config(tmp_path, max_position_embeddings=16)
+    async with live_gateway(rack.context, tokenizer, [], path=folder, from_zero=True) as gateway:
+        answer = await gateway.complete([5] * 16, max_tokens=1)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_otherwise_a_gateway_without_workers_is_not_ready_and_refuses(rack, tokenizer):
+    async with live_gateway(rack.context, tokenizer, []) as gateway:
+        assert (await gateway.http.get("/ready")).status_code == 503
+        assert (await gateway.complete("hi")).status_code == 503
+
+
+def test_the_length_is_that_of_the_text_model(tmp_path):
+    assert checkpoint_length(write_config(tmp_path, text_config={"max_position_embeddings": 77})) == 77
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"max_position_embeddings": "x"}', b'{"max_position_embeddings": 0}']
+)
+def test_a_checkpoint_that_does_not_say_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        checkpoint_length(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        checkpoint_length(tmp_path / "absent")
+
+
+def test_a_checkpoint_without_a_length_is_told_which_flag_needs_it(tmp_path):
+    with pytest.raises(CheckpointError, match="--from-zero-timeout"):
+        checkpoint_length(write_config(tmp_path, hidden_size=8))

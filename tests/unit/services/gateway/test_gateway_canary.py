@@ -1,0 +1,146 @@
+"""Canaries of the operator: through a named pair, through whom the router chooses, and what they say when they fail."""
+
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from tandem_engine.clock import MonotonicClock
+from tandem_engine.config import Role
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_services.common.health import Health
+from tandem_services.common.metrics import render
+from tandem_services.gateway.admin import create_admin_app
+from tandem_services.gateway.app import build_gateway
+from tandem_services.gateway.canary import OUTPUT_TOKENS
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
+from tandem_testing.key_files import bearer, write_keys
+from tandem_testing.metric_text import metric_sum
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.tokenizer_builders import EOS
+
+TOKEN = "t" * 64
+
+
+def healthy(**knobs) -> MockBehaviour:
+    return MockBehaviour(token=hash_tokens(3, 250), eos=EOS, **knobs)
+
+
+@asynccontextmanager
+async def admin_port(rack, tokenizer, *, address: str = "127.0.0.1", keys=None, token: str | None = None):
+    """A client of the administrators' port of a gateway in front of the rack, and the gateway."""
+    config = config_of(admin_port=1, api_keys=keys)
+    chooser = FakeChooser([engine.view for engine in rack.engines])
+    fleet = fleet_of(config, chooser, SessionShelf(), rack.context, tokenizer)
+    gateway = replace(build_gateway(config, [fleet], clock=MonotonicClock(), health=Health()), order_token=token)
+    app = create_admin_app(gateway, drain=lambda: None)
+    transport = httpx.ASGITransport(app=app, client=(address, 5))
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=20.0) as client:
+            yield client, gateway
+    finally:
+        await gateway.close()
+
+
+async def canary(client: httpx.AsyncClient, **body):
+    answer = await client.post("/canary", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_through_a_named_pair(rack, tokenizer):
+    for name in ("p0", "p1"):
+        rack.add(name, healthy(), Role.PREFILL)
+    for name in ("d0", "d1"):
+        rack.add(name, healthy(), Role.DECODE)
+    async with admin_port(rack, tokenizer) as (client, gateway):
+        report = await canary(client, prefill="p1", decode="d1")
+        assert report["passed"], report
+        assert (report["prefill"], report["decode"], report["tokens"]) == ("p1", "d1", OUTPUT_TOKENS)
+        assert report["pages"] > 0
+        text = render(gateway.registry).decode()
+    received = {engine.worker_id: len(engine.received) for engine in rack.engines}
+    assert received == {"p0": 0, "p1": 1, "d0": 0, "d1": 1}
+    assert metric_sum(text, "tandem_gateway_choices_total") == 0, "it is nobody's request"
+    assert metric_sum(text, "tandem_gateway_asked_prompt_tokens_total") == 0, "it keeps no service from scaling to zero"
+
+
+async def test_a_canary_is_greedy_short_bounded_and_shares_no_prefix(rack, tokenizer):
+    rack.add("p", healthy(), Role.PREFILL)
+    rack.add("d", healthy(), Role.DECODE)
+    async with admin_port(rack, tokenizer) as (client, _):
+        assert (await canary(client))["passed"]
+        assert (await canary(client))["passed"]
+    first, second = rack.engines[0].received
+    assert first.sampling.greedy
+    assert first.sampling.max_tokens == OUTPUT_TOKENS
+    assert 0 < first.deadline_s <= 20.0
+    assert first.cache_salt != second.cache_salt
+
+
+async def test_through_the_router(rack, tokenizer):
+    rack.add("p", healthy(), Role.PREFILL)
+    rack.add("d", healthy(), Role.DECODE)
+    async with admin_port(rack, tokenizer) as (client, gateway):
+        report = await canary(client)
+        assert (report["passed"], report["prefill"], report["decode"]) == (True, "p", "d")
+        [service] = gateway.models
+        assert service.chooser.open == 0, "what was reserved is given back"
+
+
+async def failed(rack, tokenizer, **body) -> str:
+    async with admin_port(rack, tokenizer) as (client, _):
+        report = await canary(client, **body)
+    assert not report["passed"]
+    return report["message"]
+
+
+async def test_a_worker_that_is_not_there_is_named(rack, tokenizer):
+    rack.add("p", healthy(), Role.PREFILL)
+    assert await failed(rack, tokenizer, prefill="p", decode="d9") == "worker d9 is not registered"
+
+
+async def test_without_a_prefill_worker_there_is_no_pair(rack, tokenizer):
+    rack.add("d", healthy(), Role.DECODE)
+    assert await failed(rack, tokenizer) == "no prefill worker can be paired with d"
+
+
+async def test_without_workers(rack, tokenizer):
+    assert (await failed(rack, tokenizer)).startswith("the router has nobody for it")
+
+
+async def test_a_worker_that_says_nothing_fails_it_in_time(rack, tokenizer):
+    rack.add("p", healthy(), Role.PREFILL)
+    rack.add("d", healthy(mute=True), Role.DECODE)
+    assert await failed(rack, tokenizer, prefill="p", decode="d", within_s=0.3) == "no answer within 0.3 s"
+
+
+async def test_a_worker_that_errs_fails_it(rack, tokenizer):
+    broken = Finish(reason=FinishReason.ERROR, code="transfer_failed", error="no", retryable=True)
+    rack.add("p", healthy(), Role.PREFILL)
+    rack.add("d", healthy(refuse=broken), Role.DECODE)
+    message = await failed(rack, tokenizer, prefill="p", decode="d")
+    assert "worker_error" in message
+    assert "transfer_failed" in message
+
+
+@pytest.mark.parametrize(
+    "body", [{"prefill": "p"}, {"decode": "d"}, {"within_s": 0}, {"within_s": 1e9}, {"role": "x"}, {"prefill": ""}, []]
+)
+async def test_questions_that_make_no_sense(rack, tokenizer, body):
+    async with admin_port(rack, tokenizer) as (client, _):
+        assert (await client.post("/canary", json=body)).status_code == 400
+
+
+async def test_who_may_ask(rack, tokenizer, tmp_path):
+    keys = write_keys(tmp_path, ann={}, root={"admin": True})
+    async with admin_port(rack, tokenizer, address="10.0.0.7", keys=keys, token=TOKEN) as (client, _):
+        for headers in ({}, bearer("root"), {"authorization": "Bearer " + "u" * 64}):
+            assert (await client.post("/canary", content=b"{}", headers=headers)).status_code == 403
+        answer = await client.post("/canary", content=b"{}", headers={"authorization": f"Bearer {TOKEN}"})
+        assert (answer.status_code, json.loads(answer.content)["passed"]) == (200, False)
+    async with admin_port(rack, tokenizer, address="10.0.0.7") as (client, _):
+        refused = await client.post("/canary", content=b"{}", headers={"authorization": "Bearer None"})
+        assert refused.status_code == 403, "without a key file there is no token"
