@@ -7,7 +7,7 @@ import platform
 from tandem_engine.config import Role
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
 from tandem_services.cli.bundled import model_folder
-from tandem_services.cli.numbers import port_number, positive_float
+from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import add_deployment, add_model, add_tracing, served_names, tracing_of
 from tandem_services.common.settings import read_settings
 
@@ -75,6 +75,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "gives them /live, /ready and /metrics alone",
     )
     parser.add_argument(
+        "--await-links",
+        type=non_negative_float,
+        default=0.0,
+        metavar="S",
+        help="/ready waits up to S seconds for the links to the peers that are there to be tested; requests come "
+        "meanwhile (default 0: it does not wait)",
+    )
+    parser.add_argument(
         "--drain-timeout",
         type=positive_float,
         default=25.0,
@@ -114,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
             health_port=args.health_port,
             remote_orders=args.allow_remote_orders,
             drain_timeout_s=args.drain_timeout,
+            await_links_s=args.await_links,
             tracing=tracing_of(args),
             log_format=LogFormat(args.log_format),
             engine_flags=tuple(engine_argv(args)),

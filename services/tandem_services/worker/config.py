@@ -47,6 +47,8 @@ class WorkerConfig:
     start_timeout_s: float = 1800.0
     """Loading a large model from slow storage takes a while."""
     redis_start_timeout_s: float = 30.0
+    await_links_s: float = 0.0
+    """/ready waits so long for the links to the first peers to be tested."""
     drain_timeout_s: float = 25.0
     """Running requests may take this long to move or to finish after SIGTERM; then they are aborted and computed again
     elsewhere. With the time that takes, less than the 30 s that Kubernetes grants a pod by default."""

@@ -38,7 +38,8 @@ class Introductions:
     order: Callable[[MeetPeers], Awaitable[None]]
     random: Random = field(default_factory=Random)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _named: tuple[Peer, ...] = ()
+    named: tuple[Peer, ...] | None = None
+    """Whom the engine was told to meet last; None: the registry has not been read yet."""
 
     def fleet_changed(self) -> None:
         """Look again soon."""
@@ -62,8 +63,9 @@ class Introductions:
         except RedisUnavailableError:
             return
         peers = whom_to_meet(self.own(), (record.view for record in snapshot.workers))
-        if peers != self._named:
-            self._named = peers
+        changed = peers != (self.named or ())
+        self.named = peers
+        if changed:
             await self.order(MeetPeers(peers=peers))
 
 

@@ -32,6 +32,7 @@ from tandem_engine.messages.control import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    LinkReport,
     OrderDone,
     OrderRefused,
     PeerGone,
@@ -58,6 +59,7 @@ from tandem_services.worker.operator_routes import BUSY
 from tandem_services.worker.peers import PeerWatch
 from tandem_services.worker.registration import Consequences, Registration
 from tandem_services.worker.traces import WorkerTraces
+from tandem_services.worker.warm_links import WarmLinks
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,12 @@ class WorkerService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._traces = None if config.tracing is None else WorkerTraces(config.tracing)
         self._feed, self._registration, self._introductions = self._build_registration()
+        self._warm = WarmLinks(
+            clock=clock,
+            patience_s=config.await_links_s,
+            named=lambda: self._introductions.named,
+            links=self._links,
+        )
         self._health_server = HealthServer(
             self._probes(), config.health_host, config.health_port, advertised=config.host
         )
@@ -184,6 +192,7 @@ class WorkerService:
             "generation", lambda: "paused by an operator" if self._monitor.state is WorkerState.PAUSED else None
         )
         self._health.add_check("registry", lambda: None if self._registration.registered else "not registered")
+        self._health.add_check("links", self._check_links)
         metrics = new_registry()
         metrics.register(WorkerCollector(lambda: self._monitor.stats, self._numbers))
         if self._traces is not None:
@@ -192,7 +201,7 @@ class WorkerService:
             health=self._health,
             registry=metrics,
             stalled_s=lambda: 0.0 if self._ready is None else self._monitor.stalled_s,
-            links=lambda: () if self._monitor.stats is None else self._monitor.stats.links,
+            links=self._links,
             audit=self._link.audit,
             drain=self.drain,
             operate=self._link.operate,
@@ -274,10 +283,17 @@ class WorkerService:
             ready=self._ready,
         )
 
+    def _links(self) -> tuple[LinkReport, ...]:
+        return () if self._monitor.stats is None else self._monitor.stats.links
+
     def _check_progress(self) -> str | None:
         if self._ready is None or self._monitor.state is not WorkerState.STALLED:
             return None
         return f"no progress for {self._monitor.stalled_s:.0f} s"
+
+    def _check_links(self) -> str | None:
+        """Not asked before there are any: the wait for them is counted from then on."""
+        return self._warm.check() if self._registration.registered else None
 
     # Endings
 

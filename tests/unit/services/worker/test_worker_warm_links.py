@@ -1,0 +1,62 @@
+"""A worker is ready once its first links were tested, once and for all, and in any case after a while."""
+
+import pytest
+
+from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.requests import Peer
+from tandem_services.worker.warm_links import WarmLinks
+from tandem_testing.service_clock import ServiceClock
+
+
+def peer(name: str) -> Peer:
+    return Peer(worker_id=name, incarnation=f"{name}@1", endpoint="tcp://h:1", compat_hash="c")
+
+
+class Worker:
+    def __init__(self, patience_s: float = 20.0) -> None:
+        self.peers: tuple[Peer, ...] | None = None
+        self.reports: tuple[LinkReport, ...] = ()
+        self.clock = ServiceClock()
+        self.warm = WarmLinks(
+            clock=self.clock, patience_s=patience_s, named=lambda: self.peers, links=lambda: self.reports
+        )
+
+
+def test_not_before_it_has_been_introduced():
+    worker = Worker()
+    assert worker.warm.check() == "not introduced to its peers yet"
+    worker.peers = ()
+    assert worker.warm.check() is None, "nobody is there"
+
+
+@pytest.mark.parametrize("report", [{"bytes_per_s": 1e9}, {"problem": "no answer"}, {"broken": True}])
+def test_a_link_that_was_tested_is_enough_whatever_came_of_it(report):
+    worker = Worker()
+    worker.peers = (peer("p0"), peer("p1"))
+    assert worker.warm.check() == "2 of 2 links are not tested yet"
+    worker.reports = (LinkReport(peer="p0@1", **report), LinkReport(peer="p1@1"))
+    assert worker.warm.check() == "1 of 2 links are not tested yet"
+    worker.reports = (LinkReport(peer="p0@1", **report), LinkReport(peer="p1@1", **report))
+    assert worker.warm.check() is None
+
+
+def test_peers_that_come_later_do_not_take_its_readiness_away():
+    worker = Worker()
+    worker.peers = ()
+    assert worker.warm.check() is None
+    worker.peers = (peer("p0"),)
+    assert worker.warm.check() is None
+
+
+def test_patience_is_bounded():
+    worker = Worker(patience_s=20.0)
+    worker.peers = (peer("p0"),)
+    assert worker.warm.check() is not None
+    worker.clock.advance(19.9)
+    assert worker.warm.check() is not None
+    worker.clock.advance(0.2)
+    assert worker.warm.check() is None
+
+
+def test_without_patience_nothing_is_waited_for():
+    assert Worker(patience_s=0.0).warm.check() is None
