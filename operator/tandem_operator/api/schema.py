@@ -140,7 +140,8 @@ def _limits(kind: types.Type) -> Schema:
     for name, keyword in _LIMITS.get(type(kind), {}).items():
         value = getattr(kind, name)
         if value is not None:
-            schema[keyword] = value
+            # Equal annotations are one object to typing, so a class elsewhere may have written 0 for this 0.0.
+            schema[keyword] = float(value) if isinstance(kind, types.FloatType) else value
             if name in _EXCLUSIVE:
                 schema[_EXCLUSIVE[name]] = True
     return schema

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -154,6 +154,14 @@ def test_docstrings_of_fields_are_found_through_line_breaks():
         second: int = 0
 
     assert docstrings_of(Sample) == {"first": "Text over two lines."}
+
+
+def test_limits_of_numbers_are_numbers_whoever_wrote_an_equal_annotation_before():
+    class Share(msgspec.Struct):
+        share: Annotated[float, msgspec.Meta(ge=0, le=7)]
+
+    limits = schema_of(Share)["properties"]["share"]
+    assert [type(limits[name]) for name in ("minimum", "maximum")] == [float, float]
 
 
 def test_what_a_structural_schema_cannot_say_is_an_error():
