@@ -16,6 +16,7 @@ from tandem_operator.planning.plan import make_plan
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser
 from tandem_testing.kube_cluster import service_of
+from tandem_testing.pod_security import violations
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -57,22 +58,19 @@ def test_manifests_are_strictly_valid(path, version):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_pods_meet_the_restricted_standard(path):
-    allowed = {"emptyDir", "secret", "persistentVolumeClaim", "configMap", "projected", "image"}
+    for name, template in templates(path):
+        assert violations(template) == [], name
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_pods_have_no_rights_and_write_nowhere_but_into_their_volumes(path):
     for name, template in templates(path):
         pod = template["spec"]
-        assert pod["securityContext"]["runAsNonRoot"] is True, name
-        assert pod["securityContext"]["runAsUser"] > 0, name
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
         assert pod["automountServiceAccountToken"] is False, name
-        assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName"} & pod.keys(), name
-        for volume in pod["volumes"]:
-            assert volume.keys() - {"name"} <= allowed, name
+        assert "serviceAccountName" not in pod, name
         for container in containers(pod):
-            security = container["securityContext"]
-            assert security["allowPrivilegeEscalation"] is False, name
-            assert security["capabilities"] == {"drop": ["ALL"]}, name
-            assert security["readOnlyRootFilesystem"] is True, name
-            assert not any("hostPort" in port for port in container.get("ports", [])), name
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True, name
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, name
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
