@@ -54,7 +54,6 @@ EVERYTHING: dict[str, Any] = {
         "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
         "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}],
         "apiServerPorts": [6443],
-        "redisPorts": [6379, 6380],
     },
     "metrics": {"monitor": "ServiceMonitor", "monitorLabels": {"release": "prometheus"}, "interval": "15s"},
     "dashboards": {"enabled": True, "namespace": "monitoring", "annotations": {"grafana_folder": "LLM"}},
@@ -197,7 +196,7 @@ def test_the_network_policy_lets_in_metrics_alone_and_out_what_is_needed(rendere
     assert ingress["ports"] == [{"protocol": "TCP", "port": 8080}]
     assert ingress["from"] == EVERYTHING["networkPolicy"]["metricsFrom"]
     ports = [sorted({port["port"] for port in rule["ports"]}) for rule in policy["spec"]["egress"]]
-    assert ports == [[6443], [53], [8000, 8001, 9090], [6379, 6380]]
+    assert ports == [[6443], [53], [8000, 8001, 9090]]
 
 
 def test_model_services_let_the_operator_in(rendered):

@@ -1,40 +1,33 @@
 {{/*
 What the operator may do where it looks after ModelServices, and why. There are no wildcards; Secrets are read by name, never
-listed; nothing runs inside pods. docs/install.md#rights tells the same, tests/charts hold the two to what the code calls.
+listed; nothing runs inside pods. docs/install.md tells the same, and tests hold it to what the operator asks of the API
+server: nothing is missing, and nothing is left over.
 */}}
 {{- define "tandem.rules" -}}
-# The resources themselves: it reads what people write, and writes finalizers and status.
+# What people write; of it the operator changes finalizers alone.
 - apiGroups: [tandem.dev]
   resources: [modelservices]
-  verbs: [get, list, watch, patch]
-- apiGroups: [tandem.dev]
-  resources: [workerpools]
-  verbs: [get, list, watch, create, patch, delete]
-- apiGroups: [tandem.dev]
-  resources: [modelservices/status, workerpools/status, workerpools/scale]
-  verbs: [get, patch]
+  verbs: [list, watch, patch]
 # Clusters that check owner references want the right to block the owner's deletion.
 - apiGroups: [tandem.dev]
   resources: [modelservices/finalizers]
   verbs: [update]
-# Gateways, workers, Redis.
+- apiGroups: [tandem.dev]
+  resources: [workerpools]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [tandem.dev]
+  resources: [modelservices/status, workerpools/status, workerpools/scale]
+  verbs: [patch]
+# Workers, gateways, Redis, and what protects them. Server-side apply wants both create and patch.
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [apps]
   resources: [deployments/scale]
-  verbs: [get, patch]
+  verbs: [patch]
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create, patch, delete]
-# Why pods do not come up; which one goes first when there are to be fewer.
-- apiGroups: [""]
-  resources: [pods]
-  verbs: [get, list, watch, patch]
-# Passwords and keys that it makes for a service; whether those that a service names are there.
-- apiGroups: [""]
-  resources: [secrets]
-  verbs: [get, create]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
@@ -44,10 +37,15 @@ listed; nothing runs inside pods. docs/install.md#rights tells the same, tests/c
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
   verbs: [get, list, watch, create, patch, delete]
-- apiGroups: [monitoring.coreos.com]
-  resources: [podmonitors]
-  verbs: [get, list, watch, create, patch, delete]
+# Why pods do not come up; and which of them goes first when there are to be fewer.
 - apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch, patch]
+# Keys and passwords that it makes for a service; whether those that a service names are there.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get, create]
+- apiGroups: [events.k8s.io]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end -}}
