@@ -1,14 +1,5 @@
-"""The Helm library, one process for all tests of a worker."""
+"""The Helm library for the tests of charts."""
 
-from collections.abc import Iterator
+from tandem_testing.helm_library import helm
 
-import pytest
-
-from tandem_testing.helm_library import HelmLibrary
-
-
-@pytest.fixture(scope="session")
-def helm() -> Iterator[HelmLibrary]:
-    library = HelmLibrary()
-    yield library
-    library.close()
+__all__ = ["helm"]

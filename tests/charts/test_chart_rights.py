@@ -1,7 +1,7 @@
 """What the operator may do, as the chart says it: a list that a change of rights shows up in, and what it never has.
 
 That it is neither too little nor too much for what the operator does is tested with a real API server
-(tests/kube/test_chart_installation.py).
+(tests/kube/charts).
 """
 
 from collections.abc import Iterator

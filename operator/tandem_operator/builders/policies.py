@@ -48,7 +48,7 @@ def network_policies(service: Served, settings: OperatorSettings) -> list[Manife
         "worker": [{"from": [parts]}, {"from": [operator], "ports": [_port(HEALTH_PORT)]}],
     }
     if service.spec.redis.managed is not None:
-        reach["redis"] = [{"from": [parts, operator], "ports": [_port(REDIS_PORT)]}]
+        reach["redis"] = [{"from": [parts], "ports": [_port(REDIS_PORT)]}]
     return [_policy(service, part, rules) for part, rules in reach.items()]
 
 

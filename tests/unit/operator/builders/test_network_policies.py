@@ -1,0 +1,49 @@
+"""Who reaches the pods of a ModelService, port by port."""
+
+from typing import Any
+
+from tandem_operator.builders.policies import network_policies
+from tandem_operator.settings import OperatorSettings
+from tandem_testing.kube_cluster import service_of
+
+PARTS = {"podSelector": {"matchLabels": {"tandem.dev/service": "chat"}}}
+OPERATOR = {
+    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "llm"}},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}},
+}
+
+
+def reach(**security: Any) -> dict[str, list[tuple[list[int], Any]]]:
+    """Ports (none: all) and who, by part."""
+    policies = network_policies(service_of(security=security), OperatorSettings(operator_namespace="llm"))
+    return {
+        one["metadata"]["name"]: [
+            ([port["port"] for port in rule.get("ports", [])], rule.get("from", "everybody"))
+            for rule in one["spec"]["ingress"]
+        ]
+        for one in policies
+    }
+
+
+def test_clients_reach_the_gateway_alone():
+    assert reach()["chat-gateway"] == [([8000], "everybody"), ([8001, 8000], [OPERATOR])]
+    everybody = [part for part, rules in reach().items() for _, who in rules if who == "everybody"]
+    assert everybody == ["chat-gateway"]
+
+
+def test_client_namespaces_narrow_it():
+    chosen = {"namespaceSelector": {"matchLabels": {"team": "search"}}}
+    assert reach(clientNamespaces={"team": "search"})["chat-gateway"][0] == ([8000], [chosen, PARTS])
+
+
+def test_workers_are_reached_by_their_service_and_by_the_operators_questions():
+    assert reach()["chat-worker"] == [([], [PARTS]), ([9090], [OPERATOR])]
+
+
+def test_redis_is_reached_by_its_service_alone():
+    """Not by the operator either: it reads load from the workers themselves."""
+    assert reach()["chat-redis"] == [([6379], [PARTS])]
+
+
+def test_switched_off_there_are_none():
+    assert reach(networkPolicies=False) == {}
