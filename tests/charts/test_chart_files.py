@@ -117,6 +117,7 @@ def test_a_model_chart_refuses(values, words):
         {"extraArgs": ["-v"]},
         {"podLabels": {"a": 1}},
         {"resources": {"limits": {"memory": "lots"}}},
+        {"tolerations": [{"key": "control", "effekt": "NoSchedule"}]},
     ],
     ids=str,
 )

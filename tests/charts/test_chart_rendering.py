@@ -178,6 +178,13 @@ def test_an_account_that_is_not_made_has_to_be_named(helm):
         helm.render("tandem", {"serviceAccount": {"create": False}})
 
 
+def test_a_list_of_namespaces_and_the_whole_cluster_contradict_each_other(helm):
+    with pytest.raises(
+        HelmError, match="namespaces: with scope Cluster it looks after all of them; leave the list empty"
+    ):
+        helm.render("tandem", {"scope": "Cluster", "namespaces": ["models"]})
+
+
 def test_old_clusters_get_a_disruption_budget_that_they_know(helm):
     for without, version in (((), "policy/v1"), (("policy/v1",), "policy/v1beta1")):
         (budget,) = of_kind(helm.render("tandem", without=without), "PodDisruptionBudget")

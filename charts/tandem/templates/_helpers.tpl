@@ -41,6 +41,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{/* JSON list of the namespaces that the operator looks after in scope Namespaces. */}}
 {{- define "tandem.namespaces" -}}
+{{- if and (eq .Values.scope "Cluster") .Values.namespaces -}}
+{{- fail "namespaces: with scope Cluster it looks after all of them; leave the list empty (--set namespaces=null), or set scope to Namespaces" -}}
+{{- end -}}
 {{- .Values.namespaces | default (list .Release.Namespace) | uniq | sortAlpha | toJson -}}
 {{- end -}}
 
