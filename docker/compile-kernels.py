@@ -1,0 +1,44 @@
+"""Compile what a CPU worker compiles when it starts, for the bundled model: `compile-kernels.py THREADS...`
+
+numba keeps the code in NUMBA_CACHE_DIR, for this kind of CPU and for models of the same shape; docker/bin/tandem hands
+it to containers. Engines are built as workers build them, with a transport, and compile everything before they serve.
+"""
+
+import argparse
+import subprocess
+import sys
+
+from tandem_engine.config import Role
+from tandem_engine.engine import load
+from tandem_engine.flags import add_engine_flags, engine_config
+from tandem_engine.verify.pair import Pair
+from tandem_engine.verify.ranks import Alone
+
+MODEL = "/opt/tandem/models/tandem-mini"
+DTYPES = ("float32", "bfloat16")
+
+
+def compile_for(dtype: str, threads: str) -> None:
+    """A prefill and a decode engine come up and go."""
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    args = parser.parse_args(["--dtype", dtype, "--threads", threads, "--kv-cache-gib", "0.1"])
+    args.model, args.role = MODEL, Role.BOTH.value
+    config = engine_config(args)
+    maker = Alone(model=load(config, progress=False))
+    with Pair.build(maker, maker, config):
+        print(f"kernels for {dtype} on {threads} threads are compiled")
+
+
+def main() -> None:
+    """One process for each: torch fixes its number of threads when it starts."""
+    if sys.argv[1] == "--one":
+        compile_for(*sys.argv[2:])
+        return
+    for threads in sys.argv[1:]:
+        for dtype in DTYPES:
+            subprocess.run([sys.executable, __file__, "--one", dtype, threads], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The Dockerfile: what it copies is there, nobody is root, and images hold what the operator's pods start."""
+
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.security import Security
+from tandem_operator.planning.observed import Observed
+from tandem_operator.planning.plan import make_plan
+from tandem_operator.settings import OperatorSettings
+from tandem_services.cli.main import COMMANDS
+from tandem_testing.dockerfile import Stage, read_dockerfile
+from tandem_testing.kube_cluster import service_of
+
+ROOT = Path(__file__).parents[3]
+DOCKER = ROOT / "docker"
+STAGES = read_dockerfile(DOCKER / "Dockerfile")
+IMAGES = ("engine-cpu", "engine-cuda", "services", "operator", "redis")
+WITH_SCRIPTS = ("engine-cpu", "engine-cuda", "services")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = OperatorSettings()
+
+
+def constraints() -> dict[str, str]:
+    lines = [line for line in (DOCKER / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+def containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every container of every pod of a service with this spec."""
+    plan = make_plan(service_of(spec), Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, SETTINGS)
+    pods = [one["spec"]["template"]["spec"] for one in plan.apply if one["kind"] == "Deployment"]
+    return [container for pod in pods for container in [*pod.get("initContainers", []), *pod["containers"]]]
+
+
+def sent_to_builds(path: str) -> bool:
+    """Whether .dockerignore lets it through; the last pattern that fits decides."""
+    sent = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.strip()
+        if not pattern or pattern.startswith("#"):
+            continue
+        wanted, pattern = pattern.startswith("!"), pattern.removeprefix("!").removeprefix("**/")
+        parents = [path, *(str(parent) for parent in Path(path).parents)]
+        if any(fnmatch.fnmatchcase(one, pattern) or fnmatch.fnmatchcase(Path(one).name, pattern) for one in parents):
+            sent = wanted
+    return sent
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_what_is_copied_is_there_and_sent_to_builds(stage: Stage):
+    for copy in stage.of("COPY"):
+        *sources, _ = copy.words()
+        origin = copy.flag("from")
+        for source in sources:
+            if origin is not None:
+                assert origin in STAGES, copy.text
+            else:
+                assert (ROOT / source).exists(), copy.text
+                assert sent_to_builds(source), copy.text
+
+
+def test_bytecode_and_everything_else_stay_outside():
+    assert not sent_to_builds("engine/tandem_engine/__pycache__/config.cpython-311.pyc")
+    assert not sent_to_builds(".venv/bin/python")
+    assert not sent_to_builds("tests/conftest.py")
+    assert not sent_to_builds(".git/config")
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_run_as_the_user_of_the_pods(name: str):
+    user = STAGES[name].last("USER")
+    assert user is not None
+    assert user.text == f"{Security().run_as_user}:{Security().run_as_user}"
+    assert STAGES[name].instructions.index(user) > max(
+        (STAGES[name].instructions.index(one) for one in STAGES[name].of("RUN")), default=-1
+    ), "what is installed belongs to root"
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_bases_are_pinned_by_digest(stage: Stage):
+    assert stage.base in STAGES or re.search(r":[^:@]+@sha256:[0-9a-f]{64}$", stage.base), stage.base
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_labels_say_what_an_image_is(name: str):
+    text = " ".join(label.text for label in STAGES[name].of("LABEL"))
+    for label in ("title", "description", "licenses", "version", "revision"):
+        assert f"org.opencontainers.image.{label}=" in text
+
+
+def test_the_version_is_the_projects():
+    for name in IMAGES:
+        assert f"VERSION={PROJECT['version']}" in [one.text for one in STAGES[name].of("ARG")]
+
+
+def test_packages_are_installed_without_recommendations_and_lists_are_removed():
+    for stage in STAGES.values():
+        for run in stage.of("RUN"):
+            if "apt-get install" in run.text:
+                assert "--no-install-recommends" in run.text
+                assert run.text.endswith("rm -rf /var/lib/apt/lists/*") or "rm -rf /var/lib/apt/lists/*" in run.text
+
+
+@pytest.mark.parametrize("example", ["minimal", "gpu", "full"])
+def test_images_hold_what_pods_start(example: str):
+    spec = yaml.safe_load((ROOT / "examples" / f"{example}.yaml").read_text())["spec"]
+    subcommands = {module.__name__.rpartition(".")[2] for module in COMMANDS}
+    for container in containers({**spec, "images": {}}):
+        command = container["command"]
+        match container["name"]:
+            case "worker" | "gateway":
+                assert command[0] == "tandem"
+                assert command[1] in subcommands
+            case "download":
+                assert command[0] == "hf"
+            case "redis":
+                assert command[0] == "sh"
+                assert "exec redis-server " in command[2]
+            case other:
+                pytest.fail(f"no image is known for container {other}")
+    assert "redis-server" in " ".join(run.text for run in STAGES["redis"].of("RUN"))
+    # `hf` comes with tokenizers, by way of huggingface-hub.
+    assert "huggingface-hub" in constraints()
+
+
+@pytest.mark.parametrize("name", WITH_SCRIPTS)
+def test_entry_points_are_started_by_our_wrapper(name: str):
+    """Every one is a link to the wrapper, which starts the console script of the same name under tini."""
+    entry = STAGES[name].last("ENTRYPOINT")
+    assert entry is not None
+    (command,) = entry.words()
+    wrapper = DOCKER / "bin" / command
+    assert wrapper.resolve() == DOCKER / "bin" / "tandem"
+    assert os.access(wrapper, os.X_OK)
+    assert 'exec tini -s -- "/opt/tandem/app/bin/$(basename "$0")" "$@"' in wrapper.read_text()
+    assert command in PROJECT["scripts"]
+    installed = " ".join(run.text for run in STAGES["base"].of("RUN"))
+    assert " tini" in installed
+    path = next(one.text for one in STAGES["base"].of("ENV")).split("PATH=")[1].split()[0].split(":")
+    assert path[:3] == ["/opt/tandem/bin", "/opt/tandem/app/bin", "/opt/tandem/venv/bin"]
+
+
+def test_the_bundled_model_is_where_the_examples_name_it():
+    spec = yaml.safe_load((ROOT / "examples" / "minimal.yaml").read_text())["spec"]
+    folder = Path(spec["model"]["path"])
+    assert folder.parent == Path("/opt/tandem/models")
+    assert (ROOT / "models" / folder.name / "config.json").is_file()
+    for name in ("engine-cpu", "engine-cuda", "services"):
+        copied = [copy.words() for copy in STAGES[name].of("COPY") if copy.flag("from") == "app"]
+        assert ["/opt/tandem/models", "/opt/tandem/models"] in copied
+
+
+def test_only_workers_have_torch():
+    torch = {
+        stage.name: run.text.split("install-dependencies.sh ")[1].split()[0]
+        for stage in STAGES.values()
+        for run in stage.of("RUN")
+        if "install-dependencies.sh " in run.text
+    }
+    assert torch == {
+        "services-dependencies": "none",
+        "operator-dependencies": "none",
+        "engine-cpu-dependencies": "cpu",
+        "engine-cuda-dependencies": "cuda",
+    }
+
+
+def test_everything_that_images_install_is_pinned():
+    pinned = constraints()
+    command = [sys.executable, str(DOCKER / "requirements.py"), "engine", "operator", "otel", "router"]
+    wanted = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    for line in wanted:
+        requirement = Requirement(line)
+        name = canonicalize_name(requirement.name)
+        assert name in pinned, f"{name}: run docker/pin.py"
+        assert requirement.specifier.contains(pinned[name]), f"{line}, but pinned is {pinned[name]}"
+
+
+def test_torch_is_the_version_of_the_set_up():
+    setup = (ROOT / "tools" / "setup.sh").read_text()
+    assert f"torch_version={constraints()['torch']}\n" in setup
