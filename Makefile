@@ -7,7 +7,7 @@ ARGS ?=
 CHAOS_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit verify bench chaos console-shots clients clean
+.PHONY: help up test setup check format lint types imports unit verify bench chaos console-shots clients images e2e clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -53,6 +53,12 @@ console-shots: setup ## Take the pictures of docs/console/ again, from a real fl
 
 clients: setup ## Session of a client that does not fit beside the others (LiteLLM), in an environment of its own
 	@tools/clients.sh $(ARGS)
+
+images: ## Build the container images with docker, podman or buildah (ARGS="engine-cuda", docker/README.md)
+	@docker/build.sh $(ARGS)
+
+e2e: setup ## Serve from pods of a real single-node cluster, as root, and break them under load (CONTRIBUTING.md)
+	@tools/kube/e2e.sh $(ARGS)
 
 clean: ## Remove caches (not the virtual environment)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .tandem

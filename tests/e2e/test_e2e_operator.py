@@ -1,0 +1,188 @@
+"""A ModelService from its first `apply` to its deletion, by our operator, with clients asking all the while.
+
+The tests build on each other, in their order.
+"""
+
+import base64
+import json
+
+import httpx
+import openai
+import pytest
+from tandem_operator.telemetry.orders import order_token
+
+from tandem_operator.builders.naming import ROLE_LABEL, SERVICE_LABEL, curve_secret_name, gateway_name
+from tandem_operator.builders.worker import CURVE_KEY, HEALTH_PORT
+from tandem_testing.control_plane import ControlPlane
+from tandem_testing.e2e.diary import Diary, of_load
+from tandem_testing.e2e.load import Load, more, requests, warm_up
+from tandem_testing.e2e.operator import Resource, install
+from tandem_testing.e2e.pods import Pods, curl, restarts
+from tandem_testing.e2e.service import NAME, SPEC
+from tandem_testing.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(900)
+
+CLIENTS = 3
+WORKERS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "worker"}
+PREFILL, DECODE = {**WORKERS, ROLE_LABEL: "prefill"}, {**WORKERS, ROLE_LABEL: "decode"}
+GATEWAYS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "gateway"}
+READY_S = 60.0
+"""Apply → Ready, once images are there (issue: speed)."""
+SCALED = {
+    **SPEC,
+    "decode": {**SPEC["decode"], "scaling": {"minReplicas": 1, "maxReplicas": 3, "targetQueueSeconds": 0.2}},
+    "prefill": {**SPEC["prefill"], "scaling": {"minReplicas": 1, "maxReplicas": 1}},
+    "autoscaling": {
+        "mode": "internal",
+        "flipRoles": False,
+        "periodSeconds": 5,
+        "scaleDownWindowSeconds": 10,
+        "cooldownSeconds": 5,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def pods(control_plane: ControlPlane, namespace: str) -> Pods:
+    return Pods(cluster=control_plane, namespace=namespace)
+
+
+@pytest.fixture(scope="module")
+def resource(control_plane: ControlPlane, namespace: str, diary: Diary) -> Resource:
+    """Ready for the first time."""
+    with diary.step("operator installed → Ready"):
+        install(control_plane)
+    resource = Resource(cluster=control_plane, namespace=namespace, name=NAME)
+    with diary.step("ModelService applied → Ready"):
+        resource.apply(SPEC)
+        resource.wait_ready()
+    return resource
+
+
+@pytest.fixture(scope="module")
+def url(resource: Resource, pods: Pods) -> str:
+    return pods.service_url(gateway_name(NAME))
+
+
+@pytest.fixture(scope="module")
+def references(url: str) -> dict:
+    return warm_up(url, NAME, requests())
+
+
+def check(load: Load) -> None:
+    """Nobody lost anything."""
+    summary = load.summary()
+    assert summary.failed == 0, summary.errors
+    assert summary.mismatched == 0
+    assert summary.checked == summary.requests > 0
+
+
+def test_it_is_ready_within_a_minute(resource: Resource, diary: Diary):
+    entry = next(one for one in diary.entries if one["step"] == "ModelService applied → Ready")
+    assert entry["seconds"] <= READY_S
+
+
+def test_curl_gets_an_answer_through_the_service(resource: Resource, url: str):
+    assert resource.read()["status"]["endpoint"] == f"http://{gateway_name(NAME)}.{resource.namespace}.svc"
+    status, answer = curl(f"{url}/v1/completions", json.dumps({"model": NAME, "prompt": "The fox", "max_tokens": 8}))
+    assert status == 200, answer
+
+
+def test_the_openai_client_streams_a_chat(url: str):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
+    stream = client.chat.completions.create(model=NAME, messages=messages, max_tokens=24, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices).strip()
+
+
+def test_decode_is_scaled_by_order(resource: Resource, url: str, references: dict, diary: Diary):
+    with diary.step("decode 1 → 3 → 1 by order, under load") as entry:
+        with Load(url, NAME, references, clients=CLIENTS) as load:
+            for replicas in (3, 1):
+                resource.apply({**SPEC, "decode": {**SPEC["decode"], "replicas": replicas}})
+                resource.wait_for_workers(DECODE, replicas)
+                more(load, 10)
+        entry["load"] = of_load(load.summary())
+    check(load)
+
+
+def test_a_worker_changes_its_role(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
+    """Prefill to decode and back, by the order that the operator gives."""
+    secret = pods.cluster.get(f"{pods.core}/secrets/{curve_secret_name(NAME)}")["data"][CURVE_KEY]
+    token = {"Authorization": f"Bearer {order_token(base64.b64decode(secret))}"}
+    resource.apply({**SPEC, "prefill": {**SPEC["prefill"], "replicas": 2}})
+    resource.wait_for_workers(PREFILL, 2)
+    (worker, *_) = pods.named(PREFILL)
+    address = f"http://{worker['status']['podIP']}:{HEALTH_PORT}"
+    with diary.step("a worker flipped to decode and back, under load") as entry:
+        with Load(url, NAME, references, clients=CLIENTS) as load:
+            for role in ("decode", "prefill"):
+                answer = httpx.post(f"{address}/role", json={"role": role}, headers=token, timeout=60.0)
+                assert answer.status_code == 200, answer.text
+                more(load, 20)
+        entry["load"] = of_load(load.summary())
+    check(load)
+    resource.apply(SPEC)
+    resource.wait_for_workers(PREFILL, 1)
+
+
+def test_a_new_revision_is_rolled_out(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
+    """Another page size: KV of the two revisions does not fit each other, so pairs change and never mix."""
+    before = resource.read()["status"]["revision"]
+    with diary.step("new revision rolled out under load") as entry:
+        with Load(url, NAME, references, clients=CLIENTS) as load:
+            resource.apply({**SPEC, "engine": {**SPEC["engine"], "pageSize": 32}})
+            status = resource.wait_ready(480.0)
+            wait_for(lambda: not pods.named({**WORKERS, "tandem.dev/revision": before}), 240.0, resource.explain)
+            more(load, 10)
+        entry["load"] = of_load(load.summary())
+    check(load)
+    assert status["revision"] != before
+    assert before in status["history"]
+
+
+def test_every_pod_is_evicted(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
+    """As a drained node does it: within the disruption budgets, one after the other, with a successor for each."""
+    with diary.step("every worker and gateway evicted under load") as entry:
+        with Load(url, NAME, references, clients=CLIENTS) as load:
+            for selector, count in ((WORKERS, 2), (GATEWAYS, 2)):
+                for name in pods.ready(selector):
+                    pods.evict(name)
+                    pods.wait_gone(name)
+                    pods.wait_ready(selector, count)
+            more(load, 10)
+        entry["load"] = of_load(load.summary())
+    check(load)
+
+
+def test_decode_is_scaled_by_its_load(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
+    with diary.step("decode 1 → 3 → 1 by load") as entry:
+        resource.apply(SCALED)
+        resource.wait_ready()
+        with Load(url, NAME, references, clients=24) as load:
+            pods.wait_ready(DECODE, 3, 300.0)
+        pods.wait_ready(DECODE, 1, 300.0)
+        entry["load"] = of_load(load.summary())
+    check(load)
+    decisions = resource.read()["status"]["decisions"]
+    assert any(one["action"] == "scale" for one in decisions), decisions
+
+
+def test_nothing_was_restarted(pods: Pods):
+    assert {one["metadata"]["name"]: restarts(one) for one in pods.named({}) if restarts(one)} == {}
+
+
+def test_deletion_leaves_nothing(resource: Resource, pods: Pods, diary: Diary):
+    with diary.step("ModelService deleted → nothing left"):
+        resource.cluster.api.delete(resource.path).raise_for_status()
+        for path in (
+            f"{pods.core}/pods",
+            f"{pods.core}/services",
+            f"/apis/apps/v1/namespaces/{pods.namespace}/deployments",
+            f"/apis/tandem.dev/v1alpha1/namespaces/{pods.namespace}/workerpools",
+            f"/apis/tandem.dev/v1alpha1/namespaces/{pods.namespace}/modelservices",
+        ):
+            wait_for(lambda path=path: not pods.cluster.get(path)["items"], 180.0, lambda path=path: path)
+        secrets = [one["metadata"]["name"] for one in pods.cluster.get(f"{pods.core}/secrets")["items"]]
+        assert curve_secret_name(NAME) not in secrets
