@@ -2,6 +2,7 @@
 
 import msgspec
 
+from tandem_operator.api.model_service import ModelServiceSpec
 from tandem_operator.builders.containers import (
     TMP,
     Manifest,
@@ -28,6 +29,8 @@ ADMIN_PORT = 8001
 KEYS_FOLDER = "/etc/tandem/keys"
 DRAIN_NOTICE_S = 5
 """Load balancers have so long to see that a gateway goes before its port closes."""
+FROM_ZERO_S = 540
+"""At zero a request waits so long for the first pair: a little less than it may take altogether."""
 
 
 def gateway_labels(service: str) -> dict[str, str]:
@@ -139,7 +142,9 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
     if password_volume(spec.redis, service.name) is not None:
         words += ["--redis-password-file", f"{PASSWORD_FOLDER}/{PASSWORD_KEY}"]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}", "--log-format", "json"]
-    words += ["--drain-notice", str(DRAIN_NOTICE_S)]
+    words += ["--drain-notice", str(DRAIN_NOTICE_S), "--drain-timeout", str(spec.drain_seconds)]
+    if may_be_zero(spec):
+        words += ["--from-zero-timeout", str(FROM_ZERO_S)]
     if spec.gateway.auth_secret is not None:
         words += ["--api-keys", KEYS_FOLDER]
     if spec.gateway.router_policy is not None:
@@ -152,6 +157,13 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
     if limits.queue_timeout_seconds is not None:
         words += ["--queue-timeout", f"{limits.queue_timeout_seconds:g}"]
     return words
+
+
+def may_be_zero(spec: ModelServiceSpec) -> bool:
+    """Whether whoever scales the workers may take all of them away, and brings them back when somebody asks."""
+    scaling = spec.autoscaling
+    allowed = spec.prefill.scaling.min_replicas == 0 and spec.decode.scaling.min_replicas == 0
+    return allowed and (scaling.mode == "external" or (scaling.mode == "internal" and scaling.idle_seconds_to_zero > 0))
 
 
 def _files(service: Served, mount: ModelMount) -> tuple[list[Manifest], list[Manifest]]:

@@ -32,7 +32,9 @@ HEALTH_PORT = 9090
 CURVE_FOLDER = "/etc/tandem/curve"
 CURVE_KEY = "keys.json"
 GRACE_AFTER_DRAIN_S = 15
-"""After the drain a worker says good-bye to Redis and its peers, and its engine ends."""
+"""After the drain a worker says good-bye to Redis and its peers, and its engine has 10 s to end."""
+AWAIT_LINKS_S = 20
+"""A pod is not ready before the links to the peers that it finds were tested: in a large fleet that takes a while."""
 START_PROBES = 360
 """Every five seconds: half an hour to download and load weights before the pod is restarted."""
 
@@ -111,7 +113,7 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
         words += ["--redis-password-file", f"{PASSWORD_FOLDER}/{PASSWORD_KEY}"]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}"]
     words += ["--health-host", "0.0.0.0", "--health-port", str(HEALTH_PORT)]  # noqa: S104 - of the pod
-    words += ["--drain-timeout", str(spec.drain_seconds), "--log-format", "json"]
+    words += ["--drain-timeout", str(spec.drain_seconds), "--await-links", str(AWAIT_LINKS_S), "--log-format", "json"]
     return words + engine_flags(merged(spec.engine, service.role(role).engine), spec.transfer, mount.folder)
 
 

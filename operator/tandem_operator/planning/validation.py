@@ -48,7 +48,13 @@ def _ranks(service: Served, role: RoleName) -> Iterator[str]:
     part = service.role(role)
     ranks = merged(service.spec.engine, part.engine).tensor_parallel_size or 1
     gpus = gpus_of(part.resources)
-    if gpus and ranks != gpus:
+    if gpus and ranks > gpus and ranks % gpus == 0:
+        yield (
+            f"spec.{role}: tensorParallelSize {ranks} with {gpus} GPUs in resources.limits would need a worker of "
+            f"{ranks // gpus} pods (a LeaderWorkerSet), which this version does not make: an engine's ranks meet on "
+            f"one machine; give each pod {ranks} GPUs, or set tensorParallelSize to {gpus}"
+        )
+    elif gpus and ranks != gpus:
         yield (
             f"spec.{role}: tensorParallelSize {ranks} with {gpus} GPUs in resources.limits; each rank has one GPU: "
             f"make them equal"

@@ -59,6 +59,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="S",
         help="on SIGTERM /ready is false for S seconds before the port closes (default 1)",
     )
+    parser.add_argument(
+        "--drain-timeout",
+        type=positive_float,
+        default=120.0,
+        metavar="S",
+        help="then running requests have this long to finish; keep a pod's grace period above both (default 120)",
+    )
     add_deployment(parser)
     add_tracing(parser)
     parser.add_argument(
@@ -147,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
             port=args.port,
             strict_fields=args.strict_fields,
             drain_notice_s=args.drain_notice,
+            drain_timeout_s=args.drain_timeout,
             api_keys=args.api_keys,
             admin_host=args.admin_host,
             admin_port=args.admin_port,

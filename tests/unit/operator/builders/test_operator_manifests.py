@@ -11,10 +11,13 @@ from tandem_operator.api.engine import Engine
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import ENGINE_FLAGS
+from tandem_operator.builders.gateway import may_be_zero
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser
+from tandem_services.gateway.config import GatewayConfig
+from tandem_services.worker.service import ORDER_TIMEOUT_S, SHUTDOWN_GRACE_S
 from tandem_testing.kube_cluster import service_of
 from tandem_testing.pod_security import violations
 
@@ -126,9 +129,45 @@ def test_the_password_of_redis_stands_in_no_manifest_and_on_no_command_line():
     assert "--requirepass" not in str(container)
 
 
-def test_the_grace_period_covers_the_drain():
-    for _, template in templates(ROOT / "examples/gpu.yaml"):
-        args = template["spec"]["containers"][0].get("args", [])
-        if "--drain-timeout" in args:
-            drain = int(args[args.index("--drain-timeout") + 1])
-            assert template["spec"]["terminationGracePeriodSeconds"] > drain
+def flag(args: list[str], name: str) -> float:
+    return float(args[args.index(name) + 1])
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_grace_period_covers_the_whole_end_of_a_process(path):  # RELIABILITY B3.36
+    seen = set()
+    for _, template in templates(path):
+        (container,) = template["spec"]["containers"]
+        grace = template["spec"]["terminationGracePeriodSeconds"]
+        args = container.get("args", [])
+        if container["name"] == "worker":
+            assert grace > flag(args, "--drain-timeout") + ORDER_TIMEOUT_S + SHUTDOWN_GRACE_S
+        elif container["name"] == "gateway":
+            assert grace > flag(args, "--drain-notice") + flag(args, "--drain-timeout")
+        seen.add(container["name"])
+    assert seen >= {"worker", "gateway"}
+
+
+def test_a_gateway_holds_requests_where_there_may_be_no_worker():
+    def args(name: str) -> list[str]:
+        return next(
+            container["args"]
+            for _, template in templates(ROOT / "examples" / name)
+            for container in template["spec"]["containers"]
+            if container["name"] == "gateway"
+        )
+
+    assert flag(args("autoscaling.yaml"), "--from-zero-timeout") < GatewayConfig(models=()).request_timeout_s
+    assert "--from-zero-timeout" not in args("minimal.yaml")
+
+
+def test_only_a_service_that_somebody_scales_may_be_at_zero():
+    def may(autoscaling: dict[str, Any], least: int) -> bool:
+        role = {"scaling": {"minReplicas": least}}
+        return may_be_zero(service_of(prefill=role, decode=role, autoscaling=autoscaling).spec)
+
+    assert may({"mode": "internal", "idleSecondsToZero": 60}, 0)
+    assert may({"mode": "external"}, 0)
+    assert not may({"mode": "internal"}, 0)
+    assert not may({"mode": "external"}, 1)
+    assert not may({"mode": "none", "idleSecondsToZero": 60}, 0)

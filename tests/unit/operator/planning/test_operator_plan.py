@@ -3,6 +3,7 @@
 import pytest
 
 from tandem_operator.planning.observed import Canary, Ref
+from tandem_operator.planning.validation import problems_of
 from tandem_testing.kube_cluster import MINIMAL, KubeCluster, service_of
 
 
@@ -77,6 +78,13 @@ def test_what_cannot_be_served_touches_nothing_and_says_why():
     assert conditions(cluster)["Ready"] == ("False", "InvalidSpec")
     assert "spec.prefill: tensorParallelSize 3 with 2 GPUs" in plan.status.conditions[0].message
     assert conditions(cluster)["DecodeWorkersReady"] == ("True", "AllReady")
+
+
+def test_a_worker_over_several_pods_is_refused_with_what_to_do_instead():
+    limits = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
+    (text, *_) = problems_of(service_of({**MINIMAL, "engine": {"tensorParallelSize": 16}, "prefill": limits}))
+    assert "a worker of 2 pods (a LeaderWorkerSet)" in text
+    assert "set tensorParallelSize to 8" in text
 
 
 def test_a_change_of_the_weights_makes_a_revision_and_the_old_one_goes_last():
