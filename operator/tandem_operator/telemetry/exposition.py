@@ -4,10 +4,10 @@
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 WORKER = "tandem_worker_"
@@ -55,6 +55,8 @@ GATEWAY_NAMES = frozenset(
 )
 NAMES = WORKER_NAMES | LINK_NAMES | GATEWAY_NAMES
 
+_NAME = re.compile(r"tandem_\w+")
+
 
 class UnusableFiguresError(Exception):
     """A pod answered with something that cannot be read, or that lacks a figure. The sentence names it."""
@@ -77,8 +79,10 @@ class Exposition:
         """Raises `UnusableFiguresError`."""
         samples: dict[str, list[Sample]] = {}
         try:
-            for metric in text_string_to_metric_families(text):
-                _collect(metric, samples)
+            # Most of an exposition is buckets of histograms that nobody reads here; parsing them costs most.
+            for metric in text_string_to_metric_families("\n".join(filter(_is_read, text.splitlines()))):
+                for sample in metric.samples:
+                    samples.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
         except (ValueError, KeyError, IndexError) as error:
             raise UnusableFiguresError(f"its metrics cannot be read: {error}") from error
         return Exposition(samples)
@@ -98,7 +102,7 @@ class Exposition:
         return self.samples.get(name, [])
 
 
-def _collect(metric: Metric, samples: dict[str, list[Sample]]) -> None:
-    for sample in metric.samples:
-        if sample.name in NAMES:
-            samples.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
+def _is_read(line: str) -> bool:
+    """Whether the line is a sample of `NAMES`."""
+    match = _NAME.match(line)
+    return match is not None and match[0] in NAMES
