@@ -28,3 +28,6 @@ class OperatorSettings:
     apis: ClusterApis = ClusterApis()
     operator_namespace: str = "tandem-system"
     """From where workers may be asked to drain or to change their role."""
+    canaries: bool = True
+    """Whether a revision has to answer a request before it takes over. Without, ready pods count as answers: for
+    clusters whose pods the operator cannot reach."""

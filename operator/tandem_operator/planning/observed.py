@@ -1,4 +1,4 @@
-"""What is there: the facts of the cluster that a plan is made from. Read by `client`, never by the planner."""
+"""What is there: the facts of the cluster that a plan is made from. Read by `controller`, never by the planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,6 +55,8 @@ class Observed:
     """Names of the Secrets that exist, of those the service refers to."""
     owned: frozenset[Ref] = frozenset()
     """Objects that carry the service's owner reference and that a plan may take away."""
+    foreign: frozenset[Ref] = frozenset()
+    """Objects that have a name which a plan wants to give, and belong to somebody else."""
     canaries: Mapping[str, Canary] = field(default_factory=dict)
     """Of each revision with a pair that answered or failed; under "" that through the gateway."""
     links: Mapping[str, str] = field(default_factory=dict)

@@ -37,7 +37,7 @@ from tandem_operator.planning.conditions import READY, ready, settled
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.revision import revision_of
 from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_step
-from tandem_operator.planning.status import health_of, invalid
+from tandem_operator.planning.status import health_of, invalid, name_taken
 from tandem_operator.planning.validation import problems_of
 from tandem_operator.settings import OperatorSettings
 
@@ -74,7 +74,9 @@ def make_plan(
     """`before`: the status as it is, for what time does not change."""
     problems = problems_of(service)
     if problems:
-        return Plan(status=_status(before, [invalid(problems)], observed, generation))
+        return refused(problems, observed, before, generation)
+    if observed.foreign:
+        return Plan(status=_status(before, [name_taken(observed.foreign)], observed, generation))
     target = revision_of(service)
     wanted = wanted_workers(service, observed)
     step = next_step(target, wanted, _revisions(observed), service.spec.rollout)
@@ -89,6 +91,11 @@ def make_plan(
         pools={role: _pool_status(service, observed, role) for role in ROLES},
         status=_with_workers(status, service, observed, target, wanted, step),
     )
+
+
+def refused(problems: list[str], observed: Observed, before: ModelServiceStatus, generation: int) -> Plan:
+    """Of a spec that cannot be served: nothing is touched, and the status says why."""
+    return Plan(status=_status(before, [invalid(problems)], observed, generation))
 
 
 def wanted_workers(service: Served, observed: Observed) -> Counts:

@@ -1,6 +1,11 @@
 """What the observed state means for the conditions of a ModelService."""
 
+from collections.abc import Iterable
+
+import msgspec
+
 from tandem_operator.api.conditions import Condition
+from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.builders.naming import gateway_name, redis_name
 from tandem_operator.builders.served import ROLES, RoleName, Served
 from tandem_operator.planning.conditions import (
@@ -14,8 +19,9 @@ from tandem_operator.planning.conditions import (
     VALID,
     WORKERS_READY,
     condition,
+    settled,
 )
-from tandem_operator.planning.observed import DeploymentSeen, Observed
+from tandem_operator.planning.observed import DeploymentSeen, Observed, Ref
 from tandem_operator.planning.rollout import Counts
 
 GATEWAY_CANARY = ""
@@ -24,6 +30,21 @@ GATEWAY_CANARY = ""
 def invalid(problems: list[str]) -> Condition:
     """The spec cannot be served; what runs goes on as it was."""
     return condition(VALID, False, "InvalidSpec", "; ".join(problems))
+
+
+def name_taken(foreign: Iterable[Ref]) -> Condition:
+    """Objects of others have names that ours would need; they are left alone."""
+    names = ", ".join(sorted(f"{ref.kind} {ref.name!r}" for ref in foreign))
+    message = f"not made by this service and left alone: {names}; delete them, or give this service another name"
+    return condition(VALID, False, "NameTaken", message)
+
+
+def not_applied(planned: ModelServiceStatus, before: ModelServiceStatus, message: str, now: str) -> ModelServiceStatus:
+    """`planned`, when the API server refused a part of the plan: a quota, an admission rule, an unknown field."""
+    degraded = condition(DEGRADED, True, "ApplyRefused", message)
+    conditions = [degraded if one.type == DEGRADED else one for one in planned.conditions]
+    timed = settled(conditions, before.conditions, generation=planned.observed_generation, now=now)
+    return msgspec.structs.replace(planned, conditions=timed)
 
 
 def health_of(service: Served, observed: Observed, target: str, wanted: Counts) -> list[Condition]:

@@ -1,0 +1,188 @@
+"""`tandem-operator`: the command of the operator's pod."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from tandem_operator.controller.election import ElectionConfig
+from tandem_operator.controller.logs import configure_logging
+from tandem_operator.controller.runtime import RuntimeOptions, fresh_identity, run
+from tandem_operator.settings import OperatorSettings
+
+EPILOG = """\
+It serves every ModelService of its namespaces: makes workers, gateway and Redis, rolls changes out pair by pair, scales
+both roles by queue depth, and says in each status what it waits for. See `kubectl explain modelservice.spec`.
+
+  tandem-operator                                   in a pod: all namespaces, credentials of its service account
+  KUBECONFIG=~/.kube/config tandem-operator --no-leader-elect --log-format plain
+                                                    on a laptop, against the cluster that the kubeconfig names
+  tandem-operator --namespaces chat,search          two namespaces alone; a Role in each is enough then
+
+Two replicas: one leads and acts, the other stands by with everything in memory and takes over when the leader resigns
+(at once) or is silent (--lease-duration). Nobody's requests depend on either.
+
+Exit status: 0 after SIGTERM, 1 when a part of it failed (start it again), 2 for a wrong flag.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags and what they mean."""
+    root = argparse.ArgumentParser(
+        prog="tandem-operator",
+        description="Serves ModelServices of a Kubernetes cluster.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _scope(root.add_argument_group("what it looks after"))
+    _images(root.add_argument_group("images that resources do not name"))
+    _election(root.add_argument_group("leader election"))
+    _process(root.add_argument_group("process"))
+    return root
+
+
+def _scope(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--namespaces",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help="namespaces whose ModelServices it serves (default: all)",
+    )
+    group.add_argument(
+        "--operator-namespace",
+        default=os.environ.get("POD_NAMESPACE", OperatorSettings().operator_namespace),
+        metavar="NAME",
+        help="its own namespace: where its lease is, and from where workers take orders (default: $POD_NAMESPACE, else "
+        "tandem-system)",
+    )
+    group.add_argument(
+        "--canary",
+        choices=("on", "off"),
+        default="on",
+        help="whether a request has to go through a new pair, and through the gateway, before they count as ready. "
+        "off: ready pods are enough; for clusters whose pods the operator cannot reach (default: on)",
+    )
+
+
+def _images(group: argparse._ArgumentGroup) -> None:
+    defaults = OperatorSettings()
+    group.add_argument("--engine-image", default=defaults.engine_image, metavar="IMAGE", help="workers (%(default)s)")
+    group.add_argument(
+        "--services-image", default=defaults.services_image, metavar="IMAGE", help="gateways (%(default)s)"
+    )
+    group.add_argument("--redis-image", default=defaults.redis_image, metavar="IMAGE", help="Redis (%(default)s)")
+
+
+def _election(group: argparse._ArgumentGroup) -> None:
+    defaults = ElectionConfig(identity="", namespace="")
+    group.add_argument(
+        "--leader-elect",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="act only while holding the lease; --no-leader-elect where there is only one (default: on)",
+    )
+    group.add_argument("--lease-name", default=defaults.name, metavar="NAME", help="(%(default)s)")
+    group.add_argument(
+        "--lease-duration",
+        type=float,
+        default=defaults.duration_s,
+        metavar="SECONDS",
+        help="a leader that is silent for so long has lost (%(default)g)",
+    )
+    group.add_argument(
+        "--renew-deadline",
+        type=float,
+        default=defaults.renew_deadline_s,
+        metavar="SECONDS",
+        help="a leader that could not renew for so long stops acting (%(default)g)",
+    )
+    group.add_argument(
+        "--retry-period",
+        type=float,
+        default=defaults.retry_s,
+        metavar="SECONDS",
+        help="time between two attempts (%(default)g)",
+    )
+
+
+def _process(group: argparse._ArgumentGroup) -> None:
+    defaults = RuntimeOptions()
+    group.add_argument(
+        "--workers",
+        type=_positive,
+        default=defaults.workers,
+        metavar="N",
+        help="services looked at at the same time (%(default)s)",
+    )
+    group.add_argument(
+        "--http-host", default=defaults.http_host, metavar="HOST", help="of /metrics and probes (%(default)s)"
+    )
+    group.add_argument("--http-port", type=int, default=defaults.http_port, metavar="PORT", help="0: any (%(default)s)")
+    group.add_argument("--log-format", choices=("json", "plain"), default="json", help="(%(default)s)")
+    group.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)"
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError("name at least one namespace, or leave the flag out for all")
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def options_of(arguments: argparse.Namespace) -> RuntimeOptions:
+    """Raises `ValueError` for lease times that cannot work."""
+    settings = OperatorSettings(
+        engine_image=arguments.engine_image,
+        services_image=arguments.services_image,
+        redis_image=arguments.redis_image,
+        operator_namespace=arguments.operator_namespace,
+        canaries=arguments.canary == "on",
+    )
+    return RuntimeOptions(
+        settings=settings,
+        namespaces=arguments.namespaces,
+        workers=arguments.workers,
+        election=_election_of(arguments) if arguments.leader_elect else None,
+        http_host=arguments.http_host,
+        http_port=arguments.http_port,
+    )
+
+
+def _election_of(arguments: argparse.Namespace) -> ElectionConfig:
+    return ElectionConfig(
+        identity=fresh_identity(),
+        namespace=arguments.operator_namespace,
+        name=arguments.lease_name,
+        duration_s=arguments.lease_duration,
+        renew_deadline_s=arguments.renew_deadline,
+        retry_s=arguments.retry_period,
+    )
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command."""
+    flags = parser()
+    arguments = flags.parse_args(words)
+    try:
+        options = options_of(arguments)
+    except ValueError as error:
+        flags.error(str(error))
+    configure_logging(arguments.log_format, arguments.log_level)
+    try:
+        asyncio.run(run(options))
+    except OSError as error:
+        sys.exit(f"tandem-operator: {options.http_host}:{options.http_port}: {error.strerror}; choose --http-port")
+
+
+if __name__ == "__main__":
+    main()

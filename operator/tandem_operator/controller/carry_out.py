@@ -1,0 +1,162 @@
+"""Carries out plans: secrets, manifests, scalings, deletions, statuses, in this order, and nothing that is so already.
+
+An object is applied when its manifest is another than the one last applied, or when what others may change of it is
+not as the API server left it then (`Seen.fingerprint`): edits by hand are put back, and an unchanged service costs no
+request. After a start nothing is remembered, and everything is applied once, which changes nothing that is as it
+should be.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.worker_pool import WorkerPoolStatus
+from tandem_operator.builders.containers import Manifest
+from tandem_operator.builders.naming import pool_name
+from tandem_operator.builders.served import RoleName
+from tandem_operator.controller.cluster import ApiError, Cluster
+from tandem_operator.controller.facts import Parts
+from tandem_operator.controller.kinds import WORKER_POOL, kind_of
+from tandem_operator.controller.objects import Seen, digest
+from tandem_operator.controller.resources import generation_of, pool_status_of, status_of
+from tandem_operator.controller.secrets import SecretLookup, generated_secret
+from tandem_operator.controller.store import Store
+from tandem_operator.planning.observed import Ref
+from tandem_operator.planning.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """What was applied, and what it was like then."""
+
+    manifest: bytes
+    fingerprint: bytes
+
+
+def owner_reference(service: Seen) -> Manifest:
+    """What every object of a service carries: it goes with the service."""
+    return {
+        "apiVersion": service.ref.api_version,
+        "kind": service.ref.kind,
+        "name": service.ref.name,
+        "uid": service.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+class Executor:
+    """Writes what plans say. Everything that it changes is owned by the service, by UID."""
+
+    def __init__(self, cluster: Cluster, store: Store, secrets: SecretLookup) -> None:
+        self._cluster = cluster
+        self._store = store
+        self._secrets = secrets
+        self._applied: dict[str, _Applied] = {}
+
+    async def carry_out(self, service: Seen, parts: Parts, plan: Plan) -> bool:
+        """Whether anything was written. Raises `ApiError` where the API server refuses; what follows is left out."""
+        wrote = False
+        for name in plan.secrets:
+            wrote |= await self._secrets.create(generated_secret(service.key, name, owner_reference(service)))
+        for manifest in plan.apply:
+            wrote |= await self._apply(service, parts, manifest)
+        for scaling in plan.scale:
+            await self._cluster.scale(scaling.ref, service.namespace, scaling.replicas)
+            wrote = True
+        for ref in plan.delete:
+            await self.delete(parts.owned[ref])
+            wrote = True
+        wrote |= await self._pool_statuses(service, plan.pools)
+        return wrote | await self.write_status(service, plan.status)
+
+    async def foreign(self, service: Seen, parts: Parts, plan: Plan) -> frozenset[Ref]:
+        """Names that the plan would write to and that somebody else's objects have. Only what is not known to be ours
+        is looked up: nothing of a service that is complete.
+        """
+        taken = []
+        for manifest in plan.apply:
+            ref = _ref_of(manifest)
+            if ref in parts.owned:
+                continue
+            body = await self._cluster.get(ref, service.namespace)
+            if body is None:
+                continue
+            seen = Seen.of(body)
+            if seen.owner == service.uid:
+                self._store.put(seen)
+            else:
+                taken.append(ref)
+        return frozenset(taken)
+
+    async def write_status(self, service: Seen, status: ModelServiceStatus) -> bool:
+        """Through the status subresource, if it is another."""
+        if status == status_of(service):
+            return False
+        await self._apply_status(service, msgspec.to_builtins(status))
+        return True
+
+    async def delete(self, seen: Seen) -> None:
+        """An object that the service owns; one that has taken its name meanwhile stays."""
+        try:
+            await self._cluster.delete(seen.ref, seen.namespace, seen.uid)
+        except ApiError as error:
+            if not error.conflict:
+                raise
+            logger.info("%s %s is another object by now and stays", seen.ref.kind, seen.ref.name)
+        self._applied.pop(seen.uid, None)
+
+    async def stop(self, deployment: Seen) -> None:
+        """Scale it to 0."""
+        await self._cluster.scale(deployment.ref, deployment.namespace, 0)
+
+    async def set_finalizers(self, service: Seen, finalizers: list[str]) -> None:
+        """Raises `ApiError` (409) when somebody has written meanwhile: the next look decides anew."""
+        body = {"metadata": {"resourceVersion": str(service.version), "finalizers": finalizers}}
+        self._store.put(Seen.of(await self._cluster.merge(service.ref, service.namespace, body)))
+
+    def forget(self, parts: Parts) -> None:
+        """The service is gone."""
+        for seen in parts.owned.values():
+            self._applied.pop(seen.uid, None)
+
+    async def _apply(self, service: Seen, parts: Parts, manifest: Manifest) -> bool:
+        wanted = digest(manifest)
+        seen = parts.owned.get(_ref_of(manifest))
+        if seen is not None and self._applied.get(seen.uid) == _Applied(wanted, seen.fingerprint):
+            return False
+        metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(service)]}
+        if seen is not None:
+            # Another object of this name, made a moment ago by somebody else, is not taken over.
+            metadata["uid"] = seen.uid
+        result = Seen.of(await self._cluster.apply({**manifest, "metadata": metadata}))
+        self._applied[result.uid] = _Applied(wanted, result.fingerprint)
+        self._store.put(result)
+        return True
+
+    async def _pool_statuses(self, service: Seen, pools: Mapping[RoleName, WorkerPoolStatus]) -> bool:
+        wrote = False
+        known = {seen.ref: seen for seen in self._store.parts(service.key) if seen.owner == service.uid}
+        for role, status in pools.items():
+            pool = known.get(WORKER_POOL.ref(pool_name(service.ref.name, role)))
+            if pool is None:
+                continue
+            wanted = msgspec.structs.replace(status, observed_generation=generation_of(pool))
+            if wanted != pool_status_of(pool):
+                await self._apply_status(pool, msgspec.to_builtins(wanted))
+                wrote = True
+        return wrote
+
+    async def _apply_status(self, seen: Seen, status: Manifest) -> None:
+        metadata = {"name": seen.ref.name, "namespace": seen.namespace, "uid": seen.uid}
+        body = {"apiVersion": seen.ref.api_version, "kind": seen.ref.kind, "metadata": metadata, "status": status}
+        self._store.put(Seen.of(await self._cluster.apply(body, subresource="status")))
+
+
+def _ref_of(manifest: Manifest) -> Ref:
+    return kind_of(manifest["apiVersion"], manifest["kind"]).ref(manifest["metadata"]["name"])

@@ -1,0 +1,257 @@
+"""Requests to the API server: the few verbs that the operator needs, on plain JSON.
+
+The official client does what a client has to know of clusters (kubeconfig, in-cluster tokens and their renewal, TLS,
+proxies); its asyncio half never blocks kopf's loop. Its models are not used: manifests are JSON already, and custom
+resources have none.
+
+What changes something passes `may_write` first, which raises when this process does not lead: a write that was decided
+before leadership was lost is not sent after it (RELIABILITY 41).
+"""
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+from urllib.parse import quote, urlencode
+
+import aiohttp
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.config import load_incluster_config, load_kube_config
+from kubernetes.aio.config.incluster_config import SERVICE_HOST_ENV_NAME
+
+from tandem_operator.builders.containers import Manifest
+from tandem_operator.controller.kinds import Kind, kind_of
+from tandem_operator.planning.observed import Ref
+
+FIELD_MANAGER = "tandem-operator"
+
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
+PAGE = 500
+"""Objects per answer of a list."""
+
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+
+_BUSY = (429, 503)
+_MAX_ATTEMPTS = 4
+_MAX_PAUSE_S = 10.0
+
+
+class ApiError(Exception):
+    """An answer of 400 or more, or none at all (`status` 0)."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(f"{status} {reason}: {message}" if status else f"{reason}: {message}")
+        self.status = status
+        self.reason = reason
+
+    @property
+    def conflict(self) -> bool:
+        """Somebody else has written meanwhile, or it is not the object that was meant."""
+        return self.status == 409
+
+    @property
+    def absent(self) -> bool:
+        return self.status == 404
+
+
+class Meter(Protocol):
+    """Counts requests that change something."""
+
+    def wrote(self, verb: str, kind: str) -> None: ...
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[ApiClient]:
+    """A client with the credentials of the pod, or else those of $KUBECONFIG or ~/.kube/config, while the block
+    lasts."""
+    configuration = Configuration()
+    if _in_cluster():
+        load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+    else:
+        await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    # Connections for all workers of the queue at once; more would only be queued by the API server.
+    configuration.connection_pool_maxsize = 32
+    client = ApiClient(configuration)
+    try:
+        yield client
+    finally:
+        await client.close()  # type: ignore[no-untyped-call]
+
+
+def _in_cluster() -> bool:
+    return bool(os.environ.get(SERVICE_HOST_ENV_NAME))
+
+
+class Cluster:
+    """One API server. `may_write` is asked before each request that changes something."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        meter: Meter,
+        may_write: Callable[[], None],
+        *,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._client = client
+        self._meter = meter
+        self._may_write = may_write
+        self._pause = pause
+
+    async def get(self, ref: Ref, namespace: str) -> Manifest | None:
+        """None when there is no such object."""
+        try:
+            return await self._request("GET", kind_of(ref.api_version, ref.kind).path(namespace, ref.name))
+        except ApiError as error:
+            if error.absent:
+                return None
+            raise
+
+    async def list_all(self, kind: Kind, namespace: str | None, selector: str = "") -> tuple[list[Manifest], int]:
+        """All that match the label selector, and the version of the list; in pages, begun anew when one is too old."""
+        while True:
+            try:
+                return await self._pages(kind, namespace, selector)
+            except ApiError as error:
+                # "410 Gone": the continuation has expired.
+                if error.status != 410:
+                    raise
+
+    async def _pages(self, kind: Kind, namespace: str | None, selector: str) -> tuple[list[Manifest], int]:
+        items: list[Manifest] = []
+        token = ""
+        while True:
+            query = {"limit": str(PAGE), "labelSelector": selector, "continue": token}
+            answer = await self._request(
+                "GET", kind.path(namespace), {key: text for key, text in query.items() if text}
+            )
+            for item in answer.get("items") or ():
+                # Items of a list do not say what they are.
+                items.append({"apiVersion": kind.api_version, "kind": kind.name, **item})
+            token = answer["metadata"].get("continue") or ""
+            if not token:
+                return items, int(answer["metadata"]["resourceVersion"])
+
+    async def apply(self, manifest: Manifest, *, subresource: str = "", manager: str = FIELD_MANAGER) -> Manifest:
+        """Server-side apply; fields of ours that others have taken are taken back. The object as it is afterwards."""
+        kind = kind_of(manifest["apiVersion"], manifest["kind"])
+        metadata = manifest["metadata"]
+        path = kind.path(metadata["namespace"], metadata["name"], subresource)
+        query = {"fieldManager": manager, "force": "true"}
+        return await self._write("apply", kind, "PATCH", path, query, manifest, APPLY)
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """Raises `ApiError` (409) when it is there already."""
+        kind = kind_of(manifest["apiVersion"], manifest["kind"])
+        path = kind.path(manifest["metadata"]["namespace"])
+        return await self._write("create", kind, "POST", path, {"fieldManager": FIELD_MANAGER}, manifest)
+
+    async def replace(self, manifest: Manifest) -> Manifest:
+        """As a whole; with a `resourceVersion` only if nobody has written since."""
+        kind = kind_of(manifest["apiVersion"], manifest["kind"])
+        metadata = manifest["metadata"]
+        path = kind.path(metadata["namespace"], metadata["name"])
+        return await self._write("replace", kind, "PUT", path, {"fieldManager": FIELD_MANAGER}, manifest)
+
+    async def scale(self, ref: Ref, namespace: str, replicas: int) -> None:
+        """Through the scale subresource."""
+        kind = kind_of(ref.api_version, ref.kind)
+        path = kind.path(namespace, ref.name, "scale")
+        body = {"spec": {"replicas": replicas}}
+        await self._write("scale", kind, "PATCH", path, {"fieldManager": FIELD_MANAGER}, body, MERGE)
+
+    async def merge(self, ref: Ref, namespace: str, body: Manifest) -> Manifest:
+        """Merge patch; with a `resourceVersion` in `body` only if nobody has written since."""
+        kind = kind_of(ref.api_version, ref.kind)
+        path = kind.path(namespace, ref.name)
+        return await self._write("patch", kind, "PATCH", path, {"fieldManager": FIELD_MANAGER}, body, MERGE)
+
+    async def delete(self, ref: Ref, namespace: str, uid: str) -> None:
+        """The object of that `uid` and, in the background, what it owns. Gone already is as good; another object of
+        the same name raises `ApiError` (409).
+        """
+        kind = kind_of(ref.api_version, ref.kind)
+        body: Manifest = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        try:
+            await self._write("delete", kind, "DELETE", kind.path(namespace, ref.name), {}, body)
+        except ApiError as error:
+            if not error.absent:
+                raise
+
+    async def serves(self, kind: Kind) -> bool:
+        """Whether the API server has this kind, in this version."""
+        root = f"/api/{kind.api_version}" if "/" not in kind.api_version else f"/apis/{kind.api_version}"
+        try:
+            answer = await self._request("GET", root)
+        except ApiError as error:
+            if error.absent:
+                return False
+            raise
+        return any(one["name"] == kind.plural for one in answer.get("resources", ()))
+
+    async def _write(
+        self,
+        verb: str,
+        kind: Kind,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Manifest,
+        content: str = "application/json",
+    ) -> Manifest:
+        self._may_write()
+        self._meter.wrote(verb, kind.name)
+        return await self._request(method, path, query, body, content, before_attempt=self._may_write)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Manifest | None = None,
+        content: str = "application/json",
+        *,
+        before_attempt: Callable[[], None] = lambda: None,
+    ) -> Manifest:
+        target = quote(path) + (f"?{urlencode(query)}" if query else "")
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            before_attempt()
+            status, retry_after, data = await self._once(method, target, body, content)
+            if status < 400:
+                parsed: Manifest = json.loads(data)
+                return parsed
+            if status not in _BUSY or attempt == _MAX_ATTEMPTS:
+                raise _error(status, data)
+            await self._pause(_pause_s(retry_after, attempt))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _once(self, method: str, target: str, body: Manifest | None, content: str) -> tuple[int, str, bytes]:
+        headers = {"Accept": "application/json", "Content-Type": content}
+        try:
+            request = await self._client.param_serialize(
+                method, target, header_params=headers, body=body, auth_settings=["BearerToken"]
+            )
+            answer = await self._client.call_api(*request, _request_timeout=REQUEST_TIMEOUT)
+            data: bytes = await answer.response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ApiError(0, type(error).__name__, str(error) or "no answer of the API server") from error
+        return answer.status, answer.headers.get("Retry-After", ""), data
+
+
+def _pause_s(retry_after: str, attempt: int) -> float:
+    """As long as the API server asks for, else longer each time; never in step with other clients."""
+    asked = float(retry_after) if retry_after.isdecimal() else 0.25 * 2.0**attempt
+    return min(_MAX_PAUSE_S, asked) * random.uniform(1.0, 1.25)
+
+
+def _error(status: int, data: bytes) -> ApiError:
+    try:
+        answer: Any = json.loads(data)
+        return ApiError(status, answer.get("reason", ""), answer.get("message", ""))
+    except (ValueError, AttributeError):
+        return ApiError(status, "", data[:200].decode(errors="replace"))

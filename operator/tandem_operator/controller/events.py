@@ -1,0 +1,95 @@
+"""Events of a ModelService: what `kubectl describe` and `kubectl get events` show of its life.
+
+One for each transition, never for a state: a service that stays as it is makes none. They are told for people, so an
+event that cannot be posted is logged and forgotten.
+"""
+
+import logging
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+from uuid import uuid4
+
+from tandem_operator.api.conditions import Condition
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.builders.containers import Manifest
+from tandem_operator.controller.cluster import ApiError, Cluster
+from tandem_operator.controller.kinds import EVENT
+from tandem_operator.controller.objects import Seen
+from tandem_operator.planning.conditions import DEGRADED, READY, TRANSPORT_READY, VALID
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER = "tandem.dev/operator"
+MAX_NOTE = 1000
+"""Characters of its sentence; the API server takes 1024 bytes."""
+
+_TOLD = {VALID: "True", READY: "True", DEGRADED: "False", TRANSPORT_READY: "True"}
+"""Conditions whose changes are told, and the status that is good news."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One event."""
+
+    kind: Literal["Normal", "Warning"]
+    reason: str
+    note: str
+
+
+def transitions(before: ModelServiceStatus, after: ModelServiceStatus) -> list[Told]:
+    """What is worth telling of a change of status."""
+    known = {one.type: one for one in before.conditions}
+    told = [_of_condition(one) for one in after.conditions if one.type in _TOLD and _news(known.get(one.type), one)]
+    if before.revision and after.revision != before.revision:
+        told.append(Told("Normal", "RollingOut", f"revision {before.revision} is replaced by {after.revision}"))
+    return told
+
+
+def _news(before: Condition | None, after: Condition) -> bool:
+    good = _TOLD[after.type]
+    if before is None:
+        # How it begins is worth telling only when it begins badly.
+        return after.type in (VALID, DEGRADED) and after.status != good
+    return before.status != after.status
+
+
+def _of_condition(one: Condition) -> Told:
+    good = _TOLD[one.type] == one.status
+    return Told("Normal" if good else "Warning", one.reason, f"{one.type} is {one.status}: {one.message or one.reason}")
+
+
+class EventPoster:
+    """Posts events about objects, as `instance`."""
+
+    def __init__(self, cluster: Cluster, instance: str) -> None:
+        self._cluster = cluster
+        self._instance = instance
+
+    async def post(self, about: Seen, told: Told) -> None:
+        try:
+            await self._cluster.create(self._manifest(about, told))
+        except ApiError as error:
+            logger.warning("event %s of %s was not posted: %s", told.reason, about.key, error)
+
+    def _manifest(self, about: Seen, told: Told) -> Manifest:
+        return {
+            "apiVersion": EVENT.api_version,
+            "kind": EVENT.name,
+            "metadata": {"name": f"{about.ref.name}.{uuid4().hex[:16]}", "namespace": about.namespace},
+            "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "type": told.kind,
+            "reason": told.reason,
+            "note": told.note[:MAX_NOTE],
+            "action": "Reconcile",
+            "reportingController": CONTROLLER,
+            "reportingInstance": self._instance,
+            "regarding": {
+                "apiVersion": about.ref.api_version,
+                "kind": about.ref.kind,
+                "name": about.ref.name,
+                "namespace": about.namespace,
+                "uid": about.uid,
+                "resourceVersion": str(about.version),
+            },
+        }

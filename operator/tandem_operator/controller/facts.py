@@ -1,0 +1,117 @@
+"""From what is known of a service's objects to what the planner wants to know. Pure.
+
+Only objects whose controller is the service itself count: what merely has the same labels or the same name is nobody's
+business of ours, and is neither counted nor changed nor taken away.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
+from tandem_operator.builders.served import ROLES, RoleName
+from tandem_operator.controller.kinds import DEPLOYMENT, POD, WORKER_POOL
+from tandem_operator.controller.objects import Seen
+from tandem_operator.planning.observed import DeploymentSeen, Ref
+
+_BAD_WAITING = (
+    "CrashLoopBackOff",
+    "ImagePullBackOff",
+    "ErrImagePull",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+)
+_ENDED = ("Succeeded", "Failed")
+MAX_TROUBLE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Objects of one service, those apart that it owns."""
+
+    owned: dict[Ref, Seen]
+    pods: tuple[Seen, ...]
+    """With the service's label; ended ones left out. Their owners are ReplicaSets."""
+
+    @staticmethod
+    def of(uid: str, seen: Iterable[Seen]) -> "Parts":
+        """`uid`: of the service."""
+        everything = list(seen)
+        owned = {one.ref: one for one in everything if one.owner == uid}
+        return Parts(owned=owned, pods=tuple(one for one in everything if one.ref.kind == POD.name and not _ended(one)))
+
+    def removable(self) -> frozenset[Ref]:
+        """What a plan may take away: neither what is going already, nor pools, which stay with the service."""
+        return frozenset(
+            ref for ref, one in self.owned.items() if not one.deleting and ref.kind not in (WORKER_POOL.name, POD.name)
+        )
+
+    def pools(self) -> dict[RoleName, int]:
+        """`spec.replicas` of the WorkerPools."""
+        counts: dict[RoleName, int] = {}
+        for one in self.owned.values():
+            if one.ref.kind == WORKER_POOL.name and not one.deleting:
+                spec = one.body["spec"]
+                counts[spec["role"]] = spec.get("replicas", 1)
+        return counts
+
+    def deployments(self) -> tuple[DeploymentSeen, ...]:
+        """All that the service owns and that are not going."""
+        mine = [one for one in self.owned.values() if one.ref.kind == DEPLOYMENT.name and not one.deleting]
+        return tuple(_deployment(one, self.pods_with(one.body["spec"]["selector"]["matchLabels"])) for one in mine)
+
+    def pods_with(self, labels: Mapping[str, str]) -> list[Seen]:
+        """Terminating ones too."""
+        return [pod for pod in self.pods if labels.items() <= pod.body["metadata"].get("labels", {}).items()]
+
+    def ready_pods(self, labels: Mapping[str, str]) -> list[Seen]:
+        """Those that take requests."""
+        return [pod for pod in self.pods_with(labels) if _ready(pod) and not pod.deleting]
+
+
+def _deployment(seen: Seen, pods: list[Seen]) -> DeploymentSeen:
+    body = seen.body
+    labels = body["metadata"].get("labels", {})
+    role = next((role for role in ROLES if role == labels.get(ROLE_LABEL)), None)
+    living = [pod for pod in pods if not pod.deleting]
+    return DeploymentSeen(
+        name=seen.ref.name,
+        replicas=body["spec"].get("replicas", 1),
+        # Of the pods themselves: the Deployment's own status trails behind them.
+        ready=sum(_ready(pod) for pod in living),
+        pods=len(living),
+        role=role,
+        revision=labels.get(REVISION_LABEL),
+        created=body["metadata"].get("creationTimestamp", ""),
+        trouble=_trouble(body, living),
+    )
+
+
+def _ready(pod: Seen) -> bool:
+    conditions = pod.body["status"].get("conditions", ())
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def _ended(pod: Seen) -> bool:
+    return pod.ref.kind == POD.name and pod.body["status"].get("phase") in _ENDED
+
+
+def _trouble(deployment: dict[str, Any], pods: list[Seen]) -> str:
+    """The first pod's that has some, else what keeps the Deployment from making pods."""
+    for pod in sorted(pods, key=lambda one: one.ref.name):
+        for text in _pod_trouble(pod.body["status"]):
+            return text[:MAX_TROUBLE]
+    for one in deployment.get("status", {}).get("conditions", ()):
+        if one["type"] == "ReplicaFailure" and one["status"] == "True":
+            return str(one.get("message", one.get("reason", "")))[:MAX_TROUBLE]
+    return ""
+
+
+def _pod_trouble(status: dict[str, Any]) -> Iterator[str]:
+    for one in status.get("conditions", ()):
+        if one["type"] == "PodScheduled" and one["status"] == "False" and one.get("message"):
+            yield one["message"]
+    for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = one.get("state", {}).get("waiting", {})
+        if waiting.get("reason") in _BAD_WAITING:
+            yield f"{one['name']}: {waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")

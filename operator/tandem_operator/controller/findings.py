@@ -1,0 +1,61 @@
+"""What is known of a service beyond its objects: canaries, links, decisions of the autoscaler.
+
+Found out by asking its pods, every few seconds and beside reconciles, which only read it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem_operator.api.model_service import Decision
+from tandem_operator.controller.facts import Parts
+from tandem_operator.controller.kinds import ServiceKey
+from tandem_operator.planning.deletion import gateway_selector
+from tandem_operator.planning.observed import Canary
+from tandem_operator.planning.status import GATEWAY_CANARY
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """Of one service."""
+
+    canaries: Mapping[str, Canary] = field(default_factory=dict)
+    """As `Observed.canaries`."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """As `Observed.links`."""
+    decisions: tuple[Decision, ...] | None = None
+    """Newest first; None: none made since this operator leads, those in the status stay."""
+
+
+class FindingsBoard:
+    """The newest of each service."""
+
+    def __init__(self) -> None:
+        self._of: dict[ServiceKey, Findings] = {}
+
+    def of(self, key: ServiceKey) -> Findings:
+        return self._of.get(key, Findings())
+
+    def put(self, key: ServiceKey, findings: Findings) -> bool:
+        """Whether they are new."""
+        if self._of.get(key) == findings:
+            return False
+        self._of[key] = findings
+        return True
+
+    def forget(self, key: ServiceKey) -> None:
+        self._of.pop(key, None)
+
+    def clear(self) -> None:
+        self._of.clear()
+
+
+def canaries_by_readiness(service: str, parts: Parts) -> dict[str, Canary]:
+    """With canaries switched off (`--canary off`) a pair whose pods are ready counts as one that answered."""
+    ready: dict[str, set[str]] = {}
+    for one in parts.deployments():
+        if one.revision is not None and one.role is not None and one.ready:
+            ready.setdefault(one.revision, set()).add(one.role)
+    passed = {revision: Canary(passed=True) for revision, roles in ready.items() if len(roles) == 2}
+    if passed and parts.ready_pods(gateway_selector(service)):
+        passed[GATEWAY_CANARY] = Canary(passed=True)
+    return passed

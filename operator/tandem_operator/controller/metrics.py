@@ -1,0 +1,43 @@
+"""Series of the operator's /metrics."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class OperatorMetrics:
+    """All series, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.reconciles = Counter(
+            "tandem_operator_reconciles",
+            "Looks at a ModelService, by result: unchanged, changed, failed, stopped (leadership was lost)",
+            ["result"],
+            registry=self.registry,
+        )
+        self.reconcile_seconds = Histogram(
+            "tandem_operator_reconcile_seconds",
+            "How long a look took, writes included",
+            buckets=RECONCILE_BUCKETS,
+            registry=self.registry,
+        )
+        self.api_writes = Counter(
+            "tandem_operator_api_writes",
+            "Requests to the API server that change something",
+            ["verb", "kind"],
+            registry=self.registry,
+        )
+        self.errors = Counter(
+            "tandem_operator_errors", "Failures, by what failed", ["part", "reason"], registry=self.registry
+        )
+        self.leader = Gauge("tandem_operator_leader", "1 while this operator acts", registry=self.registry)
+        self.queue = Gauge("tandem_operator_queue_length", "Services that wait to be looked at", registry=self.registry)
+        self.services = Gauge("tandem_operator_services", "ModelServices that are known", registry=self.registry)
+        self.watch_events = Counter(
+            "tandem_operator_watch_events", "What watches told", ["kind"], registry=self.registry
+        )
+
+    def wrote(self, verb: str, kind: str) -> None:
+        """A request that changes something was sent."""
+        self.api_writes.labels(verb, kind).inc()

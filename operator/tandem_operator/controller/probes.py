@@ -1,0 +1,46 @@
+"""The operator's own HTTP port: /livez, /readyz and /metrics."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+Health = Callable[[], str]
+"""Why not; empty when all is well."""
+
+
+def probe_app(registry: CollectorRegistry, live: Health, ready: Health) -> web.Application:
+    """`live`: whether a restart would help; `ready`: whether it knows the cluster, leader or not."""
+
+    async def livez(_: web.Request) -> web.Response:
+        return _answer(live())
+
+    async def readyz(_: web.Request) -> web.Response:
+        return _answer(ready())
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    app = web.Application()
+    app.router.add_get("/livez", livez)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/metrics", metrics)
+    return app
+
+
+def _answer(trouble: str) -> web.Response:
+    return web.Response(status=503 if trouble else 200, text=f"{trouble or 'ok'}\n")
+
+
+@asynccontextmanager
+async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+    """Serves for as long as the block lasts; the port, which is chosen for 0. Raises `OSError` when it is taken."""
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()

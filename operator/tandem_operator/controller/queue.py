@@ -1,0 +1,148 @@
+"""Which services are to be looked at, and when: each once at a time, bursts of events as one look.
+
+    add ─▶ due now ─┐                    ┌─ done ─▶ forgotten until the next event
+    later ─▶ due at ┴─▶ take ─▶ working ─┼─ done, but added meanwhile ─▶ due now
+                                         └─ failed ─▶ due after a pause that grows, with jitter
+
+An event that comes while its service is being looked at is not lost: the service is looked at again afterwards.
+"""
+
+import asyncio
+import heapq
+import random
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 60.0
+
+
+def back_off(failures: int, jitter: Callable[[float, float], float] = random.uniform) -> float:
+    """Seconds until the next attempt after so many failures in a row: twice as long each time, spread by a half, so
+    that what failed together does not come back together.
+    """
+    longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, 30))
+    return jitter(longest / 2, longest)
+
+
+class Schedule(Generic[Key]):
+    """The order of things, without waiting: every method is told what time it is, in seconds."""
+
+    def __init__(self) -> None:
+        self._due: dict[Key, float] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._order = 0
+        self._working: set[Key] = set()
+        self._again: dict[Key, float] = {}
+        self._failures: dict[Key, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._due) + len(self._again)
+
+    def add(self, key: Key, at: float) -> None:
+        """Look at it at that time, or earlier if that was wanted already."""
+        if key in self._working:
+            self._again[key] = min(at, self._again.get(key, at))
+            return
+        if key in self._due and self._due[key] <= at:
+            return
+        self._due[key] = at
+        self._order += 1
+        heapq.heappush(self._heap, (at, self._order, key))
+
+    def take(self, now: float) -> Key | None:
+        """The one that has been due for longest; it is ours until `done` or `failed`. None: nothing is due."""
+        self._drop_stale()
+        if not self._heap or self._heap[0][0] > now:
+            return None
+        _, _, key = heapq.heappop(self._heap)
+        del self._due[key]
+        self._working.add(key)
+        return key
+
+    def next_at(self) -> float | None:
+        """When the next one is due; None without any."""
+        self._drop_stale()
+        return self._heap[0][0] if self._heap else None
+
+    def done(self, key: Key) -> None:
+        """It went well."""
+        self._failures.pop(key, None)
+        self._release(key)
+
+    def failed(self, key: Key, now: float) -> float:
+        """It did not; the pause until the next attempt, unless an event asks for one earlier."""
+        failures = self._failures.get(key, 0) + 1
+        self._failures[key] = failures
+        pause = back_off(failures)
+        # Events that came meanwhile do not shorten it: they are often of our own half-done writes.
+        self._again.pop(key, None)
+        self._release(key)
+        self.add(key, now + pause)
+        return pause
+
+    def clear(self) -> None:
+        """Forget what was wanted. What is being worked on stays so until it is done."""
+        self._due.clear()
+        self._heap.clear()
+        self._again.clear()
+        self._failures.clear()
+
+    def _release(self, key: Key) -> None:
+        self._working.discard(key)
+        again = self._again.pop(key, None)
+        if again is not None:
+            self.add(key, again)
+
+    def _drop_stale(self) -> None:
+        """Heap entries that an earlier wish has replaced."""
+        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+
+
+class WorkQueue(Generic[Key]):
+    """A `Schedule` to wait at."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._schedule: Schedule[Key] = Schedule()
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._schedule)
+
+    def add(self, key: Key, after_s: float = 0.0) -> None:
+        self._schedule.add(key, self._clock() + after_s)
+        self._changed.set()
+
+    async def get(self) -> Key:
+        """Waits for the next one that is due."""
+        while True:
+            key = self._schedule.take(self._clock())
+            if key is not None:
+                return key
+            self._changed.clear()
+            await self._until_due()
+
+    def done(self, key: Key) -> None:
+        self._schedule.done(key)
+        self._changed.set()
+
+    def failed(self, key: Key) -> float:
+        pause = self._schedule.failed(key, self._clock())
+        self._changed.set()
+        return pause
+
+    def clear(self) -> None:
+        self._schedule.clear()
+
+    async def _until_due(self) -> None:
+        at = self._schedule.next_at()
+        try:
+            async with asyncio.timeout(None if at is None else max(0.0, at - self._clock())):
+                await self._changed.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,162 @@
+"""One look at one service: what is there, what is planned of it, and the plan carried out.
+
+    gone? ─▶ forget it            deleted? ─▶ its gateways drain, then the finalizer goes
+    spec ─▶ Observed ─▶ make_plan ─▶ Executor ─▶ events of what has changed
+
+Level-triggered: it does not matter which event it was, or how many, or whether one was missed.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.builders.naming import curve_secret_name, redis_secret_name
+from tandem_operator.builders.served import Served, served
+from tandem_operator.controller.carry_out import Executor
+from tandem_operator.controller.cluster import ApiError
+from tandem_operator.controller.events import EventPoster, Told, transitions
+from tandem_operator.controller.facts import Parts
+from tandem_operator.controller.farewell import Farewells
+from tandem_operator.controller.findings import FindingsBoard, canaries_by_readiness
+from tandem_operator.controller.kinds import ServiceKey
+from tandem_operator.controller.objects import Seen
+from tandem_operator.controller.resources import generation_of, spec_of, status_of
+from tandem_operator.controller.secrets import SecretLookup
+from tandem_operator.controller.store import Store
+from tandem_operator.planning.deletion import FINALIZER
+from tandem_operator.planning.observed import Observed
+from tandem_operator.planning.plan import Plan, make_plan, refused
+from tandem_operator.planning.status import not_applied, referenced_secrets
+from tandem_operator.settings import OperatorSettings
+
+logger = logging.getLogger(__name__)
+
+_REFUSED = (400, 403, 422)
+"""Answers that do not change by asking again: admission, quota, or a field that this cluster does not take."""
+
+WAITING_S = 5.0
+"""Until the next look at a service that waits for something that no watch tells of: a Secret, a name that is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What became of a look."""
+
+    wrote: bool = False
+    again_s: float | None = None
+    """Look again after this, even if nothing happens."""
+
+
+def rfc3339(moment: datetime) -> str:
+    """As Kubernetes writes times, to the second."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Reconciler:
+    """Looks at services, one call per service at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        findings: FindingsBoard,
+        executor: Executor,
+        secrets: SecretLookup,
+        events: EventPoster,
+        settings: OperatorSettings,
+        *,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._findings = findings
+        self._executor = executor
+        self._secrets = secrets
+        self._events = events
+        self._settings = settings
+        self._now = now
+        self._farewells = Farewells(executor, events, clock)
+
+    async def look(self, key: ServiceKey) -> Looked:
+        """Raises `ApiError` when the API server does not answer or refuses, `NotLeading` when another leads now."""
+        service = self._store.service(key)
+        if service is None:
+            self._forget(key)
+            return Looked()
+        parts = Parts.of(service.uid, self._store.parts(key))
+        if service.deleting:
+            return await self._part(service, parts)
+        finalizers = service.body["metadata"].get("finalizers", [])
+        if FINALIZER not in finalizers:
+            await self._executor.set_finalizers(service, [*finalizers, FINALIZER])
+            service = self._store.service(key) or service
+        return await self._serve(service, parts)
+
+    async def _serve(self, service: Seen, parts: Parts) -> Looked:
+        before, generation = status_of(service), generation_of(service)
+        try:
+            spec = spec_of(service)
+        except ValueError as error:
+            plan = refused([str(error)], self._seen(parts, service.key), before, generation)
+            return await self._finish(service, parts, before, plan)
+        wanted = served(service.ref.name, service.namespace, spec, self._settings)
+        observed = await self._observe(wanted, service.key, parts)
+        plan = make_plan(wanted, observed, before, generation, self._settings)
+        foreign = await self._executor.foreign(service, parts, plan)
+        if foreign:
+            observed = replace(observed, foreign=foreign)
+            plan = make_plan(wanted, observed, before, generation, self._settings)
+        missing = [name for name in referenced_secrets(wanted) if name not in observed.secrets]
+        looked = await self._finish(service, parts, before, plan)
+        return replace(looked, again_s=WAITING_S) if missing or foreign else looked
+
+    async def _finish(self, service: Seen, parts: Parts, before: ModelServiceStatus, plan: Plan) -> Looked:
+        if plan.secrets and parts.pods:
+            note = f"made anew, for they were gone: {', '.join(plan.secrets)}; pods that run still have the old ones"
+            await self._events.post(service, Told("Warning", "SecretsReplaced", note))
+        try:
+            wrote = await self._executor.carry_out(service, parts, plan)
+        except ApiError as error:
+            if error.status in _REFUSED:
+                status = not_applied(plan.status, before, str(error), rfc3339(self._now()))
+                await self._executor.write_status(service, status)
+                await self._tell(service, before, status)
+            raise
+        await self._tell(service, before, plan.status)
+        return Looked(wrote)
+
+    async def _tell(self, service: Seen, before: ModelServiceStatus, after: ModelServiceStatus) -> None:
+        for told in transitions(before, after):
+            logger.info("%s: %s", service.key, told.note, extra={"reason": told.reason})
+            await self._events.post(service, told)
+
+    async def _observe(self, wanted: Served, key: ServiceKey, parts: Parts) -> Observed:
+        names = {*referenced_secrets(wanted)}
+        if wanted.spec.security.curve_secret is None:
+            names.add(curve_secret_name(key.name))
+        if wanted.spec.redis.managed is not None:
+            names.add(redis_secret_name(key.name))
+        return replace(self._seen(parts, key), secrets=await self._secrets.existing(key.namespace, sorted(names)))
+
+    def _seen(self, parts: Parts, key: ServiceKey) -> Observed:
+        findings = self._findings.of(key)
+        canaries = findings.canaries if self._settings.canaries else canaries_by_readiness(key.name, parts)
+        return Observed(
+            now=rfc3339(self._now()),
+            pools=parts.pools(),
+            deployments=parts.deployments(),
+            owned=parts.removable(),
+            canaries=canaries,
+            links=findings.links,
+        )
+
+    async def _part(self, service: Seen, parts: Parts) -> Looked:
+        parting = await self._farewells.step(service, parts, self._seen(parts, service.key))
+        return Looked(parting.wrote, parting.again_s)
+
+    def _forget(self, key: ServiceKey) -> None:
+        self._findings.forget(key)
+        self._secrets.forget(key.namespace)
+        self._farewells.forget(key)

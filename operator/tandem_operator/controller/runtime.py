@@ -1,0 +1,205 @@
+"""One operator, put together and run.
+
+    HTTP port ─▶ API server and CRDs are there ─▶ kopf watches ─┬─▶ full list ─▶ workers look at services
+                                                                └─▶ lease ─▶ leading or standing by
+    SIGTERM ─▶ running looks end, the lease is given up, kopf ends
+
+A part that fails unexpectedly ends the process: it is started again, with nothing half-alive in between.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import kopf
+from kubernetes.aio.client.api_client import ApiClient
+
+from tandem_operator.controller.carry_out import Executor
+from tandem_operator.controller.cluster import ApiError, Cluster, connected
+from tandem_operator.controller.discovery import wait_for_cluster, watched_kinds
+from tandem_operator.controller.dispatch import Dispatcher
+from tandem_operator.controller.election import Election, ElectionConfig
+from tandem_operator.controller.events import EventPoster
+from tandem_operator.controller.findings import FindingsBoard
+from tandem_operator.controller.handlers import registry_for
+from tandem_operator.controller.leadership import Leadership
+from tandem_operator.controller.metrics import OperatorMetrics
+from tandem_operator.controller.probes import probe_app, serving
+from tandem_operator.controller.reconcile import Reconciler
+from tandem_operator.controller.resync import Resync
+from tandem_operator.controller.secrets import SecretLookup
+from tandem_operator.controller.store import Store
+from tandem_operator.settings import OperatorSettings
+
+logger = logging.getLogger(__name__)
+
+FINISH_S = 10.0
+"""Looks that run when the operator is told to end may take so long."""
+SILENT_S = 60.0
+"""An event loop or an election that has not moved for so long is beyond help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeOptions:
+    """What the command line says."""
+
+    settings: OperatorSettings = field(default_factory=OperatorSettings)
+    namespaces: tuple[str, ...] = ()
+    """Empty: all."""
+    workers: int = 8
+    """Services that are looked at at the same time."""
+    election: ElectionConfig | None = None
+    """None: this operator is the only one."""
+    http_host: str = "0.0.0.0"  # noqa: S104 - of the pod
+    http_port: int = 8080
+
+
+def fresh_identity() -> str:
+    """Who leads, for people; unlike every other process, also one of the same pod before."""
+    return f"{os.uname().nodename}_{uuid.uuid4().hex[:8]}"
+
+
+async def run(options: RuntimeOptions) -> None:
+    """Until SIGTERM. Raises what a part of it failed with."""
+    metrics = OperatorMetrics()
+    operator: Operator | None = None
+
+    def live() -> str:
+        return operator.stuck() if operator is not None else ""
+
+    def ready() -> str:
+        return operator.unready() if operator is not None else "waiting for the API server and the CRDs"
+
+    async with (
+        serving(probe_app(metrics.registry, live, ready), options.http_host, options.http_port) as port,
+        connected() as client,
+    ):
+        logger.info("serving /metrics, /livez and /readyz", extra={"port": port})
+        operator = await Operator.create(options, client, metrics)
+        await operator.run()
+
+
+class Operator:
+    """Make it with `create`, then `run` it."""
+
+    @staticmethod
+    async def create(options: RuntimeOptions, client: ApiClient, metrics: OperatorMetrics) -> "Operator":
+        """Waits for the API server and for the CRDs."""
+        reader = Cluster(client, metrics, lambda: None)
+        apis = await wait_for_cluster(reader)
+        logger.info("the cluster serves %s", apis)
+        settings = replace(options.settings, apis=apis)
+        return Operator(replace(options, settings=settings), client, metrics)
+
+    def __init__(self, options: RuntimeOptions, client: ApiClient, metrics: OperatorMetrics) -> None:
+        self._options = options
+        self._metrics = metrics
+        self._moved = time.monotonic()
+        self._failure: BaseException | None = None
+        self._stop = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        identity = options.election.identity if options.election is not None else fresh_identity()
+        self._leadership = self._elect(options.election, client) if options.election is not None else None
+        cluster = Cluster(client, metrics, self._leadership.check if self._leadership is not None else lambda: None)
+        self._store = Store()
+        self._findings = FindingsBoard()
+        secrets = SecretLookup(cluster)
+        executor = Executor(cluster, self._store, secrets)
+        events = EventPoster(cluster, identity)
+        reconciler = Reconciler(self._store, self._findings, executor, secrets, events, options.settings)
+        self._dispatcher = Dispatcher(self._store, reconciler, metrics, self._leading)
+        self._kinds = watched_kinds(options.settings.apis)
+        self._resync = Resync(cluster, self._store, self._kinds, options.namespaces, self._dispatcher.changed)
+
+    async def run(self) -> None:
+        """Until told to stop. Raises what a part of it failed with."""
+        registry = registry_for(self._kinds, self._heard, self._start, self._finish)
+        namespaces = self._options.namespaces
+        await kopf.operator(
+            registry=registry, clusterwide=not namespaces, namespaces=list(namespaces), stop_flag=self._stop
+        )
+        if self._failure is not None:
+            raise self._failure
+
+    def stuck(self) -> str:
+        """Why it should be started again; empty when it should not."""
+        silent = time.monotonic() - self._moved
+        return f"nothing has moved for {silent:.0f} s" if silent > SILENT_S else ""
+
+    def unready(self) -> str:
+        """What it still waits for; empty when it knows the cluster, leader or not."""
+        return "" if self._resync.synced.is_set() else "objects have not been listed yet"
+
+    def _elect(self, config: ElectionConfig, client: ApiClient) -> Leadership:
+        election = Election(config, time.monotonic, lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
+        leases = Cluster(client, self._metrics, lambda: None)
+        return Leadership(election, leases, began=self._began, ended=self._ended)
+
+    def _leading(self) -> bool:
+        return self._leadership is None or self._leadership.leading
+
+    def _began(self) -> None:
+        self._metrics.leader.set(1)
+        self._dispatcher.begin()
+
+    def _ended(self) -> None:
+        self._metrics.leader.set(0)
+        self._dispatcher.end()
+        self._findings.clear()
+
+    def _heard(self, kind: str, event: str | None, body: Any) -> None:
+        self._dispatcher.heard(kind, event, body)
+        if event is None and self._resync.synced.is_set():
+            self._resync.soon()
+
+    async def _start(self) -> None:
+        parts: list[Coroutine[Any, Any, None]] = [self._resync.run(), self._once_synced(), self._pulse()]
+        if self._leadership is not None:
+            parts.append(self._leadership.run())
+        parts += [self._dispatcher.work() for _ in range(self._options.workers)]
+        self._tasks = [asyncio.create_task(part) for part in parts]
+        for task in self._tasks:
+            task.add_done_callback(self._ended_early)
+        if self._leadership is None:
+            self._began()
+
+    async def _once_synced(self) -> None:
+        await self._resync.synced.wait()
+        self._dispatcher.ready()
+        if self._leading():
+            self._dispatcher.begin()
+        await asyncio.Event().wait()
+
+    async def _pulse(self) -> None:
+        while True:
+            self._moved = time.monotonic()
+            await asyncio.sleep(SILENT_S / 10)
+
+    async def _finish(self) -> None:
+        self._dispatcher.end()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_S):
+                await self._dispatcher.settled()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._leadership is not None:
+            try:
+                await self._leadership.resign()
+            except ApiError as error:
+                logger.warning("the lease was not given up, another operator has to wait for its end: %s", error)
+
+    def _ended_early(self, task: "asyncio.Task[None]") -> None:
+        """A part of the operator never ends by itself."""
+        if task.cancelled():
+            return
+        self._failure = task.exception() or RuntimeError(f"{task.get_name()} ended")
+        logger.error("the operator ends: a part of it has failed", exc_info=self._failure)
+        self._stop.set()
