@@ -24,6 +24,8 @@ class Findings:
     """As `Observed.links`."""
     decisions: tuple[Decision, ...] | None = None
     """Newest first; None: none made since this operator leads, those in the status stay."""
+    holding: str = ""
+    """Why the autoscaler decides nothing; empty while it does."""
 
 
 class FindingsBoard:
@@ -32,8 +34,9 @@ class FindingsBoard:
     def __init__(self) -> None:
         self._of: dict[ServiceKey, Findings] = {}
 
-    def of(self, key: ServiceKey) -> Findings:
-        return self._of.get(key, Findings())
+    def of(self, key: ServiceKey) -> Findings | None:
+        """None: nobody has looked yet."""
+        return self._of.get(key)
 
     def put(self, key: ServiceKey, findings: Findings) -> bool:
         """Whether they are new."""

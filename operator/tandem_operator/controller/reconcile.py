@@ -20,7 +20,7 @@ from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.events import EventPoster, Told, transitions
 from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.farewell import Farewells
-from tandem_operator.controller.findings import FindingsBoard, canaries_by_readiness
+from tandem_operator.controller.findings import Findings, FindingsBoard, canaries_by_readiness
 from tandem_operator.controller.kinds import ServiceKey
 from tandem_operator.controller.objects import Seen
 from tandem_operator.controller.resources import generation_of, spec_of, status_of
@@ -92,6 +92,10 @@ class Reconciler:
         if FINALIZER not in finalizers:
             await self._executor.set_finalizers(service, [*finalizers, FINALIZER])
             service = self._store.service(key) or service
+        if self._findings.of(key) is None:
+            # What its pods say is not known yet: a rollout that is half done would be taken for one that fails. The
+            # first turn of the lookout, seconds after leadership began, asks for the next look.
+            return Looked()
         return await self._serve(service, parts)
 
     async def _serve(self, service: Seen, parts: Parts) -> Looked:
@@ -141,7 +145,7 @@ class Reconciler:
         return replace(self._seen(parts, key), secrets=await self._secrets.existing(key.namespace, sorted(names)))
 
     def _seen(self, parts: Parts, key: ServiceKey) -> Observed:
-        findings = self._findings.of(key)
+        findings = self._findings.of(key) or Findings()
         canaries = findings.canaries if self._settings.canaries else canaries_by_readiness(key.name, parts)
         return Observed(
             now=rfc3339(self._now()),
@@ -150,6 +154,8 @@ class Reconciler:
             owned=parts.removable(),
             canaries=canaries,
             links=findings.links,
+            decisions=findings.decisions,
+            holding=findings.holding,
         )
 
     async def _part(self, service: Seen, parts: Parts) -> Looked:

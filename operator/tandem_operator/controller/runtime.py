@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+import httpx
 import kopf
 from kubernetes.aio.client.api_client import ApiClient
 
+from tandem_operator.controller.canaries import CanaryBook
 from tandem_operator.controller.carry_out import Executor
 from tandem_operator.controller.cluster import ApiError, Cluster, connected
 from tandem_operator.controller.discovery import wait_for_cluster, watched_kinds
@@ -30,6 +32,8 @@ from tandem_operator.controller.events import EventPoster
 from tandem_operator.controller.findings import FindingsBoard
 from tandem_operator.controller.handlers import registry_for
 from tandem_operator.controller.leadership import Leadership
+from tandem_operator.controller.lookout import Lookout, SendCanary
+from tandem_operator.controller.lookouts import Lookouts
 from tandem_operator.controller.metrics import OperatorMetrics
 from tandem_operator.controller.probes import probe_app, serving
 from tandem_operator.controller.reconcile import Reconciler
@@ -37,6 +41,7 @@ from tandem_operator.controller.resync import Resync
 from tandem_operator.controller.secrets import SecretLookup
 from tandem_operator.controller.store import Store
 from tandem_operator.settings import OperatorSettings
+from tandem_operator.telemetry.fetching import ANSWER_S
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +120,20 @@ class Operator:
         events = EventPoster(cluster, identity)
         reconciler = Reconciler(self._store, self._findings, executor, secrets, events, options.settings)
         self._dispatcher = Dispatcher(self._store, reconciler, metrics, self._leading)
+        self._pods = httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=256))
+
+        def lookout(book: CanaryBook) -> Lookout:
+            return Lookout(self._pods, cluster, events, secrets.token, self._canary(), book)
+
+        self._lookouts = Lookouts(
+            self._store,
+            self._findings,
+            lookout,
+            options.settings,
+            metrics,
+            leading=lambda: self._resync.synced.is_set() and self._leading(),
+            changed=self._dispatcher.changed,
+        )
         self._kinds = watched_kinds(options.settings.apis)
         self._resync = Resync(cluster, self._store, self._kinds, options.namespaces, self._dispatcher.changed)
 
@@ -136,6 +155,9 @@ class Operator:
     def unready(self) -> str:
         """What it still waits for; empty when it knows the cluster, leader or not."""
         return "" if self._resync.synced.is_set() else "objects have not been listed yet"
+
+    def _canary(self) -> SendCanary | None:
+        return None
 
     def _elect(self, config: ElectionConfig, client: ApiClient) -> Leadership:
         election = Election(config, time.monotonic, lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
@@ -160,7 +182,12 @@ class Operator:
             self._resync.soon()
 
     async def _start(self) -> None:
-        parts: list[Coroutine[Any, Any, None]] = [self._resync.run(), self._once_synced(), self._pulse()]
+        parts: list[Coroutine[Any, Any, None]] = [
+            self._resync.run(),
+            self._once_synced(),
+            self._pulse(),
+            self._lookouts.run(),
+        ]
         if self._leadership is not None:
             parts.append(self._leadership.run())
         parts += [self._dispatcher.work() for _ in range(self._options.workers)]
@@ -190,6 +217,7 @@ class Operator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._pods.aclose()
         if self._leadership is not None:
             try:
                 await self._leadership.resign()

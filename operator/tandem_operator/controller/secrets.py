@@ -15,9 +15,11 @@ import zmq
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.naming import curve_secret_name, labels_of, redis_secret_name
 from tandem_operator.builders.redis_access import PASSWORD_KEY
+from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import CURVE_KEY
 from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.kinds import SECRET, ServiceKey
+from tandem_operator.telemetry.orders import OrderFailedError, order_token
 
 RECHECK_S = 300.0
 """A Secret that was there is looked up again after this; one that was not, each time."""
@@ -63,14 +65,32 @@ class SecretLookup:
         self._cluster = cluster
         self._clock = clock
         self._seen: dict[tuple[str, str], float] = {}
+        self._tokens: dict[tuple[str, str], tuple[float, str]] = {}
 
     async def existing(self, namespace: str, names: Iterable[str]) -> frozenset[str]:
         """Those of `names` that exist."""
         return frozenset([name for name in names if await self._exists(namespace, name)])
 
+    async def token(self, service: Served) -> str:
+        """For orders to the service's pods. Raises `OrderFailedError` while its key file is not there or is none."""
+        place = (service.namespace, service.curve_secret)
+        known = self._tokens.get(place)
+        if known is not None and self._clock() - known[0] < RECHECK_S:
+            return known[1]
+        secret = await self._cluster.get(SECRET.ref(service.curve_secret), service.namespace)
+        if secret is None:
+            raise OrderFailedError(f"Secret {service.curve_secret!r} does not exist yet")
+        try:
+            token = order_token(base64.b64decode(secret.get("data", {}).get(CURVE_KEY, "")))
+        except ValueError as error:
+            raise OrderFailedError(f"Secret {service.curve_secret!r}: {error}") from error
+        self._tokens[place] = (self._clock(), token)
+        return token
+
     def forget(self, namespace: str) -> None:
         """A service of that namespace went, and its Secrets with it."""
         self._seen = {place: at for place, at in self._seen.items() if place[0] != namespace}
+        self._tokens = {place: known for place, known in self._tokens.items() if place[0] != namespace}
 
     async def create(self, manifest: Manifest) -> bool:
         """Whether it was made; False when somebody was faster, whose Secret then counts."""

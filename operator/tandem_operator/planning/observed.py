@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tandem_operator.api.model_service import Decision
 from tandem_operator.builders.served import RoleName
 
 
@@ -61,6 +62,10 @@ class Observed:
     """Of each revision with a pair that answered or failed; under "" that through the gateway."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Links that are slower than expected: pair → transport that carries it."""
+    decisions: tuple[Decision, ...] | None = None
+    """The autoscaler's last ones, newest first; None: as the status has them."""
+    holding: str = ""
+    """Why the autoscaler decides nothing; empty while it does."""
 
     def workers(self) -> list[DeploymentSeen]:
         """Deployments of workers, oldest first."""

@@ -195,7 +195,7 @@ def _status(
         revision=before.revision,
         revisions=before.revisions,
         history=before.history,
-        decisions=before.decisions,
+        decisions=before.decisions if observed.decisions is None else list(observed.decisions),
     )
 
 

@@ -57,7 +57,7 @@ def health_of(service: Served, observed: Observed, target: str, wanted: Counts) 
         _router(service, observed, wanted),
         _transport(service, observed),
         _progress(observed, target, wanted),
-        _autoscaling(service),
+        _autoscaling(service, observed),
         _degraded(observed, target),
     ]
 
@@ -147,12 +147,16 @@ def _progress(observed: Observed, target: str, wanted: Counts) -> Condition:
     return condition(PROGRESSING, False, "Complete", f"revision {target} has all its workers")
 
 
-def _autoscaling(service: Served) -> Condition:
+def _autoscaling(service: Served, observed: Observed) -> Condition:
     mode = service.spec.autoscaling.mode
     if mode == "none":
         return condition(AUTOSCALING_ACTIVE, False, "Fixed", "spec.autoscaling.mode is none: replicas as written")
     if mode == "external":
         return condition(AUTOSCALING_ACTIVE, False, "External", "an HPA, KEDA or kubectl scale owns the WorkerPools")
+    if observed.holding:
+        return condition(
+            AUTOSCALING_ACTIVE, False, "MetricsUnavailable", f"workers stay as they are: {observed.holding}"
+        )
     return condition(AUTOSCALING_ACTIVE, True, "QueueDepth")
 
 

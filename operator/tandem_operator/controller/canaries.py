@@ -1,0 +1,111 @@
+"""Which canary requests are due for a service, and what their answers mean. Pure: whoever asks brings time and answers.
+
+revision   asked through its first ready pair until one answer is good; from then on its workers' readiness counts
+gateway    asked again and again; it fails when several answers in a row are bad, so that one lost packet is no
+outage
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from tandem_operator.builders.served import ROLES
+from tandem_operator.planning.observed import Canary
+from tandem_operator.planning.status import GATEWAY_CANARY
+from tandem_operator.telemetry.pods import PodSeen
+
+RETRY_S = 5.0
+REPEAT_S = 30.0
+"""Between two canaries through the gateway while they pass."""
+BAD_IN_A_ROW = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A canary to send."""
+
+    revision: str
+    """`GATEWAY_CANARY` for one that takes whatever way the gateway chooses."""
+    gateway: PodSeen
+    pair: tuple[str, str] | None = None
+    """Names of the prefill and the decode worker that it has to go through."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    canary: Canary | None = None
+    asked_at: float | None = None
+    bad: int = 0
+
+
+@dataclass(slots=True)
+class CanaryBook:
+    """Of one service. Times are monotonic seconds."""
+
+    timeout_s: float
+    """A revision that has not answered so long after it was first seen has failed."""
+    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _first_seen: dict[str, float] = field(default_factory=dict)
+
+    def due(self, now: float, pods: Iterable[PodSeen]) -> list[Ask]:
+        """What to ask now."""
+        ready = [pod for pod in pods if pod.ready and not pod.terminating]
+        gateway = next((pod for pod in ready if pod.role == "gateway"), None)
+        if gateway is None:
+            return []
+        pairs = _pairs(ready)
+        asks = [Ask(revision, gateway, pair) for revision, pair in pairs.items() if self._due(now, revision)]
+        if pairs and self._due(now, GATEWAY_CANARY):
+            asks.append(Ask(GATEWAY_CANARY, gateway))
+        return asks
+
+    def take(self, now: float, ask: Ask, answer: Canary) -> None:
+        """What became of it."""
+        before = self._entries.get(ask.revision, _Entry())
+        bad = 0 if answer.passed else before.bad + 1
+        forgiven = before.canary is not None and before.canary.passed and bad < BAD_IN_A_ROW
+        canary = before.canary if forgiven else _steady(before.canary, answer)
+        self._entries[ask.revision] = _Entry(canary, now, bad)
+
+    def results(self, now: float, revisions: Iterable[str]) -> dict[str, Canary]:
+        """Of the revisions that have workers, and of the gateway."""
+        living = {*revisions, GATEWAY_CANARY}
+        self._entries = {name: entry for name, entry in self._entries.items() if name in living}
+        self._first_seen = {name: self._first_seen.get(name, now) for name in living}
+        results = {name: entry.canary for name, entry in self._entries.items() if entry.canary is not None}
+        for name in living - {GATEWAY_CANARY} - set(results):
+            if now - self._first_seen[name] > self.timeout_s:
+                results[name] = Canary(passed=False, message=f"no pair of it answered within {self.timeout_s:.0f} s")
+        return results
+
+    def _due(self, now: float, revision: str) -> bool:
+        entry = self._entries.get(revision)
+        if entry is None or entry.asked_at is None:
+            return True
+        if entry.canary is not None and entry.canary.passed and not entry.bad:
+            return revision == GATEWAY_CANARY and now - entry.asked_at >= REPEAT_S
+        return now - entry.asked_at >= RETRY_S
+
+
+def _pairs(ready: Iterable[PodSeen]) -> dict[str, tuple[str, str]]:
+    """A ready worker of each role, by revision."""
+    found: dict[str, dict[str, str]] = {}
+    for pod in sorted(ready, key=lambda one: one.name):
+        if pod.worker_role is not None:
+            found.setdefault(pod.revision, {}).setdefault(pod.worker_role, pod.name)
+    return {name: (roles[ROLES[0]], roles[ROLES[1]]) for name, roles in found.items() if len(roles) == len(ROLES)}
+
+
+def _steady(before: Canary | None, now: Canary) -> Canary:
+    """With the sentence of before where only its figures are others: a status would be written for each."""
+    if before is None or before.passed != now.passed:
+        return now
+    return replace(now, message=steady(before.message, now.message))
+
+
+def steady(before: str, now: str) -> str:
+    """`before`, if `now` says the same with other figures."""
+    return before if _words(before) == _words(now) else now
+
+
+def _words(text: str) -> str:
+    return "".join(letter for letter in text if not letter.isdigit() and letter != ".")

@@ -1,0 +1,152 @@
+"""The lookouts of all services: one turn each period, many at a time, while this operator leads.
+
+A service that has never been looked at has its first turn at once; reconciles of it wait for that.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from tandem_operator.builders.served import Served, served
+from tandem_operator.controller.canaries import CanaryBook
+from tandem_operator.controller.cluster import ApiError
+from tandem_operator.controller.facts import Parts
+from tandem_operator.controller.findings import Findings, FindingsBoard
+from tandem_operator.controller.kinds import ServiceKey
+from tandem_operator.controller.leadership import NotLeading
+from tandem_operator.controller.lookout import Lookout, Subject
+from tandem_operator.controller.metrics import OperatorMetrics
+from tandem_operator.controller.objects import Seen
+from tandem_operator.controller.reconcile import rfc3339
+from tandem_operator.controller.resources import spec_of, status_of
+from tandem_operator.controller.store import Store
+from tandem_operator.settings import OperatorSettings
+from tandem_operator.telemetry.looks import Seen as PodsSeen
+from tandem_operator.telemetry.pods import PodSeen
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+RETRY_S = 5.0
+AT_ONCE = 32
+"""Turns at the same time: most of one is waiting for pods."""
+
+
+@dataclass(slots=True)
+class _Post:
+    """A lookout at its post."""
+
+    due: float
+    lookout: Lookout | None = None
+    at_work: bool = False
+
+
+class Lookouts:
+    """`run` it. `changed` is called for a service about which something new was found."""
+
+    def __init__(
+        self,
+        store: Store,
+        findings: FindingsBoard,
+        make: Callable[[CanaryBook], Lookout],
+        settings: OperatorSettings,
+        metrics: OperatorMetrics,
+        *,
+        leading: Callable[[], bool],
+        changed: Callable[[ServiceKey], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._findings = findings
+        self._make = make
+        self._settings = settings
+        self._metrics = metrics
+        self._leading = leading
+        self._changed = changed
+        self._clock = clock
+        self._posts: dict[str, _Post] = {}
+        self._room = asyncio.Semaphore(AT_ONCE)
+        self._turns: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until cancelled; turns under way end with it."""
+        try:
+            while True:
+                self.tick()
+                await asyncio.sleep(TICK_S)
+        finally:
+            for turn in self._turns:
+                turn.cancel()
+
+    def tick(self) -> None:
+        """Begin the turns that are due."""
+        if not self._leading():
+            self._posts.clear()
+            return
+        services = {service.uid: service for service in self._store.services() if not service.deleting}
+        self._posts = {uid: post for uid, post in self._posts.items() if uid in services}
+        for uid, service in services.items():
+            post = self._posts.setdefault(uid, _Post(due=self._clock()))
+            if post.due <= self._clock() and not post.at_work:
+                post.at_work = True
+                turn = asyncio.create_task(self._turn(post, service))
+                self._turns.add(turn)
+                turn.add_done_callback(self._turns.discard)
+
+    def seen(self, service: Seen) -> PodsSeen | None:
+        """What the pods of a service said last."""
+        post = self._posts.get(service.uid)
+        return post.lookout.seen if post is not None and post.lookout is not None else None
+
+    async def _turn(self, post: _Post, service: Seen) -> None:
+        """Nothing that goes wrong with one service reaches the others."""
+        period_s = RETRY_S
+        try:
+            async with self._room:
+                period_s = await self._look(post, service)
+        except NotLeading:
+            logger.debug("%s: another operator leads", service.key)
+        except ApiError as error:
+            self._metrics.errors.labels("lookout", error.reason or str(error.status)).inc()
+            logger.info("%s: %s", service.key, error)
+        except Exception:
+            self._metrics.errors.labels("lookout", "Defect").inc()
+            logger.exception("%s: its pods could not be looked after", service.key)
+        finally:
+            # Spread, so that services which were made together are not asked together for ever.
+            post.due = self._clock() + period_s * random.uniform(0.9, 1.1)
+            post.at_work = False
+
+    async def _look(self, post: _Post, service: Seen) -> float:
+        """Time until the next turn."""
+        before = self._findings.of(service.key)
+        try:
+            spec = spec_of(service)
+        except ValueError:
+            # Its reconcile says so in the status; there is nothing to ask anybody.
+            found, period_s = Findings(), RETRY_S
+        else:
+            wanted = served(service.ref.name, service.namespace, spec, self._settings)
+            if post.lookout is None:
+                post.lookout = self._make(CanaryBook(spec.rollout.canary_timeout_seconds))
+            found = await post.lookout.turn(self._subject(service, wanted), before or Findings())
+            period_s = spec.autoscaling.period_seconds
+        if self._findings.put(service.key, found):
+            self._changed(service.key)
+        return period_s
+
+    def _subject(self, service: Seen, wanted: Served) -> Subject:
+        parts = Parts.of(service.uid, self._store.parts(service.key))
+        pods = tuple(pod for one in parts.pods if (pod := PodSeen.of(one.body)) is not None)
+        return Subject(
+            service=service,
+            wanted=wanted,
+            status=status_of(service),
+            parts=parts,
+            pods=pods,
+            now=rfc3339(datetime.now(UTC)),
+        )

@@ -1,0 +1,110 @@
+"""From objects to what the planner wants to know: only what the service owns counts, and pods speak for themselves."""
+
+import pytest
+
+from tandem_operator.builders.naming import labels_of
+from tandem_operator.controller.facts import Parts
+from tandem_operator.controller.findings import canaries_by_readiness
+from tandem_operator.controller.kinds import DEPLOYMENT, POD, SERVICE, WORKER_POOL
+from tandem_operator.planning.observed import Canary
+from tandem_testing.kube_objects import a_deployment, a_pod, an_object
+
+OWNER = "uid-of-the-service"
+
+
+def parts_of(*seen):
+    return Parts.of(OWNER, seen)
+
+
+def only_deployment(*seen):
+    (deployment,) = parts_of(a_deployment("chat-prefill-r1", owner=OWNER), *seen).deployments()
+    return deployment
+
+
+def test_what_others_own_is_neither_counted_nor_taken_away():
+    mine, theirs = a_deployment("mine", owner=OWNER), a_deployment("theirs", owner="somebody-else")
+    parts = parts_of(mine, theirs, an_object(SERVICE, "nobody's", metadata={"labels": {"tandem.dev/service": "chat"}}))
+    assert [one.name for one in parts.deployments()] == ["mine"]
+    assert parts.removable() == {mine.ref}
+
+
+def test_what_is_going_already_is_not_there_any_more():
+    going = a_deployment("going", owner=OWNER)
+    going.body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert parts_of(going).removable() == frozenset()
+    assert parts_of(going).deployments() == ()
+
+
+def test_pools_are_read_and_never_taken_away():
+    pool = an_object(
+        WORKER_POOL, "chat-decode", owner=OWNER, spec={"role": "decode", "serviceName": "chat", "replicas": 3}
+    )
+    assert parts_of(pool).pools() == {"decode": 3}
+    assert parts_of(pool).removable() == frozenset()
+
+
+def test_pods_are_counted_by_what_they_are_and_not_by_what_the_deployment_says_of_them():
+    seen = only_deployment(
+        a_pod("a"),
+        a_pod("b", ready=False),
+        a_pod(
+            "c",
+            metadata={"labels": labels_of("chat", "worker", role="prefill", revision="r1"), "deletionTimestamp": "x"},
+        ),
+        a_pod("d", status={"phase": "Failed"}),
+        a_pod("e", revision="r2"),
+        a_pod("f", role="decode"),
+    )
+    assert (seen.pods, seen.ready) == (2, 1)
+
+
+def test_the_scheduler_is_quoted():
+    """RELIABILITY E7.80: a node selector that matches nothing is told in the scheduler's own words."""
+    sentence = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
+    conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": sentence}]
+    assert only_deployment(a_pod("a", status={"conditions": conditions})).trouble == sentence
+
+
+@pytest.mark.parametrize("place", ["containerStatuses", "initContainerStatuses"])
+def test_an_image_that_cannot_be_pulled_is_told_with_its_container(place):
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
+    seen = only_deployment(a_pod("a", status={place: [{"name": "worker", "state": waiting}]}))
+    assert seen.trouble == "worker: ImagePullBackOff: not found"
+
+
+def test_a_container_that_is_being_made_is_no_trouble():
+    waiting = {"waiting": {"reason": "ContainerCreating"}}
+    assert only_deployment(a_pod("a", status={"containerStatuses": [{"name": "w", "state": waiting}]})).trouble == ""
+
+
+def test_a_quota_that_stops_the_deployment_is_told():
+    status = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: gpus"}]}
+    (seen,) = parts_of(a_deployment("chat-prefill-r1", owner=OWNER, status=status)).deployments()
+    assert seen.trouble == "exceeded quota: gpus"
+
+
+def test_without_canaries_a_ready_pair_counts_and_half_a_pair_does_not():
+    deployments = [
+        a_deployment("p1", owner=OWNER),
+        a_deployment("d1", owner=OWNER, role="decode"),
+        a_deployment("p2", owner=OWNER, revision="r2"),
+    ]
+    pods = [a_pod("a"), a_pod("b", role="decode"), a_pod("c", revision="r2")]
+    assert canaries_by_readiness("chat", parts_of(*deployments, *pods)) == {"r1": Canary(passed=True)}
+    gateway = an_object(
+        POD,
+        "g",
+        metadata={"labels": labels_of("chat", "gateway")},
+        spec={},
+        status={"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+    )
+    assert set(canaries_by_readiness("chat", parts_of(*deployments, *pods, gateway))) == {"r1", ""}
+
+
+def test_a_pod_is_kept_without_what_nobody_reads():
+    pod = an_object(
+        POD, "p", spec={"containers": [{"name": "w", "env": [{}], "ports": []}], "volumes": [{}]}, status={}
+    )
+    assert pod.body["spec"] == {"containers": [{"name": "w", "ports": []}]}
+    assert DEPLOYMENT.path("models", "d", "scale") == "/apis/apps/v1/namespaces/models/deployments/d/scale"
+    assert POD.path(None) == "/api/v1/pods"

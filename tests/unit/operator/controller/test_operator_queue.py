@@ -1,0 +1,117 @@
+"""The queue: each service once at a time, bursts as one look, failures later and later."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem_operator.controller.queue import FIRST_PAUSE_S, LONGEST_PAUSE_S, Schedule, WorkQueue, back_off
+
+
+def test_a_burst_of_events_is_one_look():
+    schedule: Schedule[str] = Schedule()
+    for _ in range(100):
+        schedule.add("chat", 0.0)
+    assert schedule.take(0.0) == "chat"
+    assert schedule.take(0.0) is None
+
+
+def test_an_event_during_the_look_asks_for_another_one_and_not_for_two_at_once():
+    schedule: Schedule[str] = Schedule()
+    schedule.add("chat", 0.0)
+    schedule.take(0.0)
+    schedule.add("chat", 1.0)
+    schedule.add("chat", 1.0)
+    assert schedule.take(2.0) is None
+    schedule.done("chat")
+    assert schedule.take(2.0) == "chat"
+    schedule.done("chat")
+    assert schedule.take(2.0) is None
+
+
+def test_what_is_wanted_earlier_comes_earlier_and_once():
+    schedule: Schedule[str] = Schedule()
+    schedule.add("chat", 60.0)
+    schedule.add("chat", 5.0)
+    schedule.add("chat", 30.0)
+    assert (schedule.take(4.9), schedule.next_at()) == (None, 5.0)
+    assert schedule.take(5.0) == "chat"
+    schedule.done("chat")
+    assert (schedule.next_at(), len(schedule)) == (None, 0)
+
+
+def test_failures_come_back_later_each_time_and_success_forgets_them():
+    schedule: Schedule[str] = Schedule()
+    pauses = []
+    now = 0.0
+    for _ in range(12):
+        schedule.add("chat", now)
+        assert schedule.take(now) == "chat"
+        pauses.append(schedule.failed("chat", now))
+        now += 1000.0
+    assert FIRST_PAUSE_S / 2 <= pauses[0] <= FIRST_PAUSE_S
+    assert LONGEST_PAUSE_S / 2 <= pauses[-1] <= LONGEST_PAUSE_S
+    schedule.take(now)
+    schedule.done("chat")
+    schedule.add("chat", now)
+    schedule.take(now)
+    assert schedule.failed("chat", now) <= FIRST_PAUSE_S
+
+
+def test_events_of_its_own_half_done_writes_do_not_hurry_a_failed_look():
+    schedule: Schedule[str] = Schedule()
+    schedule.add("chat", 0.0)
+    schedule.take(0.0)
+    schedule.add("chat", 0.0)
+    pause = schedule.failed("chat", 0.0)
+    assert schedule.take(0.0) is None
+    assert schedule.take(pause) == "chat"
+
+
+@given(st.integers(1, 10_000))
+def test_pauses_are_bounded_however_often_it_failed(failures):
+    assert FIRST_PAUSE_S / 2 <= back_off(failures) <= LONGEST_PAUSE_S
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "take", "done", "failed"])), max_size=60))
+def test_nobody_is_ever_looked_at_twice_at_once_and_nobody_is_forgotten(moves):
+    schedule: Schedule[str] = Schedule()
+    wanted, working = set(), set()
+    now = 0.0
+    for key, move in moves:
+        now += 1.0
+        if move == "add":
+            schedule.add(key, now)
+            wanted.add(key)
+        elif move == "take":
+            got = schedule.take(now)
+            if got is not None:
+                assert got not in working
+                assert got in wanted
+                working.add(got)
+                wanted.discard(got)
+        elif key in working:
+            working.discard(key)
+            if move == "done":
+                schedule.done(key)
+            else:
+                schedule.failed(key, now)
+                wanted.add(key)
+    for key in working:
+        schedule.done(key)
+    left = set()
+    while (key := schedule.take(now + LONGEST_PAUSE_S)) is not None:
+        left.add(key)
+        schedule.done(key)
+    assert left == wanted
+
+
+async def test_a_waiting_worker_wakes_for_what_is_added():
+    queue: WorkQueue[str] = WorkQueue()
+    worker = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    queue.add("later", after_s=3600.0)
+    await asyncio.sleep(0)
+    queue.add("chat")
+    assert await worker == "chat"
+    queue.done("chat")
