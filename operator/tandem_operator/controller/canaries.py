@@ -8,9 +8,9 @@ outage
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from tandem_operator.builders.served import ROLES
 from tandem_operator.planning.observed import Canary
 from tandem_operator.planning.status import GATEWAY_CANARY
+from tandem_operator.telemetry.canary import pair_of
 from tandem_operator.telemetry.pods import PodSeen
 
 RETRY_S = 5.0
@@ -26,8 +26,8 @@ class Ask:
     revision: str
     """`GATEWAY_CANARY` for one that takes whatever way the gateway chooses."""
     gateway: PodSeen
-    pair: tuple[str, str] | None = None
-    """Names of the prefill and the decode worker that it has to go through."""
+    pair: tuple[PodSeen, PodSeen] | None = None
+    """The prefill and the decode worker that it has to go through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class CanaryBook:
         gateway = next((pod for pod in ready if pod.role == "gateway"), None)
         if gateway is None:
             return []
-        pairs = _pairs(ready)
+        revisions = dict.fromkeys(pod.revision for pod in ready if pod.worker_role is not None)
+        pairs = {revision: pair for revision in revisions if (pair := pair_of(revision, ready)) is not None}
         asks = [Ask(revision, gateway, pair) for revision, pair in pairs.items() if self._due(now, revision)]
         if pairs and self._due(now, GATEWAY_CANARY):
             asks.append(Ask(GATEWAY_CANARY, gateway))
@@ -84,15 +85,6 @@ class CanaryBook:
         if entry.canary is not None and entry.canary.passed and not entry.bad:
             return revision == GATEWAY_CANARY and now - entry.asked_at >= REPEAT_S
         return now - entry.asked_at >= RETRY_S
-
-
-def _pairs(ready: Iterable[PodSeen]) -> dict[str, tuple[str, str]]:
-    """A ready worker of each role, by revision."""
-    found: dict[str, dict[str, str]] = {}
-    for pod in sorted(ready, key=lambda one: one.name):
-        if pod.worker_role is not None:
-            found.setdefault(pod.revision, {}).setdefault(pod.worker_role, pod.name)
-    return {name: (roles[ROLES[0]], roles[ROLES[1]]) for name, roles in found.items() if len(roles) == len(ROLES)}
 
 
 def _steady(before: Canary | None, now: Canary) -> Canary:

@@ -19,13 +19,14 @@ from tandem_operator.builders.naming import pool_name
 from tandem_operator.builders.served import RoleName
 from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.facts import Parts
-from tandem_operator.controller.kinds import WORKER_POOL, kind_of
+from tandem_operator.controller.kinds import POD, WORKER_POOL, kind_of
 from tandem_operator.controller.objects import Seen, digest
 from tandem_operator.controller.resources import generation_of, pool_status_of, status_of
 from tandem_operator.controller.secrets import SecretLookup, generated_secret
 from tandem_operator.controller.store import Store
 from tandem_operator.planning.observed import Ref
 from tandem_operator.planning.plan import Plan
+from tandem_operator.telemetry.pods import DELETION_COST
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,21 @@ class Executor:
                 raise
             logger.info("%s %s is another object by now and stays", seen.ref.kind, seen.ref.name)
         self._applied.pop(seen.uid, None)
+
+    async def scale(self, ref: Ref, namespace: str, replicas: int) -> None:
+        """Through the scale subresource."""
+        await self._cluster.scale(ref, namespace, replicas)
+
+    async def annotate_costs(self, namespace: str, costs: Mapping[str, int]) -> None:
+        """Which pods go first when their number shrinks, by name: the cheapest."""
+        for name, cost in costs.items():
+            body = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}
+            try:
+                await self._cluster.merge(POD.ref(name), namespace, body)
+            except ApiError as error:
+                # Gone meanwhile: it costs nothing any more.
+                if not error.absent:
+                    raise
 
     async def stop(self, deployment: Seen) -> None:
         """Scale it to 0."""

@@ -51,15 +51,16 @@ class Dispatcher:
         metrics.queue.set_function(lambda: len(self._queue))
         metrics.services.set_function(lambda: len(store.services()))
 
-    def heard(self, kind: str, event: str | None, body: Mapping[str, Any]) -> None:
-        """An event of a watch."""
+    def heard(self, kind: str, event: str | None, body: Mapping[str, Any]) -> ServiceKey:
+        """An event of a watch; the service that it concerns."""
         self._metrics.watch_events.labels(kind).inc()
         seen = Seen.of(body)
         if event == "DELETED":
             self._store.drop(seen)
         elif not self._store.put(seen):
-            return
+            return seen.key
         self.changed(seen.key)
+        return seen.key
 
     def changed(self, key: ServiceKey, after_s: float = 0.0) -> None:
         """Something about this service is new."""

@@ -13,6 +13,7 @@ from tandem_operator.builders.served import ROLES, RoleName
 from tandem_operator.controller.kinds import DEPLOYMENT, POD, WORKER_POOL
 from tandem_operator.controller.objects import Seen
 from tandem_operator.planning.observed import DeploymentSeen, Ref
+from tandem_operator.telemetry.pods import PodSeen
 
 _BAD_WAITING = (
     "CrashLoopBackOff",
@@ -59,6 +60,10 @@ class Parts:
         """All that the service owns and that are not going."""
         mine = [one for one in self.owned.values() if one.ref.kind == DEPLOYMENT.name and not one.deleting]
         return tuple(_deployment(one, self.pods_with(one.body["spec"]["selector"]["matchLabels"])) for one in mine)
+
+    def pods_seen(self) -> tuple[PodSeen, ...]:
+        """Workers and gateways, as those see them who talk to them."""
+        return tuple(pod for one in self.pods if (pod := PodSeen.of(one.body)) is not None)
 
     def pods_with(self, labels: Mapping[str, str]) -> list[Seen]:
         """Terminating ones too."""

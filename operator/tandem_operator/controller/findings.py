@@ -12,6 +12,7 @@ from tandem_operator.controller.kinds import ServiceKey
 from tandem_operator.planning.deletion import gateway_selector
 from tandem_operator.planning.observed import Canary
 from tandem_operator.planning.status import GATEWAY_CANARY
+from tandem_operator.telemetry.looks import Seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,8 @@ class Findings:
     """Newest first; None: none made since this operator leads, those in the status stay."""
     holding: str = ""
     """Why the autoscaler decides nothing; empty while it does."""
+    pods: Seen | None = field(default=None, compare=False)
+    """What pods said last. It changes each time and is no news."""
 
 
 class FindingsBoard:
@@ -40,10 +43,9 @@ class FindingsBoard:
 
     def put(self, key: ServiceKey, findings: Findings) -> bool:
         """Whether they are new."""
-        if self._of.get(key) == findings:
-            return False
+        before = self._of.get(key)
         self._of[key] = findings
-        return True
+        return before != findings
 
     def forget(self, key: ServiceKey) -> None:
         self._of.pop(key, None)

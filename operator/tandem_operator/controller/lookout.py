@@ -6,10 +6,12 @@ pods ─▶ figures ─▶ links slower than expected
                                                     all of it ─▶ Findings, which reconciles read
 """
 
+import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import httpx
 
@@ -17,11 +19,11 @@ from tandem_operator.api.model_service import Decision, ModelServiceStatus
 from tandem_operator.builders.naming import pool_name
 from tandem_operator.builders.served import ROLES, Served
 from tandem_operator.controller.canaries import Ask, CanaryBook, steady
-from tandem_operator.controller.cluster import ApiError, Cluster
+from tandem_operator.controller.carry_out import Executor
 from tandem_operator.controller.events import EventPoster, Told
 from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.findings import Findings
-from tandem_operator.controller.kinds import POD, WORKER_POOL
+from tandem_operator.controller.kinds import WORKER_POOL
 from tandem_operator.controller.objects import Seen
 from tandem_operator.planning.observed import Canary
 from tandem_operator.planning.scaling_config import scaling_config
@@ -30,10 +32,13 @@ from tandem_operator.telemetry.decisions import event_of, remembered, worth_tell
 from tandem_operator.telemetry.flips import Flip, order_flip
 from tandem_operator.telemetry.looks import Seen as PodsSeen
 from tandem_operator.telemetry.orders import OrderFailedError
-from tandem_operator.telemetry.pods import DELETION_COST, PodSeen
+from tandem_operator.telemetry.pods import PodSeen
 from tandem_operator.telemetry.reading import LoadReader
 
 logger = logging.getLogger(__name__)
+
+QUICK_S = 1.0
+"""A canary that is answered so soon counts in the same turn."""
 
 SendCanary = Callable[[Ask, str], Awaitable[Canary]]
 """Sends one, with the service's token."""
@@ -65,7 +70,7 @@ class Lookout:
     """One per service, for as long as this operator leads."""
 
     client: httpx.AsyncClient
-    cluster: Cluster
+    executor: Executor
     events: EventPoster
     token: Callable[[Served], Awaitable[str]]
     """The service's token for orders. Raises `OrderFailedError` while there is none."""
@@ -75,35 +80,55 @@ class Lookout:
     clock: Callable[[], float] = time.monotonic
     autoscaler: Autoscaler = field(default_factory=Autoscaler)
     reader: LoadReader = field(init=False)
-    seen: PodsSeen | None = None
-    """What the pods said last."""
+    asking: dict[str, tuple[Ask, "asyncio.Task[Canary]"]] = field(default_factory=dict)
+    """Canaries under way, by revision."""
+    look_at: float = -math.inf
+    """When figures are read again."""
 
     def __post_init__(self) -> None:
         self.reader = LoadReader(client=self.client, now=self.clock)
 
-    async def turn(self, subject: Subject, before: Findings) -> Findings:
-        """Raises `ApiError` when the API server does not take the outcome."""
+    async def turn(self, subject: Subject, before: Findings | None) -> Findings:
+        """`before`: None in the first turn, which waits for its canaries; a later one does not wait for slow ones.
+        Raises `ApiError` when the API server does not take the outcome.
+        """
+        known = before or Findings()
+        canaries = await self._canaries(subject, patience_s=None if before is None else QUICK_S)
+        if self.clock() < self.look_at:
+            return replace(known, canaries=canaries)
+        self.look_at = self.clock() + subject.wanted.spec.autoscaling.period_seconds
         seen = await self.reader.read(subject.pods)
-        self.seen = seen
-        canaries = await self._canaries(subject)
-        holding, decisions = before.holding, before.decisions
-        if subject.wanted.spec.autoscaling.mode == "internal":
-            scaled = self._decide(subject, seen)
-            if scaled is not None:
-                known = list(decisions) if decisions is not None else subject.status.decisions
-                await self._tell(subject, known, scaled)
-                decisions = tuple(remembered(known, scaled.decisions, subject.now))
-                holding = steady(holding, scaled.holding)
-                await self._scale(subject, scaled)
-        return Findings(canaries=canaries, links=seen.slow_links(), decisions=decisions, holding=holding)
+        found = replace(known, canaries=canaries, links=seen.slow_links(), pods=seen)
+        scaled = self._decide(subject, seen)
+        if scaled is None:
+            return replace(found, holding="")
+        decisions = list(known.decisions) if known.decisions is not None else subject.status.decisions
+        await self._tell(subject, decisions, scaled)
+        await self._scale(subject, scaled)
+        told = tuple(remembered(decisions, scaled.decisions, subject.now))
+        return replace(found, decisions=told, holding=steady(known.holding, scaled.holding))
 
-    async def _canaries(self, subject: Subject) -> dict[str, Canary]:
+    async def _canaries(self, subject: Subject, *, patience_s: float | None) -> dict[str, Canary]:
+        """Send those that are due, beside those under way."""
         if self.send_canary is None:
             return {}
         for ask in self.book.due(self.clock(), subject.pods):
-            self.book.take(self.clock(), ask, await self._ask(subject, ask, self.send_canary))
+            if ask.revision not in self.asking:
+                answer = asyncio.create_task(self._ask(subject, ask, self.send_canary))
+                self.asking[ask.revision] = (ask, answer)
+        if self.asking:
+            await asyncio.wait([answer for _, answer in self.asking.values()], timeout=patience_s)
+        for revision, (ask, answer) in list(self.asking.items()):
+            if answer.done():
+                self.book.take(self.clock(), ask, answer.result())
+                del self.asking[revision]
         revisions = [one.revision for one in subject.parts.deployments() if one.revision]
         return self.book.results(self.clock(), revisions)
+
+    def close(self) -> None:
+        """Canaries under way are given up."""
+        for _, answer in self.asking.values():
+            answer.cancel()
 
     async def _ask(self, subject: Subject, ask: Ask, send: SendCanary) -> Canary:
         try:
@@ -113,7 +138,7 @@ class Lookout:
 
     def _decide(self, subject: Subject, seen: PodsSeen) -> Scaled | None:
         pools = subject.parts.pools()
-        if len(pools) < len(ROLES):
+        if subject.wanted.spec.autoscaling.mode != "internal" or len(pools) < len(ROLES):
             return None
         return self.autoscaler.step(
             seen,
@@ -132,14 +157,14 @@ class Lookout:
 
     async def _scale(self, subject: Subject, scaled: Scaled) -> None:
         namespace = subject.service.namespace
-        await annotate_costs(self.cluster, namespace, scaled.costs.items())
+        await self.executor.annotate_costs(namespace, scaled.costs)
         for flip in scaled.flips:
             await self._flip(subject, flip)
         pools = subject.parts.pools()
         for role in ROLES:
             if scaled.pools[role] != pools[role]:
                 ref = WORKER_POOL.ref(pool_name(subject.service.ref.name, role))
-                await self.cluster.scale(ref, namespace, scaled.pools[role])
+                await self.executor.scale(ref, namespace, scaled.pools[role])
 
     async def _flip(self, subject: Subject, flip: Flip) -> None:
         try:
@@ -147,15 +172,3 @@ class Lookout:
         except OrderFailedError as error:
             # The next look shows that it serves as before, and decides anew.
             logger.warning("%s: %s did not become %s: %s", subject.service.key, flip.pod.name, flip.role, error)
-
-
-async def annotate_costs(cluster: Cluster, namespace: str, costs: Iterable[tuple[str, int]]) -> None:
-    """Which pods go first when their number shrinks: the cheapest."""
-    for name, cost in costs:
-        body = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}
-        try:
-            await cluster.merge(POD.ref(name), namespace, body)
-        except ApiError as error:
-            # Gone meanwhile: it costs nothing any more.
-            if not error.absent:
-                raise

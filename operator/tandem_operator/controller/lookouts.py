@@ -5,7 +5,6 @@ A service that has never been looked at has its first turn at once; reconciles o
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +24,13 @@ from tandem_operator.controller.reconcile import rfc3339
 from tandem_operator.controller.resources import spec_of, status_of
 from tandem_operator.controller.store import Store
 from tandem_operator.settings import OperatorSettings
-from tandem_operator.telemetry.looks import Seen as PodsSeen
-from tandem_operator.telemetry.pods import PodSeen
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 RETRY_S = 5.0
+PAUSE_S = 1.0
+"""Between two turns, however often pods change."""
 AT_ONCE = 32
 """Turns at the same time: most of one is waiting for pods."""
 
@@ -41,8 +40,14 @@ class _Post:
     """A lookout at its post."""
 
     due: float
+    ended: float = 0.0
+    """When its last turn did."""
     lookout: Lookout | None = None
     at_work: bool = False
+
+    def leave(self) -> None:
+        if self.lookout is not None:
+            self.lookout.close()
 
 
 class Lookouts:
@@ -84,11 +89,11 @@ class Lookouts:
 
     def tick(self) -> None:
         """Begin the turns that are due."""
-        if not self._leading():
-            self._posts.clear()
-            return
         services = {service.uid: service for service in self._store.services() if not service.deleting}
-        self._posts = {uid: post for uid, post in self._posts.items() if uid in services}
+        if not self._leading():
+            services.clear()
+        for uid in self._posts.keys() - services.keys():
+            self._posts.pop(uid).leave()
         for uid, service in services.items():
             post = self._posts.setdefault(uid, _Post(due=self._clock()))
             if post.due <= self._clock() and not post.at_work:
@@ -97,10 +102,12 @@ class Lookouts:
                 self._turns.add(turn)
                 turn.add_done_callback(self._turns.discard)
 
-    def seen(self, service: Seen) -> PodsSeen | None:
-        """What the pods of a service said last."""
-        post = self._posts.get(service.uid)
-        return post.lookout.seen if post is not None and post.lookout is not None else None
+    def wake(self, key: ServiceKey) -> None:
+        """Its pods have changed: a canary may be due."""
+        service = self._store.service(key)
+        post = self._posts.get(service.uid) if service is not None else None
+        if post is not None:
+            post.due = min(post.due, post.ended + PAUSE_S)
 
     async def _turn(self, post: _Post, service: Seen) -> None:
         """Nothing that goes wrong with one service reaches the others."""
@@ -117,8 +124,8 @@ class Lookouts:
             self._metrics.errors.labels("lookout", "Defect").inc()
             logger.exception("%s: its pods could not be looked after", service.key)
         finally:
-            # Spread, so that services which were made together are not asked together for ever.
-            post.due = self._clock() + period_s * random.uniform(0.9, 1.1)
+            post.ended = self._clock()
+            post.due = post.ended + period_s
             post.at_work = False
 
     async def _look(self, post: _Post, service: Seen) -> float:
@@ -133,7 +140,7 @@ class Lookouts:
             wanted = served(service.ref.name, service.namespace, spec, self._settings)
             if post.lookout is None:
                 post.lookout = self._make(CanaryBook(spec.rollout.canary_timeout_seconds))
-            found = await post.lookout.turn(self._subject(service, wanted), before or Findings())
+            found = await post.lookout.turn(self._subject(service, wanted), before)
             period_s = spec.autoscaling.period_seconds
         if self._findings.put(service.key, found):
             self._changed(service.key)
@@ -141,12 +148,11 @@ class Lookouts:
 
     def _subject(self, service: Seen, wanted: Served) -> Subject:
         parts = Parts.of(service.uid, self._store.parts(service.key))
-        pods = tuple(pod for one in parts.pods if (pod := PodSeen.of(one.body)) is not None)
         return Subject(
             service=service,
             wanted=wanted,
             status=status_of(service),
             parts=parts,
-            pods=pods,
+            pods=parts.pods_seen(),
             now=rfc3339(datetime.now(UTC)),
         )

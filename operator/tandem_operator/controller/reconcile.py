@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
 from tandem_operator.builders.naming import curve_secret_name, redis_secret_name
 from tandem_operator.builders.served import Served, served
 from tandem_operator.controller.carry_out import Executor
@@ -25,6 +25,7 @@ from tandem_operator.controller.kinds import ServiceKey
 from tandem_operator.controller.objects import Seen
 from tandem_operator.controller.resources import generation_of, spec_of, status_of
 from tandem_operator.controller.secrets import SecretLookup
+from tandem_operator.controller.shrinking import costs_before
 from tandem_operator.controller.store import Store
 from tandem_operator.planning.deletion import FINALIZER
 from tandem_operator.planning.observed import Observed
@@ -105,6 +106,14 @@ class Reconciler:
         except ValueError as error:
             plan = refused([str(error)], self._seen(parts, service.key), before, generation)
             return await self._finish(service, parts, before, plan)
+        looked, waits = await self._follow(service, parts, spec, before)
+        return replace(looked, again_s=WAITING_S) if waits else looked
+
+    async def _follow(
+        self, service: Seen, parts: Parts, spec: ModelServiceSpec, before: ModelServiceStatus
+    ) -> tuple[Looked, bool]:
+        """Bring about what the spec says; and whether it waits for something that nothing tells of."""
+        generation = generation_of(service)
         wanted = served(service.ref.name, service.namespace, spec, self._settings)
         observed = await self._observe(wanted, service.key, parts)
         plan = make_plan(wanted, observed, before, generation, self._settings)
@@ -113,8 +122,14 @@ class Reconciler:
             observed = replace(observed, foreign=foreign)
             plan = make_plan(wanted, observed, before, generation, self._settings)
         missing = [name for name in referenced_secrets(wanted) if name not in observed.secrets]
-        looked = await self._finish(service, parts, before, plan)
-        return replace(looked, again_s=WAITING_S) if missing or foreign else looked
+        await self._note_costs(service, parts, plan, observed)
+        return await self._finish(service, parts, before, plan), bool(missing or foreign)
+
+    async def _note_costs(self, service: Seen, parts: Parts, plan: Plan, observed: Observed) -> None:
+        findings = self._findings.of(service.key)
+        if findings is not None and findings.pods is not None:
+            costs = costs_before(plan, observed, parts.pods_seen(), findings.pods)
+            await self._executor.annotate_costs(service.namespace, costs)
 
     async def _finish(self, service: Seen, parts: Parts, before: ModelServiceStatus, plan: Plan) -> Looked:
         if plan.secrets and parts.pods:

@@ -22,7 +22,7 @@ import httpx
 import kopf
 from kubernetes.aio.client.api_client import ApiClient
 
-from tandem_operator.controller.canaries import CanaryBook
+from tandem_operator.controller.canaries import Ask, CanaryBook
 from tandem_operator.controller.carry_out import Executor
 from tandem_operator.controller.cluster import ApiError, Cluster, connected
 from tandem_operator.controller.discovery import wait_for_cluster, watched_kinds
@@ -31,6 +31,7 @@ from tandem_operator.controller.election import Election, ElectionConfig
 from tandem_operator.controller.events import EventPoster
 from tandem_operator.controller.findings import FindingsBoard
 from tandem_operator.controller.handlers import registry_for
+from tandem_operator.controller.kinds import POD
 from tandem_operator.controller.leadership import Leadership
 from tandem_operator.controller.lookout import Lookout, SendCanary
 from tandem_operator.controller.lookouts import Lookouts
@@ -40,7 +41,9 @@ from tandem_operator.controller.reconcile import Reconciler
 from tandem_operator.controller.resync import Resync
 from tandem_operator.controller.secrets import SecretLookup
 from tandem_operator.controller.store import Store
+from tandem_operator.planning.observed import Canary
 from tandem_operator.settings import OperatorSettings
+from tandem_operator.telemetry.canary import run_canary
 from tandem_operator.telemetry.fetching import ANSWER_S
 
 logger = logging.getLogger(__name__)
@@ -123,7 +126,7 @@ class Operator:
         self._pods = httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=256))
 
         def lookout(book: CanaryBook) -> Lookout:
-            return Lookout(self._pods, cluster, events, secrets.token, self._canary(), book)
+            return Lookout(self._pods, executor, events, secrets.token, self._canary(), book)
 
         self._lookouts = Lookouts(
             self._store,
@@ -157,7 +160,12 @@ class Operator:
         return "" if self._resync.synced.is_set() else "objects have not been listed yet"
 
     def _canary(self) -> SendCanary | None:
-        return None
+        """None when canaries are switched off."""
+
+        async def send(ask: Ask, token: str) -> Canary:
+            return await run_canary(self._pods, ask.gateway, token, pair=ask.pair)
+
+        return send if self._options.settings.canaries else None
 
     def _elect(self, config: ElectionConfig, client: ApiClient) -> Leadership:
         election = Election(config, time.monotonic, lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
@@ -177,7 +185,9 @@ class Operator:
         self._findings.clear()
 
     def _heard(self, kind: str, event: str | None, body: Any) -> None:
-        self._dispatcher.heard(kind, event, body)
+        key = self._dispatcher.heard(kind, event, body)
+        if kind == POD.name:
+            self._lookouts.wake(key)
         if event is None and self._resync.synced.is_set():
             self._resync.soon()
 

@@ -39,7 +39,7 @@ def test_nothing_is_asked_without_a_gateway_and_a_ready_pair(book, missing, chan
 
 def test_the_canary_of_a_revision_names_its_pair(book):
     (pair,) = [ask.pair for ask in book.due(0.0, ALL) if ask.revision == "r1"]
-    assert pair == ("p", "d")
+    assert pair == (PREFILL, DECODE)
     assert [ask.pair for ask in book.due(0.0, ALL) if ask.revision == ""] == [None]
 
 
