@@ -23,5 +23,6 @@ def configure_logging(log_format: LogFormat, level: str, stream: TextIO | None =
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # kopf tells of each reconnection, and of each attempt while the API server is away.
-    logging.getLogger("kopf").setLevel(max(logging.WARNING, root.level))
+    # kopf tells of each reconnection, httpx of each request.
+    for chatty in ("kopf", "httpx"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
