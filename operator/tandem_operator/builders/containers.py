@@ -36,9 +36,9 @@ def pod_security(user: int) -> Manifest:
 
 
 def resources_of(resources: Resources) -> Manifest:
-    """Field `resources` of a container; {} when nothing is said."""
+    """Field `resources` of a container, amounts as strings as server-side apply wants them; {} when nothing is said."""
     built: Manifest = msgspec.to_builtins(resources)
-    return built
+    return {kind: {name: str(amount) for name, amount in amounts.items()} for kind, amounts in built.items()}
 
 
 def env_of(variables: Sequence[EnvVar]) -> list[Manifest]:

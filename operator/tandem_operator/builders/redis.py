@@ -47,11 +47,10 @@ def redis_deployment(service: Served) -> Manifest:
         secret_volume("password", redis_secret_name(service.name), PASSWORD_FOLDER, {PASSWORD_KEY: PASSWORD_KEY}),
         strict=True,
     )
-    container = {
+    container: Manifest = {
         "name": "redis",
         "image": spec.images.redis,
         "command": ["sh", "-c", SCRIPT.format(megabytes=_megabytes(managed.resources))],
-        "env": env_of(managed.pod.env),
         "ports": [container_port("redis", PORT)],
         "resources": resources_of(managed.resources),
         "securityContext": container_security(),
@@ -59,6 +58,8 @@ def redis_deployment(service: Served) -> Manifest:
         "readinessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 2},
         "livenessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 10, "failureThreshold": 6},
     }
+    if managed.pod.env:
+        container["env"] = env_of(managed.pod.env)
     pod: Manifest = {
         "securityContext": pod_security(spec.security.run_as_user),
         "terminationGracePeriodSeconds": 5,

@@ -150,7 +150,7 @@ def _resources(spec: ModelServiceSpec, part: Role) -> Manifest:
     rdma = spec.transfer.rdma
     if rdma is not None:
         for kind in ("requests", "limits"):
-            built[kind] = {**built.get(kind, {}), rdma.resource: rdma.count}
+            built[kind] = {**built.get(kind, {}), rdma.resource: str(rdma.count)}
     return built
 
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
+import kubernetes_validate
 import msgspec
 import pytest
 import yaml
@@ -42,6 +43,12 @@ def test_the_committed_manifest_is_what_the_classes_say():
 def test_the_reference_page_is_what_the_schema_says():
     committed = (ROOT / "docs/custom-resources.md").read_text()
     assert committed == reference(), "run python -m tandem_operator.api.reference > docs/custom-resources.md"
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.33", "1.36"])
+@pytest.mark.parametrize("crd", [SERVICE, POOL], ids=["ModelService", "WorkerPool"])
+def test_definitions_are_strictly_valid(crd, version):
+    kubernetes_validate.validate(crd, version, strict=True)
 
 
 @pytest.mark.parametrize("crd", [SERVICE, POOL], ids=["ModelService", "WorkerPool"])

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import msgspec
 import pytest
 import yaml
 
 from tandem_operator.api.engine import Engine
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.worker_pool import WorkerPool
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import ENGINE_FLAGS
 from tandem_operator.builders.gateway import may_be_zero
@@ -23,7 +25,8 @@ from tandem_testing.pod_security import violations
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-VERSIONS = ("1.30", "1.36")
+VERSIONS = ("1.30", "1.33", "1.36")
+"""Oldest and newest that are supported, and one between. The API server of tests/kube knows fewer fields than these."""
 OF_OTHERS = {"WorkerPool", "HTTPRoute"}
 """Kinds that no core schema knows."""
 
@@ -57,6 +60,14 @@ def test_manifests_are_strictly_valid(path, version):
         ):
             continue  # image volumes came with 1.31
         kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_pools_are_what_their_class_says(path):
+    pools = [one for one in manifests(path) if one["kind"] == "WorkerPool"]
+    assert len(pools) == 2
+    for pool in pools:
+        msgspec.convert({"spec": pool["spec"]}, WorkerPool)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -109,6 +120,15 @@ def test_our_commands_understand_their_arguments(path):
                 build_parser().parse_args([*container["command"][1:], *container["args"]])
                 seen.add(container["name"])
     assert seen == {"worker", "gateway"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_amounts_are_strings_as_server_side_apply_wants_them(path):
+    """Numbers, as people write them and as RDMA devices are counted, were refused by the API server."""
+    for name, template in templates(path):
+        for container in containers(template["spec"]):
+            amounts = [one for part in container.get("resources", {}).values() for one in part.values()]
+            assert all(isinstance(one, str) for one in amounts), name
 
 
 def test_every_engine_setting_has_its_flag():
