@@ -7,7 +7,7 @@ ARGS ?=
 CHAOS_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit verify bench chaos console-shots clients images e2e clean
+.PHONY: help up test setup check format lint types imports unit test-kube verify bench chaos console-shots clients images e2e clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -34,6 +34,10 @@ imports: setup
 
 unit: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+test-kube: setup ## Tests against a real Kubernetes control plane; builds it the first time (15 CPU minutes)
+	@tools/kube/setup.sh
+	TANDEM_KUBE_REQUIRED=1 $(BIN)/python -m pytest tests/kube -m kube $(ARGS)
 
 format: setup ## Format and fix what ruff can
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,190 @@
+"""The custom resources as a cluster has them: installed, explained, listed, scaled."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem_operator.api.crds import crds
+from tandem_testing.control_plane import CRDS, KUBE, PATIENCE_S, TABLE, ControlPlane
+from tandem_testing.custom_resources import model_service, worker_pool
+from tandem_testing.schema_walk import defaults_below, schema_of_crd
+from tandem_testing.waiting import wait_for
+
+pytestmark = KUBE
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+SERVICE, POOL = crds()
+KINDS = pytest.mark.parametrize("crd", [SERVICE, POOL], ids=["ModelService", "WorkerPool"])
+
+
+def applied(cluster: ControlPlane, manifest: dict[str, Any]) -> dict[str, Any]:
+    return cluster.apply(manifest).raise_for_status().json()
+
+
+@KINDS
+def test_crds_are_established_without_complaints_about_their_schema(control_plane, crd):
+    status = control_plane.get(f"{CRDS}/{crd['metadata']['name']}")["status"]
+    conditions = {one["type"]: (one["status"], one["message"]) for one in status["conditions"]}
+    assert conditions["Established"][0] == "True", conditions
+    assert conditions["NamesAccepted"][0] == "True", conditions
+    assert conditions.get("NonStructuralSchema", ("False",))[0] == "False", conditions
+
+
+@pytest.mark.parametrize("dry_run", [{"dryRun": "All"}, {}], ids=["dry run", "applied"])
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_accepted_as_they_stand(control_plane, namespace, path, dry_run):
+    manifest = yaml.safe_load(path.read_text())
+    manifest["metadata"]["namespace"] = namespace
+    answer = control_plane.apply(manifest, fieldValidation="Strict", **dry_run)
+    assert answer.status_code == 201, answer.text
+    assert "warning" not in answer.headers, answer.headers["warning"]
+
+
+def test_unknown_fields_are_refused_where_the_client_asks_for_it(control_plane, namespace):
+    """As kubectl does; they would be dropped without a word otherwise."""
+    answer = control_plane.apply(model_service(namespace, prefill={"replica": 2}), fieldValidation="Strict")
+    assert answer.status_code in (400, 500), answer.text
+    assert "replica" in answer.text
+
+
+def test_defaults_are_filled_in(control_plane, namespace):
+    """Every default of the schema stands in the object, down to the parts that were not mentioned."""
+    spec = applied(control_plane, model_service(namespace))["spec"]
+    assert spec == {"model": {"path": "/models/mini"}, **defaults_below(schema_of_crd(SERVICE)["properties"]["spec"])}
+    assert applied(control_plane, worker_pool(namespace))["spec"]["replicas"] == 1
+
+
+def test_no_status_is_made_up_by_defaults(control_plane, namespace):
+    assert "status" not in applied(control_plane, model_service(namespace))
+    assert "status" not in applied(control_plane, worker_pool(namespace))
+
+
+@pytest.mark.parametrize("make", [model_service, worker_pool], ids=["ModelService", "WorkerPool"])
+def test_the_status_is_a_subresource(control_plane, namespace, make):
+    manifest = make(namespace)
+    before = applied(control_plane, manifest)
+    path = control_plane.path(manifest)
+    condition = {"type": "Ready", "status": "False", "reason": "Starting", "message": "wait"}
+    written = control_plane.merge(f"{path}/status", {"status": {"observedGeneration": 1, "conditions": [condition]}})
+    assert written.raise_for_status().json()["metadata"]["generation"] == before["metadata"]["generation"] == 1
+    kept = control_plane.merge(path, {"status": {"observedGeneration": 7}}).raise_for_status().json()
+    assert kept["status"]["observedGeneration"] == 1
+    unchanged = control_plane.merge(f"{path}/status", {"spec": {"drainSeconds": 1, "replicas": 9}})
+    assert unchanged.raise_for_status().json()["spec"] == before["spec"]
+
+
+def test_conditions_of_two_managers_are_merged_by_type(control_plane, namespace):
+    manifest = model_service(namespace)
+    applied(control_plane, manifest)
+    for manager in ("Ready", "Degraded"):
+        condition = {"type": manager, "status": "True", "reason": "Because"}
+        body = {
+            **{key: manifest[key] for key in ("apiVersion", "kind", "metadata")},
+            "status": {"conditions": [condition]},
+        }
+        answer = control_plane.api.patch(
+            control_plane.path(manifest, "status"),
+            content=json.dumps(body),
+            headers={"Content-Type": "application/apply-patch+yaml"},
+            params={"fieldManager": manager},
+        )
+        answer.raise_for_status()
+    conditions = control_plane.get(control_plane.path(manifest))["status"]["conditions"]
+    assert {one["type"] for one in conditions} == {"Ready", "Degraded"}
+
+
+def test_two_managers_of_one_field_are_told_of_each_other(control_plane, namespace):
+    applied(control_plane, model_service(namespace, drainSeconds=30))
+    answer = control_plane.apply(model_service(namespace, drainSeconds=60), manager="other")
+    assert answer.status_code == 409
+    assert ".spec.drainSeconds" in answer.json()["message"]
+
+
+def test_the_scale_subresource_reads_and_writes_replicas(control_plane, namespace):
+    manifest = worker_pool(namespace)
+    applied(control_plane, manifest)
+    path = control_plane.path(manifest)
+    status = {"replicas": 3, "readyReplicas": 2, "selector": "tandem.dev/role=decode"}
+    control_plane.merge(f"{path}/status", {"status": status}).raise_for_status()
+    scale = control_plane.get(f"{path}/scale")
+    assert scale["spec"]["replicas"] == 1
+    assert scale["status"] == {"replicas": 3, "selector": "tandem.dev/role=decode"}
+    control_plane.merge(f"{path}/scale", {"spec": {"replicas": 5}}).raise_for_status()
+    assert control_plane.get(path)["spec"]["replicas"] == 5
+
+
+def test_applying_a_pool_without_replicas_leaves_what_was_scaled(control_plane, namespace):
+    """The operator applies pools without that field: it is an autoscaler's."""
+    manifest = worker_pool(namespace)
+    applied(control_plane, manifest)
+    control_plane.merge(control_plane.path(manifest, "scale"), {"spec": {"replicas": 5}}).raise_for_status()
+    assert applied(control_plane, manifest)["spec"]["replicas"] == 5
+
+
+def test_kubectl_scale(control_plane, namespace):
+    manifest = worker_pool(namespace)
+    applied(control_plane, manifest)
+    control_plane.kubectl("-n", namespace, "scale", "workerpool/chat-decode", "--replicas=4")
+    assert control_plane.get(control_plane.path(manifest))["spec"]["replicas"] == 4
+    with pytest.raises(AssertionError, match="spec.replicas"):
+        control_plane.kubectl("-n", namespace, "scale", "wp/chat-decode", "--replicas=1001")
+
+
+def test_an_hpa_finds_the_workers_of_a_pool(control_plane, namespace):
+    """Whether it can compute anything depends on metrics; that it reads and may write the scale does not."""
+    manifest = worker_pool(namespace)
+    applied(control_plane, manifest)
+    status = {"replicas": 1, "selector": "tandem.dev/role=decode"}
+    control_plane.merge(control_plane.path(manifest, "status"), {"status": status}).raise_for_status()
+    target = {"apiVersion": "tandem.dev/v1alpha1", "kind": "WorkerPool", "name": "chat-decode"}
+    hpa = {
+        "apiVersion": "autoscaling/v1",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "decode", "namespace": namespace},
+        "spec": {"scaleTargetRef": target, "minReplicas": 2, "maxReplicas": 4},
+    }
+    applied(control_plane, hpa)
+    path = control_plane.path(manifest)
+    wait_for(lambda: control_plane.get(path)["spec"]["replicas"] == 2, PATIENCE_S, lambda: str(control_plane.get(path)))
+
+
+@KINDS
+def test_printer_columns(control_plane, namespace, crd):
+    names = crd["spec"]["names"]
+    path = f"/apis/tandem.dev/v1alpha1/namespaces/{namespace}/{names['plural']}"
+    table = control_plane.api.get(path, headers={"Accept": TABLE}).raise_for_status().json()
+    ours = crd["spec"]["versions"][0]["additionalPrinterColumns"]
+    assert [one["name"] for one in table["columnDefinitions"]] == ["Name", *(one["name"] for one in ours)]
+
+
+def test_kubectl_get_shows_what_the_status_says(control_plane, namespace):
+    manifest = model_service(namespace)
+    applied(control_plane, manifest)
+    conditions = [{"type": "Ready", "status": "False", "reason": "WorkersStarting", "message": "wait"}]
+    status = {"ready": "0/1P 1/1D", "revision": "abc123", "endpoint": "http://chat", "conditions": conditions}
+    control_plane.merge(control_plane.path(manifest, "status"), {"status": status}).raise_for_status()
+    head, row = control_plane.kubectl("-n", namespace, "get", "ms").splitlines()
+    assert head.split() == ["NAME", "READY", "WORKERS", "REVISION", "REASON", "AGE"]
+    assert row.split()[:-1] == ["chat", "False", "0/1P", "1/1D", "abc123", "WorkersStarting"]
+    assert "http://chat" in control_plane.kubectl("-n", namespace, "get", "ms", "-o", "wide")
+
+
+@KINDS
+def test_names_short_names_and_categories(control_plane, crd):
+    resources = control_plane.get("/apis/tandem.dev/v1alpha1")["resources"]
+    names = crd["spec"]["names"]
+    (found,) = [one for one in resources if one["name"] == names["plural"]]
+    assert found["shortNames"] == names["shortNames"]
+    assert set(found["categories"]) == {"all", "tandem"}
+    assert found["singularName"] == names["singular"]
+    assert found["namespaced"] is True
+
+
+def test_one_word_lists_everything_of_ours(control_plane, namespace):
+    applied(control_plane, model_service(namespace))
+    applied(control_plane, worker_pool(namespace))
+    listed = control_plane.kubectl("-n", namespace, "get", "tandem", "-o", "name").split()
+    assert sorted(listed) == ["modelservice.tandem.dev/chat", "workerpool.tandem.dev/chat-decode"]

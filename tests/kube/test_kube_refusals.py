@@ -1,0 +1,220 @@
+"""What the API server refuses: every rule and every bound of the schemas, each with a message that names the field.
+
+Nothing is listed twice: rules and bounds are taken from the schemas, and a new rule without a violation here fails.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tandem_operator.api.crds import crds
+from tandem_testing.control_plane import KUBE, ControlPlane
+from tandem_testing.custom_resources import model_service, worker_pool
+from tandem_testing.schema_walk import at_path, fields_below, merged, rules_below, schema_of_crd
+
+pytestmark = KUBE
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SERVICE, POOL = crds()
+CRD_OF = {"ModelService": SERVICE, "WorkerPool": POOL}
+MAKE = {"ModelService": model_service, "WorkerPool": worker_pool}
+
+
+@dataclass(frozen=True)
+class Violation:
+    """The part that a rule is about; of a rule about changes also as it was before."""
+
+    now: dict[str, Any]
+    before: dict[str, Any] | None = None
+
+
+VIOLATIONS = {
+    "give exactly one of path, claim, image and huggingFace": Violation({"path": "/m", "claim": {"claimName": "c"}}),
+    "the kind of source cannot change: make another ModelService": Violation(
+        {"path": None, "claim": {"claimName": "c"}}, before={"path": "/m"}
+    ),
+    "draftModelPath is needed by DRAFT and EAGLE": Violation({"algorithm": "EAGLE"}),
+    "minReplicas must not be above maxReplicas": Violation({"minReplicas": 5}),
+    "variables that begin with TANDEM_ are set by the operator": Violation({"name": "TANDEM_HOST", "value": "x"}),
+    "give value or secretKeyRef, not both": Violation(
+        {"name": "A", "value": "x", "secretKeyRef": {"name": "s", "key": "k"}}
+    ),
+    "labels of tandem.dev/ and app.kubernetes.io/ are set by the operator": Violation(
+        {"labels": {"tandem.dev/role": "decode"}}
+    ),
+    "pageSize, dtype and contextLength must be equal for both roles: set them in spec.engine": Violation(
+        {"engine": {"dtype": "float32"}}
+    ),
+    "give managed or external, not both": Violation({"managed": {}, "external": {"url": "redis://r:6379"}}),
+    "keys of ucx begin with UCX_": Violation({"ucx": {"TLS": "rc"}}),
+    "maxSurge and maxUnavailable are both 0: nothing could ever be replaced; raise one": Violation({"maxSurge": 0}),
+    "decode.replicas is 0 while prefill has workers: nobody could answer; set both to 0 to stop serving": Violation(
+        {"decode": {"replicas": 0}}
+    ),
+    "metadata.name: at most 40 characters, for pods' names begin with it": Violation({"metadata": {"name": "x" * 41}}),
+    "routerPolicy is locality, round_robin, least_loaded, power_of_two or session, or prefill=P,decode=P": Violation(
+        {"routerPolicy": "prefill=fastest"}
+    ),
+    "role cannot change: a pool has one role": Violation({"role": "prefill"}, before={"role": "decode"}),
+    "serviceName cannot change": Violation({"serviceName": "other"}, before={"serviceName": "chat"}),
+}
+RULES = [(crd["spec"]["names"]["kind"], *rule) for crd in (SERVICE, POOL) for rule in rules_below(schema_of_crd(crd))]
+
+
+@pytest.mark.parametrize(("kind", "path", "message"), RULES, ids=lambda text: text[:40])
+def test_every_rule_is_enforced_where_it_stands(control_plane, namespace, kind, path, message):
+    assert message in VIOLATIONS, "write down what violates this rule"
+    violation = VIOLATIONS[message]
+    base = MAKE[kind](namespace)
+    if violation.before is not None:
+        good = merged(base, at_path(path, violation.before))
+        control_plane.apply(good).raise_for_status()
+        answer = control_plane.merge(control_plane.path(good), at_path(path, violation.now))
+    else:
+        bad = merged(base, at_path(path, violation.now))
+        answer = tried(control_plane, control_plane.collection(bad), bad)
+    assert answer.status_code == 422, answer.text
+    assert (path.removeprefix(".") or "<nil>", message) in complaints(answer), answer.text
+
+
+def test_no_violation_is_left_over():
+    assert set(VIOLATIONS) <= {message for _, _, message in RULES}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}},
+        {"spec": {"decode": {"replicas": 0}, "autoscaling": {"mode": "external"}}},
+        {"spec": {"rollout": {"maxSurge": 0, "maxUnavailable": 1}}},
+        {"spec": {"prefill": {"scaling": {"minReplicas": 5, "maxReplicas": 5}}}},
+        {"spec": {"engine": {"speculation": {"algorithm": "NGRAM"}}}},
+        {"spec": {"engine": {"speculation": {"algorithm": "EAGLE", "draftModelPath": "eagle"}}}},
+        {"spec": {"redis": {"managed": {}}}},
+        {"spec": {"gateway": {"routerPolicy": "prefill=locality,decode=least_loaded"}}},
+        {"spec": {"prefill": {"engine": {"tensorParallelSize": 2}}}},
+        {"spec": {"decode": {"pod": {"labels": {"team": "search"}}}}},
+        {"metadata": {"name": "x" * 40}},
+    ],
+    ids=str,
+)
+def test_what_is_near_a_rule_but_right_is_accepted(control_plane, namespace, change):
+    manifest = merged(model_service(namespace), change)
+    answer = tried(control_plane, control_plane.collection(manifest), manifest)
+    assert answer.status_code == 201, answer.text
+
+
+def test_a_source_may_be_exchanged_for_one_of_its_kind(control_plane, namespace):
+    manifest = model_service(namespace)
+    control_plane.apply(manifest).raise_for_status()
+    manifest["spec"]["model"]["path"] = "/models/other"
+    assert control_plane.apply(manifest).status_code == 200
+
+
+def test_every_bound_of_every_field_is_enforced(control_plane, namespace):
+    """Of each field that an example sets: wrong type, below, above, too long, too many, none of the list."""
+    accepted, known = [], set()
+    for base in bases(namespace):
+        schema = schema_of_crd(CRD_OF[base["kind"]])
+        collection = control_plane.collection(base)
+        fields = {path: field for path, field in fields_below(schema) if path.startswith(".spec.")}
+        fresh = {path for path in fields if value_at(base, path) is not None} - known
+        known |= fresh
+        for field in sorted(fresh):
+            for bad in bad_values(fields[field]):
+                answer = tried(control_plane, collection, replaced(base, field, bad))
+                if answer.status_code != 422 or field.removeprefix(".") not in answer.text:
+                    accepted.append((field, bad, answer.status_code))
+    assert accepted == [], "\n".join(map(str, accepted))
+    everything = {path for crd in (SERVICE, POOL) for path, _ in fields_below(schema_of_crd(crd)["properties"]["spec"])}
+    elsewhere = re.compile(r"\.(prefill|decode)\.engine\.|\.(decode|gateway|redis\.managed)\.(pod|resources)\.")
+    assert {
+        path for path in everything - {path.removeprefix(".spec") for path in known} if not elsewhere.search(path)
+    } == set()
+
+
+def bases(namespace: str) -> list[dict[str, Any]]:
+    """Together they set every field; one for each kind of source and of Redis."""
+    manifests = [yaml.safe_load(path.read_text()) for path in sorted(EXAMPLES.glob("*.yaml"))]
+    for manifest in manifests:
+        manifest["metadata"]["namespace"] = namespace
+    redis = {"resources": {"limits": {"memory": "1Gi"}}, "pod": {"priorityClassName": "serving"}}
+    toleration = {"key": "dedicated", "value": "serving", "effect": "NoExecute", "tolerationSeconds": 60}
+    secret = {"name": "TOKEN", "secretKeyRef": {"name": "hub", "key": "token"}}
+    prefill = {"pod": {"tolerations": [toleration], "env": [secret]}}
+    rest = model_service(namespace, redis={"managed": redis}, prefill=prefill)
+    return [*manifests, rest, worker_pool(namespace, replicas=2)]
+
+
+def tried(cluster: ControlPlane, collection: str, manifest: dict[str, Any]) -> httpx.Response:
+    """Created without being kept."""
+    return cluster.api.post(collection, json=manifest, params={"dryRun": "All"})
+
+
+def complaints(answer: httpx.Response) -> set[tuple[str, str]]:
+    """Field and message of each cause."""
+    causes = answer.json()["details"]["causes"]
+    return {(one["field"], one["message"].removeprefix("Invalid value: ")) for one in causes}
+
+
+def bad_values(field: dict[str, Any]) -> Iterator[Any]:
+    """One beyond each bound, and one of another type."""
+    if "enum" in field:
+        yield "no-such-value" if field["type"] == "string" else max(field["enum"]) + 1
+    if "minimum" in field:
+        yield field["minimum"] if field.get("exclusiveMinimum") else field["minimum"] - 1
+    if "maximum" in field:
+        yield field["maximum"] + 1
+    if "pattern" in field:
+        yield "\x07 ~"
+    if "maxLength" in field:
+        yield "x" * (field["maxLength"] + 1)
+    if field.get("minLength"):
+        yield ""
+    if "maxItems" in field:
+        yield [None] * (field["maxItems"] + 1) if not field["items"].get("type") else entries(field)
+    if field.get("minItems"):
+        yield []
+    if "maxProperties" in field:
+        yield {f"key-{number}": "1" for number in range(field["maxProperties"] + 1)}
+    if "type" in field:
+        yield {"string": 5, "integer": "five", "number": "half", "boolean": "yes", "array": {}, "object": []}[
+            field["type"]
+        ]
+
+
+def entries(field: dict[str, Any]) -> list[Any]:
+    item = field["items"]
+    count = field["maxItems"] + 1
+    return [f"x{number}" for number in range(count)] if item.get("type") == "string" else [{} for _ in range(count)]
+
+
+def value_at(manifest: Any, path: str) -> Any:
+    for word in path.split(".")[1:]:
+        name, bracket, _ = word.partition("[")
+        manifest = manifest.get(name) if isinstance(manifest, dict) else None
+        if bracket:
+            manifest = manifest[0] if manifest else None
+        if manifest is None:
+            return None
+    return manifest
+
+
+def replaced(manifest: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with another value at `path`, whatever stands there."""
+    word, _, rest = path.removeprefix(".").partition(".")
+    name, bracket, _ = word.partition("[")
+    old = manifest[name]
+    if not rest:
+        new = [value, *old[1:]] if bracket else value
+    elif bracket:
+        new = [replaced(old[0], rest, value), *old[1:]]
+    else:
+        new = replaced(old, rest, value)
+    return {**manifest, name: new}

@@ -1,0 +1,25 @@
+"""Custom resources as people write them, for tests against a real API server."""
+
+from typing import Any
+
+Manifest = dict[str, Any]
+
+
+def model_service(namespace: str, name: str = "chat", **spec: Any) -> Manifest:
+    """The smallest one that is valid, with `spec` over it."""
+    return {
+        "apiVersion": "tandem.dev/v1alpha1",
+        "kind": "ModelService",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"model": {"path": "/models/mini"}, **spec},
+    }
+
+
+def worker_pool(namespace: str, name: str = "chat-decode", **spec: Any) -> Manifest:
+    """One of the service `chat`."""
+    return {
+        "apiVersion": "tandem.dev/v1alpha1",
+        "kind": "WorkerPool",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"serviceName": "chat", "role": "decode", **spec},
+    }
