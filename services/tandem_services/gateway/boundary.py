@@ -12,7 +12,7 @@
 import logging
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from tandem_services.gateway.limits import (
     MAX_HEADER_FIELDS,
     MAX_REQUEST_ID_CHARACTERS,
     MAX_URL_BYTES,
+    url_too_long,
 )
 from tandem_services.gateway.messages.errors import speaks_anthropic
 from tandem_services.gateway.request_trace import UNTRACED, RequestTrace, Traces, pass_on
@@ -173,19 +174,20 @@ class _Answer:
         self.started = False
         self.status = 500
 
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.started = True
-            self.status = message["status"]
-            closing = [(b"connection", b"close")] if self._health.draining else []
-            identity = identity_of(self._scope)
-            request_id = identity.public_id.encode("ascii")
-            ids = [(b"x-request-id", request_id)]
-            if speaks_anthropic(self._scope["path"]):
-                ids.append((b"request-id", request_id))
-            ours = [*ids, *identity.caller.headers(), *closing]
-            message = {**message, "headers": [*message["headers"], *ours]}
-        await self._send(message)
+    def send(self, message: Message) -> Awaitable[None]:
+        return self._send(self._begun(message) if message["type"] == "http.response.start" else message)
+
+    def _begun(self, message: Message) -> Message:
+        self.started = True
+        self.status = message["status"]
+        closing = [(b"connection", b"close")] if self._health.draining else []
+        identity = identity_of(self._scope)
+        request_id = identity.public_id.encode("ascii")
+        ids = [(b"x-request-id", request_id)]
+        if speaks_anthropic(self._scope["path"]):
+            ids.append((b"request-id", request_id))
+        ours = [*ids, *identity.caller.headers(), *closing]
+        return {**message, "headers": [*message["headers"], *ours]}
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:
@@ -202,7 +204,7 @@ def _check_head(scope: Scope) -> None:
         )
     _check_host(scope, [value for name, value in headers if name == b"host"])
     if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
-        raise ApiError(414, f"the URL is limited to {MAX_URL_BYTES} bytes", kind="UriTooLongError")
+        raise url_too_long()
 
 
 def _check_host(scope: Scope, hosts: list[bytes]) -> None:

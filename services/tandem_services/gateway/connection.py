@@ -2,7 +2,7 @@
 
 1. accepted  at most MAX_CONNECTIONS: one more ends one on which nothing is answered, or is refused with a 503
 2. head      from the connection, or its own first byte, to the empty line: HEAD_TIMEOUT_S and MAX_HEAD_BYTES, or a
-             408 or 431 and the end; what is no HTTP gets a 400
+             408, 414 or 431 and the end; what is no HTTP gets a 400
 3. request   is the application's: `boundary` bounds what is in the head, `request_body` the body. Here a body in very
              many very small pieces is a 400: each costs as much as a large one
 4. idle      until the next one: uvicorn's keep-alive
@@ -30,7 +30,9 @@ from tandem_services.gateway.limits import (
     MAX_BODY_PIECES,
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
+    MAX_URL_BYTES,
     MIN_PIECE_BYTES,
+    url_too_long,
 )
 
 CONNECTIONS_RETRY_S = 1.0
@@ -67,8 +69,8 @@ class GatewayConnection(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if began_in_head and self._in_head:
-            self._count_head(len(data))
+        if self._in_head:
+            self._bound_head(len(data) if began_in_head else 0)
         if not self.answering:
             self._expect_head()
 
@@ -140,9 +142,12 @@ class GatewayConnection(HttpToolsProtocol):
         message = f"request headers did not arrive within {HEAD_TIMEOUT_S:g} s"
         self._end_with(ApiError(408, message, kind="RequestTimeoutError"))
 
-    def _count_head(self, size: int) -> None:
+    def _bound_head(self, size: int) -> None:
+        """Of a head that has not ended; `size` more of it is here."""
         self._head_bytes += size
-        if self._head_bytes > MAX_HEAD_BYTES:
+        if len(self.url) > MAX_URL_BYTES:
+            self._end_with(url_too_long())
+        elif self._head_bytes > MAX_HEAD_BYTES:
             message = f"the request line and headers are limited to {MAX_HEAD_BYTES} bytes"
             self._end_with(ApiError(431, message, kind="RequestHeaderFieldsTooLargeError"))
 

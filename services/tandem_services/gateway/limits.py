@@ -62,6 +62,10 @@ def check_choices(n: int, prompts: int) -> None:
         raise bad_request(f"n times prompts must be at most {MAX_CHOICES}, got {n} × {prompts}", "n")
 
 
+def url_too_long() -> ApiError:
+    return ApiError(414, f"the URL is limited to {MAX_URL_BYTES} bytes", kind="UriTooLongError")
+
+
 def check_stop(stop: Sequence[str]) -> None:
     if len(stop) > MAX_STOP_STRINGS:
         raise bad_request(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}", "stop")

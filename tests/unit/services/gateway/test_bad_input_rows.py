@@ -10,6 +10,7 @@ import re
 import socket
 import unicodedata
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -107,7 +108,7 @@ async def test_a_bomb_in_another_encoding_is_not_unpacked(gateway, engine, path)
 
 
 @BOTH
-async def test_a_megabyte_of_url_is_refused(gateway, path):  # E1 #13
+async def test_a_long_url_is_refused_before_the_body_is_read(gateway, path):  # E1 #13
     answer = await gateway.http.post(f"{path}?{'x' * 60_000}", json=SOUND[path])
     refusal(answer, 414)
 
@@ -344,3 +345,36 @@ async def test_a_client_may_leave_at_any_chunk_and_twice(gateway, engine):  # E5
     assert await asyncio.to_thread(engine.wait_until, lambda: len(engine.received) == 6 and engine.running == 0)
     await until(lambda: gateway.chooser.open == 0, 20.0, "every reservation is given back")
     assert (await gateway.complete(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  # A2.21, E5 #66
+    """Two hundred long requests are asked for and left; the next one is answered, and nothing runs on."""
+    body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "ignore_eos": True, "min_tokens": 400, "stream": stream}
+    engine.behaviour.mute = True
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=60.0) as crowd:
+        asking = [asyncio.create_task(crowd.post(COMPLETIONS, json=body)) for _ in range(200)]
+        assert await asyncio.to_thread(engine.wait_until, lambda: len(engine.received) == 200)
+        for request in asking:
+            request.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    assert await asyncio.to_thread(engine.wait_until, lambda: engine.running == 0)
+    engine.behaviour.mute = False
+    assert (await gateway.complete(max_tokens=1)).status_code == 200
+    await until(lambda: gateway.chooser.open == 0, 20.0, "every reservation is given back")
+    assert len(engine.received) == 201
+
+
+async def test_deadlines_that_nobody_can_meet_leave_nothing_behind(gateway, engine):  # E5 #65
+    engine.behaviour.mute = True
+    tasks = len(asyncio.all_tasks())
+    for number in range(10):
+        body = {**SOUND[COMPLETIONS], "timeout": 0.001, "stream": number % 2 == 0, "n": 1 + number % 3}
+        answers = await asyncio.gather(*[gateway.http.post(COMPLETIONS, json=body) for _ in range(30)])
+        assert {answer.status_code for answer in answers} == {504}
+    assert await asyncio.to_thread(engine.wait_until, lambda: engine.running == 0)
+    engine.behaviour.mute = False
+    assert (await gateway.complete(max_tokens=1)).status_code == 200
+    await until(lambda: gateway.chooser.open == 0, 20.0, "every reservation is given back")
+    await until(lambda: len(asyncio.all_tasks()) <= tasks + 1, 20.0, "no task is left")

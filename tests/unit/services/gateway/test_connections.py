@@ -127,6 +127,22 @@ async def test_a_head_without_end_is_not_kept(gateway, monkeypatch):  # E1 #12, 
         assert "limited to 1000 bytes" in check_refusal(await answer, 431)
 
 
+@pytest.mark.parametrize("size", [9_000, 30_000])
+async def test_a_url_that_is_too_long_is_a_414(gateway, size):  # E1 #13
+    answer = await said(gateway, b"GET /live?%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % (b"x" * size))
+    assert "URL is limited to" in check_refusal(answer, 414)
+
+
+async def test_a_url_without_end_is_a_414_as_well(gateway):  # E1 #13
+    async with connection(gateway) as (reader, writer):
+        writer.write(b"GET /live?")
+        answer = asyncio.ensure_future(reader.read())
+        while not answer.done():
+            writer.write(b"x" * 1000)
+            await asyncio.wait([answer], timeout=0.001)
+        assert "URL is limited to" in check_refusal(await answer, 414)
+
+
 async def test_pipelined_requests_are_answered_in_order(gateway, rack):  # E1 #17
     answer = await said(gateway, LIVE * 50 + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE * 48 + LAST)
     bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
