@@ -1,4 +1,4 @@
-"""One Redis connection pool with a deadline per command and a circuit breaker.
+"""One Redis connection with a deadline per command and a circuit breaker.
 
     closed ──3 failures in a row──▶ open ──0.5 s──▶ half-open ──one command──▶ closed, or open again
 
@@ -11,11 +11,11 @@ Redis protocol.
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from redis.asyncio import Redis
@@ -26,6 +26,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from tandem_engine.clock import Clock, MonotonicClock
 from tandem_engine.errors import ConfigError
+from tandem_services.common.redis_line import RedisLine
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,10 @@ class RedisClient:
         self.breaker = breaker or CircuitBreaker()
         self.failures = 0
         """Commands without a usable answer since start, those that the breaker refused not counted."""
-        self._redis = address.connect()
+        redis = address.connect()
+        self._line = RedisLine(redis.connection_pool.make_connection)
+        self._readers = cast("Mapping[str, Callable[[Reply], Reply]]", redis.response_callbacks)
+        """redis-py's, of commands whose replies mean more than their bytes."""
         self._log = RarelyLogged(clock=self.breaker.clock)
 
     @property
@@ -222,8 +226,7 @@ class RedisClient:
         if not self.breaker.admit():
             raise RedisUnavailableError(f"Redis at {self.address} did not answer lately")
         try:
-            async with asyncio.timeout(self.timeout_s):
-                reply = await self._send(*args)
+            reply = await self._send(*args, within_s=self.timeout_s)
         except ResponseError as error:
             if "Function not found" in str(error):
                 raise FunctionMissingError(str(error)) from error
@@ -240,8 +243,7 @@ class RedisClient:
         waiting = False
         while True:
             try:
-                async with asyncio.timeout(max(self.timeout_s, BACKGROUND_TIMEOUT_S)):
-                    await self._send("PING")
+                await self._send("PING", within_s=max(self.timeout_s, BACKGROUND_TIMEOUT_S))
                 self.breaker.succeeded()
                 return
             except (RedisError, OSError, ValueError, IndexError, TypeError) as error:
@@ -256,15 +258,16 @@ class RedisClient:
             await asyncio.sleep(0.2)
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._line.close()
 
-    async def _send(self, *args: Argument) -> Reply:
+    async def _send(self, *args: Argument, within_s: float) -> Reply:
         try:
-            reply: Reply = await self._redis.execute_command(*args)  # type: ignore[no-untyped-call]
+            reply: Reply = await self._line.command(*args, within_s=within_s)
         except RuntimeError as error:
-            # uvloop's word for a connection that was reset while it lay in the pool.
+            # uvloop's word for a connection that was reset a moment ago.
             raise ConnectionResetError(str(error)) from error
-        return reply
+        read = self._readers.get(str(args[0]))
+        return reply if read is None else read(reply)
 
     def _failed(self, error: Exception) -> RedisUnavailableError:
         self.failures += 1

@@ -152,10 +152,10 @@ async def test_a_transport_that_closes_under_a_command_is_redis_unavailable(monk
     """uvloop raises RuntimeError, which is no error of redis-py's; a gateway runs on it and answered 500."""
     client = RedisClient(RedisAddress(url="redis://127.0.0.1:1/0"), timeout_s=1.0)
 
-    async def closed(*_: object) -> None:
+    async def closed(*_: object, within_s: float) -> None:
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
 
-    monkeypatch.setattr(client._redis, "execute_command", closed)
+    monkeypatch.setattr(client._line, "command", closed)
     with pytest.raises(RedisUnavailableError, match="the handler is closed"):
         await client.command("PING")
     assert client.failures == 1

@@ -1,0 +1,211 @@
+"""One connection for all commands: who gets which reply, and what happens to those in line when it breaks."""
+
+import asyncio
+
+import pytest
+from redis.exceptions import ResponseError
+
+from tandem_services.common.redis_line import RedisLine
+from tandem_testing.waiting import until
+
+PATIENT_S = 60.0
+
+
+class ScriptedWire:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.replies: asyncio.Queue[object] = asyncio.Queue()
+        self.opens = asyncio.Event()
+        self.opens.set()
+        self.refuses: Exception | None = None
+        self.disconnected = False
+
+    async def connect(self) -> None:
+        await self.opens.wait()
+        if self.refuses is not None:
+            raise self.refuses
+
+    def pack_command(self, *args: object) -> list[bytes]:
+        return [" ".join(map(str, args)).encode()]
+
+    async def send_packed_command(self, command: list[bytes], check_health: bool = True) -> None:
+        self.sent += command
+
+    async def read_response(self) -> object:
+        reply = await self.replies.get()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def disconnect(self, nowait: bool = False) -> None:
+        self.disconnected = True
+
+    async def has_sent(self, count: int) -> None:
+        await until(lambda: len(self.sent) >= count, PATIENT_S, f"{count} commands are sent")
+
+
+class Wires:
+    """Those that were opened, in order."""
+
+    def __init__(self) -> None:
+        self.all: list[ScriptedWire] = []
+        self.next = ScriptedWire()
+
+    def __call__(self) -> ScriptedWire:
+        wire, self.next = self.next, ScriptedWire()
+        self.all.append(wire)
+        return wire
+
+
+@pytest.fixture
+def wires():
+    return Wires()
+
+
+@pytest.fixture
+async def line(wires):
+    line = RedisLine(wires)
+    yield line
+    await line.close()
+    assert all(wire.disconnected for wire in wires.all)
+
+
+def ask(line: RedisLine, *args: object, within_s: float = PATIENT_S) -> "asyncio.Task[object]":
+    return asyncio.create_task(line.command(*args, within_s=within_s))
+
+
+async def answered(line: RedisLine, wire: ScriptedWire, name: object) -> object:
+    """What the next command gets when `wire` answers its name."""
+    asked, before = ask(line, "GET", name), len(wire.sent)
+    await wire.has_sent(before + 1)
+    assert wire.sent[-1] == f"GET {name}".encode()
+    wire.replies.put_nowait(name)
+    return await asked
+
+
+async def test_many_commands_share_a_connection_and_are_answered_in_order(line, wires):
+    wire = wires.next
+    asked = [ask(line, "GET", number) for number in range(50)]
+    await wire.has_sent(50)
+    assert wire.sent == [f"GET {number}".encode() for number in range(50)]
+    for number in range(50):
+        wire.replies.put_nowait(number)
+    assert await asyncio.gather(*asked) == [*range(50)]
+    assert wires.all == [wire]
+
+
+async def test_the_reply_of_a_command_that_was_given_up_is_nobody_elses(line, wires):
+    wire = wires.next
+    first, second, third = (ask(line, "GET", number) for number in range(3))
+    await wire.has_sent(3)
+    second.cancel()
+    for reply in (b"0", b"1", b"2"):
+        wire.replies.put_nowait(reply)
+    assert [await first, await third] == [b"0", b"2"]
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert len(wires.all) == 1
+
+
+async def test_what_redis_refuses_is_one_commands_business(line, wires):
+    wire = wires.next
+    asked = [ask(line, "GET", number) for number in range(3)]
+    await wire.has_sent(3)
+    for reply in (b"0", ResponseError("NOPERM"), b"2"):
+        wire.replies.put_nowait(reply)
+    first, second, third = await asyncio.gather(*asked, return_exceptions=True)
+    assert (first, third) == (b"0", b"2")
+    assert isinstance(second, ResponseError)
+    assert len(wires.all) == 1
+
+
+async def test_a_broken_connection_fails_all_who_wait_and_the_next_command_opens_another(line, wires):
+    wire = wires.next
+    asked = [ask(line, "GET", number) for number in range(3)]
+    await wire.has_sent(3)
+    wire.replies.put_nowait(b"0")
+    wire.replies.put_nowait(ConnectionResetError("gone"))
+    first, *others = await asyncio.gather(*asked, return_exceptions=True)
+    assert first == b"0"
+    assert [type(other) for other in others] == [ConnectionResetError] * 2
+    assert await answered(line, wires.next, 3) == 3
+    assert wire.sent == [f"GET {number}".encode() for number in range(3)], "nothing is sent twice"
+
+
+async def test_an_idle_connection_that_breaks_costs_no_command(line, wires):
+    wire = wires.next
+    assert await answered(line, wire, 0) == 0
+    wire.replies.put_nowait(ConnectionResetError("idle for too long"))
+    await until(lambda: wire.disconnected, PATIENT_S, "the connection has ended")
+    assert await answered(line, wires.next, 1) == 1
+
+
+async def test_after_somebody_waited_too_long_who_comes_later_has_another_connection(line, wires):
+    slow = wires.next
+    patient = ask(line, "GET", "patient")
+    await slow.has_sent(1)
+    with pytest.raises(TimeoutError):
+        await line.command("GET", "hasty", within_s=0.01)
+    assert await answered(line, wires.next, "later") == "later"
+    with pytest.raises(ConnectionError):
+        await patient  # the old one is given up as well, once nobody who was hasty can be waiting for it
+    assert len(wires.all) == 2
+
+
+async def test_a_reply_that_is_there_is_read_however_late_the_event_loop_looks(line, wires):
+    """A busy loop finds its timers run out before it has read what came in time."""
+    wire = wires.next
+    assert await answered(line, wire, 0) == 0
+
+    async def send_and_be_answered(command: list[bytes], check_health: bool = True) -> None:
+        wire.replies.put_nowait(b"in time")
+
+    wire.send_packed_command = send_and_be_answered
+    assert await line.command("GET", 1, within_s=0) == b"in time"
+    assert wires.all == [wire]
+
+
+async def test_late_time_outs_on_an_old_connection_leave_the_new_one_alone(line, wires):
+    slow = wires.next
+    asked = [ask(line, "GET", number, within_s=0.05) for number in range(3)]
+    await slow.has_sent(3)
+    with pytest.raises(TimeoutError):
+        await line.command("GET", "hasty", within_s=0)
+    fast = wires.next
+    assert await answered(line, fast, "new") == "new"
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(outcome, (TimeoutError, ConnectionError)) for outcome in outcomes)
+    assert await answered(line, fast, "still") == "still"
+    assert len(wires.all) == 2
+
+
+async def test_a_reply_that_nobody_asked_for_ends_the_connection(line, wires):
+    wire = wires.next
+    assert await answered(line, wire, 0) == 0
+    wire.replies.put_nowait(b"nobody's")
+    await until(lambda: wire.disconnected, PATIENT_S, "the connection has ended")
+    assert await answered(line, wires.next, 2) == 2
+
+
+async def test_who_waits_for_the_connection_is_told_why_there_is_none(line, wires):
+    wires.next.refuses = ConnectionRefusedError("nobody listens")
+    wire = wires.next
+    wire.opens.clear()
+    asked = [ask(line, "GET", number) for number in range(3)]
+    await asyncio.sleep(0)
+    wire.opens.set()
+    for outcome in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(outcome, ConnectionRefusedError)
+    assert not wire.sent
+
+
+async def test_closing_fails_who_waits(wires):
+    line = RedisLine(wires)
+    wire, asked = wires.next, ask(line, "GET", 0)
+    await wire.has_sent(1)
+    await line.close()
+    await line.close()
+    with pytest.raises(ConnectionError):
+        await asked
