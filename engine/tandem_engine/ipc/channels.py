@@ -1,4 +1,4 @@
-"""Typed ZMQ channels with CURVE authentication and size limits. The only module that imports zmq.
+"""Typed ZMQ channels with CURVE authentication and size limits. Nothing outside this package imports zmq.
 
 Topology
     request   gateway DEALER ──▶ engine ROUTER      EngineRequest down, EngineReply up
@@ -23,7 +23,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import zmq
@@ -32,6 +32,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from tandem_engine.errors import ConfigError, WireError
+from tandem_engine.ipc.readable import SocketReadable
 from tandem_engine.messages.codec import MAX_MESSAGE_BYTES, Codec
 
 logger = logging.getLogger(__name__)
@@ -331,17 +332,23 @@ class AsyncDealerChannel(Generic[In, Out]):
     heartbeat time-out after SIGSTOP) or nobody listens there any more, which is the fastest sign of a dead
     worker: one that is registered has bound its socket before.
 
+    What streams over it comes through here message by message, so it waits for its socket itself: pyzmq's asyncio
+    sockets cost more per message than all that a gateway does with one.
+
     Raises `WireError` for an endpoint that cannot be one: it came from the registry.
     """
 
     def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
-        self.socket = context.async_socket(zmq.DEALER)
+        self.socket = context.socket(zmq.DEALER)
         _configure(self.socket)
         context.secure_client(self.socket)
         self._monitor = self.socket.get_monitor_socket(LOST_EVENTS)
         context.adopt(self._monitor)
+        self._readable = SocketReadable(self.socket)
+        self._monitor_readable = SocketReadable(self._monitor)
+        self._taken = 0
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -349,23 +356,43 @@ class AsyncDealerChannel(Generic[In, Out]):
             raise WireError(f"cannot connect to {endpoint!r}: {error}") from error
 
     async def receive(self) -> In:
-        """Raises `WireError` for an undecodable message."""
-        return self._inbound.decode(await self.socket.recv())
+        """Raises `WireError` for an undecodable message. One receiver at a time."""
+        while True:
+            try:
+                data = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                self._taken = 0
+                await self._readable.wait()
+                continue
+            self._taken += 1
+            if self._taken >= MAX_PER_RECEIVE:
+                # Others must have their turn, however many messages are there.
+                self._taken = 0
+                await asyncio.sleep(0)
+            return self._inbound.decode(data)
 
     def send(self, message: Out) -> bool:
         """False when the queue to the engine is full. Never waits."""
         try:
-            # A NOBLOCK send on an asyncio socket completes or fails before it returns its future.
-            future = cast("asyncio.Future[Any]", self.socket.send(self._outbound.encode(message), zmq.NOBLOCK))
+            self.socket.send(self._outbound.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
-        return not (future.done() and future.exception() is not None)
+        self._readable.used()
+        return True
 
     async def disconnected(self) -> None:
         """Return when the connection has been lost or refused."""
-        parse_monitor_message(await self._monitor.recv_multipart())
+        while True:
+            try:
+                parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                await self._monitor_readable.wait()
+            else:
+                return
 
     def close(self) -> None:
+        self._readable.close()
+        self._monitor_readable.close()
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close()

@@ -16,9 +16,11 @@ from tandem_engine.ipc.channels import (
     RouterChannel,
 )
 from tandem_engine.ipc.poller import Poller
+from tandem_engine.ipc.readable import SocketReadable
 from tandem_engine.messages.control import Drain, EngineFailed, EngineToWorker, WorkerToEngine
 from tandem_engine.messages.outputs import EngineReply, Pong
 from tandem_engine.messages.requests import EngineRequest, Ping
+from tandem_testing.waiting import until
 
 WAIT = 5.0
 
@@ -57,6 +59,74 @@ async def test_a_request_goes_down_and_its_reply_comes_back(context) -> None:
     assert router.send(client, Pong(nonce=1, incarnation="w@1"))
     assert await asyncio.wait_for(dealer.receive(), WAIT) == Pong(nonce=1, incarnation="w@1")
     dealer.close()
+    router.close()
+
+
+async def test_no_reply_is_missed_while_requests_are_sent(context) -> None:
+    """A send may take away the word that something has arrived (zmq_getsockopt(3), ZMQ_FD)."""
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    count = 500
+
+    def echo() -> None:
+        for _ in range(count):
+            [(client, message), *more] = received(router)
+            for sender, ping in ((client, message), *more):
+                router.send(sender, Pong(nonce=ping.nonce, incarnation="w@1"))
+            if ping.nonce == count - 1:
+                return
+
+    echoing = asyncio.create_task(asyncio.to_thread(echo))
+
+    async def read() -> list[EngineReply]:
+        return [await dealer.receive() for _ in range(count)]
+
+    reading = asyncio.create_task(read())
+    for nonce in range(count):
+        assert dealer.send(Ping(nonce=nonce))
+        if nonce % 3 == 0:
+            await asyncio.sleep(0)
+    assert [reply.nonce for reply in await asyncio.wait_for(reading, 10 * WAIT)] == [*range(count)]
+    await echoing
+    dealer.close()
+    router.close()
+
+
+async def test_messages_for_which_nobody_waits_do_not_keep_the_event_loop_busy(context, monkeypatch) -> None:
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    assert dealer.send(Ping(nonce=0))
+    [(client, _)] = await asyncio.to_thread(received, router)
+    assert router.send(client, Pong(nonce=0, incarnation="w@1"))
+    await asyncio.wait_for(dealer.receive(), WAIT)
+    waiting = asyncio.create_task(dealer.receive())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    told: list[SocketReadable] = []
+
+    def note(readable: SocketReadable) -> None:
+        told.append(readable)
+
+    monkeypatch.setattr(SocketReadable, "_wake", note)
+    assert router.send(client, Pong(nonce=1, incarnation="w@1"))
+    await until(lambda: bool(told), 10 * WAIT, "the loop is told")
+    before = len(told)
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert len(told) <= before + 1
+    assert await asyncio.wait_for(dealer.receive(), WAIT) == Pong(nonce=1, incarnation="w@1")
+    dealer.close()
+    router.close()
+
+
+async def test_a_closed_channel_leaves_nobody_waiting(context) -> None:
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    waiting = asyncio.create_task(dealer.receive())
+    await asyncio.sleep(0)
+    dealer.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
     router.close()
 
 
@@ -119,8 +189,8 @@ async def test_undecodable_messages_are_counted_and_dropped(context) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)
     raw = dealer.socket
-    await raw.send(b"\x80\x04rubbish")
-    await raw.send_multipart([b"two", b"frames"])
+    raw.send(b"\x80\x04rubbish")
+    raw.send_multipart([b"two", b"frames"])
     dealer.send(Ping(nonce=1))
     messages: list[tuple[bytes, EngineRequest]] = []
     while not messages:
