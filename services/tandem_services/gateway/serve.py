@@ -11,6 +11,7 @@ A second signal ends the notice; a SIGINT while closing ends the wait for runnin
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -208,6 +209,9 @@ async def _serve(
         if gateway.access is None:
             logger.info("no --api-keys: everybody who reaches this gateway may use it")
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
+        # What is there now stays. Else every full collection walks all of it, and all streams wait.
+        gc.collect()
+        gc.freeze()
         async with (
             _following(config, gateway, live),
             _admin_server(gateway, server, config, admin_listener, console),
