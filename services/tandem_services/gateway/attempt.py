@@ -12,6 +12,7 @@ worker matters until the decode worker has spoken; what happens to it later is i
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -125,8 +126,8 @@ class Attempt:
     async def next(self) -> Accepted:
         """At least one new token, or the finish. Raises `AttemptFailedError`, or `ApiError` for the client."""
         while True:
-            if not self._arrivals:
-                await self._wait()
+            while not self._arrivals:
+                await self._arrival()
             accepted = self._take()
             if accepted.token_ids or accepted.finish is not None:
                 return accepted
@@ -148,13 +149,14 @@ class Attempt:
             side.connection.forget(self._rid, abort=not side.ended and not self._superseded(side))
         self._sides.clear()
 
-    async def _wait(self) -> None:
+    def _arrival(self) -> Awaitable[None]:
+        """Until something has arrived. Raises `AttemptFailedError` for what is late behind a gap."""
         self._wake = asyncio.get_running_loop().create_future()
-        if not self._sequence.has_gap:
-            await self._wake
-            return
+        return self._within_gap(self._wake) if self._sequence.has_gap else self._wake
+
+    async def _within_gap(self, wake: "asyncio.Future[None]") -> None:
         try:
-            await asyncio.wait_for(self._wake, GAP_TIMEOUT_S)
+            await asyncio.wait_for(wake, GAP_TIMEOUT_S)
         except TimeoutError as error:
             raise self._output_lost() from error
 
@@ -199,13 +201,12 @@ class Attempt:
 
 def _failure(output: TokenOutput | None, side: Side) -> Exception | None:
     """What an arrival means for the choice when it is not tokens: the worker is lost, or gives up."""
-    incarnation = side.connection.worker.incarnation
     if output is None:
         cause = FailureCause.WORKER_LOST if side.taken or side.spoke else FailureCause.UNREACHABLE
-        return AttemptFailedError(cause, incarnation)
+        return AttemptFailedError(cause, side.connection.worker.incarnation)
     if output.finish is None or output.finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
         return None
-    return _finish_failure(output.finish, incarnation)
+    return _finish_failure(output.finish, side.connection.worker.incarnation)
 
 
 def _finish_failure(finish: Finish, incarnation: str) -> Exception:

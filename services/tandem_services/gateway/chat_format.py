@@ -29,6 +29,7 @@ from tandem_services.gateway.openai_schemas import (
 from tandem_services.gateway.output_parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.sse import DONE, data_event
+from tandem_services.gateway.text_events import TextEvents
 
 
 class ChatFormat:
@@ -46,6 +47,7 @@ class ChatFormat:
         self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
         self._prompt_top = plan.prompt_logprobs
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
+        self._text_events = TextEvents(self._text_event)
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         del first  # a chat does not begin with its prompt
@@ -53,6 +55,8 @@ class ChatFormat:
         return self._chunk(ChatChunkChoice(index=choice.index, delta=delta), usage)
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
+        if self._is_plain and piece.text and usage is None and piece.finish is None and not piece.scored:
+            return self._text_events.of(piece.index, piece.text)
         deltas = [ChatDelta(content=piece.text or UNSET)] if self._is_plain else self._deltas(piece)
         last = len(deltas) - 1
         return b"".join(
@@ -107,6 +111,9 @@ class ChatFormat:
             usage=self._no_usage if usage is None else usage,
         )
         return data_event(encode_json(chunk))
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        return self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=text)), None)
 
     def _deltas(self, piece: ChoicePiece) -> list[ChatDelta]:
         """One for the text and one for each step of a call: clients note the end of a call by the next chunk that is

@@ -5,8 +5,9 @@ and usage alike. Here the earliest event wins (T48): a stop string inside a piec
 engine's finish ends the choice as `stop`.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.sampling import SamplingParams
@@ -34,9 +35,8 @@ class ChoiceFinish(NamedTuple):
     """The stop string or stop id that ended it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChoicePiece:
-    """What one choice adds to the answer."""
+class ChoicePiece(msgspec.Struct, frozen=True):
+    """What one choice adds to the answer. There is one for nearly every token: it must cost little to make."""
 
     index: int
     text: str

@@ -36,6 +36,7 @@ from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.sse import DONE, data_event
 from tandem_services.gateway.structured_output import asked_grammar
+from tandem_services.gateway.text_events import TextEvents
 from tandem_services.gateway.translate import (
     check_common_fields,
     choice_counts,
@@ -151,6 +152,7 @@ class CompletionFormat:
         self._plan = plan
         self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
+        self._text_events = TextEvents(self._text_event)
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         if not choice.echo:
@@ -159,6 +161,8 @@ class CompletionFormat:
         return self._chunk(CompletionChoice(index=choice.index, text=choice.echo, logprobs=echoed), usage)
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
+        if usage is None and piece.finish is None and not piece.scored:
+            return self._text_events.of(piece.index, piece.text)
         choice = CompletionChoice(
             index=piece.index,
             text=piece.text,
@@ -179,6 +183,9 @@ class CompletionFormat:
 
     def _chunk(self, choice: CompletionChoice, usage: Usage | None) -> bytes:
         return data_event(self._response([choice], self._no_usage if usage is None else usage))
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        return self._chunk(CompletionChoice(index=index, text=text), None)
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         return encode_json(

@@ -196,7 +196,8 @@ class Dispatcher:
                 await self._enter(attempt, request, workers, progress)
                 self._send(attempt, request, workers, progress, trace, moving=place is not None)
                 while True:
-                    accepted = await self._next(attempt, progress)
+                    waiting = attempt.next() if progress.silent_since is None else self._next(attempt, progress)
+                    accepted = await waiting
                     progress.receive(accepted, by=workers.decode)
                     trace.received(len(accepted.token_ids))
                     self.admission.charge_output(request.caller.tenant, len(accepted.token_ids))
@@ -205,7 +206,7 @@ class Dispatcher:
                     yield accepted
                     if accepted.finish is not None:
                         return
-                    if await self._finds_place(attempt, request, progress):
+                    if attempt.leaving is not None and await self._finds_place(attempt, request, progress):
                         note.outcome = MOVED
                         break
             except AttemptFailedError as failure:
@@ -254,9 +255,8 @@ class Dispatcher:
             attempt.began, progress.silent_since = self.clock.now(), None
 
     async def _next(self, attempt: Attempt, progress: Progress) -> Accepted:
-        """What `attempt` gives next. After lost workers, one that says nothing has only what they left of the time."""
-        if progress.silent_since is None:
-            return await attempt.next()
+        """What `attempt` gives next, after lost workers: one that says nothing has only what they left of the time."""
+        assert progress.silent_since is not None, "no worker was lost"
         left = progress.silent_since + self.policy.silence_s - self.clock.now()
         try:
             async with asyncio.timeout(left):

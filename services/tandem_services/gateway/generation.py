@@ -50,16 +50,11 @@ class Generator:
     clock: Clock
     metrics: GatewayMetrics
 
-    async def pieces(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
+    def pieces(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
         """Pieces of all choices; each list is what has gathered since the last one. Close it when done."""
         if len(job.plan.choices) == 1:
-            async with aclosing(self._choice(job, job.plan.choices[0], None)) as pieces:
-                async for piece in pieces:
-                    yield [piece]
-            return
-        async with aclosing(self._merged(job)) as batches:
-            async for batch in batches:
-                yield batch
+            return self._choice(job, job.plan.choices[0], None)
+        return self._merged(job)
 
     async def _merged(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
         arrived: asyncio.Queue[ChoicePiece | Exception] = asyncio.Queue()
@@ -95,14 +90,15 @@ class Generator:
     ) -> None:
         try:
             async with aclosing(self._choice(job, choice, route)) as pieces:
-                async for piece in pieces:
+                async for (piece,) in pieces:
                     arrived.put_nowait(piece)
         except Exception as error:  # noqa: BLE001  # raised again by whoever merges the choices
             arrived.put_nowait(error)
 
     async def _choice(
         self, job: Job, choice: PlannedChoice, route: SharedRoute | None
-    ) -> AsyncGenerator[ChoicePiece, None]:
+    ) -> AsyncGenerator[list[ChoicePiece], None]:
+        """One piece at a time. A refused grammar is called by the name that the client used."""
         record = job.record.choices[choice.index]
         text = ChoiceText(
             choice.index,
@@ -113,33 +109,29 @@ class Generator:
             reading=job.plan.reading,
         )
         last_token_at: float | None = None
-        async with aclosing(self._outputs(job, choice, route)) as outputs:
-            async for accepted in outputs:
-                if accepted.token_ids:
-                    last_token_at = self._time_tokens(job, record, last_token_at, len(accepted.token_ids))
-                piece = text.absorb(accepted) if job.plan.generate else _scored_prompt(choice, accepted)
-                if piece is None:
-                    continue
-                _note_piece(record, piece)
-                yield piece
-                if piece.finish is not None:
-                    return
-
-    async def _outputs(
-        self, job: Job, choice: PlannedChoice, route: SharedRoute | None
-    ) -> AsyncGenerator[Accepted, None]:
-        """What the workers send for one choice. A refused grammar is called by the name the client used."""
-        record = job.record.choices[choice.index]
         try:
-            outputs = self.dispatcher.run(_choice_request(self.model, job, choice, route), record)
-            if job.plan.turn is not None:
-                outputs = remembered(outputs, job.plan.turn, prompt_tokens=len(choice.input_ids))
-            async with aclosing(outputs):
+            async with aclosing(self._outputs(job, choice, route)) as outputs:
                 async for accepted in outputs:
-                    yield accepted
+                    if accepted.token_ids:
+                        last_token_at = self._time_tokens(job, record, last_token_at, len(accepted.token_ids))
+                    piece = text.absorb(accepted) if job.plan.generate else _scored_prompt(choice, accepted)
+                    if piece is None:
+                        continue
+                    _note_piece(record, piece)
+                    yield [piece]
+                    if piece.finish is not None:
+                        return
         except ApiError as error:
             name_grammar_field(error, job.plan.grammar_field)
             raise
+
+    def _outputs(self, job: Job, choice: PlannedChoice, route: SharedRoute | None) -> AsyncGenerator[Accepted, None]:
+        """What the workers send for one choice."""
+        record = job.record.choices[choice.index]
+        outputs = self.dispatcher.run(_choice_request(self.model, job, choice, route), record)
+        if job.plan.turn is None:
+            return outputs
+        return remembered(outputs, job.plan.turn, prompt_tokens=len(choice.input_ids))
 
     def _time_tokens(self, job: Job, record: ChoiceRecord, last: float | None, count: int) -> float:
         now = self.clock.now()

@@ -39,18 +39,21 @@ class EventStream:
 
     async def write(self, events: bytes) -> None:
         """Any number of whole events."""
-        if events:
-            await self._write(events, last=False)
+        if not events:
+            return
+        if not self.started:
+            await self._start()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def finish(self, events: bytes) -> None:
         """The last events."""
-        await self._write(events, last=True)
-
-    async def _write(self, body: bytes, *, last: bool) -> None:
         if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+            await self._start()
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def _start(self) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
