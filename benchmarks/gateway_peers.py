@@ -1,7 +1,8 @@
 """Our gateway beside public ones: CPU per request and per streamed token, and latency, in the same run.
 
     python benchmarks/gateway_peers.py [--peers-venv DIR] [--only tandem,sglang-cache_aware] [--requests 800]
-                                       [--streams 64] [--tokens 64] [--step-ms 10] [--rounds 1] [--out r.json]
+                                       [--streams 64] [--tokens 64] [--step-ms 10] [--rate 400] [--rounds 1]
+                                       [--out r.json]
 
 Peers live in a virtual environment of their own (`python -m venv DIR; DIR/bin/pip install sglang-router
 'litellm[proxy]'`), named by `--peers-venv` or TANDEM_PEERS_VENV; nginx is taken from PATH. What is not there is named
@@ -14,6 +15,8 @@ HTTP. Figures are per core: work divided by the CPU time of the gateway's proces
 
     whole     chat, not streamed, one token, 16 at once
     streamed  chat, streamed, one token per event and step, `--streams` at once
+    latency   as `whole`, at half of `--rate` requests a second: from request to last byte, workers and load generator
+              included, so more than the gateway adds
 
 They forward bytes. Ours renders and tokenises the prompt, routes on what is cached where, reserves, detokenises, and
 can resume a stream on another worker.
@@ -30,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,7 +45,7 @@ SOURCES = [str(ROOT / part) for part in ("engine", "services", "tests/support", 
 sys.path[:0] = SOURCES
 
 import uvloop  # noqa: E402
-from chat_load import Question, Timings, closed_loop, letters  # noqa: E402
+from chat_load import Question, Timings, closed_loop, letters, open_loop  # noqa: E402
 from mock_fleet import (  # noqa: E402
     CONTEXT_LENGTH,
     behaviour,
@@ -69,6 +73,8 @@ class Case:
     tokens: int
     stream: bool
     step_s: float = 0.0
+    rate: float = 0.0
+    """Requests a second, however many are open; 0: `clients` at once."""
 
 
 @dataclass(kw_only=True)
@@ -78,6 +84,8 @@ class Running:
     port: int
     pids: list[int]
     expected: Callable[[str, int], str]
+    told: Callable[[], dict[str, float]] = dict
+    """Figures that it has of itself."""
 
 
 System = Callable[[ExitStack, Case, argparse.Namespace], Running]
@@ -98,7 +106,21 @@ def tandem(stack: ExitStack, case: Case, _: argparse.Namespace) -> Running:
     command = [sys.executable, "-m", "tandem_services.cli.main", "gateway", *flags, "--drain-notice", "0"]
     gateway = stack.enter_context(process(command, cores=GATEWAY_CORES))
     wait_until_up(gateway, port)
-    return Running(port=port, pids=[gateway.pid, redis.process.pid], expected=expected_answer(mock_tokenizer()))
+    return Running(
+        port=port,
+        pids=[gateway.pid, redis.process.pid],
+        expected=expected_answer(mock_tokenizer()),
+        told=lambda: {"share_routed_by_redis": share_routed_by_redis(port)},
+    )
+
+
+def share_routed_by_redis(port: int) -> float:
+    """Of all decisions; the others were made without it, by the view that the gateway had."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    counts = [line.rpartition(" ") for line in lines if line.startswith("tandem_gateway_route_decisions_total{")]
+    by_redis = sum(float(count) for labels, _, count in counts if 'source="redis"' in labels)
+    return round(by_redis / sum(float(count) for _, _, count in counts), 3)
 
 
 def sglang(policy: str) -> System:
@@ -263,7 +285,10 @@ async def drive(running: Running, case: Case) -> tuple[Timings, list[float]]:
     ]
     await warmed(running, questions[:8])
     before = [cpu_seconds(pid) for pid in running.pids]
-    timings = await closed_loop(running.port, questions, at_once=case.clients)
+    if case.rate:
+        timings = await open_loop(running.port, questions, rate=case.rate)
+    else:
+        timings = await closed_loop(running.port, questions, at_once=case.clients)
     return timings, [cpu_seconds(pid) - cpu for pid, cpu in zip(running.pids, before, strict=True)]
 
 
@@ -282,7 +307,7 @@ def measure(start: System, case: Case, options: argparse.Namespace) -> dict[str,
         }
         if len(cpu) > 1:
             figures[f"us_per_{unit}_in_redis"] = round(cpu[1] / work * 1e6, 1)
-        return figures
+        return figures | running.told()
 
 
 def cases(options: argparse.Namespace, name: str) -> dict[str, Case]:
@@ -297,6 +322,9 @@ def cases(options: argparse.Namespace, name: str) -> dict[str, Case]:
             tokens=options.tokens,
             stream=True,
             step_s=step_s,
+        ),
+        "latency": Case(
+            clients=16, requests=options.requests // less, tokens=1, stream=False, rate=options.rate / (2 * less)
         ),
     }
 
@@ -365,6 +393,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--rate", type=float, default=400.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--fleet", nargs=2, help=argparse.SUPPRESS)
