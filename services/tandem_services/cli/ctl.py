@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from tandem_engine.config import Role
@@ -53,6 +54,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("worker", metavar="HOST:PORT", help="health port of the worker")
+    parser.add_argument(
+        "--curve-keys",
+        type=Path,
+        metavar="FILE",
+        help="key file of the deployment: workers on other machines take orders from whoever has it",
+    )
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
     abort = orders.add_parser("abort", help="end one request, or all")
     which = abort.add_mutually_exclusive_group(required=True)
@@ -87,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
     url = args.worker if "://" in args.worker else f"http://{args.worker}"
     try:
-        with httpx.Client(base_url=url, timeout=ORDER_TIMEOUT, trust_env=False) as client:
+        headers = {} if args.curve_keys is None else _authorization(args.curve_keys)
+        with httpx.Client(base_url=url, timeout=ORDER_TIMEOUT, trust_env=False, headers=headers) as client:
             if args.order in QUESTIONS:
                 response = client.get(QUESTIONS[args.order])
             else:
@@ -100,6 +108,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(json.dumps(answer), file=sys.stdout if response.is_success else sys.stderr)
     return 0 if response.is_success else 1
+
+
+def _authorization(keys: Path) -> dict[str, str]:
+    from tandem_engine.ipc.channels import KeyPair
+    from tandem_services.common.order_token import order_token
+
+    return {"Authorization": f"Bearer {order_token(KeyPair.load(keys))}"}
 
 
 def _body(args: argparse.Namespace) -> dict[str, Any]:

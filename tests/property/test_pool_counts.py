@@ -1,0 +1,50 @@
+"""Pods of pools against workers of roles, whatever has flipped: the wanted number serves, wherever bounds allow it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem_operator.builders.served import ROLES
+from tandem_operator.scaling.law import RoleBounds, ScalingConfig
+from tandem_operator.scaling.need import Targets
+from tandem_operator.telemetry.flips import Flip
+from tandem_operator.telemetry.pool_counts import OTHER, PoolCounts
+from tandem_testing.pod_builders import pod
+
+FREE = RoleBounds(least=0, most=1000, targets=Targets(queue_seconds=1.0, kv_usage=0.85))
+BOUNDED = RoleBounds(least=1, most=4, targets=Targets(queue_seconds=1.0, kv_usage=0.85))
+
+counts = st.fixed_dictionaries({role: st.integers(0, 8) for role in ROLES})
+pool_counts = st.builds(PoolCounts.of, counts, counts)
+
+
+@given(pool_counts, counts)
+def test_as_many_serve_as_are_wanted_once_the_pools_have_followed(now, wanted):
+    pools = now.pools_for(wanted, ScalingConfig(prefill=FREE, decode=FREE))
+    assert all(pools[role] >= 0 for role in ROLES)
+    assert sum(pools.values()) == sum(wanted.values())
+    gone = {role: min(now.lent[role], max(0, now.serving[role] - wanted[role])) for role in ROLES}
+    after = PoolCounts.of(pools, {role: now.lent[role] - gone[role] for role in ROLES})
+    assert after.serving == wanted
+
+
+@given(pool_counts)
+def test_what_is_as_wanted_changes_nothing(now):
+    assert now.pools_for(now.serving, ScalingConfig(prefill=FREE, decode=FREE)) == now.pools
+
+
+@given(pool_counts, counts)
+def test_bounds_hold_for_pods(now, wanted):
+    pools = now.pools_for(wanted, ScalingConfig(prefill=BOUNDED, decode=BOUNDED))
+    assert all(1 <= pools[role] <= 4 for role in ROLES)
+
+
+@given(pool_counts, st.sampled_from(ROLES), st.booleans())
+def test_a_flip_moves_one_worker_and_no_pod(now, taker, comes_home):
+    home = taker if comes_home else OTHER[taker]
+    able = now.lent[OTHER[taker]] if comes_home else now.pools[home] - now.lent[taker]
+    if not able:
+        return
+    after = now.after([Flip(pod("x", home), taker)])
+    assert after.pools == now.pools
+    assert after.serving[taker] == now.serving[taker] + 1
+    assert sum(after.serving.values()) == sum(now.serving.values())
