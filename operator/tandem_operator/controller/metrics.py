@@ -2,6 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tandem_operator.telemetry.external import ScalingFigures
+
 RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -34,6 +36,9 @@ class OperatorMetrics:
         self.leader = Gauge("tandem_operator_leader", "1 while this operator acts", registry=self.registry)
         self.queue = Gauge("tandem_operator_queue_length", "Services that wait to be looked at", registry=self.registry)
         self.services = Gauge("tandem_operator_services", "ModelServices that are known", registry=self.registry)
+        self.scaling = ScalingFigures()
+        """Of services that others scale."""
+        self.registry.register(self.scaling)
         self.watch_events = Counter(
             "tandem_operator_watch_events", "What watches told", ["kind"], registry=self.registry
         )

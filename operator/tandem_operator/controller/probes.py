@@ -1,4 +1,4 @@
-"""The operator's own HTTP port: /livez, /readyz and /metrics."""
+"""The operator's own HTTP port: /livez, /readyz, /metrics, and /scaling/NAMESPACE/SERVICE/ROLE for KEDA."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,7 +10,11 @@ Health = Callable[[], str]
 """Why not; empty when all is well."""
 
 
-def probe_app(registry: CollectorRegistry, live: Health, ready: Health) -> web.Application:
+Scaling = Callable[[str, str, str], tuple[int, dict[str, float | str]]]
+"""Namespace, service, role → status and JSON."""
+
+
+def probe_app(registry: CollectorRegistry, live: Health, ready: Health, scaling: Scaling) -> web.Application:
     """`live`: whether a restart would help; `ready`: whether it knows the cluster, leader or not."""
 
     async def livez(_: web.Request) -> web.Response:
@@ -22,10 +26,16 @@ def probe_app(registry: CollectorRegistry, live: Health, ready: Health) -> web.A
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def figures(request: web.Request) -> web.Response:
+        named = request.match_info
+        status, document = scaling(named["namespace"], named["service"], named["role"])
+        return web.json_response(document, status=status)
+
     app = web.Application()
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/scaling/{namespace}/{service}/{role}", figures)
     return app
 
 

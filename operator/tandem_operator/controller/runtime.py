@@ -29,6 +29,7 @@ from tandem_operator.controller.discovery import wait_for_cluster, watched_kinds
 from tandem_operator.controller.dispatch import Dispatcher
 from tandem_operator.controller.election import Election, ElectionConfig
 from tandem_operator.controller.events import EventPoster
+from tandem_operator.controller.external_looks import ExternalLooks
 from tandem_operator.controller.findings import FindingsBoard
 from tandem_operator.controller.handlers import registry_for
 from tandem_operator.controller.kinds import POD
@@ -86,7 +87,9 @@ async def run(options: RuntimeOptions) -> None:
         return operator.unready() if operator is not None else "waiting for the API server and the CRDs"
 
     async with (
-        serving(probe_app(metrics.registry, live, ready), options.http_host, options.http_port) as port,
+        serving(
+            probe_app(metrics.registry, live, ready, metrics.scaling.answer), options.http_host, options.http_port
+        ) as port,
         connected() as client,
     ):
         logger.info("serving /metrics, /livez and /readyz", extra={"port": port})
@@ -137,6 +140,7 @@ class Operator:
             leading=lambda: self._resync.synced.is_set() and self._leading(),
             changed=self._dispatcher.changed,
         )
+        self._external = ExternalLooks(self._store, options.settings, self._pods, metrics.scaling)
         self._kinds = watched_kinds(options.settings.apis)
         self._resync = Resync(cluster, self._store, self._kinds, options.namespaces, self._dispatcher.changed)
 
@@ -197,6 +201,7 @@ class Operator:
             self._once_synced(),
             self._pulse(),
             self._lookouts.run(),
+            self._external.run(),
         ]
         if self._leadership is not None:
             parts.append(self._leadership.run())
