@@ -5,19 +5,20 @@ from typing import Any
 import pytest
 import yaml
 
+from tandem_operator.cli import options_of, parser
+from tandem_operator.controller.runtime import RuntimeOptions
+from tandem_operator.settings import OperatorSettings
 from tandem_testing.helm_library import CHARTS, NEEDS_HELM
 
-cli = pytest.importorskip("tandem_operator.cli")
 
-
-def read(manifests: list[dict[str, Any]]) -> Any:
+def read(manifests: list[dict[str, Any]]) -> RuntimeOptions:
     """The command line of the operator's container, and what its probes ask."""
     (deployment,) = [one for one in manifests if one["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["tandem-operator"]
-    arguments = cli.parser().parse_args(container["args"])
+    arguments = parser().parse_args(container["args"])
     assert arguments.http_port == container["ports"][0]["containerPort"]
-    return cli.options_of(arguments)
+    return options_of(arguments)
 
 
 def test_installed_without_helm_it_looks_everywhere():
@@ -44,10 +45,11 @@ def test_values_become_settings(helm):
     assert settings.operator_namespace == "llm"
     assert settings.canaries is False
     assert (options.workers, options.http_port) == (2, 9000)
+    assert options.election is not None
     assert options.election.name == "prod-tandem-operator"
 
 
 @NEEDS_HELM
 @pytest.mark.xdist_group("helm")
 def test_images_that_no_value_names_are_the_operators_own(helm):
-    assert read(helm.render("tandem")).settings.engine_image == cli.OperatorSettings().engine_image
+    assert read(helm.render("tandem")).settings.engine_image == OperatorSettings().engine_image

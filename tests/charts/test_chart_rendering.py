@@ -4,6 +4,7 @@ Strict validation against the schemas of three Kubernetes versions finds what an
 """
 
 import json
+import re
 from typing import Any
 
 import kubernetes_validate
@@ -227,6 +228,26 @@ def test_the_dashboard_arrives_whole(rendered):
 def test_monitors_name_the_port_of_the_metrics(rendered, case, kind, ports):
     (monitor,) = of_kind(rendered[case], kind)
     assert [one["port"] for one in monitor["spec"][ports]] == ["http"]
+
+
+@each_case
+def test_the_operator_has_an_address(rendered, case):
+    """The examples of examples/scaling name it."""
+    (service,) = of_kind(rendered[case], "Service")
+    (container,) = deployment(rendered[case])["spec"]["template"]["spec"]["containers"]
+    (port,) = service["spec"]["ports"]
+    assert port["port"] == container["ports"][0]["containerPort"]
+    assert port["targetPort"] == container["ports"][0]["name"]
+
+
+def test_keda_asks_where_the_operator_is(rendered):
+    manifests = [*rendered["cluster"], *yaml.safe_load_all((CHARTS / "install.yaml").read_text())]
+    addresses = {
+        f"http://{one['metadata']['name']}.{one['metadata']['namespace']}.svc:{one['spec']['ports'][0]['port']}/"
+        for one in of_kind(manifests, "Service")
+    }
+    asked = re.findall(r"http://[^/]+/", (ROOT / "examples" / "scaling" / "keda.yaml").read_text())
+    assert set(asked) == addresses
 
 
 def test_names_follow_the_release(helm):
