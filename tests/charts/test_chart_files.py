@@ -1,6 +1,7 @@
 """Charts as files: what is generated is current, values and schemas know the same fields, a typo is refused."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -33,7 +34,9 @@ def objections(chart: str, values: dict[str, Any]) -> list[str]:
 def written(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("charts")
     command = [sys.executable, str(ROOT / "tools" / "charts" / "write.py"), str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(
+        command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     return folder
 
 

@@ -1,5 +1,6 @@
 """charts/install.yaml: the operator without Helm."""
 
+import os
 import subprocess
 import sys
 
@@ -19,7 +20,9 @@ MANIFESTS = list(yaml.safe_load_all(COMMITTED.read_text()))
 def test_the_committed_manifest_is_what_the_chart_renders(tmp_path):
     written = tmp_path / "install.yaml"
     command = [sys.executable, str(ROOT / "tools" / "charts" / "install_manifest.py"), str(written)]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(
+        command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     assert written.read_text() == COMMITTED.read_text(), "run: python tools/charts/install_manifest.py"
 
 

@@ -37,6 +37,9 @@ server: nothing is missing, and nothing is left over.
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [get, list, watch, create, patch, delete]
 # Why pods do not come up; and which of them goes first when there are to be fewer.
 - apiGroups: [""]
   resources: [pods]

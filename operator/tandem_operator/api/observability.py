@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from tandem_operator.api.markers import Api, HttpUrl
+from tandem_operator.api.markers import Api, HttpUrl, Labels
 
 
 class Observability(Api, frozen=True, kw_only=True):
@@ -13,4 +13,6 @@ class Observability(Api, frozen=True, kw_only=True):
     otlp_traces_endpoint: HttpUrl | None = None
     """OpenTelemetry collector for traces, over HTTP; without it no traces."""
     service_monitor: bool = False
-    """Make PodMonitors, where the Prometheus operator is installed."""
+    """Make PodMonitors of gateways and workers, where the Prometheus operator is installed."""
+    metrics_namespaces: Labels = {}
+    """Labels of namespaces whose pods may read metrics, past the network policies: Prometheus's. Empty: none may."""

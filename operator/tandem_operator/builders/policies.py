@@ -39,13 +39,20 @@ def network_policies(service: Served, settings: OperatorSettings) -> list[Manife
         "namespaceSelector": {"matchLabels": {NAMESPACE_NAME: settings.operator_namespace}},
         "podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}},
     }
+    prometheus: list[Manifest] = []
+    if service.spec.observability.metrics_namespaces:
+        prometheus = [{"namespaceSelector": {"matchLabels": service.spec.observability.metrics_namespaces}}]
     clients: Manifest = {"ports": [_port(PORT)]}
     if security.client_namespaces:
         clients["from"] = [{"namespaceSelector": {"matchLabels": security.client_namespaces}}, parts]
     reach = {
-        "gateway": [clients, {"from": [operator], "ports": [_port(ADMIN_PORT), _port(PORT)]}],
+        "gateway": [
+            clients,
+            {"from": [operator], "ports": [_port(PORT)]},
+            {"from": [operator, *prometheus], "ports": [_port(ADMIN_PORT)]},
+        ],
         # Engines and NIXL choose their ports freely; the sockets are closed to who has not the service's keys.
-        "worker": [{"from": [parts]}, {"from": [operator], "ports": [_port(HEALTH_PORT)]}],
+        "worker": [{"from": [parts]}, {"from": [operator, *prometheus], "ports": [_port(HEALTH_PORT)]}],
     }
     if service.spec.redis.managed is not None:
         reach["redis"] = [{"from": [parts], "ports": [_port(REDIS_PORT)]}]

@@ -12,6 +12,7 @@ from tandem_operator.controller.kinds import (
     MODEL_SERVICE,
     NETWORK_POLICY,
     POD,
+    POD_MONITOR,
     SERVICE,
     WORKER_POOL,
     Kind,
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 5.0
 
-_POD_MONITOR = Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
 _LEADER_WORKER_SET = Kind("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets")
 
 
@@ -31,7 +31,7 @@ async def discover(cluster: Cluster) -> ClusterApis:
     budgets = [kind for kind in BUDGETS if await cluster.serves(kind)]
     return ClusterApis(
         pod_disruption_budget=(budgets or list(BUDGETS))[0].api_version,
-        pod_monitors=await cluster.serves(_POD_MONITOR),
+        pod_monitors=await cluster.serves(POD_MONITOR),
         http_routes=await cluster.serves(HTTP_ROUTE),
         leader_worker_sets=await cluster.serves(_LEADER_WORKER_SET),
     )
@@ -53,5 +53,6 @@ async def wait_for_cluster(cluster: Cluster, pause: Callable[[float], Awaitable[
 def watched_kinds(apis: ClusterApis) -> tuple[Kind, ...]:
     """Everything that reconciles read or write, but Secrets, which are looked up by name."""
     budget = next(kind for kind in BUDGETS if kind.api_version == apis.pod_disruption_budget)
-    optional = (HTTP_ROUTE,) if apis.http_routes else ()
+    offered = ((HTTP_ROUTE, apis.http_routes), (POD_MONITOR, apis.pod_monitors))
+    optional = [kind for kind, there in offered if there]
     return (MODEL_SERVICE, WORKER_POOL, DEPLOYMENT, POD, SERVICE, NETWORK_POLICY, budget, *optional)

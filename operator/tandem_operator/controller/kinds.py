@@ -56,6 +56,7 @@ EVENT = Kind("events.k8s.io/v1", "Event", "events")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
+POD_MONITOR = Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
 BUDGETS = tuple(
     Kind(f"policy/{version}", "PodDisruptionBudget", "poddisruptionbudgets") for version in ("v1", "v1beta1")
 )
@@ -73,6 +74,7 @@ _BY_NAME = {
         LEASE,
         NETWORK_POLICY,
         HTTP_ROUTE,
+        POD_MONITOR,
         *BUDGETS,
     )
 }

@@ -20,6 +20,7 @@ from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceStatus
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
+from tandem_operator.builders.monitors import pod_monitors
 from tandem_operator.builders.naming import (
     curve_secret_name,
     gateway_name,
@@ -133,6 +134,8 @@ def _manifests(service: Served, target: str, step: Step, settings: OperatorSetti
     route = http_route(service)
     if route is not None and settings.apis.http_routes:
         manifests.append(route)
+    if settings.apis.pod_monitors:
+        manifests += pod_monitors(service)
     manifests += disruption_budgets(service, settings)
     manifests += network_policies(service, settings)
     return tuple(manifests)

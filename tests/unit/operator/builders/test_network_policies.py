@@ -6,6 +6,7 @@ from tandem_operator.builders.policies import network_policies
 from tandem_operator.settings import OperatorSettings
 from tandem_testing.kube_cluster import service_of
 
+EVERYBODY = ["everybody"]
 PARTS = {"podSelector": {"matchLabels": {"tandem.dev/service": "chat"}}}
 OPERATOR = {
     "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "llm"}},
@@ -13,12 +14,12 @@ OPERATOR = {
 }
 
 
-def reach(**security: Any) -> dict[str, list[tuple[list[int], Any]]]:
+def reach(**spec: Any) -> dict[str, list[tuple[list[int], Any]]]:
     """Ports (none: all) and who, by part."""
-    policies = network_policies(service_of(security=security), OperatorSettings(operator_namespace="llm"))
+    policies = network_policies(service_of(**spec), OperatorSettings(operator_namespace="llm"))
     return {
         one["metadata"]["name"]: [
-            ([port["port"] for port in rule.get("ports", [])], rule.get("from", "everybody"))
+            ([port["port"] for port in rule.get("ports", [])], rule.get("from", EVERYBODY))
             for rule in one["spec"]["ingress"]
         ]
         for one in policies
@@ -26,18 +27,27 @@ def reach(**security: Any) -> dict[str, list[tuple[list[int], Any]]]:
 
 
 def test_clients_reach_the_gateway_alone():
-    assert reach()["chat-gateway"] == [([8000], "everybody"), ([8001, 8000], [OPERATOR])]
-    everybody = [part for part, rules in reach().items() for _, who in rules if who == "everybody"]
+    assert reach()["chat-gateway"] == [([8000], EVERYBODY), ([8000], [OPERATOR]), ([8001], [OPERATOR])]
+    everybody = [part for part, rules in reach().items() for _, who in rules if who == EVERYBODY]
     assert everybody == ["chat-gateway"]
 
 
 def test_client_namespaces_narrow_it():
     chosen = {"namespaceSelector": {"matchLabels": {"team": "search"}}}
-    assert reach(clientNamespaces={"team": "search"})["chat-gateway"][0] == ([8000], [chosen, PARTS])
+    assert reach(security={"clientNamespaces": {"team": "search"}})["chat-gateway"][0] == ([8000], [chosen, PARTS])
 
 
 def test_workers_are_reached_by_their_service_and_by_the_operators_questions():
     assert reach()["chat-worker"] == [([], [PARTS]), ([9090], [OPERATOR])]
+
+
+def test_prometheus_reads_metrics_where_its_namespaces_are_named():
+    prometheus = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
+    rules = reach(observability={"metricsNamespaces": {"name": "monitoring"}})
+    assert [(ports, part) for part, those in rules.items() for ports, who in those if prometheus in who] == [
+        ([8001], "chat-gateway"),
+        ([9090], "chat-worker"),
+    ]
 
 
 def test_redis_is_reached_by_its_service_alone():
@@ -46,4 +56,4 @@ def test_redis_is_reached_by_its_service_alone():
 
 
 def test_switched_off_there_are_none():
-    assert reach(networkPolicies=False) == {}
+    assert reach(security={"networkPolicies": False}) == {}

@@ -27,14 +27,14 @@ ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 VERSIONS = ("1.30", "1.33", "1.36")
 """Oldest and newest that are supported, and one between. The API server of tests/kube knows fewer fields than these."""
-OF_OTHERS = {"WorkerPool", "HTTPRoute"}
+OF_OTHERS = {"WorkerPool", "HTTPRoute", "PodMonitor"}
 """Kinds that no core schema knows."""
 
 
 def manifests(path: Path) -> list[Manifest]:
     example = yaml.safe_load(path.read_text())
     service = service_of(example["spec"], name=example["metadata"]["name"])
-    settings = OperatorSettings(apis=ClusterApis(http_routes=True))
+    settings = OperatorSettings(apis=ClusterApis(http_routes=True, pod_monitors=True))
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
     return list(plan.apply)
 
