@@ -32,6 +32,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
+    add_conversation(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def add_conversation(parser: argparse.ArgumentParser) -> None:
+    """What a conversation is like, wherever it is held; see `converse`."""
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first one served)")
     add_api_key(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -40,7 +46,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--max-tokens", type=positive_int, metavar="N", help="longest answer (default: what the context leaves)"
     )
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
-    parser.set_defaults(run=run, parser=parser)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,10 +114,14 @@ def run(args: argparse.Namespace) -> int:
     headers = key_headers(args)
     with httpx.Client(base_url=args.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0)) as client:
         try:
-            conversation = _open(client, args)
-            return _talk(conversation, system=args.system)
+            return converse(client, args)
         except httpx.HTTPError as error:
             raise RemoteError(f"{args.url} does not answer ({error}): is `tandem up` running?") from error
+
+
+def converse(client: Any, args: argparse.Namespace) -> int:
+    """Hold a conversation over `client`; returns the exit status. Raises `RemoteError` and `httpx.HTTPError`."""
+    return _talk(_open(client, args), system=args.system)
 
 
 def _open(client: Any, args: argparse.Namespace) -> Conversation:

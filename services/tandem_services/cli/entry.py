@@ -1,0 +1,60 @@
+"""What `tandem` and `kubectl tandem` have in common: a parser that teaches, and errors as one sentence.
+
+Errors made on purpose end as one sentence on stderr and an exit status:
+
+    0 success    1 the command ran and the answer is no    2 wrong usage    3 cannot start or go on
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from tandem_engine.errors import ConfigError, EngineError
+from tandem_services.common.errors import ServiceError
+from tandem_services.common.settings import read_settings
+
+
+class TeachingParser(argparse.ArgumentParser):
+    """argparse without abbreviations, naming the nearest flag or command when one is misspelt."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        hint = self._nearest(message)
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
+
+    def _nearest(self, message: str) -> str:
+        words = [word.strip("',:") for word in message.split()]
+        known = [option for action in self._actions for option in action.option_strings]
+        known += [name for action in self._actions for name in (action.choices or ()) if isinstance(name, str)]
+        for word in words:
+            if word in known or not word.strip("-"):
+                continue
+            close = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0.75)
+            if close:
+                return f" (did you mean {close[0]}?)"
+        return ""
+
+
+def run_command(build: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | None) -> int:
+    """Parse and run; returns the exit status."""
+    try:
+        for warning in read_settings().warnings:
+            print(f"tandem: warning: {warning}", file=sys.stderr)
+        args, unknown = build().parse_known_args(argv)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"tandem: error: {error}", file=sys.stderr)
+        return 2
+    except (EngineError, ServiceError) as error:
+        print(f"tandem: error: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        return 130

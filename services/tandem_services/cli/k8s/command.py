@@ -1,0 +1,225 @@
+"""`tandem k8s …`, which is also `kubectl tandem …`: deployments on Kubernetes, looked at and given orders.
+
+kubectl runs any program `kubectl-tandem` on PATH as `kubectl tandem`. Nothing but argparse is imported here, so that
+`--help` is instant.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tandem_services.cli.chat import add_conversation
+from tandem_services.cli.entry import TeachingParser, run_command
+from tandem_services.cli.numbers import positive_float
+
+ROLES = ("prefill", "decode", "both")
+
+EXAMPLES = """\
+examples:
+  {prog} status                        every ModelService of the namespace, as a tree
+  {prog} status llama -w               one of them, again and again
+  {prog} roles llama                   which worker does what, and how busy it is
+  {prog} flip llama-decode-5d8f-x2k9j prefill
+  {prog} queue llama                   who waits, where and for how long
+  {prog} explain chatcmpl-4f1c         where a request ran, why there, and what else there was
+  {prog} decisions llama               what the autoscaler has done lately, and why
+  {prog} scale llama --prefill 2 --decode 4
+  {prog} drain llama-decode-5d8f-x2k9j
+  {prog} chat llama                    talk to it, through a port-forward
+
+Cluster, context and namespace are kubectl's: KUBECONFIG, --context, -n. Pods are reached by port-forward.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    prog = "tandem k8s"
+    parser = commands.add_parser(
+        "k8s",
+        help="look at deployments on Kubernetes, and give orders (also `kubectl tandem`)",
+        description=DESCRIPTION,
+        epilog=EXAMPLES.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_commands(parser)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `kubectl-tandem`; returns the exit status."""
+    return run_command(build_plugin_parser, argv)
+
+
+def build_plugin_parser() -> argparse.ArgumentParser:
+    prog = "kubectl tandem"
+    parser = TeachingParser(
+        prog=prog,
+        description=DESCRIPTION,
+        epilog=EXAMPLES.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_commands(parser)
+    return parser
+
+
+DESCRIPTION = "Look at ModelServices and their workers on Kubernetes, and give them orders."
+
+
+def _add_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=TeachingParser)
+    status = _command(commands, "status", "ModelServices as trees: conditions, roles, revisions, pods", _status)
+    _name(status, optional=True)
+    _all_namespaces(status)
+    status.add_argument(
+        "-o",
+        "--output",
+        choices=("wide", "json", "yaml"),
+        metavar="FORMAT",
+        help="wide (nodes, restarts), json or yaml",
+    )
+    _watch(status)
+    status.add_argument(
+        "--no-figures",
+        action="store_true",
+        help="do not ask the pods: only what the API server knows (no port-forward)",
+    )
+    roles = _command(
+        commands, "roles", "workers with the role that they were made for and the one that they have", _roles
+    )
+    _name(roles, optional=True)
+    _watch(roles)
+    flip = _command(commands, "flip", "use a running worker in another role; its requests move or finish", _flip)
+    _pod(flip)
+    flip.add_argument("role", choices=ROLES, help="what routers use it for from now on, until it restarts")
+    queue = _command(commands, "queue", "what waits in gateways and on workers", _queue)
+    _name(queue, optional=True)
+    _watch(queue)
+    drain = _command(
+        commands, "drain", "evict one pod: what runs on it moves or finishes; another one takes its place", _drain
+    )
+    _pod(drain)
+    drain.add_argument("--no-wait", action="store_true", help="do not wait until it is gone")
+    explain = _command(commands, "explain", "where a request ran, why there, and what else there was", _explain)
+    explain.add_argument(
+        "request_id", metavar="REQUEST_ID", help="of the answer (`id`), of X-Request-Id, or the client's own"
+    )
+    explain.add_argument("--service", metavar="NAME", help="ask its gateways alone (default: all of the namespace)")
+    explain.add_argument("-o", "--output", choices=("json",), metavar="FORMAT", help="json: as the gateway has it")
+    _key(explain)
+    decisions = _command(commands, "decisions", "the autoscaler's last ten decisions, with reasons", _decisions)
+    _name(decisions, optional=True)
+    chat = _command(commands, "chat", "talk to a ModelService through a port-forward to its gateway", _chat)
+    _name(chat, optional=False)
+    add_conversation(chat)
+    scale = _command(commands, "scale", "change the number of workers of one role or both", _scale)
+    _name(scale, optional=False)
+    for role in ("prefill", "decode"):
+        scale.add_argument(f"--{role}", type=_replicas, metavar="N", help=f"{role} workers")
+
+
+def _command(
+    commands: "argparse._SubParsersAction[TeachingParser]",
+    name: str,
+    text: str,
+    run: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: KUBECONFIG, then ~/.kube/config")
+    cluster.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: its current one)")
+    cluster.add_argument("-n", "--namespace", metavar="NAME", help="default: the context's")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _name(parser: argparse.ArgumentParser, *, optional: bool) -> None:
+    text = "ModelService (default: all of the namespace)" if optional else "ModelService"
+    parser.add_argument("name", nargs="?" if optional else None, metavar="NAME", help=text)
+
+
+def _pod(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pod", metavar="POD", help="one of a ModelService; `status` names them")
+
+
+def _all_namespaces(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-A", "--all-namespaces", action="store_true", help="of all namespaces")
+
+
+def _watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-w", "--watch", action="store_true", help="show it again and again, until Ctrl-C")
+    parser.add_argument(
+        "--every", type=positive_float, default=2.0, metavar="S", help="with --watch: seconds between (default 2)"
+    )
+
+
+def _key(parser: argparse.ArgumentParser) -> None:
+    from tandem_services.cli.api_key import add_api_key
+
+    add_api_key(parser)
+
+
+def _replicas(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = -1
+    if not 0 <= count <= 1000:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1000, got {text!r}")
+    return count
+
+
+def _status(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.looking import show_status
+
+    return show_status(args)
+
+
+def _roles(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.looking import show_roles
+
+    return show_roles(args)
+
+
+def _queue(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.looking import show_queue
+
+    return show_queue(args)
+
+
+def _decisions(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.looking import show_decisions
+
+    return show_decisions(args)
+
+
+def _flip(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.orders import flip
+
+    return flip(args)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.orders import drain
+
+    return drain(args)
+
+
+def _scale(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.orders import scale
+
+    return scale(args)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.gateways import explain
+
+    return explain(args)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.gateways import chat
+
+    return chat(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

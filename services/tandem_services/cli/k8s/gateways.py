@@ -1,0 +1,75 @@
+"""`explain` and `chat`: what gateways are asked, through a port-forward."""
+
+import argparse
+import json
+import sys
+
+import httpx
+
+from tandem_engine.logs import quoted
+from tandem_operator.builders.naming import SERVICE_LABEL
+from tandem_services.cli.api_key import key_headers
+from tandem_services.cli.chat import converse
+from tandem_services.cli.k8s.cluster import Cluster, Object
+from tandem_services.cli.k8s.explain_text import explain_text
+from tandem_services.cli.k8s.forward import CONNECT_S, pod_client
+from tandem_services.cli.k8s.pods import ADMIN_PORT, COMPONENT_LABEL, GATEWAY, HTTP_PORT, Pod, runs
+from tandem_services.common.errors import RemoteError
+
+TOKEN_S = 120.0
+"""Between two tokens of an answer, and before the first."""
+
+
+def explain(args: argparse.Namespace) -> int:
+    headers = key_headers(args)
+    with Cluster.of(args) as cluster:
+        gateways = _gateways(cluster, args.service)
+        troubles = []
+        for pod in gateways:
+            try:
+                with pod_client(cluster.access, pod, ADMIN_PORT, headers=headers) as client:
+                    response = client.get(f"/requests/{args.request_id}/explain")
+            except (httpx.HTTPError, httpx.InvalidURL, LookupError) as error:
+                troubles.append(f"{pod['metadata']['name']}: {error}")
+                continue
+            if response.is_success:
+                record = response.json()
+                print(json.dumps(record, indent=2) if args.output == "json" else explain_text(record))
+                return 0
+            if response.status_code in (401, 403):
+                raise RemoteError(
+                    f'{pod["metadata"]["name"]} wants a key whose entry says "admin": true: --api-key or TANDEM_API_KEY'
+                )
+    for trouble in troubles:
+        print(f"not asked: {trouble}", file=sys.stderr)
+    print(
+        f"none of {len(gateways) - len(troubles)} gateways remembers {quoted(args.request_id)}: each knows its own "
+        "last few thousand requests, since its start",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def chat(args: argparse.Namespace) -> int:
+    headers = key_headers(args)
+    with Cluster.of(args) as cluster:
+        cluster.services(args.name)
+        ready = [pod for pod in _gateways(cluster, args.name) if Pod.of(pod).ready]
+        if not ready:
+            raise RemoteError(f"no gateway of {args.name} is ready: `tandem k8s status {args.name}` tells why")
+        try:
+            with pod_client(cluster.access, ready[0], HTTP_PORT, headers=headers) as client:
+                client.timeout = httpx.Timeout(TOKEN_S, connect=CONNECT_S)
+                return converse(client, args)
+        except (httpx.HTTPError, LookupError) as error:
+            raise RemoteError(f"the gateway {ready[0]['metadata']['name']} does not answer: {error}") from error
+
+
+def _gateways(cluster: Cluster, service: str | None) -> list[Object]:
+    """Those that run. Raises `RemoteError` when there is none."""
+    selector = f"{COMPONENT_LABEL}={GATEWAY},{SERVICE_LABEL}" + ("" if service is None else f"={service}")
+    pods = [pod for pod in cluster.pods(cluster.namespace, selector) if runs(pod)]
+    if not pods:
+        of = "" if service is None else f" of {service}"
+        raise RemoteError(f"no gateway{of} runs in namespace {cluster.namespace} (-n NAME)")
+    return pods

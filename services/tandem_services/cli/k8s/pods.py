@@ -1,0 +1,153 @@
+"""Pods of ModelServices: which there are, how they are, and what they say when they are asked."""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import httpx
+
+from tandem_engine.logs import quoted
+from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, SERVICE_LABEL
+from tandem_services.cli.k8s.cluster import Access, Cluster, Object
+from tandem_services.cli.k8s.figures import GatewayFigures, WorkerFigures, gateway_figures, worker_figures
+from tandem_services.cli.k8s.forward import pod_client
+from tandem_services.common.errors import RemoteError
+
+COMPONENT_LABEL = "app.kubernetes.io/component"
+WORKER, GATEWAY = "worker", "gateway"
+
+HEALTH_PORT = "health"
+ADMIN_PORT = "admin"
+HTTP_PORT = "http"
+
+ASKED_AT_ONCE = 8
+MOST_ASKED = 128
+"""Of one look. Those beyond are shown without figures."""
+MAX_BYTES = 4 << 20
+
+Figures = WorkerFigures | GatewayFigures
+Said = Figures | str
+"""Or in a few words why a pod says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pod:
+    """As the API server knows it."""
+
+    name: str
+    namespace: str
+    service: str
+    component: str
+    """worker, gateway, redis."""
+    role: str
+    """What a worker was made for."""
+    revision: str
+    ready: bool
+    state: str
+    """One word: Ready, Pending, Starting, Terminating, CrashLoopBackOff …"""
+    trouble: str
+    """A sentence about what keeps it from being ready; "" when nothing is known."""
+    node: str
+    restarts: int
+    created: str
+    """RFC 3339."""
+
+    @staticmethod
+    def of(pod: Object) -> "Pod":
+        metadata, status = pod["metadata"], pod.get("status", {})
+        labels = metadata.get("labels", {})
+        containers = status.get("containerStatuses", ())
+        state, trouble = _state(pod)
+        return Pod(
+            name=metadata["name"],
+            namespace=metadata["namespace"],
+            service=labels.get(SERVICE_LABEL, ""),
+            component=labels.get(COMPONENT_LABEL, ""),
+            role=labels.get(ROLE_LABEL, ""),
+            revision=labels.get(REVISION_LABEL, ""),
+            ready=state == "Ready",
+            state=state,
+            trouble=trouble,
+            node=pod["spec"].get("nodeName", ""),
+            restarts=sum(one.get("restartCount", 0) for one in containers),
+            created=metadata.get("creationTimestamp", ""),
+        )
+
+    def age_s(self, now: datetime) -> float:
+        return (now - datetime.fromisoformat(self.created)).total_seconds() if self.created else 0.0
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def pods_of(cluster: Cluster, service: Object) -> list[Object]:
+    metadata = service["metadata"]
+    return cluster.pods(metadata["namespace"], f"{SERVICE_LABEL}={metadata['name']}")
+
+
+def own_pod(cluster: Cluster, name: str) -> Object:
+    """The pod of this name. Raises `RemoteError` when it is none of a ModelService."""
+    pod = cluster.pod(name)
+    if SERVICE_LABEL not in pod["metadata"].get("labels", {}):
+        raise RemoteError(f"pod {quoted(name)} belongs to no ModelService: `tandem k8s status` names those that do")
+    return pod
+
+
+def ask(access: Access, pods: Iterable[Object]) -> dict[str, Said]:
+    """What workers and gateways say, by the pod's name. Bounded in time, in number and in bytes; never raises."""
+    asked = [pod for pod in pods if Pod.of(pod).component in (WORKER, GATEWAY) and runs(pod)][:MOST_ASKED]
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
+        said = threads.map(lambda pod: _figures(access, pod), asked)
+        return {pod["metadata"]["name"]: answer for pod, answer in zip(asked, said, strict=True)}
+
+
+def workers_among(figures: Mapping[str, Said]) -> dict[str, WorkerFigures]:
+    return {name: said for name, said in figures.items() if isinstance(said, WorkerFigures)}
+
+
+def _figures(access: Access, pod: Object) -> Said:
+    worker = Pod.of(pod).component == WORKER
+    try:
+        with pod_client(access, pod, HEALTH_PORT if worker else ADMIN_PORT) as client:
+            text = _bounded(client)
+        return worker_figures(text) if worker else gateway_figures(text)
+    except (httpx.HTTPError, LookupError, ValueError) as error:
+        return str(error) or type(error).__name__
+
+
+def _bounded(client: httpx.Client) -> str:
+    """Raises `ValueError` for what cannot be an exposition."""
+    with client.stream("GET", "/metrics") as response:
+        if response.status_code != 200:
+            raise ValueError(f"/metrics answers {response.status_code}")
+        data = bytearray()
+        for chunk in response.iter_bytes():
+            data += chunk
+            if len(data) > MAX_BYTES:
+                raise ValueError(f"/metrics has more than {MAX_BYTES >> 20} MiB")
+    return data.decode("utf-8", "replace")
+
+
+def runs(pod: Object) -> bool:
+    """Containers are there to be asked."""
+    return bool(pod.get("status", {}).get("phase") == "Running")
+
+
+def _state(pod: Object) -> tuple[str, str]:
+    status = pod.get("status", {})
+    conditions = {one["type"]: one for one in status.get("conditions", ())}
+    if pod["metadata"].get("deletionTimestamp"):
+        return "Terminating", ""
+    if conditions.get("Ready", {}).get("status") == "True":
+        return "Ready", ""
+    for container in status.get("containerStatuses", ()):
+        waiting = container.get("state", {}).get("waiting")
+        if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return waiting["reason"], quoted(waiting.get("message", ""))
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return "Unschedulable", quoted(scheduled.get("message", ""))
+    phase = status.get("phase", "Pending")
+    return ("Starting" if phase == "Running" else phase), ""
