@@ -47,6 +47,7 @@ def test_the_interpreter_works_from_the_root_with_the_root_on_the_path() -> None
         "tandem_engine.messages.control",
         "tandem_engine.ipc.channels",
         "tandem_services.cli.main",
+        "tandem_services.cli.k8s.looking",
         "tandem_services.gateway.app",
         "tandem_services.router.router",
         "tandem_services.router_server.serve",

@@ -62,7 +62,7 @@ def figures() -> dict:
     return {
         "llama-prefill-5d8f-a": worker_figures(exposition(Role.DECODE, running=2, total_pages=9, free_pages=9)),
         "llama-decode-5d8f-a": worker_figures(
-            exposition(running=3, waiting=1, waiting_tokens=2048, total_pages=100, free_pages=50, evictable_pages=9)
+            exposition(running=3, waiting=1, waiting_tokens=2048, oldest_wait_s=1.5, total_pages=100, free_pages=50, evictable_pages=9)
         ),
         "llama-gateway-7c": gateway_figures(gateway_exposition()),
     }
@@ -188,8 +188,8 @@ def test_roles_show_what_workers_were_made_for_and_what_they_serve():
 def test_queues_of_gateways_and_workers_are_listed_and_who_is_silent_is_named():
     shown = queue_text([tree()])
     rows = [line.split() for line in shown.splitlines()]
-    assert rows[1] == ["llama-gateway-7c", "llama", "gateway", "4", "3", "-", "-"]
-    assert rows[3] == ["llama-decode-5d8f-a", "llama", "decode", "3", "1", "2,048", "-"]
+    assert rows[1] == ["llama-gateway-7c", "llama", "gateway", "4", "3", "0", "0", "s"]
+    assert rows[3] == ["llama-decode-5d8f-a", "llama", "decode", "3", "1", "2,048", "1.5", "s"]
     silent = queue_text([tree({"llama-decode-5d8f-a": "timed out"})])
     assert silent.splitlines()[-1].startswith("not counted, because they say nothing: llama-gateway-7c, ")
 
