@@ -54,9 +54,15 @@ def answer_to(messages: list[dict[str, str]], tokens: int) -> str:
     return letters("\n".join(message["content"] for message in messages).encode(), tokens)
 
 
-class WorkerConnection(asyncio.Protocol):
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+class NotHttpError(ValueError):
+    """What came is no request of HTTP/1.1."""
+
+
+class RequestReader(asyncio.Protocol):
+    """One connection: each whole request goes to `handle`. Whoever speaks something else is hung up on, as real workers
+    do: gateways try HTTP/2 on a worker to find out whether it speaks gRPC."""
+
+    def __init__(self) -> None:
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -64,11 +70,23 @@ class WorkerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        while (parsed := read_request(self._received)) is not None:
-            path, body, self._received = parsed
-            self._handle(path, body)
+        try:
+            while (parsed := read_request(self._received)) is not None:
+                path, body, self._received = parsed
+                self.handle(path, body)
+        except NotHttpError:
+            self._transport.close()
 
-    def _handle(self, path: str, body: bytes) -> None:
+    def handle(self, path: str, body: bytes) -> None:
+        raise NotImplementedError
+
+
+class WorkerConnection(RequestReader):
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self._step_s = step_s
+
+    def handle(self, path: str, body: bytes) -> None:
         if not path.endswith("/completions"):
             self._transport.write(whole(ANSWERS.get(path, {"status": "ok"})))
             return
@@ -94,11 +112,14 @@ class WorkerConnection(asyncio.Protocol):
 
 
 def read_request(data: bytes) -> tuple[str, bytes, bytes] | None:
-    """Path, body and what comes after the first whole request."""
+    """Path, body and what comes after the first whole request; None: there is more to come. Raises `NotHttpError`."""
     head, found, rest = data.partition(b"\r\n\r\n")
     if not found:
         return None
-    path = head.split(b" ", 2)[1].split(b"?")[0].decode()
+    first = head.split(b"\r\n")[0].split(b" ")
+    if len(first) != 3 or first[2] not in (b"HTTP/1.1", b"HTTP/1.0"):
+        raise NotHttpError(f"{first!r} does not begin a request of HTTP/1.1")
+    path = first[1].split(b"?")[0].decode()
     fields = head.lower()
     if b"transfer-encoding: chunked" in fields:
         parts = []

@@ -21,6 +21,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +33,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/suppo
 import msgspec  # noqa: E402
 import uvloop  # noqa: E402
 from gateway_peers import process, wait_until_up  # noqa: E402
-from http_worker import ANSWERS, read_request, whole  # noqa: E402
+from http_worker import ANSWERS, RequestReader, whole  # noqa: E402
 
 from tandem_services.cli.processes import Supervisor  # noqa: E402
 from tandem_services.cli.redis_process import start_redis  # noqa: E402
@@ -59,6 +60,7 @@ from tandem_services.simulate.run import Simulation, distinct_blocks  # noqa: E4
 
 BLOCK_CHARACTERS = 16
 CHOICE_S = 30.0
+PROGRESS_EVERY = 2000
 
 
 class HeldRequest:
@@ -69,26 +71,20 @@ class HeldRequest:
         self.connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
 
-class WorkerPort(asyncio.Protocol):
+class WorkerPort(RequestReader):
     """A worker's HTTP side: says who asks for what, and answers nothing of that."""
 
     def __init__(self, worker: int, held: dict[str, HeldRequest]) -> None:
+        super().__init__()
         self._worker = worker
         self._held = held
-        self._received = b""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        while (parsed := read_request(self._received)) is not None:
-            path, body, self._received = parsed
-            if path == "/generate":
-                name = json.loads(body)["rid"]
-                self._held[name].arrived.set_result((self._worker, self._transport))
-            else:
-                self._transport.write(whole(ANSWERS.get(path, {"status": "ok"})))
+    def handle(self, path: str, body: bytes) -> None:
+        if path == "/generate":
+            name = json.loads(body)["rid"]
+            self._held[name].arrived.set_result((self._worker, self._transport))
+        else:
+            self._transport.write(whole(ANSWERS.get(path, {"status": "ok"})))
 
 
 class SglangRouter:
@@ -177,6 +173,22 @@ def text_of(token_ids: tuple[int, ...]) -> str:
     return "".join([bytes(token_ids[start : start + BLOCK_CHARACTERS // 2]).hex() for start in starts])
 
 
+class Progress:
+    """A line for each so many requests served: a whole trace takes minutes."""
+
+    def __init__(self, name: str, requests: int) -> None:
+        self._name = name
+        self._requests = requests
+        self._served = 0
+        self._began = time.monotonic()
+
+    def __call__(self) -> None:
+        self._served += 1
+        if self._served % PROGRESS_EVERY == 0 or self._served == self._requests:
+            took = time.monotonic() - self._began
+            print(f"{self._name}: {self._served} of {self._requests} requests, {took:.0f} s", file=sys.stderr)
+
+
 async def replay_with_sglang(
     requests: list[SimulatedRequest], shape: FleetShape, redis: RedisAddress, python: Path, flags: list[str], name: str
 ) -> "PolicyReport":
@@ -186,7 +198,7 @@ async def replay_with_sglang(
     views = [fleet.view(worker) for worker in fleet.workers.values()]
     try:
         async with SglangRouter(python, flags, views) as router:
-            outcome = await Replay(requests, fleet, router, shape, lambda: None).to_the_end()
+            outcome = await Replay(requests, fleet, router, shape, Progress(name, len(requests))).to_the_end()
     finally:
         await simulated.client.close()
     return policy_report(outcome, pooled=limits_of(requests, shape).pooled_lru_hit_rate, slo=None)
@@ -211,10 +223,9 @@ async def run_all(options: argparse.Namespace, redis: RedisAddress) -> dict[str,
             policies=PolicyNames.parse(policy),
             local_prefill_tokens=2048,
             seed=options.seed,
-            on_served=lambda: None,
+            on_served=Progress(policy, len(requests)),
         )
         reports[policy] = policy_report(outcome, pooled=limits.pooled_lru_hit_rate, slo=None)
-        print(policy, "done", file=sys.stderr)
     missing = absent(options)
     if missing is None:
         bounded = ["--max-tree-size", str(blocks * BLOCK_CHARACTERS), "--eviction-interval-secs", "1"]
@@ -222,7 +233,6 @@ async def run_all(options: argparse.Namespace, redis: RedisAddress) -> dict[str,
         for name, flags in (("cache_aware", []), ("cache_aware_bounded", bounded)):
             policy = ["--policy", "cache_aware", *flags]
             reports[name] = await replay_with_sglang(requests, shape, redis, python, policy, name)
-            print(name, "done", file=sys.stderr)
     else:
         print(f"sglang-router is left out: {missing}", file=sys.stderr)
     ours = reports["locality"].block_hit_rate
