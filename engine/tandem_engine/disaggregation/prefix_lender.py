@@ -9,7 +9,8 @@ Life of a loan
                  memory is copied to the device first, and nothing is pushed before it is there (T70)
     2. pushing   as into any grant: nothing starts while it is doubtful or once it has expired, and its end ends the
                  loan
-    3. over      the record tells how many pages were written. None is an answer too
+    3. over      the record tells how many pages were written. None is an answer too. What was written goes on
+                 over there, so of two copies this one is evicted first (ADR 31)
 
 The ends of a loan are those of a handoff: whatever is outstanding is in the same `DrainBook`, closed rooms are among
 the same `ClosedRooms`, and an ack is given by `PrefillStage`, which knows them. What is lent is what running requests
@@ -134,7 +135,7 @@ class PrefixLender:
         loan.outstanding.remove(event.key)
         loan.digests[event.key.first] = event.digests
         if not loan.outstanding:
-            self._over(loan)
+            self._over(loan, moved=True)
             self._record(loan)
             self.counters.lent += 1
             self.counters.lent_pages += loan.pages
@@ -221,14 +222,14 @@ class PrefixLender:
         self._over(loan)
         self._refuse(loan.grant, reason)
 
-    def _over(self, loan: Loan) -> None:
+    def _over(self, loan: Loan, *, moved: bool = False) -> None:
         del self._loans[loan.grant.key]
-        self._end(loan)
+        self._end(loan, moved=moved)
 
-    def _end(self, loan: Loan) -> None:
+    def _end(self, loan: Loan, *, moved: bool = False) -> None:
         """Pages may be freed while a push still reads them: no record will vouch for what it writes."""
         self.closed.add(loan.grant.key)
-        loan.prefix.give_back()
+        loan.prefix.give_back(spent=moved)
 
     def _refuse(self, grant: Grant, reason: str) -> None:
         self.closed.add(grant.key)

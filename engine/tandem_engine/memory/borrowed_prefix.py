@@ -2,7 +2,8 @@
 
 Life of a borrowed prefix
     1. borrowed   locked on the device; what host memory has after it is copied there first
-    2. over       returned as it was, or extended by pages that hold what comes after it
+    2. over       returned as it was, spent when it has moved elsewhere, or extended by pages that hold what comes
+                  after it
 """
 
 from collections.abc import Sequence
@@ -54,9 +55,9 @@ class BorrowedPrefix:
         """Whether every page is filled for a reader outside the executor's order, too (T70)."""
         return self.memory.copies.passed(self.copy)
 
-    def give_back(self) -> None:
-        """Let eviction have the pages again. Once, and not after `extend`."""
-        self.memory.unpin(self.pin)
+    def give_back(self, *, spent: bool = False) -> None:
+        """Let eviction have the pages again. Once, and not after `extend`. `spent` as of `PrefixCache.unlock`."""
+        self.memory.unpin(self.pin, spent=spent)
 
     def extend(self, token_ids: Sequence[int], pages: Sequence[PageId]) -> None:
         """Have the cache adopt `pages`, which hold `token_ids` after this prefix, and give back the prefix.

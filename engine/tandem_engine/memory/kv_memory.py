@@ -235,10 +235,10 @@ class KvMemory:
         self.pins.append(pin)
         return pin
 
-    def unpin(self, pin: Pin) -> None:
-        """Let eviction have the pages again."""
+    def unpin(self, pin: Pin, *, spent: bool = False) -> None:
+        """Let eviction have the pages again. `spent` as of `PrefixCache.unlock`."""
         self.pins.remove(pin)
-        self.cache.unlock(pin.lock)
+        self.cache.unlock(pin.lock, spent=spent)
 
     def settled(self, step: int) -> None:
         """`step` and all before it have settled: opens the fence for what waited for them."""

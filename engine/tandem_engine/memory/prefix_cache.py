@@ -105,8 +105,12 @@ class PrefixCache(Protocol):
         """
         ...
 
-    def unlock(self, lock: Lock) -> None:
-        """Give a lock back. A second time is a bug and raises AssertionError."""
+    def unlock(self, lock: Lock, *, spent: bool = False) -> None:
+        """Give a lock back. A second time is a bug and raises AssertionError.
+
+        `spent`: who used the path goes on with a copy elsewhere. Its end, up to where something else goes on or
+        somebody holds it, is what `evict` takes first.
+        """
         ...
 
     def evict(self, num_pages: int) -> list[PageId]:

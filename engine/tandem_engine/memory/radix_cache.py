@@ -3,13 +3,15 @@
 Life of a cached page
     1. insert     a request offers settled pages; those the tree lacks become a new leaf
     2. locked     the lock that `insert` or `match` returned covers the path from the root to its node
-    3. unlocked   the last lock is given back; the node joins the recency list
+    3. unlocked   the last lock is given back; the node joins the recency list, as the youngest, or as the oldest
+                  when it is spent
     4. evict      from the oldest leaf's end, page by page, back to the allocator
 
 Recency without a scan (T32). Every unlocked node stands in one ordered list, oldest first. A lock
 takes its path out of the list, and giving it back appends the path again, deepest node first. So a
 child always stands before its parent, the head of the list is always a leaf, and eviction looks at
-nothing but the head. There are no timestamps.
+nothing but the head. There are no timestamps. What is spent goes to the head in the same order: the
+part of its path that has nothing else below it.
 
 A salt has its own root: requests with different salts share nothing.
 
@@ -116,7 +118,7 @@ class RadixCache:
             lock=self._move(path, node),
         )
 
-    def unlock(self, lock: Lock) -> None:
+    def unlock(self, lock: Lock, *, spent: bool = False) -> None:
         path = self._held(lock)
         path.released = True
         for node in path.node.lineage():
@@ -124,6 +126,8 @@ class RadixCache:
             node.lock_count -= 1
             if node.lock_count == 0:
                 self._expose(node)
+        if spent:
+            self._age(path.node)
 
     def evict(self, num_pages: int) -> list[PageId]:
         evicted: list[PageId] = []
@@ -261,6 +265,16 @@ class RadixCache:
             return
         self._unlocked[node] = None
         self._evictable += len(node)
+
+    def _age(self, leaf: Node) -> None:
+        """Evict first what ends in `leaf` alone: not what is locked, nor what something else goes on after."""
+        spent: list[Node] = []
+        for node in leaf.lineage():
+            if node not in self._unlocked or len(node.children) > bool(spent):
+                break
+            spent.append(node)
+        for node in reversed(spent):
+            self._unlocked.move_to_end(node, last=False)
 
     def _trim(self, leaf: Node, at_most: int) -> list[PageId]:
         """Take up to `at_most` pages from the end of `leaf`: never more than were asked for (T57)."""

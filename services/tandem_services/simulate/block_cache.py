@@ -7,7 +7,8 @@ A block is in one of three states, and all three share the capacity:
     idle     cached and evictable, oldest first
 
 A request lets go of its blocks from the last to the first, so that a prefix is always younger than what follows it
-and leaves after it, as in the engine's radix tree.
+and leaves after it, as in the engine's radix tree. What was lent to another worker counts as oldest from its end up to
+where something else goes on.
 """
 
 from collections import Counter, OrderedDict
@@ -24,6 +25,10 @@ class BlockCache:
         self._private = 0
         self._held: Counter[bytes] = Counter()
         self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self._before: dict[bytes, bytes] = {}
+        """Cached block → the cached block that it goes on after."""
+        self._following: Counter[bytes] = Counter()
+        """Cached blocks that go on right after one."""
         self._changes: list[tuple[UpdateKind, list[bytes]]] = []
 
     @property
@@ -58,23 +63,32 @@ class BlockCache:
         self._private += count
         while self._private + self.cached > self.capacity:
             block, _ = self._idle.popitem(last=False)
+            self._unlink(block)
             self._note(UpdateKind.REMOVED, block)
 
-    def store(self, blocks: Sequence[bytes]) -> None:
-        """Private blocks are computed now: cached, and held. Those that somebody else stored meanwhile become free."""
-        self._private -= len(blocks)
-        for block in blocks:
+    def store(self, chain: Sequence[bytes], first: int = 0) -> None:
+        """Private blocks, those of `chain` from `first` on, are computed now: cached, and held. Those that somebody else
+        stored meanwhile become free."""
+        self._private -= len(chain) - first
+        for position in range(first, len(chain)):
+            block = chain[position]
             if block not in self._held and block not in self._idle:
                 self._note(UpdateKind.STORED, block)
-        self.hold(blocks)
+                if position:
+                    self._before[block] = chain[position - 1]
+                    self._following[chain[position - 1]] += 1
+        self.hold(chain[first:])
 
-    def let_go(self, blocks: Sequence[bytes]) -> None:
-        """A request has ended: what nobody else holds becomes idle."""
+    def let_go(self, blocks: Sequence[bytes], *, spent: bool = False) -> None:
+        """A request has ended: what nobody else holds becomes idle. `spent`: another worker has the blocks, too, so those
+        at their end that nothing else goes on after are the first to leave."""
         for block in reversed(blocks):
             self._held[block] -= 1
             if not self._held[block]:
                 del self._held[block]
                 self._idle[block] = None
+        if spent:
+            self._age(blocks)
 
     def give_back(self, count: int) -> None:
         """Private blocks become free."""
@@ -85,6 +99,22 @@ class BlockCache:
         updates = [IndexUpdate(kind, tuple(blocks)) for kind, blocks in self._changes]
         self._changes = []
         return updates
+
+    def _age(self, blocks: Sequence[bytes]) -> None:
+        spent: list[bytes] = []
+        for block in reversed(blocks):
+            if block not in self._idle or self._following[block] > bool(spent):
+                break
+            spent.append(block)
+        for block in reversed(spent):
+            self._idle.move_to_end(block, last=False)
+
+    def _unlink(self, block: bytes) -> None:
+        before = self._before.pop(block, None)
+        if before is not None:
+            self._following[before] -= 1
+            if not self._following[before]:
+                del self._following[before]
 
     def _note(self, kind: UpdateKind, block: bytes) -> None:
         if self._changes and self._changes[-1][0] is kind:

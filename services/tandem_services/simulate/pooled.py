@@ -27,7 +27,7 @@ def pooled_lru(chains: Iterable[Sequence[bytes]], capacity: int) -> HitRate:
         kept = chain[:capacity]
         cache.hold(kept[:matched])
         cache.take(len(kept) - matched)
-        cache.store(kept[matched:])
+        cache.store(kept, matched)
         cache.let_go(kept)
         hits, blocks = hits + matched, blocks + len(chain)
     # Nobody follows the changes; they are dropped with the cache.

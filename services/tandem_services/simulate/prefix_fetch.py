@@ -3,7 +3,8 @@
 Life of a fetch
     1. the asker holds what it has of the prefix and takes room for the rest, as far as there is any
     2. the question reaches the holder, which looks at it at the end of its step and holds what it still has
-    3. the blocks take bytes / rate of the link; at the end of its step the holder sees that they left, and lets go
+    3. the blocks take bytes / rate of the link; at the end of its step the holder sees that they left, and lets go:
+       with the conversation they have moved, so the holder forgets them before others
     4. the proof reaches the asker: the blocks join its cache, room for what did not come is free, who waited goes on
 
 Whoever asks for a prefix that is on its way already waits for that one. Who has waited for as long as it is worth goes
@@ -111,7 +112,7 @@ class PrefixFetches:
         fetch.holder.cache.hold(lent)
 
         def left() -> None:
-            fetch.holder.cache.let_go(lent)
+            fetch.holder.cache.let_go(lent, spent=True)
             fetch.holder.wake()
             self._prove(fetch, came=came)
 
@@ -128,7 +129,7 @@ class PrefixFetches:
         self._under_way.remove(fetch)
         self.cache.give_back(len(fetch.prefix) - fetch.here - came)
         known = fetch.prefix[: fetch.here + came]
-        self.cache.store(known[fetch.here :])
+        self.cache.store(known, fetch.here)
         self.cache.let_go(known)
         self.blocks += came
         self.on_cache_change()

@@ -277,9 +277,8 @@ class ModelledWorker:
             job.on_prompt()
 
     def _store_prompt(self, job: Job) -> None:
-        stored = job.chain[job.matched :]
-        self.cache.store(stored)
-        job.private -= len(stored)
+        self.cache.store(job.chain, job.matched)
+        job.private -= len(job.chain) - job.matched
         self._on_cache_change()
 
     def _first_token(self, job: Job) -> None:

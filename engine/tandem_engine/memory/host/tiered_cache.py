@@ -98,8 +98,8 @@ class TieredCache:
     def extend(self, lock: Lock, token_ids: Sequence[int], pages: Sequence[PageId]) -> InsertResult:
         return self._tree.extend(lock, token_ids, pages)
 
-    def unlock(self, lock: Lock) -> None:
-        self._tree.unlock(lock)
+    def unlock(self, lock: Lock, *, spent: bool = False) -> None:
+        self._tree.unlock(lock, spent=spent)
 
     def evict(self, num_pages: int) -> list[PageId]:
         """Also queues the backups of what leaves. The pages may be written by forwards and copies at once."""

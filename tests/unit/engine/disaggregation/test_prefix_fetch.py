@@ -108,6 +108,21 @@ def test_the_answer_flows_back_for_the_next_turn():
     pair.assert_clean()
 
 
+@pytest.mark.parametrize("fate", [Fate(), Fate(fail=True)])
+def test_what_has_moved_is_evicted_before_what_is_older_and_what_has_not_is_not(fate):
+    pair = make_warm_pair()
+    older = tuple(range(30, 38))
+    pair.decode.engine.add(make_message("older", older, max_tokens=2))
+    pair.decode.engine.run()
+    pair.fabric.fates = lambda _push: fate
+    ask(pair)
+    finish(pair)
+    memory = pair.decode.engine.memory
+    assert (memory.cache.peek(PREFIX), memory.cache.peek(older)) == (4, 2)
+    memory.give_back(memory.cache.evict(2))
+    assert (memory.cache.peek(PREFIX), memory.cache.peek(older)) == ((4, 0) if fate.fail else (2, 2))
+
+
 def test_of_a_partly_evicted_prefix_the_rest_comes():
     pair = make_warm_pair()
     memory = pair.decode.engine.memory

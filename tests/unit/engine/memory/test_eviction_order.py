@@ -25,11 +25,18 @@ class PlainCache:
         for end in range(1, len(key) + 1):
             self.locks[key[:end]] = self.locks.get(key[:end], 0) + 1
 
-    def unlock(self, key: Key) -> None:
+    def unlock(self, key: Key, *, spent: bool) -> None:
         self.time += 1
         for end in range(1, len(key) + 1):
             self.locks[key[:end]] -= 1
             self.last_use[key[:end]] = self.time
+        end = len(key)
+        while spent and end and self.locks[key[:end]] == 0 and not self._goes_on_elsewhere(key, end):
+            self.last_use[key[:end]] = -self.time  # before everything that is there
+            end -= 1
+
+    def _goes_on_elsewhere(self, key: Key, end: int) -> bool:
+        return any(len(other) == end + 1 and other[:end] == key[:end] != other != key[: end + 1] for other in self.page)
 
     def evict(self, n: int) -> list[PageId]:
         """Oldest first; of one path the deepest first."""
@@ -40,7 +47,7 @@ class PlainCache:
 
 operations = st.one_of(
     st.tuples(st.sampled_from(["insert", "match"]), st.lists(st.integers(0, 2), max_size=5).map(tuple)),
-    st.tuples(st.sampled_from(["unlock", "evict"]), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["unlock", "unlock spent", "evict"]), st.integers(0, 3)),
 )
 
 
@@ -66,10 +73,10 @@ def test_pages_leave_in_the_order_of_their_last_use(script: list[tuple[str, Key 
                 assert key[: len(matched) + 1] not in plain.page or matched == key
                 plain.lock(matched)
                 locks.append((found.lock, matched))
-            case "unlock", int() as index if locks:
+            case ("unlock" | "unlock spent"), int() as index if locks:
                 lock, key = locks.pop(index % len(locks))
-                cache.unlock(lock)
-                plain.unlock(key)
+                cache.unlock(lock, spent=verb == "unlock spent")
+                plain.unlock(key, spent=verb == "unlock spent")
             case "evict", int() as count:
                 assert sorted(cache.evict(count)) == sorted(plain.evict(count))
         assert cache.audit(lock for lock, _ in locks) == []

@@ -388,6 +388,35 @@ def test_a_silent_cache_emits_nothing_and_can_still_be_replayed(size: int) -> No
     assert replayed(cache.snapshot_events()) == {*expected}
 
 
+def test_a_spent_path_is_evicted_before_what_is_older(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2), pages(1, 2))
+    store(cache, run(size, 5, 6), pages(5, 2))
+    cache.unlock(cache.match(run(size, 5, 6)).lock, spent=True)
+    assert {*cache.evict(2)} == {5, 6}
+    assert cache.evict(1) == [2]
+    assert cache.audit([]) == []
+
+
+def test_of_a_spent_path_what_others_go_on_after_stays(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2, 3), pages(1, 3))
+    store(cache, run(size, 1, 2, 4), [PageId(1), PageId(2), PageId(4)])
+    store(cache, run(size, 7), pages(7, 1))
+    cache.unlock(cache.match(run(size, 1, 2, 4)).lock, spent=True)
+    assert cache.evict(1) == [4]
+    assert cache.evict(1) == [3]
+    assert cache.audit([]) == []
+
+
+def test_a_spent_path_that_somebody_holds_is_as_young_as_its_last_use(cache: RadixCache, size: int) -> None:
+    store(cache, run(size, 1, 2), pages(1, 2))
+    store(cache, run(size, 7), pages(7, 1))
+    held = cache.match(run(size, 1, 2)).lock
+    cache.unlock(cache.match(run(size, 1, 2)).lock, spent=True)
+    cache.unlock(held)
+    assert cache.evict(1) == [7]
+    assert cache.evict(1) == [2]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_replaying_the_events_gives_the_snapshot(size: int, seed: int) -> None:
     rng = random.Random(seed)

@@ -18,7 +18,7 @@ def serve(cache: BlockCache, text: str) -> int:
     matched = cache.match(blocks)
     cache.hold(blocks[:matched])
     cache.take(len(blocks) - matched)
-    cache.store(blocks[matched:])
+    cache.store(blocks, matched)
     cache.let_go(blocks)
     return matched
 
@@ -40,6 +40,46 @@ def test_held_blocks_stay_and_take_room():
     assert cache.match(chain("ab")) == 1
     with pytest.raises(AssertionError, match="do not fit"):
         cache.take(1)
+
+
+def lend(cache: BlockCache, text: str) -> None:
+    cache.hold(chain(text))
+    cache.let_go(chain(text), spent=True)
+
+
+def test_what_was_lent_leaves_before_what_is_older():
+    cache = BlockCache(5)
+    serve(cache, "abc")
+    serve(cache, "xy")
+    lend(cache, "xy")
+    cache.take(2)
+    assert cache.match(chain("abc")) == 3
+    assert cache.match(chain("xy")) == 0
+
+
+def test_of_what_was_lent_the_part_that_something_else_goes_on_after_stays():
+    cache = BlockCache(5)
+    serve(cache, "abc")
+    serve(cache, "abxy")
+    lend(cache, "abxy")
+    cache.take(3)
+    assert cache.match(chain("abxy")) == 2
+    serve(cache, "ab")
+    lend(cache, "ab")  # nothing else goes on after it any more
+    assert cache.changes()[-1] == IndexUpdate(UpdateKind.REMOVED, (b"y", b"x", b"c"))
+    cache.take(1)
+    assert cache.match(chain("ab")) == 1
+
+
+def test_what_was_lent_and_is_held_stays():
+    cache = BlockCache(4)
+    serve(cache, "xy")
+    cache.hold(chain("x"))
+    lend(cache, "xy")
+    cache.take(3)
+    assert cache.match(chain("xy")) == 1
+    cache.let_go(chain("x"))
+    assert cache.match(chain("xy")) == 1
 
 
 def test_changes_are_told_once_and_in_order():
@@ -89,7 +129,7 @@ def test_the_cache_never_holds_more_than_fits_and_the_index_ends_at_its_content(
         matched = cache.match(blocks)
         cache.hold(blocks[:matched])
         cache.take(len(blocks) - matched)
-        cache.store(blocks[matched:])
+        cache.store(blocks, matched)
         cache.let_go(blocks)
         assert cache.cached <= capacity
         assert cache.match(blocks) == len(blocks)
