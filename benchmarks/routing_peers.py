@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/suppo
 
 import msgspec  # noqa: E402
 import uvloop  # noqa: E402
-from gateway_peers import process, wait_until_up  # noqa: E402
+from gateway_peers import START_S, process, wait_until_up  # noqa: E402
 from http_worker import ANSWERS, RequestReader, whole  # noqa: E402
 
 from tandem_services.cli.processes import Supervisor  # noqa: E402
@@ -90,11 +90,14 @@ class WorkerPort(RequestReader):
 class SglangRouter:
     """A `Chooser` that asks sglang-router. An asynchronous context manager."""
 
-    def __init__(self, python: Path, flags: list[str], views: list[WorkerView]) -> None:
+    def __init__(self, python: Path, flags: list[str], fleet: Fleet, workers: int) -> None:
+        """`workers`: how many `fleet` will have once it has begun."""
         self.counters = RouterCounters()
         self._python = python
         self._flags = flags
-        self._views = views
+        self._fleet = fleet
+        self._workers = workers
+        self._views: list[WorkerView] = []
         self._held: dict[str, HeldRequest] = {}
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._servers: list[asyncio.Server] = []
@@ -103,7 +106,7 @@ class SglangRouter:
 
     async def __aenter__(self) -> "SglangRouter":
         loop = asyncio.get_running_loop()
-        for number in range(len(self._views)):
+        for number in range(self._workers):
             server = await loop.create_server(lambda number=number: WorkerPort(number, self._held), "127.0.0.1", 0)
             self._servers.append(server)
         urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in self._servers]
@@ -114,9 +117,21 @@ class SglangRouter:
         command += ["--max-concurrent-requests", "-1", "--disable-retries", "--request-timeout-secs", "3600"]
         started = self._stack.enter_context(process(command))
         await asyncio.to_thread(wait_until_up, started, self._port)
-        # Until it has seen its workers it refuses everything.
-        await asyncio.sleep(5.0)
+        await self._all_workers_seen()
         return self
+
+    async def _all_workers_seen(self) -> None:
+        """Until it has seen its workers it refuses everything. Raises `TimeoutError`."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            writer.write(b"GET /readiness HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+            if b'"healthy_workers":%d,' % self._workers in answer:
+                return
+            await asyncio.sleep(0.1)
+        raise TimeoutError(f"sglang-router has not seen its {self._workers} workers after {START_S} s: {answer!r}")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -126,7 +141,8 @@ class SglangRouter:
             server.close()
 
     async def refresh(self) -> None:
-        """It looks at its workers by itself."""
+        """It looks at its workers by itself; which of the modelled ones they are is known from the fleet's start on."""
+        self._views = [self._fleet.view(worker) for worker in self._fleet.workers.values()]
 
     async def choose(self, query: RouteQuery) -> Choice:
         held = HeldRequest(asyncio.get_running_loop().create_future())
@@ -195,9 +211,8 @@ async def replay_with_sglang(
     events = EventQueue()
     simulated = SimulatedRedis(address=redis, cluster=name, events=events)
     fleet = Fleet(shape, simulated)
-    views = [fleet.view(worker) for worker in fleet.workers.values()]
     try:
-        async with SglangRouter(python, flags, views) as router:
+        async with SglangRouter(python, flags, fleet, shape.size) as router:
             outcome = await Replay(requests, fleet, router, shape, Progress(name, len(requests))).to_the_end()
     finally:
         await simulated.client.close()
