@@ -22,7 +22,7 @@ from tandem_services.router.choice import (
     ScoreTerm,
 )
 from tandem_services.router.cost import Demand
-from tandem_services.router.keys import Keys
+from tandem_services.router.keys import DIGEST_BYTES, MAX_NAMED_BLOCKS, Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.registry import decode_reply, model_digest
 
@@ -172,7 +172,8 @@ class BlockIndex:
                 page_size,
                 demand.local_prefill_tokens,
                 seed,
-                chain,
+                named_blocks(chain),
+                len(chain) // DIGEST_BYTES,
                 TOLD_OPTIONS - 1 if told else 0,
                 *exclude,
             ),
@@ -201,3 +202,12 @@ class BlockIndex:
         for claim in reservation.claims:
             claims += (claim.incarnation, claim.queue_tokens, claim.sequences, claim.room_tokens)
         await self.library.call("release", self.keys.shared, self.keys.prefix, reservation.bucket, *claims)
+
+
+def named_blocks(chain: bytes) -> bytes:
+    """Digests of the blocks that a routing call names: the i-th of k is number floor(i × blocks / k)."""
+    blocks = len(chain) // DIGEST_BYTES
+    if blocks <= MAX_NAMED_BLOCKS:
+        return chain
+    ends = (position * blocks // MAX_NAMED_BLOCKS * DIGEST_BYTES for position in range(1, MAX_NAMED_BLOCKS + 1))
+    return b"".join([chain[end - DIGEST_BYTES : end] for end in ends])

@@ -85,7 +85,14 @@ BACKLOG_MS = 2_000
 """A tenant counts as waiting this long after a gateway last said so: ten of its reports."""
 
 MAX_CHAIN_BLOCKS = 65_536
-"""Longest chain one routing call looks at (1 MiB of digests)."""
+"""Blocks of a prompt that are hashed for routing."""
+
+MAX_NAMED_BLOCKS = 256
+"""Of them, those that a routing call names, evenly spread with the last among them: what is cached of a longer prompt is
+known to 0.4 % of it, far closer than the rates it is priced with, and a call is 4 KiB instead of up to 1 MiB."""
+
+DIGEST_BYTES = 16
+"""Of a block."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 

@@ -123,7 +123,7 @@ def prefill_wait_s(terms: Iterable[ScoreTerm]) -> float:
 def _pairs(group: _Group, demand: Demand, random: Random) -> Iterable[Option]:
     if not group.prefills or not group.decodes:
         return
-    least = min(cost.uncached(decode.matched, demand) for decode in group.decodes)
+    least = cost.uncached(max(each.matched for each in (*group.prefills, *group.decodes)), demand)
     prefills = shortlist(
         group.prefills,
         [sum(_prefill(c, demand)) + least * cost.token_s(c.load, None) for c in group.prefills],

@@ -24,38 +24,42 @@ local function links_of(from)
   return from.read_links
 end
 
--- Have each of `workers` fetch from `source` if that is cheaper than what it would do so far.
-local function consider(workers, source, query)
-  local links, typical = links_of(source), source.transfer_token_s
-  local asked_s, tokens = FETCH_S + FETCH_TURNS * source.turn_s, source.matched
-  local missing = missing_after(tokens, query)
-  for i = 1, #workers do
-    local worker = workers[i]
-    local moved = tokens - worker.matched
-    if moved > 0 and worker.computes then
-      local known_s = missing * worker.work_s + moved * worker.copy_s
-      if known_s < worker.known_s then
-        local seconds = asked_s + moved * (links[worker.incarnation] or typical)
-        if seconds > worker.queue_s then known_s = known_s + seconds - worker.queue_s end
-        if known_s < worker.known_s then
-          local compute_s = worker.queue_s + known_s
-          worker.known, worker.fetch_s, worker.source, worker.known_s = tokens, seconds, source, known_s
-          worker.compute_s, worker.alone_s = compute_s, compute_s + worker.hold_s
-        end
-      end
-    end
+-- Have `worker` fetch from `source` if that is cheaper than what it would do so far.
+local function consider(worker, source, query)
+  local tokens = source.matched
+  local moved = tokens - worker.matched
+  if moved <= 0 then return end
+  local known_s = missing_after(tokens, query) * worker.work_s + moved * worker.copy_s
+  if known_s >= worker.known_s then return end
+  local token_s = links_of(source)[worker.incarnation] or source.transfer_token_s
+  local seconds = FETCH_S + FETCH_TURNS * source.turn_s + moved * token_s
+  if seconds > worker.queue_s then known_s = known_s + seconds - worker.queue_s end
+  if known_s < worker.known_s then
+    local compute_s = worker.queue_s + known_s
+    worker.known, worker.fetch_s, worker.source, worker.known_s = tokens, seconds, source, known_s
+    worker.compute_s, worker.alone_s = compute_s, compute_s + worker.hold_s
   end
 end
 
--- Fetches for those of `workers` that may compute, and their prices anew. The longest matches are looked at.
-local function consider_fetches(workers, query)
-  local having = {}
-  for i = 1, #workers do
-    local worker = workers[i]
-    if worker.matched > 0 then
-      worker.lacking = -worker.matched
-      having[#having + 1] = worker
+-- The PAIR_ENDS of `workers` that have most of the chain, exactly, the longest match first. Of all others it is known
+-- that they have no more than the last of them, which takes a single look for most: one just beyond that.
+local function longest_matches(workers, search)
+  local count, found = #workers, {}
+  local start = math.random(count)
+  for step = 1, count do
+    local worker, place = workers[(start + step) % count + 1], #found
+    local least = place == PAIR_ENDS and found[place].low or 0
+    if worker.high > least then
+      search(worker, least, least + 1)
+      if worker.low > least then
+        if place == PAIR_ENDS then place = place - 1 end
+        while place > 0 and worker.low > found[place].low do
+          found[place + 1] = found[place]
+          place = place - 1
+        end
+        found[place + 1] = worker
+      end
     end
   end
-  for _, source in ipairs(shortlist(having, 'lacking', PAIR_ENDS)) do consider(workers, source, query) end
+  return found
 end

@@ -2,7 +2,6 @@
 -- An update names the revision it builds on. Any other state of the index is a gap: Redis was wiped, the
 -- set was dropped as rubbish, or an update was lost; the worker then publishes its whole cache again.
 
-local DIGEST_BYTES = 16
 local SLICE = 1000 -- arguments of one command; Lua's C stack holds 8000
 
 -- The revision of an index, -1 when there is none or it is not what we wrote. An index always holds one entry
@@ -51,45 +50,46 @@ local function apply_kv_events(keys, args)
   return 'applied'
 end
 
--- A function that tells how many leading blocks of `chain` a set of digests holds, by binary search: a worker
--- that has a block has all blocks before it. Where the set is wrong the answer is a wrong hint, never more.
--- The answer for the set before is tried first, because workers mostly share the same prefix.
-local function chain_search(chain)
-  local length = math.min(math.floor(#chain / DIGEST_BYTES), MAX_CHAIN_BLOCKS)
-  local call, pcall, sub, floor = redis.call, redis.pcall, string.sub, math.floor
+-- How much of a chain sets of digests hold. `chain` names some of a prompt's blocks, in order, the last one among them.
+-- A worker that has a block has all blocks before it, so one look tells on which side of it the match ends. Where a
+-- set is wrong the answer is a wrong hint, never more.
+--
+-- Of a worker, `low` of the named blocks are known to be there and more than `high` are known not to be. The function
+-- returned looks at `position` and then at others, until the worker is known to have no more than `least`, or exactly
+-- what it has.
+local function chain_search(state, chain)
+  local pcall, sub, floor = redis.pcall, string.sub, math.floor
   -- Cut from the chain when they are first looked at, for all sets.
   local digests = setmetatable({}, {__index = function(cut, position)
     local digest = sub(chain, position * DIGEST_BYTES - DIGEST_BYTES + 1, position * DIGEST_BYTES)
     cut[position] = digest
     return digest
   end})
-  local guess = 1
+  local last = 0 -- where the match before has ended: workers mostly share the same prefix
 
-  return function(state, key)
-    if length == 0 then return 0 end
-    local low, high = 0, length + 1 -- low is held, high is not
-    local held = pcall('SISMEMBER', key, digests[guess])
-    if held == 1 then
-      low = guess
-      if guess < length then
-        if call('SISMEMBER', key, digests[guess + 1]) == 1 then low = guess + 1 else high = guess + 1 end
+  return function(worker, least, position)
+    local key, low, high = worker.blocks, worker.low, worker.high
+    while low < high do
+      local held = pcall('SISMEMBER', key, digests[position])
+      if held == 1 then
+        low = position
+      elseif held == 0 then
+        high = position - 1
+        if high <= least then break end
+      else -- not a set
+        state.dropped = state.dropped + drop_unless(key, 'set')
+        low, high = 0, 0
       end
-    elseif held == 0 then
-      high = guess
-      -- Most that have not what others have, have nothing.
-      if guess > 1 then
-        if call('SISMEMBER', key, digests[1]) == 1 then low = 1 else high = 1 end
+      if last > low and last <= high then
+        position = last
+      elseif last == low then
+        position = low + 1
+      else
+        position = floor((low + high + 1) / 2)
       end
-    else -- not a set
-      state.dropped = state.dropped + drop_unless(key, 'set')
-      return 0
     end
-    while high - low > 1 do
-      local middle = floor((low + high) / 2)
-      if call('SISMEMBER', key, digests[middle]) == 1 then low = middle else high = middle end
-    end
-    if low > 0 then guess = low end
-    return low
+    if low == high and low > 0 then last = low end
+    worker.low, worker.high = low, high
   end
 end
 

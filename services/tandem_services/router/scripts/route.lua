@@ -1,14 +1,27 @@
 -- One routing decision: match, price, choose, reserve. One round trip, atomic, so that a burst through
 -- many gateways sees each other's reservations.
 
-local function read_query(args)
+-- `tokens_at` tells how many prompt tokens the first so many named blocks of the chain are, `position_before` how many
+-- named blocks there are in the first so many tokens.
+local function read_query(state, args)
   local exclude = {}
-  for i = 10, #args do exclude[args[i]] = true end
-  local prompt_tokens, output_tokens = tonumber(args[3]), tonumber(args[4])
+  for i = 11, #args do exclude[args[i]] = true end
+  local prompt_tokens, output_tokens, block_size = tonumber(args[3]), tonumber(args[4]), tonumber(args[5])
+  local chain, blocks = args[8], tonumber(args[9])
+  local named = math.min(math.floor(#chain / DIGEST_BYTES), MAX_NAMED_BLOCKS)
+  local floor, min = math.floor, math.min
   return {
     model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
-    block_size = tonumber(args[5]), local_prefill_tokens = tonumber(args[6]), chain = args[8],
-    others = tonumber(args[9]), exclude = exclude,
+    block_size = block_size, local_prefill_tokens = tonumber(args[6]), named = named,
+    search = chain_search(state, chain), others = tonumber(args[10]), exclude = exclude,
+    tokens_at = function(position)
+      if position == 0 then return 0 end
+      return min(prompt_tokens, floor(position * blocks / named) * block_size)
+    end,
+    position_before = function(tokens)
+      if tokens <= 0 then return 0 end
+      return floor(tokens / block_size / blocks * named)
+    end,
   }
 end
 
@@ -25,57 +38,47 @@ end
 local function add(group, worker)
   local role = worker.role
   group.members[#group.members + 1] = worker
-  worker.computes = role ~= ROLE_DECODE
   if role ~= ROLE_DECODE then group.prefills[#group.prefills + 1] = worker end
   if role ~= ROLE_PREFILL then group.decodes[#group.decodes + 1] = worker end
 end
 
--- By compat hash, workers of the model that can hold the prompt, with matched prompt tokens and prices.
+-- By compat hash, workers of the model that can hold the prompt. What they have of it is not known yet.
 local function eligible(state, query)
   local groups = {}
-  local search = chain_search(query.chain)
-  local prompt_tokens, block_size, exclude = query.prompt_tokens, query.block_size, query.exclude
+  local prompt_tokens, block_size, exclude, named = query.prompt_tokens, query.block_size, query.exclude, query.named
   for worker in live_workers(state) do
     if worker.model == query.model and worker.context_length > prompt_tokens and not exclude[worker.incarnation] then
       -- Pages of another size than the chain's cannot match.
-      local blocks = worker.page_size == block_size and search(state, worker.blocks) or 0
-      local matched = blocks * block_size
-      price(worker, matched < prompt_tokens and matched or prompt_tokens, query)
+      worker.low, worker.high = 0, worker.page_size == block_size and named or 0
       add(group_of(groups, worker.compat), worker)
     end
   end
   return groups
 end
 
--- A decode worker computes the prompt itself when no more than that is missing, or when nobody else could.
--- One that no prefill worker can hand to, while others have some, differs from the rest of the fleet, and waits.
-local function may_serve_alone(worker, group, query, any_whole)
-  return worker.role == ROLE_BOTH or not any_whole
-    or (#group.prefills > 0 and worker.missing <= query.local_prefill_tokens)
-end
-
 -- Ends that a good pair can be made of: cheap by themselves and over the links that they typically have.
-local function promising(group)
-  local least = math.huge
-  for _, decode in ipairs(group.decodes) do
-    if decode.missing < least then least = decode.missing end
-  end
-  for _, prefill in ipairs(group.prefills) do
-    prefill.send_s = prefill.compute_s + least * prefill.transfer_token_s
-  end
-  local prefills = shortlist(group.prefills, 'send_s', PAIR_ENDS)
-  local typical = math.huge
+local function promising(group, query)
+  local least, prompt_tokens, typical = missing_after(group.longest, query), query.prompt_tokens, math.huge
+  local sending, receiving = {}, {}
+  for i, worker in ipairs(group.prefills) do sending[i] = worker.compute_s + least * worker.transfer_token_s end
+  local prefills = lowest(group.prefills, sending, function(worker, bound)
+    local sent_s = least * worker.transfer_token_s
+    local enough = enough_to_compute(worker, bound - sent_s, group, query)
+    return settled_beyond(enough, worker, group, query) and worker.compute_s + sent_s
+  end)
   for _, prefill in ipairs(prefills) do typical = math.min(typical, prefill.transfer_token_s) end
-  for _, decode in ipairs(group.decodes) do
-    decode.receive_s = decode.hold_s + decode.missing * typical
-  end
-  return prefills, shortlist(group.decodes, 'receive_s', PAIR_ENDS)
+  for i, worker in ipairs(group.decodes) do receiving[i] = worker.hold_s + worker.missing * typical end
+  local decodes = lowest(group.decodes, receiving, function(worker, bound)
+    local enough = prompt_tokens - (bound - worker.hold_s) / typical
+    return settled_beyond(enough, worker, group, query) and worker.hold_s + worker.missing * typical
+  end)
+  return prefills, decodes
 end
 
 -- The cheapest pair of a group, one of those within TIE_S at random; nil when there is none.
 -- Prices are kept apart from their pairs, which are made into a table once one is chosen.
-local function best_pair(group)
-  local prefills, decodes = promising(group)
+local function best_pair(group, query)
+  local prefills, decodes = promising(group, query)
   local costs, token_s, best = {}, {}, math.huge
   for _, prefill in ipairs(prefills) do
     local links = links_of(prefill)
@@ -97,31 +100,39 @@ local function best_pair(group)
   return pair_at(group.ends, ties[math.random(#ties)])
 end
 
-local function consider_fetches_of(group, query, any_whole)
-  for _, decode in ipairs(group.decodes) do
-    decode.alone = may_serve_alone(decode, group, query, any_whole)
-    decode.computes = decode.computes or decode.alone
+-- Whoever may cost no more than TIE_S above the cheapest is settled.
+local function best_alone(group, query)
+  local floors, best = {}, math.huge
+  for i, worker in ipairs(group.decodes) do floors[i] = worker.alone and worker.alone_s or math.huge end
+  local first, able = lowest_positions(floors, 1)[1], {}
+  local function take(worker)
+    local enough = enough_to_compute(worker, best + TIE_S - worker.hold_s, group, query)
+    if settled_beyond(enough, worker, group, query) and worker.alone then
+      able[#able + 1] = worker
+      if worker.alone_s < best then best = worker.alone_s end
+    end
   end
-  consider_fetches(group.members, query)
-end
-
-local function best_alone(group)
-  local able = {}
-  for _, decode in ipairs(group.decodes) do
-    if decode.alone then able[#able + 1] = decode end
+  if first then take(group.decodes[first]) end
+  for i, worker in ipairs(group.decodes) do
+    if i ~= first and worker.alone and floors[i] <= best + TIE_S then take(worker) end
   end
-  if #able == 0 then return nil end
-  return alone(cheapest(able, 'alone_s'), group)
+  return #able > 0 and alone(cheapest(able, 'alone_s'), group) or nil
 end
 
 -- The best "alone" and the best pair of each compat hash.
 local function options(groups, query)
-  local found, any_whole = {}, false
-  for _, group in pairs(groups) do any_whole = any_whole or (#group.prefills > 0 and #group.decodes > 0) end
+  local found = {}
+  query.any_whole = false
   for _, group in pairs(groups) do
-    consider_fetches_of(group, query, any_whole)
-    found[#found + 1] = best_alone(group)
-    if #group.prefills > 0 and #group.decodes > 0 then found[#found + 1] = best_pair(group) end
+    query.any_whole = query.any_whole or (#group.prefills > 0 and #group.decodes > 0)
+  end
+  for _, group in pairs(groups) do
+    price_group(group, query)
+    if query.others > 0 then
+      for _, worker in ipairs(group.members) do settle(worker, group, query) end
+    end
+    if #group.decodes > 0 then found[#found + 1] = best_alone(group, query) end
+    if #group.prefills > 0 and #group.decodes > 0 then found[#found + 1] = best_pair(group, query) end
   end
   return found
 end
@@ -147,8 +158,9 @@ end
 
 -- route_and_reserve
 -- ARGV: 1 prefix, 2 model (8-byte digest), 3 prompt tokens, 4 output tokens to keep room for, 5 block size of
---       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated),
---       9 how many of the options that are not taken are told, 10… incarnations to leave out
+--       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated) of named blocks,
+--       9 how many blocks the prompt has: the i-th named one of n is number floor(i × blocks / n),
+--       10 how many of the options that are not taken are told, 11… incarnations to leave out
 -- Returns msgpack {status = chosen | none, chosen = {decode, prefill, degraded, matched, decode_matched, fetch, terms},
 --                  passed_over, reservation, dropped}.
 --   matched: prompt tokens found on the worker that computes the prompt; decode_matched: on the decode worker.
@@ -158,7 +170,7 @@ end
 local function route_and_reserve(keys, args)
   local state = open(keys, args)
   math.randomseed(tonumber(args[7]))
-  local query = read_query(args)
+  local query = read_query(state, args)
   local groups = eligible(state, query)
   local found = options(groups, query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end

@@ -46,8 +46,8 @@ local function decode_row(prefix, incarnation, row, now)
     full = sequences >= max_sequences, token_s = token_s, transfer_token_s = transfer_token_s,
     queue_s = queue_tokens * token_s, turn_s = turn(queue_tokens, token_s, sequences, step_s), waiting = waiting,
     work_s = token_s * (1 + waiting), copy_s = token_s * COPY_FOLLOWERS, load_s = sequences * step_s,
-    matched = 0, missing = 0, known = 0, lacking = 0, fetch_s = 0, source = false, computes = false, alone = false,
-    known_s = 0, compute_s = 0, send_s = 0, hold_s = 0, receive_s = 0, alone_s = 0, read_links = false,
+    low = 0, high = 0, matched = 0, missing = 0, known = 0, fetch_s = 0, source = false, alone = false,
+    known_s = 0, compute_s = 0, hold_s = 0, alone_s = 0, read_links = false,
   }
 end
 

@@ -1,0 +1,117 @@
+"""In a large fleet Redis looks closely at few workers, and chooses what looking at all of them gives (scripts/settle.lua)."""
+
+from random import Random
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_engine.messages.control import LinkReport
+from tandem_services.router.candidate import Candidate
+from tandem_services.router.cost import Demand, Load
+from tandem_services.router.index import named_blocks
+from tandem_services.router.keys import DIGEST_BYTES, MAX_NAMED_BLOCKS
+from tandem_services.router.registry import WorkerRecord
+from tandem_services.router.scoring import select
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
+from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
+
+pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
+
+PROMPT = tuple(range(1000))
+CHAIN = chain_of(PROMPT)
+ROLES = ([Role.BOTH], [Role.PREFILL, Role.DECODE], [Role.DECODE], [*Role])
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = RedisServer.start()
+    yield process
+    process.stop()
+
+
+def drawn_load(random: Random) -> Load:
+    """No two are equal, so that nothing is left to chance."""
+    return Load(
+        queue_tokens=random.uniform(0.0, random.choice([1.0, 5000.0])),
+        prefill_rate=random.uniform(500.0, random.choice([600.0, 20_000.0])),
+        sequences=random.randrange(70),
+        step_s=random.uniform(0.001, 0.05),
+        room_tokens=random.choice([0.0, 1e5, 1e5]),
+        max_sequences=64,
+        token_bytes=random.choice([1e3, 1e5]),
+        transfer_rate=random.uniform(1e8, 1e10),
+    )
+
+
+def drawn_fleet(random: Random) -> list[tuple[WorkerRecord, int]]:
+    """Workers, and how many blocks of the prompt each has: a few the same, or each another share, or most of it."""
+    count, roles = random.randrange(5, 25), random.choice(ROLES)
+    least = random.choice([0, 0, 40])
+    shares = random.sample(range(least, len(CHAIN) + 1), min(count, len(CHAIN) + 1 - least)) + [0] * count
+    cached = random.choice([count, count, 6])
+    fleet = []
+    for number in range(count):
+        peers = random.sample(range(count), 4)
+        links = tuple(LinkReport(peer=f"w{peer}@1", bytes_per_s=random.uniform(1e6, 1e10)) for peer in peers)
+        record = make_record(f"w{number}", random.choice(roles), load=drawn_load(random), links=links)
+        fleet.append((record, shares[number] if number < cached else 0))
+    return fleet
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 40) for first in (0, 40)], ids=str)
+async def test_redis_chooses_as_if_it_had_looked_at_everybody(server, seeds):
+    for seed in seeds:
+        random = Random(seed)
+        fleet = drawn_fleet(random)
+        demand = Demand(prompt_tokens=len(PROMPT), output_tokens=64, local_prefill_tokens=random.choice([16, 300]))
+        server.command("FLUSHALL")
+        async with Fleet.of(server) as workers:
+            for record, blocks in fleet:
+                await workers.beat(record)
+                await workers.cache(record, CHAIN[:blocks])
+            routed = await workers.index.route(
+                model=MODEL, demand=demand, page_size=PAGE, chain=b"".join(CHAIN), exclude=frozenset(), seed=seed
+            )
+        candidates = [
+            Candidate(view=record.view, load=record.load, matched=blocks * PAGE, links=record.link_rates)
+            for record, blocks in fleet
+        ]
+        option = select(candidates, demand, Random(seed))
+        assert (routed is None) is (option is None)
+        if routed is None or option is None:
+            continue
+        assert sum(term.seconds for term in routed.terms) == pytest.approx(option.cost, abs=2e-4), f"seed {seed}"
+        known = {record.view.incarnation: blocks * PAGE for record, blocks in fleet}
+        assert routed.matched_tokens == known[routed.prefill or routed.decode]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, MAX_NAMED_BLOCKS, MAX_NAMED_BLOCKS + 1, 700, 5 * MAX_NAMED_BLOCKS])
+def test_of_a_long_prompt_evenly_spread_blocks_are_named_and_the_last(blocks):
+    chain = [number.to_bytes(DIGEST_BYTES, "big") for number in range(1, blocks + 1)]
+    named = named_blocks(b"".join(chain))
+    numbers = [int.from_bytes(named[i : i + DIGEST_BYTES], "big") for i in range(0, len(named), DIGEST_BYTES)]
+    count = min(blocks, MAX_NAMED_BLOCKS)
+    assert numbers == [i * blocks // count for i in range(1, count + 1)]
+    assert not numbers or numbers[-1] == blocks
+
+
+@pytest.mark.parametrize("held", [0, 1, 3, 17, 350, 699, 700])
+async def test_a_match_of_a_long_prompt_is_known_to_the_named_block_before_its_end(server, held):
+    prompt = tuple(range(700 * PAGE + 5))
+    chain = chain_of(prompt)
+    server.command("FLUSHALL")
+    async with Fleet.of(server) as workers:
+        for name, blocks in (("other", 500), ("w", held)):
+            record = make_record(name, load=make_load(), context_length=1 << 20)
+            await workers.beat(record)
+            await workers.cache(record, chain[:blocks])
+        routed = await workers.index.route(
+            model=MODEL,
+            demand=Demand(prompt_tokens=len(prompt), output_tokens=16, local_prefill_tokens=2048),
+            page_size=PAGE,
+            chain=b"".join(chain),
+            exclude=frozenset({"other@1"}),
+            seed=1,
+        )
+    named = [i * 700 // MAX_NAMED_BLOCKS for i in range(MAX_NAMED_BLOCKS + 1)]
+    assert routed.matched_tokens == max(block for block in named if block <= held) * PAGE
