@@ -3,10 +3,11 @@
 Found out by asking its pods, every few seconds and beside reconciles, which only read it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tandem_operator.api.model_service import Decision
+from tandem_operator.builders.served import ROLES, RoleName
 from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.kinds import ServiceKey
 from tandem_operator.planning.deletion import gateway_selector
@@ -54,13 +55,15 @@ class FindingsBoard:
         self._of.clear()
 
 
-def canaries_by_readiness(service: str, parts: Parts) -> dict[str, Canary]:
-    """With canaries switched off (`--canary off`) a pair whose pods are ready counts as one that answered."""
-    ready: dict[str, set[str]] = {}
+def canaries_by_readiness(service: str, parts: Parts, roles: Iterable[RoleName] = ROLES) -> dict[str, Canary]:
+    """A revision counts as one that answered when it has a ready pod of each of `roles`: with canaries switched off
+    (`--canary off`), and where there are no pairs to ask, for nobody prefills apart.
+    """
+    ready: dict[str, set[RoleName]] = {}
     for one in parts.deployments():
         if one.revision is not None and one.role is not None and one.ready:
             ready.setdefault(one.revision, set()).add(one.role)
-    passed = {revision: Canary(passed=True) for revision, roles in ready.items() if len(roles) == 2}
+    passed = {revision: Canary(passed=True) for revision, found in ready.items() if found.issuperset(roles)}
     if passed and parts.ready_pods(gateway_selector(service)):
         passed[GATEWAY_CANARY] = Canary(passed=True)
     return passed

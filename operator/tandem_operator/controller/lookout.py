@@ -88,17 +88,22 @@ class Lookout:
     def __post_init__(self) -> None:
         self.reader = LoadReader(client=self.client, now=self.clock)
 
-    async def turn(self, subject: Subject, before: Findings | None) -> Findings:
-        """`before`: None in the first turn, which waits for its canaries; a later one does not wait for slow ones.
-        Raises `ApiError` when the API server does not take the outcome.
+    async def ask(self, subject: Subject, before: Findings | None) -> Findings:
+        """Send the canaries that are due. `before`: None the first time, which waits for the answers, for nothing is
+        planned without them; later nobody waits for slow ones.
         """
-        known = before or Findings()
         canaries = await self._canaries(subject, patience_s=None if before is None else QUICK_S)
+        return replace(before or Findings(), canaries=canaries)
+
+    async def look(self, subject: Subject, known: Findings) -> Findings:
+        """Read figures, if it is time to, and act on them. Raises `ApiError` when the API server does not take the
+        outcome.
+        """
         if self.clock() < self.look_at:
-            return replace(known, canaries=canaries)
+            return known
         self.look_at = self.clock() + subject.wanted.spec.autoscaling.period_seconds
         seen = await self.reader.read(subject.pods)
-        found = replace(known, canaries=canaries, links=seen.slow_links(), pods=seen)
+        found = replace(known, links=seen.slow_links(), pods=seen)
         scaled = self._decide(subject, seen)
         if scaled is None:
             return replace(found, holding="")

@@ -130,21 +130,24 @@ class Lookouts:
 
     async def _look(self, post: _Post, service: Seen) -> float:
         """Time until the next turn."""
-        before = self._findings.of(service.key)
         try:
             spec = spec_of(service)
         except ValueError:
             # Its reconcile says so in the status; there is nothing to ask anybody.
-            found, period_s = Findings(), RETRY_S
-        else:
-            wanted = served(service.ref.name, service.namespace, spec, self._settings)
-            if post.lookout is None:
-                post.lookout = self._make(CanaryBook(spec.rollout.canary_timeout_seconds))
-            found = await post.lookout.turn(self._subject(service, wanted), before)
-            period_s = spec.autoscaling.period_seconds
-        if self._findings.put(service.key, found):
-            self._changed(service.key)
-        return period_s
+            self._found(service.key, Findings())
+            return RETRY_S
+        if post.lookout is None:
+            post.lookout = self._make(CanaryBook(spec.rollout.canary_timeout_seconds))
+        subject = self._subject(service, served(service.ref.name, service.namespace, spec, self._settings))
+        asked = await post.lookout.ask(subject, self._findings.of(service.key))
+        # Plans need the canaries; figures may take their time.
+        self._found(service.key, asked)
+        self._found(service.key, await post.lookout.look(subject, asked))
+        return spec.autoscaling.period_seconds
+
+    def _found(self, key: ServiceKey, findings: Findings) -> None:
+        if self._findings.put(key, findings):
+            self._changed(key)
 
     def _subject(self, service: Seen, wanted: Served) -> Subject:
         parts = Parts.of(service.uid, self._store.parts(service.key))

@@ -29,7 +29,7 @@ from tandem_operator.controller.shrinking import costs_before
 from tandem_operator.controller.store import Store
 from tandem_operator.planning.deletion import FINALIZER
 from tandem_operator.planning.observed import Observed
-from tandem_operator.planning.plan import Plan, make_plan, refused
+from tandem_operator.planning.plan import Plan, make_plan, refused, wanted_workers
 from tandem_operator.planning.status import not_applied, referenced_secrets
 from tandem_operator.settings import OperatorSettings
 
@@ -157,7 +157,11 @@ class Reconciler:
             names.add(curve_secret_name(key.name))
         if wanted.spec.redis.managed is not None:
             names.add(redis_secret_name(key.name))
-        return replace(self._seen(parts, key), secrets=await self._secrets.existing(key.namespace, sorted(names)))
+        secrets = await self._secrets.existing(key.namespace, sorted(names))
+        observed = replace(self._seen(parts, key), secrets=secrets)
+        if wanted_workers(wanted, observed)["prefill"] == 0:
+            return replace(observed, canaries=canaries_by_readiness(key.name, parts, ("decode",)))
+        return observed
 
     def _seen(self, parts: Parts, key: ServiceKey) -> Observed:
         findings = self._findings.of(key) or Findings()

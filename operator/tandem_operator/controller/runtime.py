@@ -236,6 +236,7 @@ class Operator:
         if self._leadership is not None:
             try:
                 await self._leadership.resign()
+                logger.info("gave the lease up")
             except ApiError as error:
                 logger.warning("the lease was not given up, another operator has to wait for its end: %s", error)
 
