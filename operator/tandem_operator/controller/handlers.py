@@ -14,6 +14,7 @@ import kopf
 
 from tandem_operator.controller.kinds import Kind
 from tandem_operator.controller.resync import selector_for
+from tandem_operator.controller.stateless import NoDifferences, NoProgress
 
 Heard = Callable[[str, str | None, Any], None]
 """Called with kind, type of event (None: listed, not changed) and body."""
@@ -65,6 +66,8 @@ def configure(settings: kopf.OperatorSettings, kinds: Sequence[Kind]) -> None:
     # Events about services are ours (`events`), and so is leadership (`election`).
     settings.posting.enabled = False
     settings.peering.standalone = True
+    settings.persistence.diffbase_storage = NoDifferences()
+    settings.persistence.progress_storage = NoProgress()
     # Namespaces and kinds are given; nothing has to be watched to find them.
     settings.scanning.disabled = True
     settings.networking.error_backoffs = EndlessBackoff()
