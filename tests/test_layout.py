@@ -99,6 +99,7 @@ def test_no_source_can_deserialise_code() -> None:
 
 ENVIRONMENT_READERS = {
     "engine/tandem_engine/environment.py",
+    "operator/tandem_operator/settings.py",
     "services/tandem_services/common/settings.py",
 }
 

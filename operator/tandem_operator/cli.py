@@ -2,14 +2,13 @@
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 
 from tandem_operator.controller.election import ElectionConfig
 from tandem_operator.controller.logs import configure_logging
 from tandem_operator.controller.runtime import RuntimeOptions, fresh_identity, run
-from tandem_operator.settings import OperatorSettings
+from tandem_operator.settings import OperatorSettings, own_namespace
 
 EPILOG = """\
 It serves every ModelService of its namespaces: makes workers, gateway and Redis, rolls changes out pair by pair, scales
@@ -52,7 +51,7 @@ def _scope(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--operator-namespace",
-        default=os.environ.get("POD_NAMESPACE", OperatorSettings().operator_namespace),
+        default=own_namespace(),
         metavar="NAME",
         help="its own namespace: where its lease is, and from where workers take orders (default: $POD_NAMESPACE, else "
         "tandem-system)",

@@ -1,5 +1,6 @@
 """What the operator itself was told, by flags and its environment; the same for all resources it looks after."""
 
+import os
 from dataclasses import dataclass
 
 DEFAULT_REGISTRY = "ghcr.io/tandem-serving"
@@ -31,3 +32,13 @@ class OperatorSettings:
     canaries: bool = True
     """Whether a revision has to answer a request before it takes over. Without, ready pods count as answers: for
     clusters whose pods the operator cannot reach."""
+
+
+def own_namespace() -> str:
+    """Where the operator's pod runs, as its manifest tells it; outside of a cluster the default."""
+    return os.environ.get("POD_NAMESPACE", OperatorSettings().operator_namespace)
+
+
+def in_cluster() -> bool:
+    """Whether this is a pod, which the kubelet tells where the API server is."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ

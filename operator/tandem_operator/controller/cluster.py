@@ -10,7 +10,6 @@ before leadership was lost is not sent after it (RELIABILITY 41).
 
 import asyncio
 import json
-import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -21,11 +20,11 @@ import aiohttp
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
-from kubernetes.aio.config.incluster_config import SERVICE_HOST_ENV_NAME
 
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.controller.kinds import Kind, kind_of
 from tandem_operator.planning.observed import Ref
+from tandem_operator.settings import in_cluster
 
 FIELD_MANAGER = "tandem-operator"
 
@@ -70,7 +69,7 @@ async def connected() -> AsyncIterator[ApiClient]:
     """A client with the credentials of the pod, or else those of $KUBECONFIG or ~/.kube/config, while the block
     lasts."""
     configuration = Configuration()
-    if _in_cluster():
+    if in_cluster():
         load_incluster_config(configuration)  # type: ignore[no-untyped-call]
     else:
         await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
@@ -81,10 +80,6 @@ async def connected() -> AsyncIterator[ApiClient]:
         yield client
     finally:
         await client.close()  # type: ignore[no-untyped-call]
-
-
-def _in_cluster() -> bool:
-    return bool(os.environ.get(SERVICE_HOST_ENV_NAME))
 
 
 class Cluster:
