@@ -82,6 +82,7 @@ class ForwardingApiServer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server_state: ForwardingApiServer
 
     def log_message(self, *_: object) -> None:

@@ -28,8 +28,8 @@ def service_status(**changes: Any) -> Object:
         "revision": "5d8f",
         "conditions": [
             condition("Ready", "False", "Progressing", "revision 5d8f is starting workers"),
-            condition("PrefillReady", "True", "AllReady", "1 of 1 prefill workers are ready"),
-            condition("DecodeReady", "True", "SomeReady", "1 of 2 decode workers are ready"),
+            condition("PrefillWorkersReady", "True", "AllReady", "1 of 1 prefill workers are ready"),
+            condition("DecodeWorkersReady", "True", "SomeReady", "1 of 2 decode workers are ready"),
         ],
         "revisions": [
             {"name": "5d8f", "share": 1.0, "prefill": {"desired": 1, "ready": 1}, "decode": {"desired": 2, "ready": 1}}

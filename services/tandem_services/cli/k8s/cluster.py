@@ -232,7 +232,7 @@ def _teach(response: httpx.Response, path: str, about: str) -> str:
         case 403:
             return f"you may not do that: {said}. An administrator grants it by a Role (docs/kubectl-tandem.md#rights)"
         case 404 if path.startswith(API) and not _is_status(response):
-            return "this cluster has no ModelServices: install the CRDs, kubectl apply --server-side -f charts/tandem/crds/"
+            return "this cluster knows no ModelServices: `kubectl apply --server-side -f charts/tandem/crds/` adds them"
         case 404:
             return f"{about} does not exist here: {said}"
         case 429:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tandem_services.cli.api_key import add_api_key
 from tandem_services.cli.chat import add_conversation
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.numbers import positive_float
@@ -104,7 +105,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     )
     explain.add_argument("--service", metavar="NAME", help="ask its gateways alone (default: all of the namespace)")
     explain.add_argument("-o", "--output", choices=("json",), metavar="FORMAT", help="json: as the gateway has it")
-    _key(explain)
+    add_api_key(explain)
     decisions = _command(commands, "decisions", "the autoscaler's last ten decisions, with reasons", _decisions)
     _name(decisions, optional=True)
     chat = _command(commands, "chat", "talk to a ModelService through a port-forward to its gateway", _chat)
@@ -149,12 +150,6 @@ def _watch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every", type=positive_float, default=2.0, metavar="S", help="with --watch: seconds between (default 2)"
     )
-
-
-def _key(parser: argparse.ArgumentParser) -> None:
-    from tandem_services.cli.api_key import add_api_key
-
-    add_api_key(parser)
 
 
 def _replicas(text: str) -> int:

@@ -181,5 +181,5 @@ def _proxy(url: str | None) -> dict[str, Any]:
 
 def _refusal(error: Any) -> str:
     if error.status_code == 403:
-        return "you may not port-forward to pods: grant `create` on `pods/portforward` (docs/kubectl-tandem.md#rights)"
+        return "no right to port-forward: grant `get` and `create` on `pods/portforward` (docs/kubectl-tandem.md)"
     return f"the API server refuses the port-forward with {error.status_code}"

@@ -129,11 +129,13 @@ def _silent(seen: PodSeen) -> bool:
 
 
 def _trees(cluster: Cluster, name: str | None, *, everywhere: bool = False, asked: bool = True) -> list[ServiceTree]:
+    services = cluster.services(name, everywhere=everywhere)
+    pools = {place: cluster.pools(place) for place in {service["metadata"]["namespace"] for service in services}}
     trees = []
-    for service in cluster.services(name, everywhere=everywhere):
+    for service in services:
         pods = pods_of(cluster, service)
         figures = ask(cluster.access, pods) if asked else {}
-        trees.append(service_tree(service, cluster.pools(service["metadata"]["namespace"]), pods, figures))
+        trees.append(service_tree(service, pools[service["metadata"]["namespace"]], pods, figures))
     return trees
 
 

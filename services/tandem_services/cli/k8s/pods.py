@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from time import monotonic
 
 import httpx
 
@@ -11,7 +12,7 @@ from tandem_engine.logs import quoted
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, SERVICE_LABEL
 from tandem_services.cli.k8s.cluster import Access, Cluster, Object
 from tandem_services.cli.k8s.figures import GatewayFigures, WorkerFigures, gateway_figures, worker_figures
-from tandem_services.cli.k8s.forward import pod_client
+from tandem_services.cli.k8s.forward import ANSWER_S, pod_client
 from tandem_services.common.errors import RemoteError
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
@@ -118,15 +119,16 @@ def _figures(access: Access, pod: Object) -> Said:
 
 
 def _bounded(client: httpx.Client) -> str:
-    """Raises `ValueError` for what cannot be an exposition."""
+    """Raises `ValueError` for what cannot be an exposition, or does not end."""
+    deadline = monotonic() + ANSWER_S
     with client.stream("GET", "/metrics") as response:
         if response.status_code != 200:
             raise ValueError(f"/metrics answers {response.status_code}")
         data = bytearray()
         for chunk in response.iter_bytes():
             data += chunk
-            if len(data) > MAX_BYTES:
-                raise ValueError(f"/metrics has more than {MAX_BYTES >> 20} MiB")
+            if len(data) > MAX_BYTES or monotonic() > deadline:
+                raise ValueError(f"/metrics has more than {MAX_BYTES >> 20} MiB, or takes more than {ANSWER_S:.0f} s")
     return data.decode("utf-8", "replace")
 
 

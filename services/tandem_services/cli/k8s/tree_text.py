@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from datetime import datetime
 
+from tandem_operator.planning.conditions import AUTOSCALING_ACTIVE, DEGRADED, PROGRESSING
 from tandem_services.cli.k8s.figures import GatewayFigures, WorkerFigures
 from tandem_services.cli.k8s.pods import Pod, Said
 from tandem_services.cli.k8s.table import age, count, percent, table
@@ -10,6 +11,9 @@ from tandem_services.cli.k8s.tree import ConditionSeen, PodSeen, RoleSeen, Servi
 
 HEADER = ("MODELSERVICE", "STATE", "SERVES", "RUNNING", "QUEUE", "KV", "AGE", "NOTE")
 WIDE = ("NODE", "RESTARTS")
+
+NEUTRAL = (PROGRESSING, AUTOSCALING_ACTIVE)
+"""Conditions that are no better true than false."""
 
 Row = tuple[str, ...]
 """A pod, with all columns, or a name and a text."""
@@ -46,7 +50,10 @@ def _ready(tree: ServiceTree) -> str:
 
 
 def _condition(condition: ConditionSeen) -> Row:
-    mark = {"True": "✓", "False": "✗"}.get(condition.status, "?")
+    good = "False" if condition.type == DEGRADED else "True"
+    mark = "?" if condition.status == "Unknown" else "✓" if condition.status == good else "✗"
+    if condition.type in NEUTRAL:
+        mark = "•"
     note = f"{condition.reason}: {condition.message}" if condition.message else condition.reason
     stale = " (of an older spec)" if condition.stale else ""
     return (f"{mark} {condition.type}", note + stale)

@@ -91,7 +91,9 @@ def test_what_the_kubelet_complains_of_is_told(connect):
         client.get("/")
 
 
-@pytest.mark.parametrize(("status", "told"), [(403, "grant `create` on `pods/portforward`"), (404, "refuses.*404")])
+@pytest.mark.parametrize(
+    ("status", "told"), [(403, "grant `get` and `create` on `pods/portforward`"), (404, "refuses.*404")]
+)
 def test_a_refused_port_forward_says_what_is_missing(connect, status, told):
     with connect(refusal=status) as (_, client), pytest.raises(httpx.ConnectError, match=told):
         client.get("/")

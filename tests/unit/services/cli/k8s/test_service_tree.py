@@ -16,7 +16,14 @@ from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
-from tandem_testing.kubernetes_objects import deployment_pods, model_service, pod, service_status, worker_pool
+from tandem_testing.kubernetes_objects import (
+    condition,
+    deployment_pods,
+    model_service,
+    pod,
+    service_status,
+    worker_pool,
+)
 from tandem_testing.mock_engine_process import idle_stats
 
 NOW = datetime.fromisoformat("2026-01-01T12:30:00Z")
@@ -26,8 +33,8 @@ POOLS = [worker_pool("prefill", 1, ready=1), worker_pool("decode", 2, ready=1)]
 EXPECTED = """\
 MODELSERVICE                   STATE          SERVES  RUNNING  QUEUE             KV    AGE  NOTE
 llama                          Progressing  http://llama-gateway.models:8000
-├─ ✓ PrefillReady              AllReady: 1 of 1 prefill workers are ready
-├─ ✓ DecodeReady               SomeReady: 1 of 2 decode workers are ready
+├─ ✓ PrefillWorkersReady       AllReady: 1 of 1 prefill workers are ready
+├─ ✓ DecodeWorkersReady        SomeReady: 1 of 2 decode workers are ready
 ├─ prefill                     1/1 ready
 │  └─ revision 5d8f            100 % of new requests
 │     └─ llama-prefill-5d8f-a  Ready          decode  2        0                 0 %   2h   flipped from prefill
@@ -62,7 +69,15 @@ def figures() -> dict:
     return {
         "llama-prefill-5d8f-a": worker_figures(exposition(Role.DECODE, running=2, total_pages=9, free_pages=9)),
         "llama-decode-5d8f-a": worker_figures(
-            exposition(running=3, waiting=1, waiting_tokens=2048, oldest_wait_s=1.5, total_pages=100, free_pages=50, evictable_pages=9)
+            exposition(
+                running=3,
+                waiting=1,
+                waiting_tokens=2048,
+                oldest_wait_s=1.5,
+                total_pages=100,
+                free_pages=50,
+                evictable_pages=9,
+            )
         ),
         "llama-gateway-7c": gateway_figures(gateway_exposition()),
     }
@@ -93,6 +108,23 @@ def test_a_service_is_shown_with_conditions_roles_revisions_and_pods():
     assert text() == EXPECTED
 
 
+@pytest.mark.parametrize(
+    ("kind", "status", "mark"),
+    [
+        ("RouterReady", "True", "✓"),
+        ("RouterReady", "False", "✗"),
+        ("RouterReady", "Unknown", "?"),
+        ("Degraded", "False", "✓"),
+        ("Degraded", "True", "✗"),
+        ("Progressing", "True", "•"),
+        ("AutoscalingActive", "False", "•"),
+    ],
+)
+def test_a_mark_says_whether_a_condition_is_as_it_should_be(kind, status, mark):
+    shown = text(model_service(status=service_status(conditions=[condition(kind, status, "Reason")])))
+    assert f"├─ {mark} {kind} " in shown
+
+
 def test_wide_adds_nodes_and_restarts():
     lines = text(wide=True).splitlines()
     assert lines[0].split()[-4:] == ["AGE", "NODE", "RESTARTS", "NOTE"]
@@ -113,8 +145,8 @@ def test_two_revisions_are_apart_and_shares_are_theirs():
 
 def test_what_the_operator_has_not_seen_yet_is_said():
     stale = service_status(observedGeneration=2)
-    for condition in stale["conditions"]:
-        condition["observedGeneration"] = 2
+    for one in stale["conditions"]:
+        one["observedGeneration"] = 2
     shown = text(model_service(status=stale))
     assert "the operator has not seen the latest change yet" in shown
     assert "AllReady: 1 of 1 prefill workers are ready (of an older spec)" in shown
