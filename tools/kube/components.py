@@ -56,6 +56,8 @@ def controller_manager(run: RunDirectory, binary: Path) -> Command:
         # Without --port=0 release 1.20 opens an insecure port on all addresses as well.
         *("--bind-address", LOOPBACK, "--secure-port", free_port(), "--port=0"),
         *("--horizontal-pod-autoscaler-sync-period=2s", "--pvclaimbinder-sync-period=2s"),
+        # With the default of 20 requests a second that is what tests of many Deployments would measure.
+        *("--kube-api-qps", "300", "--kube-api-burst", "600"),
     ]
 
 

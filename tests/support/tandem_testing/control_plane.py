@@ -120,7 +120,7 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
         line = process.stdout.readline()
         assert line, "the control plane did not start: see above"
         info = json.loads(line)
-        with _client(Path(info["kubeconfig"])) as api:
+        with client_of(Path(info["kubeconfig"])) as api:
             cluster = ControlPlane(kubeconfig=Path(info["kubeconfig"]), version=info["version"], api=api)
             install_crds(cluster)
             request.config.stash[ABOUT] = _about(cluster, info["seconds"])
@@ -155,7 +155,8 @@ def _about(cluster: ControlPlane, seconds: float) -> str:
     return f"Kubernetes {cluster.version}, up within {seconds:g} s; {budgets}, {scalers}"
 
 
-def _client(kubeconfig: Path) -> httpx.Client:
+def client_of(kubeconfig: Path) -> httpx.Client:
+    """Requests with the credentials of that file, as the control plane writes them. Close it."""
     config = json.loads(kubeconfig.read_text())
     cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
     tls = ssl.create_default_context(cafile=cluster["certificate-authority"])

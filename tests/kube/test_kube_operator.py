@@ -1,0 +1,210 @@
+"""The operator against a real API server: a ModelService's life from `kubectl apply` to its deletion."""
+
+import pytest
+
+from tandem_testing.control_plane import KUBE, PATIENCE_S
+from tandem_testing.kube_services import Services
+from tandem_testing.operator_process import operator
+from tandem_testing.waiting import wait_for
+
+pytestmark = KUBE
+
+OTHER_MODEL = {"model": {"path": "/opt/tandem/models/tandem-mini-eagle"}}
+
+
+@pytest.fixture
+def services(control_plane, namespace):
+    return Services(control_plane, namespace)
+
+
+@pytest.fixture
+def running(control_plane, namespace, tmp_path):
+    with operator(
+        control_plane.kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect"
+    ) as one:
+        yield one
+
+
+def test_a_service_comes_up_stays_quiet_and_goes(services, running):
+    services.apply()
+    services.wait_ready()
+    body = services.get()
+    assert body["status"]["ready"] == "1/1P 1/1D"
+    assert body["status"]["endpoint"] == f"http://chat-gateway.{services.namespace}.svc"
+    assert body["metadata"]["finalizers"] == ["tandem.dev/drain"]
+    owned = services.owned()
+    assert len(owned) == 15
+    for (plural, name), one in owned.items():
+        (owner,) = [ref for ref in one["metadata"]["ownerReferences"] if ref["kind"] == "ModelService"]
+        assert (owner["uid"], owner["controller"]) == (body["metadata"]["uid"], True), (plural, name)
+    pool = services.cluster.get(services.pool_path("decode"))
+    assert pool["status"]["readyReplicas"] == 1
+    assert "tandem.dev/role=decode" in pool["status"]["selector"]
+
+    quiet(services, running)
+
+    services.delete()
+    wait_for(lambda: services.gone() and not services.owned(), PATIENCE_S, lambda: str(services.owned().keys()))
+    assert running.stop() == 0
+
+
+def quiet(services, running):
+    """Looks that change nothing write nothing. How long they take is benchmarks/operator_scale.py's."""
+    versions = {key: one["metadata"]["resourceVersion"] for key, one in services.owned().items()}
+    writes = running.metric("tandem_operator_api_writes_total")
+    unchanged = 'tandem_operator_reconciles_total{result="unchanged"}'
+    looks = running.metric(unchanged)
+    for count in range(5):
+        # An annotation is nothing to the operator, but an event of the service's own object.
+        services.cluster.merge(services.path(), {"metadata": {"annotations": {"seen": str(count)}}}).raise_for_status()
+        wait_for(lambda count=count: running.metric(unchanged) > looks + count, PATIENCE_S, running.log)
+    assert running.metric("tandem_operator_api_writes_total") == writes
+    assert {key: one["metadata"]["resourceVersion"] for key, one in services.owned().items()} == versions
+
+
+def test_another_model_rolls_out_pair_by_pair_and_comes_back(services, running):
+    services.apply(prefill={"replicas": 2}, decode={"replicas": 2})
+    services.wait_ready()
+    (first,) = services.workers("decode")
+    services.apply(prefill={"replicas": 2}, decode={"replicas": 2}, **OTHER_MODEL)
+    services.wait_ready()
+    wait_for(lambda: len(services.workers("decode")) == 1, PATIENCE_S, lambda: str(services.workers("decode")))
+    (second,) = services.workers("decode")
+    assert services.workers("prefill") == {second: 2}
+    assert services.get()["status"]["history"] == [first]
+    assert ("Normal", "RollingOut") in services.events()
+    services.apply(prefill={"replicas": 2}, decode={"replicas": 2})
+    services.wait_ready()
+    wait_for(lambda: services.workers("decode") == {first: 2}, PATIENCE_S, lambda: str(services.workers("decode")))
+
+
+def test_a_spec_that_cannot_be_served_is_told_and_touches_nothing(services, running):
+    services.apply()
+    services.wait_ready()
+    before = {name: one["metadata"]["generation"] for name, one in services.deployments().items()}
+    services.apply(aliases=["chat"], engine={"dtype": "bfloat16"})
+    services.wait_condition("Ready", "False", "InvalidSpec")
+    assert {name: one["metadata"]["generation"] for name, one in services.deployments().items()} == before
+    assert ("Warning", "InvalidSpec") in services.events()
+    services.apply()
+    services.wait_ready()
+
+
+def test_what_is_edited_or_deleted_by_hand_is_put_back(services, running):
+    """RELIABILITY 43."""
+    services.apply()
+    services.wait_ready()
+    api, namespace = services.cluster.api, services.namespace
+    gateway = f"/apis/apps/v1/namespaces/{namespace}/deployments/chat-gateway"
+    services.cluster.merge(gateway, {"spec": {"replicas": 3}}).raise_for_status()
+    wait_for(lambda: services.cluster.get(gateway)["spec"]["replicas"] == 1, PATIENCE_S)
+    front = f"/api/v1/namespaces/{namespace}/services/chat-gateway"
+    uid = services.cluster.get(front)["metadata"]["uid"]
+    api.delete(front).raise_for_status()
+
+    def made_again():
+        answer = api.get(front)
+        return answer.status_code == 200 and answer.json()["metadata"]["uid"] != uid
+
+    wait_for(made_again, PATIENCE_S, running.log)
+    # Taking our label off hides the object from watches; it comes back under it.
+    services.cluster.merge(front, {"metadata": {"labels": {"tandem.dev/service": None}}}).raise_for_status()
+    wait_for(lambda: "tandem.dev/service" in services.cluster.get(front)["metadata"]["labels"], PATIENCE_S)
+
+
+def test_objects_of_others_are_left_alone_and_named(services, running):
+    """RELIABILITY E7.79."""
+    path = f"/api/v1/namespaces/{services.namespace}/services"
+    theirs = {"metadata": {"name": "chat-gateway"}, "spec": {"ports": [{"port": 1, "protocol": "TCP"}]}}
+    made = services.cluster.api.post(path, json=theirs).raise_for_status().json()
+    services.apply()
+    services.wait_condition("Ready", "False", "NameTaken")
+    assert (
+        services.cluster.get(f"{path}/chat-gateway")["metadata"]["resourceVersion"]
+        == made["metadata"]["resourceVersion"]
+    )
+    assert services.deployments() == {}
+    services.cluster.api.delete(f"{path}/chat-gateway").raise_for_status()
+    services.wait_ready()
+
+
+def test_a_pool_is_scaled_from_outside_in_mode_external(services, running):
+    services.apply(autoscaling={"mode": "external"})
+    services.wait_ready()
+    path = services.pool_path("decode")
+    services.cluster.merge(f"{path}/scale", {"spec": {"replicas": 3}}).raise_for_status()
+    wait_for(lambda: list(services.workers("decode").values()) == [3], PATIENCE_S, running.log)
+    services.wait_ready()
+    scale = services.cluster.get(f"{path}/scale")
+    wait_for(lambda: services.cluster.get(f"{path}/scale")["status"]["replicas"] == 3, PATIENCE_S, lambda: str(scale))
+    # An edit of the spec leaves the number to whoever owns it.
+    services.apply(autoscaling={"mode": "external"}, observability={"logLevel": "debug"})
+    services.wait_ready()
+    assert services.cluster.get(path)["spec"]["replicas"] == 3
+
+
+def test_in_mode_none_the_spec_wins(services, running):
+    services.apply()
+    services.wait_ready()
+    path = services.pool_path("prefill")
+    services.cluster.merge(f"{path}/scale", {"spec": {"replicas": 4}}).raise_for_status()
+    wait_for(lambda: services.cluster.get(path)["spec"]["replicas"] == 1, PATIENCE_S)
+    services.apply(prefill={"replicas": 2})
+    wait_for(lambda: services.cluster.get(path)["spec"]["replicas"] == 2, PATIENCE_S)
+    services.wait_ready()
+
+
+def test_without_figures_the_autoscaler_holds_and_says_so(services, running):
+    """RELIABILITY 45: pods without containers tell nothing; nothing is scaled, least of all to zero."""
+    bounds = {"scaling": {"minReplicas": 0, "maxReplicas": 3}}
+    scaling = {"mode": "internal", "periodSeconds": 0.5, "idleSecondsToZero": 0.1}
+    services.apply(autoscaling=scaling, prefill=bounds, decode=bounds)
+    services.wait_condition("AutoscalingActive", "False", "MetricsUnavailable")
+    services.wait_ready()
+    (decision,) = services.get()["status"]["decisions"]
+    assert decision["action"] == "hold"
+    assert services.cluster.get(services.pool_path("decode"))["spec"]["replicas"] == 1
+    assert ("Warning", "ScalingHeld") in services.events()
+
+
+def test_a_secret_that_comes_later_heals(services, running):
+    """RELIABILITY E7.82."""
+    services.apply(gateway={"authSecret": "api-keys"})
+    services.wait_condition("Ready", "False", "SecretMissing")
+    path = f"/api/v1/namespaces/{services.namespace}/secrets"
+    services.cluster.api.post(path, json={"metadata": {"name": "api-keys"}}).raise_for_status()
+    services.wait_ready()
+
+
+def test_deletion_waits_for_gateways_to_drain(services, running):
+    """RELIABILITY 44: workers and Redis stay until the gateways have finished."""
+    services.apply(gateway={"pod": {"annotations": {"fake-kubelet/hold": "true"}}})
+    services.wait_ready()
+    services.delete()
+    services.wait_condition("Ready", "False", "Deleting")
+    (pod,) = services.pods("gateway")
+    wait_for(lambda: "deletionTimestamp" in services.pods("gateway")[0]["metadata"], PATIENCE_S)
+    assert len(services.pods("worker")) == 2
+    assert services.pods("redis")
+    path = f"/api/v1/namespaces/{services.namespace}/pods/{pod['metadata']['name']}"
+    services.cluster.merge(path, {"metadata": {"annotations": {"fake-kubelet/hold": None}}}).raise_for_status()
+    wait_for(services.gone, PATIENCE_S, running.log)
+
+
+def test_gateways_that_never_finish_hold_a_deletion_no_longer_than_the_bound(services, running):
+    services.apply(gateway={"pod": {"annotations": {"fake-kubelet/hold": "true"}}}, drainSeconds=1)
+    services.wait_ready()
+    services.delete()
+    wait_for(services.gone, PATIENCE_S, running.log)
+    assert ("Warning", "DrainTimedOut") in services.events()
+    for pod in services.pods("gateway"):
+        path = f"/api/v1/namespaces/{services.namespace}/pods/{pod['metadata']['name']}"
+        services.cluster.merge(path, {"metadata": {"annotations": {"fake-kubelet/hold": None}}}).raise_for_status()
+
+
+def test_a_namespace_that_goes_is_not_held(services, running, control_plane):
+    """RELIABILITY 44: the finalizer does not stick when the namespace goes first."""
+    services.apply()
+    services.wait_ready()
+    control_plane.api.delete(f"/api/v1/namespaces/{services.namespace}").raise_for_status()
+    wait_for(services.gone, PATIENCE_S, running.log)

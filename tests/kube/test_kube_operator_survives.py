@@ -1,0 +1,122 @@
+"""What happens to operators, and to the API server, while services are served: RELIABILITY 41, 42 and the way back."""
+
+import random
+from contextlib import ExitStack
+
+import pytest
+
+from tandem_testing.control_plane import KUBE, PATIENCE_S
+from tandem_testing.kube_services import Services
+from tandem_testing.operator_process import operator
+from tandem_testing.waiting import wait_for
+
+pytestmark = KUBE
+
+OTHER_MODEL = {"model": {"path": "/opt/tandem/models/tandem-mini-eagle"}}
+LEASE = ("--lease-duration", "4", "--renew-deadline", "3", "--retry-period", "0.5")
+
+
+@pytest.fixture
+def services(control_plane, namespace):
+    return Services(control_plane, namespace)
+
+
+@pytest.fixture
+def start(control_plane, namespace, tmp_path):
+    """Operators of this namespace; those that still run are ended."""
+    with ExitStack() as running:
+
+        def start_one(name, *flags):
+            log = tmp_path / f"{name}.log"
+            words = ("--namespaces", namespace, "--operator-namespace", namespace, *flags)
+            return running.enter_context(operator(control_plane.kubeconfig, log, *words))
+
+        yield start_one
+
+
+def test_of_two_operators_one_acts_and_the_other_takes_over_when_it_dies(services, start):
+    """RELIABILITY 41: no double create, and everything converges under the new leader."""
+    first = start("first", *LEASE)
+    wait_for(lambda: first.leading, PATIENCE_S, first.log)
+    second = start("second", *LEASE)
+    services.apply()
+    services.wait_ready()
+    writes = "tandem_operator_api_writes_total"
+    assert second.metric(writes) == 0
+    assert not second.leading
+    before = services.owned()
+    services.apply(decode={"replicas": 2})
+    first.kill()
+    wait_for(lambda: second.leading, PATIENCE_S, second.log)
+    services.wait_ready()
+    assert list(services.workers("decode").values()) == [2]
+    after = services.owned()
+    assert {key: one["metadata"]["uid"] for key, one in after.items()} == {
+        key: one["metadata"]["uid"] for key, one in before.items()
+    }
+
+
+def test_a_leader_that_ends_hands_over_at_once(services, start):
+    first = start("first")
+    wait_for(lambda: first.leading, PATIENCE_S, first.log)
+    second = start("second")
+    services.apply()
+    services.wait_ready()
+    assert first.stop() == 0
+    wait_for(lambda: second.leading, PATIENCE_S, second.log)
+    assert "gave the lease up" in first.log()
+    services.apply(prefill={"replicas": 2})
+    services.wait_ready()
+
+
+def test_an_operator_that_is_started_again_goes_on_with_a_rollout(services, start):
+    """Neither does the old revision grow back, nor does anything go that still serves."""
+    two = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
+    first = start("first", "--no-leader-elect")
+    services.apply(**two)
+    services.wait_ready()
+    (old,) = services.workers("decode")
+    never = {"annotations": {"fake-kubelet/ready": "false"}}
+    held = {role: {**part, "pod": never} for role, part in two.items()}
+    services.apply(**held, **OTHER_MODEL)
+    # The first pair of the new revision is there and not ready.
+    wait_for(lambda: len(services.workers("decode")) == 2, PATIENCE_S, lambda: str(services.workers("decode")))
+    first.kill()
+    assert services.workers("decode")[old] == 2
+    second = start("second", "--no-leader-elect")
+    looks = "tandem_operator_reconciles_total"
+    wait_for(lambda: second.metric(looks) > 0, PATIENCE_S, second.log)
+    assert services.workers("decode")[old] == 2
+    assert sum(services.workers("decode").values()) == 3
+    services.apply(**two, **OTHER_MODEL)
+    services.wait_ready()
+    wait_for(lambda: old not in services.workers("decode"), PATIENCE_S, lambda: str(services.workers("decode")))
+    assert list(services.workers("prefill").values()) == [2]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_rapid_edits_and_reverts_converge(services, start, seed):
+    """Whatever was asked for in between, and however far it had come: in the end there is what was asked for last."""
+    start("operator", "--no-leader-elect")
+    choice = random.Random(seed)
+    models = [{}, OTHER_MODEL, {"engine": {"pageSize": 16}}]
+    wanted = (1, 1, models[0])
+    for _ in range(12):
+        wanted = (choice.randint(0, 3), choice.randint(1, 3), choice.choice(models))
+        prefill, decode, more = wanted
+        services.apply(prefill={"replicas": prefill}, decode={"replicas": decode}, **more)
+        steps = choice.randint(0, 3)
+        generation = services.get()["metadata"]["generation"]
+        if steps:
+            wait_for(
+                lambda least=generation - steps + 1: (
+                    services.get().get("status", {}).get("observedGeneration", 0) >= least
+                ),
+                PATIENCE_S,
+            )
+    prefill, decode, more = wanted
+    services.apply(prefill={"replicas": 1}, decode={"replicas": decode}, **more)
+    services.wait_ready()
+    wait_for(lambda: len(services.workers("decode")) == 1, PATIENCE_S, lambda: str(services.workers("decode")))
+    assert list(services.workers("decode").values()) == [decode]
+    assert list(services.workers("prefill").values()) == [1]

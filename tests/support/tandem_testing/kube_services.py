@@ -1,0 +1,117 @@
+"""ModelServices in a namespace of a real control plane, as a user sees and changes them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tandem_testing.control_plane import PATIENCE_S, ControlPlane
+from tandem_testing.waiting import wait_for
+
+GROUP = "/apis/tandem.dev/v1alpha1"
+OWNED = {
+    "apis/apps/v1": "deployments",
+    "api/v1": "services",
+    "apis/networking.k8s.io/v1": "networkpolicies",
+    "apis/tandem.dev/v1alpha1": "workerpools",
+}
+
+
+@dataclass(frozen=True)
+class Services:
+    """Those of one namespace."""
+
+    cluster: ControlPlane
+    namespace: str
+
+    def apply(self, name: str = "chat", **spec: Any) -> dict[str, Any]:
+        """Make or change one; the spec as a whole."""
+        body = {"model": {"path": "/opt/tandem/models/tandem-mini"}, **spec}
+        manifest = {
+            "apiVersion": "tandem.dev/v1alpha1",
+            "kind": "ModelService",
+            "metadata": {"name": name, "namespace": self.namespace},
+            "spec": body,
+        }
+        made: dict[str, Any] = self.cluster.apply(manifest, force=True).raise_for_status().json()
+        return made
+
+    def path(self, name: str = "chat") -> str:
+        return f"{GROUP}/namespaces/{self.namespace}/modelservices/{name}"
+
+    def pool_path(self, role: str, name: str = "chat") -> str:
+        return f"{GROUP}/namespaces/{self.namespace}/workerpools/{name}-{role}"
+
+    def get(self, name: str = "chat") -> dict[str, Any]:
+        found: dict[str, Any] = self.cluster.get(self.path(name))
+        return found
+
+    def delete(self, name: str = "chat") -> None:
+        self.cluster.api.delete(self.path(name)).raise_for_status()
+
+    def gone(self, name: str = "chat") -> bool:
+        return self.cluster.api.get(self.path(name)).status_code == 404
+
+    def condition(self, kind: str, name: str = "chat") -> tuple[str, str]:
+        """Status and reason; empty before there is one."""
+        conditions = self.get(name).get("status", {}).get("conditions", [])
+        return next(((one["status"], one["reason"]) for one in conditions if one["type"] == kind), ("", ""))
+
+    def wait_ready(self, name: str = "chat") -> None:
+        """Until it is ready, has the spec's generation and rolls nothing out."""
+
+        def settled() -> bool:
+            body = self.get(name)
+            return (
+                body.get("status", {}).get("observedGeneration") == body["metadata"]["generation"]
+                and self.condition("Ready", name)[0] == "True"
+                and self.condition("Progressing", name) == ("False", "Complete")
+            )
+
+        wait_for(settled, PATIENCE_S, lambda: str(self.get(name).get("status")))
+
+    def wait_condition(self, kind: str, status: str, reason: str, name: str = "chat") -> None:
+        wait_for(
+            lambda: self.condition(kind, name) == (status, reason),
+            PATIENCE_S,
+            lambda: str(self.get(name).get("status")),
+        )
+
+    def deployments(self, name: str = "chat") -> dict[str, dict[str, Any]]:
+        """By name."""
+        return {one["metadata"]["name"]: one for one in self._list("/apis/apps/v1", "deployments", name)}
+
+    def workers(self, role: str, name: str = "chat") -> dict[str, int]:
+        """Replicas of one role's Deployments, by revision."""
+        revision, mine = "tandem.dev/revision", f"{name}-{role}-"
+        return {
+            body["metadata"]["labels"][revision]: body["spec"]["replicas"]
+            for deployment, body in self.deployments(name).items()
+            if deployment.startswith(mine)
+        }
+
+    def pods(self, component: str, name: str = "chat") -> list[dict[str, Any]]:
+        """Those of gateway, worker or redis."""
+        found = self._list("/api/v1", "pods", name)
+        return [one for one in found if one["metadata"]["labels"]["app.kubernetes.io/component"] == component]
+
+    def owned(self, name: str = "chat") -> dict[tuple[str, str], dict[str, Any]]:
+        """All objects with the service's label, by kind and name, but pods and ReplicaSets."""
+        budgets = "apis/" + self.cluster.newest("policy/v1", "policy/v1beta1")
+        kinds = {**OWNED, budgets: "poddisruptionbudgets"}
+        pairs = [*kinds.items(), ("api/v1", "secrets")]
+        return {
+            (plural, one["metadata"]["name"]): one
+            for root, plural in pairs
+            for one in self._list(f"/{root}", plural, name)
+        }
+
+    def events(self, name: str = "chat") -> list[tuple[str, str]]:
+        """Type and reason of the service's events."""
+        path = f"/apis/events.k8s.io/v1/namespaces/{self.namespace}/events"
+        items = self.cluster.get(path)["items"]
+        return [(one["type"], one["reason"]) for one in items if one["regarding"]["name"] == name]
+
+    def _list(self, root: str, plural: str, name: str) -> list[dict[str, Any]]:
+        path = f"{root}/namespaces/{self.namespace}/{plural}"
+        answer = self.cluster.api.get(path, params={"labelSelector": f"tandem.dev/service={name}"})
+        items: list[dict[str, Any]] = answer.raise_for_status().json()["items"]
+        return items
