@@ -5,8 +5,10 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from tandem_operator.controller.cluster import NoCredentialsError
 from tandem_operator.controller.election import ElectionConfig
 from tandem_operator.controller.logs import configure_logging
+from tandem_operator.controller.probes import PortTakenError
 from tandem_operator.controller.runtime import RuntimeOptions, fresh_identity, run
 from tandem_operator.settings import OperatorSettings, own_namespace
 
@@ -179,8 +181,11 @@ def main(words: Sequence[str] | None = None) -> None:
     configure_logging(arguments.log_format, arguments.log_level)
     try:
         asyncio.run(run(options))
-    except OSError as error:
-        sys.exit(f"tandem-operator: {options.http_host}:{options.http_port}: {error.strerror}; choose --http-port")
+    except (PortTakenError, NoCredentialsError) as error:
+        sys.exit(f"tandem-operator: {error}")
+    except asyncio.CancelledError:
+        # SIGTERM before anything had begun.
+        return
 
 
 if __name__ == "__main__":

@@ -128,6 +128,20 @@ def test_objects_of_others_are_left_alone_and_named(services, running):
     services.wait_ready()
 
 
+def test_what_admission_refuses_is_told_and_heals_when_it_no_longer_does(services, running):
+    """RELIABILITY E7: the API server's own words, and nothing else stops."""
+    quotas = f"/api/v1/namespaces/{services.namespace}/resourcequotas"
+    quota = {"metadata": {"name": "one"}, "spec": {"hard": {"services": "1"}}}
+    services.cluster.api.post(quotas, json=quota).raise_for_status()
+    wait_for(lambda: "hard" in services.cluster.get(f"{quotas}/one")["status"], PATIENCE_S)
+    services.apply()
+    services.wait_condition("Degraded", "True", "ApplyRefused")
+    assert ("Warning", "ApplyRefused") in services.events()
+    services.cluster.api.delete(f"{quotas}/one").raise_for_status()
+    services.wait_ready()
+    assert services.condition("Degraded") == ("False", "AllWell")
+
+
 def test_a_pool_is_scaled_from_outside_in_mode_external(services, running):
     services.apply(autoscaling={"mode": "external"})
     services.wait_ready()

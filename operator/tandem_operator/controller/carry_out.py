@@ -7,6 +7,7 @@ should be.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from tandem_operator.builders.naming import pool_name
 from tandem_operator.builders.served import RoleName
 from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.facts import Parts
-from tandem_operator.controller.kinds import POD, WORKER_POOL, kind_of
+from tandem_operator.controller.kinds import POD, WORKER_POOL, ServiceKey, kind_of
 from tandem_operator.controller.objects import Seen, digest
 from tandem_operator.controller.resources import generation_of, pool_status_of, status_of
 from tandem_operator.controller.secrets import SecretLookup, generated_secret
@@ -58,7 +59,8 @@ class Executor:
         self._cluster = cluster
         self._store = store
         self._secrets = secrets
-        self._applied: dict[str, _Applied] = {}
+        self._applied: defaultdict[ServiceKey, dict[str, _Applied]] = defaultdict(dict)
+        """By service and UID."""
 
     async def carry_out(self, service: Seen, parts: Parts, plan: Plan) -> bool:
         """Whether anything was written. Raises `ApiError` where the API server refuses; what follows is left out."""
@@ -110,7 +112,7 @@ class Executor:
             if not error.conflict:
                 raise
             logger.info("%s %s is another object by now and stays", seen.ref.kind, seen.ref.name)
-        self._applied.pop(seen.uid, None)
+        self._applied[seen.key].pop(seen.uid, None)
 
     async def scale(self, ref: Ref, namespace: str, replicas: int) -> None:
         """Through the scale subresource."""
@@ -136,22 +138,21 @@ class Executor:
         body = {"metadata": {"resourceVersion": str(service.version), "finalizers": finalizers}}
         self._store.put(Seen.of(await self._cluster.merge(service.ref, service.namespace, body)))
 
-    def forget(self, parts: Parts) -> None:
+    def forget(self, key: ServiceKey) -> None:
         """The service is gone."""
-        for seen in parts.owned.values():
-            self._applied.pop(seen.uid, None)
+        self._applied.pop(key, None)
 
     async def _apply(self, service: Seen, parts: Parts, manifest: Manifest) -> bool:
-        wanted = digest(manifest)
+        wanted, known = digest(manifest), self._applied[service.key]
         seen = parts.owned.get(_ref_of(manifest))
-        if seen is not None and self._applied.get(seen.uid) == _Applied(wanted, seen.fingerprint):
+        if seen is not None and known.get(seen.uid) == _Applied(wanted, seen.fingerprint):
             return False
         metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(service)]}
         if seen is not None:
             # Another object of this name, made a moment ago by somebody else, is not taken over.
             metadata["uid"] = seen.uid
         result = Seen.of(await self._cluster.apply({**manifest, "metadata": metadata}))
-        self._applied[result.uid] = _Applied(wanted, result.fingerprint)
+        known[result.uid] = _Applied(wanted, result.fingerprint)
         self._store.put(result)
         return True
 

@@ -20,6 +20,7 @@ import aiohttp
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
+from kubernetes.aio.config.config_exception import ConfigException
 
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.controller.kinds import Kind, kind_of
@@ -64,15 +65,24 @@ class Meter(Protocol):
     def wrote(self, verb: str, kind: str) -> None: ...
 
 
+class NoCredentialsError(Exception):
+    """Neither a service account nor a kubeconfig that can be used."""
+
+
 @asynccontextmanager
 async def connected() -> AsyncIterator[ApiClient]:
-    """A client with the credentials of the pod, or else those of $KUBECONFIG or ~/.kube/config, while the block
-    lasts."""
+    """A client with the credentials of the pod, or else those of $KUBECONFIG or ~/.kube/config, while the block lasts.
+
+    Raises `NoCredentialsError`.
+    """
     configuration = Configuration()
-    if in_cluster():
-        load_incluster_config(configuration)  # type: ignore[no-untyped-call]
-    else:
-        await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    try:
+        if in_cluster():
+            load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+        else:
+            await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except ConfigException as error:
+        raise NoCredentialsError(f"no credentials for a cluster: {error}; set KUBECONFIG") from error
     # Connections for all workers of the queue at once; more would only be queued by the API server.
     configuration.connection_pool_maxsize = 32
     client = ApiClient(configuration)

@@ -6,6 +6,11 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+
+class PortTakenError(Exception):
+    """The sentence names the port and what to do."""
+
+
 Health = Callable[[], str]
 """Why not; empty when all is well."""
 
@@ -45,12 +50,15 @@ def _answer(trouble: str) -> web.Response:
 
 @asynccontextmanager
 async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
-    """Serves for as long as the block lasts; the port, which is chosen for 0. Raises `OSError` when it is taken."""
+    """Serves for as long as the block lasts; the port, which is chosen for 0. Raises `PortTakenError`."""
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            raise PortTakenError(f"{host}:{port}: {error.strerror}; choose another --http-port") from error
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

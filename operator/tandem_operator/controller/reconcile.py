@@ -183,5 +183,6 @@ class Reconciler:
 
     def _forget(self, key: ServiceKey) -> None:
         self._findings.forget(key)
+        self._executor.forget(key)
         self._secrets.forget(key.namespace)
         self._farewells.forget(key)

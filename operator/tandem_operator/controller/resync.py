@@ -1,7 +1,7 @@
 """Full lists of everything that is watched: at the start, after gaps of a watch, and every few minutes.
 
 Watches tell what changes while they are connected. An object that goes while one is not is never told of; it is found
-here.
+here. Then every service is looked at, for what no watch tells of, such as a Secret that is gone.
 """
 
 import asyncio
@@ -75,4 +75,6 @@ class Resync:
                 news = self._store.replace(kind, namespace, map(Seen.of, items), version)
                 for seen in news:
                     self._changed(seen.key)
+        for service in self._store.services():
+            self._changed(service.key)
         self.synced.set()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import time
 import uuid
 from collections.abc import Coroutine
@@ -77,6 +78,7 @@ def fresh_identity() -> str:
 
 async def run(options: RuntimeOptions) -> None:
     """Until SIGTERM. Raises what a part of it failed with."""
+    _end_by_signal()
     metrics = OperatorMetrics()
     operator: Operator | None = None
 
@@ -95,6 +97,13 @@ async def run(options: RuntimeOptions) -> None:
         logger.info("serving /metrics, /livez and /readyz", extra={"port": port})
         operator = await Operator.create(options, client, metrics)
         await operator.run()
+
+
+def _end_by_signal() -> None:
+    """Until kopf takes SIGTERM: the first process of a container does not hear signals that it does not handle."""
+    task = asyncio.current_task()
+    assert task is not None, "run() is run as a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 class Operator:

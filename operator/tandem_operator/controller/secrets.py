@@ -21,8 +21,9 @@ from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.kinds import SECRET, ServiceKey
 from tandem_operator.telemetry.orders import OrderFailedError, order_token
 
-RECHECK_S = 300.0
-"""A Secret that was there is looked up again after this; one that was not, each time."""
+RECHECK_S = 240.0
+"""A Secret that was there is looked up again after this, which is before the next full list has everything looked at;
+one that was not, each time."""
 
 PASSWORD_BYTES = 24
 

@@ -11,13 +11,20 @@ it has written. What a watch has missed (it was interrupted, the object went mea
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from tandem_operator.controller.kinds import MODEL_SERVICE, Kind, ServiceKey
 from tandem_operator.controller.objects import Seen
 from tandem_operator.planning.observed import Ref
 
 TOMBSTONE_S = 600.0
-"""An object that is gone is remembered so long: news of it that comes late does not bring it back."""
+"""An object that is gone is remembered so long: older news of it that comes late does not bring it back."""
+
+
+class _Tombstone(NamedTuple):
+    version: int
+    """As of which it was gone."""
+    at: float
 
 
 class Store:
@@ -28,12 +35,15 @@ class Store:
         self._services: dict[ServiceKey, Seen] = {}
         self._parts: defaultdict[ServiceKey, dict[Ref, Seen]] = defaultdict(dict)
         self._by_uid: dict[str, Seen] = {}
-        self._gone: dict[str, float] = {}
+        self._gone: dict[str, _Tombstone] = {}
 
     def put(self, seen: Seen) -> bool:
         """Whether it was news."""
-        if seen.uid in self._gone:
+        tombstone = self._gone.get(seen.uid)
+        if tombstone is not None and seen.version <= tombstone.version:
             return False
+        # What a watch calls gone may only have lost our label, and have it again.
+        self._gone.pop(seen.uid, None)
         old = self._by_uid.get(seen.uid)
         if old is not None:
             if old.version >= seen.version:
@@ -48,8 +58,11 @@ class Store:
         return True
 
     def drop(self, seen: Seen) -> None:
-        """It is gone. Another object that has its name meanwhile stays."""
-        self._gone[seen.uid] = self._clock()
+        """It is gone as of its version. Another object that has its name meanwhile stays."""
+        self._bury(seen, seen.version)
+
+    def _bury(self, seen: Seen, version: int) -> None:
+        self._gone[seen.uid] = _Tombstone(version, self._clock())
         old = self._by_uid.pop(seen.uid, None)
         if old is not None:
             self._take_out(old)
@@ -61,7 +74,7 @@ class Store:
         known = [seen for seen in self._by_uid.values() if seen.ref.kind == kind.name]
         for seen in known:
             if namespace in (None, seen.namespace) and seen.uid not in current and seen.version <= version:
-                self.drop(seen)
+                self._bury(seen, version)
                 news.append(seen)
         self._forget_the_dead()
         return news
@@ -87,4 +100,4 @@ class Store:
 
     def _forget_the_dead(self) -> None:
         limit = self._clock() - TOMBSTONE_S
-        self._gone = {uid: at for uid, at in self._gone.items() if at > limit}
+        self._gone = {uid: one for uid, one in self._gone.items() if one.at > limit}

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import socket
 
 import pytest
 
@@ -82,3 +83,15 @@ def test_logs_are_one_json_object_per_line(restored):
     assert (first["message"], first["level"], first["logger"]) == ("two\nlines", "INFO", "tandem_operator.test")
     assert first["object_name"] == "chat"
     assert "ValueError: broken" in second["exception"]
+
+
+def test_a_port_that_is_taken_and_credentials_that_are_not_there_are_told(monkeypatch, tmp_path, restored):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    words = ("--http-host", "127.0.0.1", "--log-level", "error")
+    with pytest.raises(SystemExit, match="no credentials for a cluster: .*; set KUBECONFIG"):
+        main((*words, "--http-port", "0"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit, match=f"127.0.0.1:{port}: .*; choose another --http-port"):
+            main((*words, "--http-port", port))

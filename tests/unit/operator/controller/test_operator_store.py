@@ -38,6 +38,15 @@ def test_what_is_gone_does_not_come_back_with_late_news_and_a_new_one_of_its_nam
     assert store.put(a_part(10, uid="u1", name="another"))
 
 
+def test_an_object_that_lost_our_label_and_has_it_again_is_known_again():
+    """Regression: a watch by label calls the first a deletion, and the object was applied anew at each look."""
+    store = Store()
+    store.put(a_part(7))
+    store.drop(a_part(8))
+    assert store.put(a_part(9))
+    assert [one.version for one in store.parts(CHAT)] == [9]
+
+
 def test_a_list_finds_what_went_while_nobody_watched():
     store = Store()
     store.put(a_part(3))

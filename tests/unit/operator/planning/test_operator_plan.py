@@ -1,8 +1,13 @@
 """Plans: what is made of a spec, that a plan carried out changes nothing more, and what a status says meanwhile."""
 
+from dataclasses import replace
+
 import pytest
 
+from tandem_operator.api.model_service import Decision
 from tandem_operator.planning.observed import Canary, Ref
+from tandem_operator.planning.plan import make_plan
+from tandem_operator.planning.status import not_applied
 from tandem_operator.planning.validation import problems_of
 from tandem_testing.kube_cluster import MINIMAL, KubeCluster, service_of
 
@@ -217,3 +222,37 @@ def test_scale_to_zero_is_ready_and_says_so():
     cluster.settle(service_of(prefill={"replicas": 0}, decode={"replicas": 0}))
     assert conditions(cluster)["Ready"][0] == "True"
     assert conditions(cluster)["RouterReady"] == ("True", "ScaledToZero")
+
+
+def test_names_that_others_have_are_told_and_nothing_is_touched():
+    cluster, service = KubeCluster(), service_of()
+    cluster.settle(service)
+    taken = Ref(api_version="v1", kind="Service", name="chat-gateway")
+    observed = replace(cluster.observed(), foreign=frozenset({taken}))
+    plan = make_plan(service, observed, cluster.status, 1, cluster.settings)
+    assert (plan.secrets, plan.apply, plan.scale, plan.delete, plan.pools) == ((), (), (), (), {})
+    ready = next(one for one in plan.status.conditions if one.type == "Ready")
+    assert (ready.status, ready.reason) == ("False", "NameTaken")
+    assert "Service 'chat-gateway'" in ready.message
+
+
+def test_what_the_autoscaler_decided_and_why_it_holds_reach_the_status():
+    cluster, service = KubeCluster(), service_of(autoscaling={"mode": "internal"})
+    cluster.settle(service)
+    decision = Decision(time="2026-01-01T00:00:00Z", role="both", action="hold", before=2, after=2, reason="no figures")
+    observed = replace(cluster.observed(), decisions=(decision,), holding="no figures")
+    status = make_plan(service, observed, cluster.status, 1, cluster.settings).status
+    assert status.decisions == [decision]
+    active = next(one for one in status.conditions if one.type == "AutoscalingActive")
+    assert (active.status, active.reason) == ("False", "MetricsUnavailable")
+    later = make_plan(service, cluster.observed(), status, 1, cluster.settings).status
+    assert later.decisions == [decision]
+
+
+def test_what_the_api_server_refuses_is_told_without_ending_readiness():
+    cluster, service = KubeCluster(), service_of()
+    cluster.settle(service)
+    status = not_applied(cluster.status, cluster.status, "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")
+    found = {one.type: (one.status, one.reason) for one in status.conditions}
+    assert found["Degraded"] == ("True", "ApplyRefused")
+    assert found["Ready"][0] == "True"
