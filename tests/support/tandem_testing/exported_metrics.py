@@ -14,6 +14,7 @@ from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord, RequestRecord
 from tandem_services.gateway.metrics import PREFIX as GATEWAY_PREFIX
 from tandem_services.gateway.metrics import GatewayMetrics, HttpMetrics
+from tandem_services.gateway.models_watch import ModelsFileMetrics
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.router_server.metrics import RouterMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
@@ -22,7 +23,7 @@ from tandem_testing.mock_engine_process import idle_stats, ready_message
 
 
 def gateway_metrics() -> list[Metric]:
-    """Those of a gateway with API keys, on which everything has happened once."""
+    """Those of a gateway with API keys and a models file, on which everything has happened once."""
     registry = CollectorRegistry()
     families = MetricFamilies(registry)
     http, access = HttpMetrics(families), AccessMetrics(registry)
@@ -37,6 +38,7 @@ def gateway_metrics() -> list[Metric]:
     access.used("t", 5)
     queue.refused("full")
     queue.waiting({"t": 1})
+    ModelsFileMetrics(families, served=1).refused()
     registry.register(SpanMetrics(GATEWAY_PREFIX, SpanCounts()))
     return list(registry.collect())
 
