@@ -40,6 +40,7 @@ LINK_NAMES = frozenset({"tandem_link_conditions", "tandem_link_bytes_per_second"
 GATEWAY_NAMES = frozenset(
     GATEWAY + name
     for name in (
+        "num_requests_running",
         "num_requests_waiting",
         "num_requests_held",
         "waiting_prompt_tokens",

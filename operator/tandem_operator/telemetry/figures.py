@@ -87,8 +87,10 @@ class GatewayTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayFigures:
-    """A gateway: its queue now, and its totals."""
+    """A gateway: what it answers and what waits there now, and its totals."""
 
+    answering: float
+    """Clients' requests, those that wait included; canaries are none."""
     waiting: float
     held: float
     """Of them, those that no worker can take."""
@@ -104,6 +106,7 @@ class GatewayFigures:
             return exposition.sum(GATEWAY + name)
 
         return GatewayFigures(
+            answering=value("num_requests_running"),
             waiting=value("num_requests_waiting"),
             held=value("num_requests_held"),
             waiting_tokens=value("waiting_prompt_tokens"),

@@ -2,6 +2,9 @@
 
 A sequence on a decode worker has a place, or waits for its KV and will have one. One that a worker is to give away
 counts where it will be: it runs, and its worker is none of decode's. What gateways hold back waits for both roles.
+
+While no gateway answers anybody, workers have nothing to do that counts: a canary that has just run is in their last
+reports, and would keep a service from ever being idle.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -40,9 +43,9 @@ def load_of(
     sizes: Sizes,
 ) -> Load:
     """`age_s`: of the oldest of these figures."""
-    everybody = list(workers)
-    prefill = [one for one in everybody if one.serves == "prefill"]
-    decode = [one for one in everybody if one.serves == "decode"]
+    busy = [*workers] if any(one.answering + one.waiting for one in gateways) else []
+    prefill = [one for one in busy if one.serves == "prefill"]
+    decode = [one for one in busy if one.serves == "decode"]
     held_back = max((one.oldest_wait_s for one in gateways), default=0.0)
     return Load(
         at=at,

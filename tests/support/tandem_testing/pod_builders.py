@@ -34,8 +34,15 @@ def worker(serves: Any = "decode", **changes: Any) -> WorkerFigures:
     return WorkerFigures(serves=serves, **{**values, **changes})
 
 
-def gateway(*, waiting: float = 0, held: float = 0, tokens: float = 0, oldest: float = 0, **totals: float):
-    """A gateway with these totals since its start."""
+def gateway(
+    *, answering: float = 1, waiting: float = 0, held: float = 0, tokens: float = 0, oldest: float = 0, **totals: float
+) -> GatewayFigures:
+    """A gateway with these totals since its start. It answers somebody unless told otherwise."""
     return GatewayFigures(
-        waiting=waiting, held=held, waiting_tokens=tokens, oldest_wait_s=oldest, totals=GatewayTotals(**totals)
+        answering=answering,
+        waiting=waiting,
+        held=held,
+        waiting_tokens=tokens,
+        oldest_wait_s=oldest,
+        totals=GatewayTotals(**totals),
     )

@@ -84,6 +84,18 @@ def test_queues_of_workers_and_gateways_are_one():
     assert (load.decode.running, load.decode.waiting, load.decode.used_pages) == (7, 7, 40)
 
 
+def test_what_runs_for_nobody_keeps_no_service_busy():
+    """A canary of the operator's is in workers' last reports, and comes again and again."""
+    answers = {
+        "p0": worker("prefill", waiting_tokens=48),
+        "d0": worker(running=1, used_pages=4),
+        "g0": gateway(answering=0),
+    }
+    assert looked(answers, answers).load.idle
+    answers["g0"] = gateway(answering=1)
+    assert not looked(answers, answers).load.idle
+
+
 def test_a_flipped_worker_counts_where_it_serves():
     both = (P, D, pod("d1"), G)
     answers = {**IDLE, "d0": worker(running=3), "d1": worker("prefill", waiting_tokens=70)}
