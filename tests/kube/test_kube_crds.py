@@ -10,7 +10,7 @@ import yaml
 from tandem_operator.api.crds import crds
 from tandem_testing.control_plane import CRDS, KUBE, PATIENCE_S, TABLE, ControlPlane
 from tandem_testing.custom_resources import model_service, worker_pool
-from tandem_testing.schema_walk import defaults_below, schema_of_crd
+from tandem_testing.schema_walk import defaults_below, fields_below, schema_of_crd
 from tandem_testing.waiting import wait_for
 
 pytestmark = KUBE
@@ -103,54 +103,6 @@ def test_two_managers_of_one_field_are_told_of_each_other(control_plane, namespa
     assert ".spec.drainSeconds" in answer.json()["message"]
 
 
-def test_the_scale_subresource_reads_and_writes_replicas(control_plane, namespace):
-    manifest = worker_pool(namespace)
-    applied(control_plane, manifest)
-    path = control_plane.path(manifest)
-    status = {"replicas": 3, "readyReplicas": 2, "selector": "tandem.dev/role=decode"}
-    control_plane.merge(f"{path}/status", {"status": status}).raise_for_status()
-    scale = control_plane.get(f"{path}/scale")
-    assert scale["spec"]["replicas"] == 1
-    assert scale["status"] == {"replicas": 3, "selector": "tandem.dev/role=decode"}
-    control_plane.merge(f"{path}/scale", {"spec": {"replicas": 5}}).raise_for_status()
-    assert control_plane.get(path)["spec"]["replicas"] == 5
-
-
-def test_applying_a_pool_without_replicas_leaves_what_was_scaled(control_plane, namespace):
-    """The operator applies pools without that field: it is an autoscaler's."""
-    manifest = worker_pool(namespace)
-    applied(control_plane, manifest)
-    control_plane.merge(control_plane.path(manifest, "scale"), {"spec": {"replicas": 5}}).raise_for_status()
-    assert applied(control_plane, manifest)["spec"]["replicas"] == 5
-
-
-def test_kubectl_scale(control_plane, namespace):
-    manifest = worker_pool(namespace)
-    applied(control_plane, manifest)
-    control_plane.kubectl("-n", namespace, "scale", "workerpool/chat-decode", "--replicas=4")
-    assert control_plane.get(control_plane.path(manifest))["spec"]["replicas"] == 4
-    with pytest.raises(AssertionError, match="spec.replicas"):
-        control_plane.kubectl("-n", namespace, "scale", "wp/chat-decode", "--replicas=1001")
-
-
-def test_an_hpa_finds_the_workers_of_a_pool(control_plane, namespace):
-    """Whether it can compute anything depends on metrics; that it reads and may write the scale does not."""
-    manifest = worker_pool(namespace)
-    applied(control_plane, manifest)
-    status = {"replicas": 1, "selector": "tandem.dev/role=decode"}
-    control_plane.merge(control_plane.path(manifest, "status"), {"status": status}).raise_for_status()
-    target = {"apiVersion": "tandem.dev/v1alpha1", "kind": "WorkerPool", "name": "chat-decode"}
-    hpa = {
-        "apiVersion": "autoscaling/v1",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "decode", "namespace": namespace},
-        "spec": {"scaleTargetRef": target, "minReplicas": 2, "maxReplicas": 4},
-    }
-    applied(control_plane, hpa)
-    path = control_plane.path(manifest)
-    wait_for(lambda: control_plane.get(path)["spec"]["replicas"] == 2, PATIENCE_S, lambda: str(control_plane.get(path)))
-
-
 @KINDS
 def test_printer_columns(control_plane, namespace, crd):
     names = crd["spec"]["names"]
@@ -188,3 +140,31 @@ def test_one_word_lists_everything_of_ours(control_plane, namespace):
     applied(control_plane, worker_pool(namespace))
     listed = control_plane.kubectl("-n", namespace, "get", "tandem", "-o", "name").split()
     assert sorted(listed) == ["modelservice.tandem.dev/chat", "workerpool.tandem.dev/chat-decode"]
+
+
+@KINDS
+def test_kubectl_explains_every_field(control_plane, crd):
+    """From the document that kubectl reads: kubectl itself shows one level at a time."""
+    published = definition_of(control_plane, crd["spec"]["names"]["kind"])
+    texts = {path: one.get("description", "") for path, one in fields_below(published)}
+    ours = {path: one.get("description", "") for path, one in fields_below(schema_of_crd(crd))}
+    assert {path: texts.get(path) for path in ours if ours[path]} == {path: text for path, text in ours.items() if text}
+    assert [path for path, text in texts.items() if not text] == []
+
+
+def test_kubectl_explain(control_plane):
+    definition_of(control_plane, "ModelService")
+    said = control_plane.kubectl("explain", "modelservice.spec.transfer.expect")
+    assert "Slowest transport that is as it should be" in said
+    everything = control_plane.kubectl("explain", "ms", "--recursive")
+    assert "numDraftTokens" in everything
+
+
+def definition_of(cluster: ControlPlane, kind: str) -> dict[str, Any]:
+    """As published. Release 1.20 collects documents when a group is new, and then once a minute."""
+    name = f"dev.tandem.v1alpha1.{kind}"
+    wait_for(
+        lambda: name in cluster.get("/openapi/v2")["definitions"], 2 * PATIENCE_S, lambda: f"{name} is not published"
+    )
+    definition: dict[str, Any] = cluster.get("/openapi/v2")["definitions"][name]
+    return definition

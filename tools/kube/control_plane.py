@@ -117,8 +117,12 @@ class ControlPlane:
 
 
 def start(run: RunDirectory, options: argparse.Namespace) -> int:
-    print(json.dumps(ControlPlane(run, options).start()), flush=True)
+    say(ControlPlane(run, options).start())
     return 0
+
+
+def say(info: Json) -> None:
+    print(json.dumps(info), flush=True)
 
 
 def hold(run: RunDirectory, options: argparse.Namespace) -> int:
@@ -126,16 +130,21 @@ def hold(run: RunDirectory, options: argparse.Namespace) -> int:
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    start(run, options)
 
     def follow_input() -> None:
         sys.stdin.read()
         ended.set()
 
-    threading.Thread(target=follow_input, daemon=True).start()
-    ended.wait()
-    run.stop_all()
-    shutil.rmtree(run.directory / "etcd", ignore_errors=True)
+    info = ControlPlane(run, options).start()
+    try:
+        say(info)
+        threading.Thread(target=follow_input, daemon=True).start()
+        ended.wait()
+    except BrokenPipeError:
+        return 1  # nobody is there any more to be told of what was started
+    finally:
+        run.stop_all()
+        shutil.rmtree(run.directory / "etcd", ignore_errors=True)
     return 0
 
 

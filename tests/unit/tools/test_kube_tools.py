@@ -60,6 +60,23 @@ def test_a_pid_that_now_belongs_to_another_process_is_nobody(tmp_path):
     assert control_plane(tmp_path, "stop").returncode == 0  # and we are still here
 
 
+@pytest.mark.parametrize("action", ["start", "hold"])
+def test_a_run_that_is_in_use_is_left_alone(tmp_path, action):
+    pretend_built(tmp_path)
+    run = tmp_path / "run" / "default"
+    run.mkdir(parents=True)
+    (run / ".tandem-kube-run").touch()
+    with subprocess.Popen(("sleep", "60")) as etcd:
+        started = Path(f"/proc/{etcd.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        (run / "etcd.pid").write_text(f"{etcd.pid} {started}\n")
+        done = control_plane(tmp_path, action)
+        assert done.returncode == 1
+        assert "is running (etcd): stop it first" in done.stderr
+        assert etcd.poll() is None
+        assert control_plane(tmp_path, "stop").returncode == 0
+        assert etcd.wait() != 0
+
+
 def test_tests_that_need_a_cluster_skip_with_one_line_where_none_is_built(tmp_path):
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kube")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

@@ -33,6 +33,9 @@ func run(ctx context.Context, o *options.CustomResourceDefinitionsServerOptions)
 	}
 	namer := openapinamer.NewDefinitionNamer(extensionsapiserver.Scheme, scheme.Scheme)
 	config.GenericConfig.OpenAPIConfig = genericapiserver.DefaultOpenAPIConfig(openapi.GetOpenAPIDefinitions, namer)
+	// kube-apiserver describes the paths of CustomResourceDefinitions itself, and takes no document that has
+	// them as well. Those of custom resources come later and are not meant here.
+	config.GenericConfig.OpenAPIConfig.IgnorePrefixes = []string{"/apis", "/version"}
 	server, err := config.Complete().New(genericapiserver.NewEmptyDelegate())
 	if err != nil {
 		return err
