@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from tandem_operator.api.crds import crds
+from tandem_operator.api.model_service import Decision, ModelServiceStatus
 from tandem_testing.control_plane import CRDS, KUBE, PATIENCE_S, TABLE, ControlPlane
 from tandem_testing.custom_resources import model_service, worker_pool
+from tandem_testing.kube_cluster import KubeCluster, service_of
 from tandem_testing.schema_walk import defaults_below, fields_below, schema_of_crd
 from tandem_testing.waiting import wait_for
 
@@ -43,13 +46,6 @@ def test_examples_are_accepted_as_they_stand(control_plane, namespace, path, dry
     assert "warning" not in answer.headers, answer.headers["warning"]
 
 
-def test_unknown_fields_are_refused_where_the_client_asks_for_it(control_plane, namespace):
-    """As kubectl does; they would be dropped without a word otherwise."""
-    answer = control_plane.apply(model_service(namespace, prefill={"replica": 2}), fieldValidation="Strict")
-    assert answer.status_code in (400, 500), answer.text
-    assert "replica" in answer.text
-
-
 def test_defaults_are_filled_in(control_plane, namespace):
     """Every default of the schema stands in the object, down to the parts that were not mentioned."""
     spec = applied(control_plane, model_service(namespace))["spec"]
@@ -74,6 +70,25 @@ def test_the_status_is_a_subresource(control_plane, namespace, make):
     assert kept["status"]["observedGeneration"] == 1
     unchanged = control_plane.merge(f"{path}/status", {"spec": {"drainSeconds": 1, "replicas": 9}})
     assert unchanged.raise_for_status().json()["spec"] == before["spec"]
+
+
+def test_a_status_is_kept_as_the_planner_wrote_it(control_plane, namespace):
+    """Nothing of it is pruned, refused or changed, neither while starting nor when all is well.
+
+    Compared as it is decoded: the API server fills in defaults within lists, which encoding leaves out.
+    """
+    manifest, mind = model_service(namespace), KubeCluster()
+    control_plane.apply(manifest).raise_for_status()
+    wanted = service_of(manifest["spec"])
+    mind.reconcile(wanted)
+    starting = mind.status
+    mind.settle(wanted)
+    decision = Decision(time="2026-01-01T00:00:00Z", role="decode", action="scale", before=1, after=3, reason="12 wait")
+    serving = msgspec.structs.replace(mind.status, decisions=[decision], history=["abc"])
+    path = control_plane.path(manifest, "status")
+    for status in (starting, serving):
+        control_plane.merge(path, {"status": msgspec.to_builtins(status)}).raise_for_status()
+        assert msgspec.convert(control_plane.get(path)["status"], ModelServiceStatus) == status
 
 
 def test_conditions_of_two_managers_are_merged_by_type(control_plane, namespace):

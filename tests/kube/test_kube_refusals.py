@@ -110,6 +110,30 @@ def test_what_is_near_a_rule_but_right_is_accepted(control_plane, namespace, cha
     assert answer.status_code == 201, answer.text
 
 
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("prefill", "replica", 2),
+        ("prefill", "hostNetwork", True),
+        ("decode", "serviceAccountName", "admin"),
+        ("decode", "volumes", [{"name": "root", "hostPath": {"path": "/"}}]),
+        ("gateway", "securityContext", {"privileged": True}),
+        ("gateway", "automountServiceAccountToken", True),
+    ],
+)
+def test_fields_that_do_not_exist_get_nowhere(control_plane, namespace, part, field, value):
+    """RELIABILITY E7.78, 81: refused by name where the client asks for it, as kubectl does; dropped elsewhere."""
+    manifest = model_service(namespace, **{part: {field: value, "pod": {field: value}}})
+    collection = control_plane.collection(manifest)
+    refused = control_plane.api.post(collection, json=manifest, params={"fieldValidation": "Strict"})
+    assert refused.status_code == 400, refused.text
+    assert f'unknown field "spec.{part}.{field}"' in refused.json()["message"]
+    assert f'unknown field "spec.{part}.pod.{field}"' in refused.json()["message"]
+    kept = control_plane.api.post(collection, json=manifest).raise_for_status().json()["spec"][part]
+    assert field not in kept
+    assert field not in kept["pod"]
+
+
 def test_a_source_may_be_exchanged_for_one_of_its_kind(control_plane, namespace):
     manifest = model_service(namespace)
     control_plane.apply(manifest).raise_for_status()
