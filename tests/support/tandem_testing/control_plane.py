@@ -7,6 +7,7 @@ The binaries are built by `make test-kube`. Where they are not, tests skip, all 
 """
 
 import json
+import logging
 import os
 import ssl
 import subprocess
@@ -23,6 +24,8 @@ import yaml
 from tandem_testing.waiting import wait_for
 
 Manifest = dict[str, Any]
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools/kube/control_plane.py"
@@ -161,4 +164,12 @@ def client_of(kubeconfig: Path) -> httpx.Client:
     cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
     tls = ssl.create_default_context(cafile=cluster["certificate-authority"])
     headers = {"Authorization": f"Bearer {user['token']}"}
-    return httpx.Client(base_url=cluster["server"], verify=tls, headers=headers, timeout=30.0)
+    hooks = {"response": [_log_refusal]}
+    return httpx.Client(base_url=cluster["server"], verify=tls, headers=headers, timeout=30.0, event_hooks=hooks)
+
+
+def _log_refusal(response: httpx.Response) -> None:
+    """Why a request was refused stands in its body; pytest shows logs of tests that fail."""
+    if response.is_error:
+        text = response.read().decode(errors="replace")
+        log.warning("%s %s: %d %s", response.request.method, response.request.url, response.status_code, text)
