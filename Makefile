@@ -35,9 +35,10 @@ imports: setup
 unit: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-test-kube: setup ## Tests against a real Kubernetes control plane; builds it the first time (15 CPU minutes)
+test-kube: setup ## Tests against a real Kubernetes control plane and with Helm; builds both the first time (15 CPU minutes)
 	@tools/kube/setup.sh
-	TANDEM_KUBE_REQUIRED=1 $(BIN)/python -m pytest tests/kube -m kube $(ARGS)
+	@PIP="$(BIN)/python -m pip" tools/helm/setup.sh
+	TANDEM_KUBE_REQUIRED=1 $(BIN)/python -m pytest tests/kube tests/charts $(ARGS)
 
 format: setup ## Format and fix what ruff can
 	$(BIN)/ruff check --fix .

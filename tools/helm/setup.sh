@@ -6,6 +6,7 @@
 #   TANDEM_HELM_PYTHON=PYTHON  an interpreter to use; without it: python3.14, 3.13 or 3.12 of the PATH, or else that of
 #                              Debian 13, unpacked into DIR and run with its own C library
 #   PIP="python3 -m pip"       the pip that downloads the wheels; its own Python may be older
+
 set -euo pipefail
 
 home=$(realpath -m "${TANDEM_HELM_HOME:-$HOME/.cache/tandem-helm}")
@@ -15,8 +16,12 @@ suite=trixie
 debs=(python3.13-minimal libpython3.13-minimal libpython3.13-stdlib libc6 libssl3t64 libzstd1 zlib1g libexpat1 libffi8
     libbz2-1.0 liblzma5 libuuid1)
 
-say() { printf 'helm: %s\n' "$*"; }
-fail() { printf 'helm: %s\n' "$*" >&2; exit 1; }
+# Packages of another suite are kept where these functions keep theirs, but in our own folder.
+TANDEM_KUBE_HOME=$home
+# shellcheck source=tools/kube/common.sh
+. "$(dirname "$(realpath "$0")")/../kube/common.sh"
+
+case ${1:-} in '') ;; -h | --help) usage && exit 0 ;; *) die "takes no arguments: see --help" ;; esac
 
 stamp=$home/ready
 want="$version $(sha256sum "$0" | cut -d' ' -f1)"
@@ -24,49 +29,14 @@ want="$version $(sha256sum "$0" | cut -d' ' -f1)"
 
 suits() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 
-# The Debian mirror that this system itself uses.
-mirror() {
-    # shellcheck disable=SC2016  # $(...) is apt's own format syntax
-    apt-get indextargets --no-release-info --format '$(CREATED_BY) $(COMPONENT) $(REPO_URI)' |
-        awk '$1 == "Packages" && $2 == "main" && $3 ~ /\/debian\/?$/ { print $3; exit }'
-}
-
-# apt_alone COMMAND...: apt with a state of its own, so that packages of another suite never reach the system.
-apt_alone() {
-    local state=$home/apt
-    mkdir -p "$state"/{lists/partial,cache/archives/partial,sources.d}
-    : >"$state/status"
-    printf 'Types: deb\nURIs: %s\nSuites: %s\nComponents: main\nSigned-By: %s\n' "$(mirror)" "$suite" \
-        /usr/share/keyrings/debian-archive-keyring.gpg >"$state/sources.d/$suite.sources"
-    cat >"$state/apt.conf" <<CONF
-Dir::Etc::sourcelist "/dev/null";
-Dir::Etc::sourceparts "$state/sources.d/";
-Dir::Etc::preferences "/dev/null";
-Dir::Etc::preferencesparts "/dev/null";
-Dir::State "$state";
-Dir::State::lists "$state/lists";
-Dir::State::status "$state/status";
-Dir::Cache "$state/cache";
-Debug::NoLocking "true";
-APT::Sandbox::User "root";
-CONF
-    APT_CONFIG=$state/apt.conf "$@"
-}
-
 # Unpacks Debian's interpreter and prints the words that start it: loader, its libraries, the program.
 unpack_python() {
-    local root=$home/debian loader
-    command -v dpkg-deb >/dev/null || fail "no Python 3.12 and no dpkg to unpack one: set TANDEM_HELM_PYTHON"
-    [ -n "$(mirror)" ] || fail "no Debian mirror among apt's sources: set TANDEM_HELM_PYTHON to a Python 3.12 or newer"
-    mkdir -p "$home/debs"
-    apt_alone apt-get update -qq >&2
-    (cd "$home/debs" && apt_alone apt-get download -qq "${debs[@]}" >&2)
-    rm -rf "$root"
-    for deb in "$home"/debs/*.deb; do dpkg-deb -x "$deb" "$root"; done
+    local loader program=$home/sysroot/usr/bin/python3.13
+    need dpkg-deb dpkg
+    unpack_debs "$suite" "${debs[@]}" >&2
     rm -rf "$home/apt" "$home/debs"
-    loader=$(find "$root/usr/lib" -name 'ld-linux*.so.*' -print -quit)
-    printf '%s --library-path %s --argv0 %s %s' "$loader" "$(dirname "$loader")" "$root/usr/bin/python3.13" \
-        "$root/usr/bin/python3.13"
+    loader=$(find "$home/sysroot/usr/lib" -name 'ld-linux*.so.*' -print -quit)
+    printf '%s --library-path %s --argv0 %s %s' "$loader" "$(dirname "$loader")" "$program" "$program"
 }
 
 mkdir -p "$home"
@@ -75,7 +45,7 @@ for candidate in ${TANDEM_HELM_PYTHON:-python3.14 python3.13 python3.12 python3}
     if suits "$candidate"; then interpreter=$(command -v "$candidate") && break; fi
 done
 if [ -z "$interpreter" ]; then
-    [ -z "${TANDEM_HELM_PYTHON:-}" ] || fail "TANDEM_HELM_PYTHON=$TANDEM_HELM_PYTHON is no Python 3.12 or newer"
+    [ -z "${TANDEM_HELM_PYTHON:-}" ] || die "TANDEM_HELM_PYTHON=$TANDEM_HELM_PYTHON is no Python 3.12 or newer"
     say "no Python 3.12 or newer here: unpacking that of Debian $suite into $home"
     interpreter=$(unpack_python)
 fi

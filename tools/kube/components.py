@@ -42,6 +42,7 @@ def apiserver(run: RunDirectory, binary: Path, etcd_url: str, listen: str, port:
         *("--service-cluster-ip-range", SERVICE_CIDR, "--service-account-issuer", "https://kubernetes.default.svc"),
         *("--service-account-key-file", file("sa.pub"), "--service-account-signing-key-file", file("sa.key")),
         *("--allow-privileged=true", "--cert-dir", run.directory / "apiserver-certs"),
+        *("--audit-policy-file", TOOLS / "audit_policy.yaml", "--audit-log-path", run.directory / "audit.log"),
     ]
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[3]
 CHARTS = ROOT / "charts"
 HOME = Path(os.environ.get("TANDEM_HELM_HOME", "~/.cache/tandem-helm")).expanduser()
 
+NOT_RUN = "CHARTS WERE NOT RENDERED BY HELM"
 NEEDS_HELM = pytest.mark.skipif(
     # `make test-kube` sets the variable: then its absence is an error and no reason to skip.
     not (HOME / "ready").exists() and "TANDEM_KUBE_REQUIRED" not in os.environ,
-    reason=f"CHARTS NOT TESTED: no Helm library in {HOME}; `make test-kube` and tools/helm/setup.sh put it there",
+    reason=f"{NOT_RUN}: no Helm library in {HOME}; `make test-kube` puts it there",
 )
 
 
@@ -111,3 +112,12 @@ def helm() -> Iterator[HelmLibrary]:
     library = HelmLibrary()
     yield library
     library.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """For a conftest: tests that are skipped for want of Helm are skipped at one place: one line of the report."""
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple) and NOT_RUN in report.longrepr[2]:
+        report.longrepr = (__file__, None, report.longrepr[2])
+    return report
