@@ -1,11 +1,10 @@
 #!/bin/sh
-# Installs what Tandem requires into /opt/tandem/venv, in the versions of constraints.txt.
+# Installs what requirements.txt lists into /opt/tandem/venv, in the versions of constraints.txt.
 #
-# usage: install-dependencies.sh none|cpu|cuda EXTRA...      the build of torch, and extras of pyproject.toml
+# usage: install-dependencies.sh none|cpu|cuda      the build of torch
 set -eu
 cd "$(dirname "$0")/.."
 torch=$1
-shift
 cpu_index=https://download.pytorch.org/whl/cpu
 
 pip() { /opt/pip/bin/pip --python /opt/tandem/venv/bin/python "$@"; }
@@ -22,9 +21,7 @@ cuda) pip install "torch==$(torch_version)" ;;
 *) echo "install-dependencies.sh: torch is none, cpu or cuda, not '$torch'" >&2 && exit 2 ;;
 esac
 
-python3 docker/requirements.py "$@" >/tmp/requirements.txt
-pip install --requirement /tmp/requirements.txt
-rm /tmp/requirements.txt
+pip install --requirement requirements.txt
 
 site=$(echo /opt/tandem/venv/lib/python3*/site-packages)
 if [ -d "$site/envoy" ] && [ -d "$site/opentelemetry" ]; then

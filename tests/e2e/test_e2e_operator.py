@@ -132,7 +132,7 @@ def test_a_new_revision_is_rolled_out(resource: Resource, pods: Pods, url: str, 
     before = resource.read()["status"]["revision"]
     with diary.step("new revision rolled out under load") as entry:
         with Load(url, NAME, references, clients=CLIENTS) as load:
-            resource.apply({**SPEC, "engine": {**SPEC["engine"], "pageSize": 32}})
+            resource.apply({**SPEC, "engine": {**SPEC["engine"], "pageSize": 64}})
             status = resource.wait_ready(480.0)
             wait_for(lambda: not pods.named({**WORKERS, "tandem.dev/revision": before}), 240.0, resource.explain)
             more(load, 10)

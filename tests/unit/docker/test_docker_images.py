@@ -88,6 +88,15 @@ def test_images_run_as_the_user_of_the_pods(name: str):
     ), "what is installed belongs to root"
 
 
+@pytest.mark.parametrize("name", ["engine-cpu", "engine-cuda", "services", "operator"])
+def test_whoever_runs_a_container_has_a_name(name: str):
+    """kopf asks getpass who runs it, and died in a container whose user was a number alone."""
+    runtime = STAGES[name].base
+    assert runtime == "runtime"
+    assert "USER=tandem" in STAGES[runtime].of("ENV")[0].text.split()
+    assert f"useradd --uid {Security().run_as_user} " in STAGES[runtime].of("RUN")[0].text
+
+
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 def test_bases_are_pinned_by_digest(stage: Stage):
     assert stage.base in STAGES or re.search(r":[^:@]+@sha256:[0-9a-f]{64}$", stage.base), stage.base

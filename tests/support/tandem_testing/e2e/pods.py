@@ -4,6 +4,9 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
+
+from tandem_operator.builders.worker import HEALTH_PORT
 from tandem_testing.control_plane import ControlPlane, Manifest
 from tandem_testing.waiting import wait_for
 
@@ -70,6 +73,17 @@ class Pods:
         """By the scale subresource, like `kubectl scale`."""
         path = f"/apis/apps/v1/namespaces/{self.namespace}/deployments/{deployment}/scale"
         self.cluster.merge(path, {"spec": {"replicas": replicas}}).raise_for_status()
+
+    def counters(self, selector: dict[str, str], *names: str) -> dict[str, float]:
+        """Counters of workers, summed over the pods that are there now; by their names in docs/operations.md."""
+        sums = dict.fromkeys(names, 0.0)
+        for pod in self.named(selector):
+            text = httpx.get(f"http://{pod['status']['podIP']}:{HEALTH_PORT}/metrics", timeout=10.0).text
+            for line in text.splitlines():
+                name, _, value = line.rpartition(" ")
+                if name.partition("{")[0] in sums:
+                    sums[name.partition("{")[0]] += float(value)
+        return sums
 
     def log(self, pod: str, lines: int = 30) -> str:
         """The end of what it said."""
