@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(900)
 
 CLIENTS = 3
 WORKERS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "worker"}
-DECODE = {**WORKERS, ROLE_LABEL: "decode"}
+PREFILL, DECODE = {**WORKERS, ROLE_LABEL: "prefill"}, {**WORKERS, ROLE_LABEL: "decode"}
 GATEWAYS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "gateway"}
 
 
@@ -118,6 +118,16 @@ def test_decode_workers_come_and_go_under_load(pods: Pods, service: Served, url:
         entry["load"] = of_load(load.summary())
     assert load.summary().failed == 0, load.summary().errors
     assert load.summary().mismatched == 0
+
+
+def test_kv_went_from_pod_to_pod(pods: Pods, references: dict, diary: Diary):
+    """Prompts are computed by the prefill worker, and their pages arrive whole at another pod."""
+    with diary.step("KV moved between pods") as entry:
+        sent = pods.counters(PREFILL, "tandem_worker_kv_handovers_total", "tandem_worker_kv_transfer_failures_total")
+        entry["handovers"] = int(sent["tandem_worker_kv_handovers_total"])
+        entry["failed"] = int(sent["tandem_worker_kv_transfer_failures_total"])
+    assert entry["handovers"] > 0
+    assert entry["failed"] == 0
 
 
 def test_every_pod_is_evicted_under_load(pods: Pods, url: str, references: dict, diary: Diary):

@@ -27,6 +27,7 @@ CLIENTS = 3
 WORKERS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "worker"}
 PREFILL, DECODE = {**WORKERS, ROLE_LABEL: "prefill"}, {**WORKERS, ROLE_LABEL: "decode"}
 GATEWAYS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "gateway"}
+REDIS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "redis"}
 READY_S = 60.0
 """Apply → Ready, once images are there (issue: speed)."""
 SCALED = {
@@ -107,6 +108,16 @@ def test_decode_is_scaled_by_order(resource: Resource, url: str, references: dic
     check(load)
 
 
+def test_kv_went_from_pod_to_pod(pods: Pods, references: dict, diary: Diary):
+    """Prompts are computed by the prefill worker, and their pages arrive whole at another pod."""
+    with diary.step("KV moved between pods") as entry:
+        sent = pods.counters(PREFILL, "tandem_worker_kv_handovers_total", "tandem_worker_kv_transfer_failures_total")
+        entry["handovers"] = int(sent["tandem_worker_kv_handovers_total"])
+        entry["failed"] = int(sent["tandem_worker_kv_transfer_failures_total"])
+    assert entry["handovers"] > 0
+    assert entry["failed"] == 0
+
+
 def test_a_worker_changes_its_role(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
     """Prefill to decode and back, by the order that the operator gives."""
     secret = pods.cluster.get(f"{pods.core}/secrets/{curve_secret_name(NAME)}")["data"][CURVE_KEY]
@@ -152,6 +163,19 @@ def test_every_pod_is_evicted(resource: Resource, pods: Pods, url: str, referenc
                     pods.wait_gone(name)
                     pods.wait_ready(selector, count)
             more(load, 10)
+        entry["load"] = of_load(load.summary())
+    check(load)
+
+
+def test_redis_is_evicted(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
+    """A drained node takes it, too. Its successor knows nothing, and everybody tells it again."""
+    with diary.step("Redis evicted under load") as entry:
+        with Load(url, NAME, references, clients=CLIENTS) as load:
+            (name,) = pods.ready(REDIS)
+            pods.evict(name)
+            pods.wait_gone(name)
+            pods.wait_ready(REDIS, 1)
+            more(load, 30)
         entry["load"] = of_load(load.summary())
     check(load)
 
