@@ -30,9 +30,14 @@ GATEWAYS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "gateway"}
 REDIS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "redis"}
 READY_S = 60.0
 """Apply → Ready, once images are there (issue: speed)."""
+ROLLED = {**SPEC, "engine": {**SPEC["engine"], "pageSize": 64}}
 SCALED = {
     **SPEC,
-    "decode": {**SPEC["decode"], "scaling": {"minReplicas": 1, "maxReplicas": 3, "targetQueueSeconds": 0.2}},
+    "decode": {
+        **SPEC["decode"],
+        "scaling": {"minReplicas": 1, "maxReplicas": 3, "targetQueueSeconds": 0.2},
+        "engine": {"maxRunningRequests": 8},
+    },
     "prefill": {**SPEC["prefill"], "scaling": {"minReplicas": 1, "maxReplicas": 1}},
     "autoscaling": {
         "mode": "internal",
@@ -138,12 +143,15 @@ def test_a_worker_changes_its_role(resource: Resource, pods: Pods, url: str, ref
     resource.wait_for_workers(PREFILL, 1)
 
 
-def test_a_new_revision_is_rolled_out(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
+@pytest.mark.parametrize("spec", [ROLLED, SPEC], ids=["forward", "back"])
+def test_a_revision_is_rolled_out(
+    spec: dict, resource: Resource, pods: Pods, url: str, references: dict, diary: Diary, request: pytest.FixtureRequest
+):
     """Another page size: KV of the two revisions does not fit each other, so pairs change and never mix."""
     before = resource.read()["status"]["revision"]
-    with diary.step("new revision rolled out under load") as entry:
+    with diary.step(f"revision rolled {request.node.callspec.id} under load") as entry:
         with Load(url, NAME, references, clients=CLIENTS) as load:
-            resource.apply({**SPEC, "engine": {**SPEC["engine"], "pageSize": 64}})
+            resource.apply(spec)
             status = resource.wait_ready(480.0)
             wait_for(lambda: not pods.named({**WORKERS, "tandem.dev/revision": before}), 240.0, resource.explain)
             more(load, 10)
@@ -184,6 +192,7 @@ def test_decode_is_scaled_by_its_load(resource: Resource, pods: Pods, url: str, 
     with diary.step("decode 1 → 3 → 1 by load") as entry:
         resource.apply(SCALED)
         resource.wait_ready()
+        # Three times as many clients as a worker has places.
         with Load(url, NAME, references, clients=24) as load:
             pods.wait_ready(DECODE, 3, 300.0)
         pods.wait_ready(DECODE, 1, 300.0)

@@ -35,7 +35,7 @@ make_base() ( # a shell of its own, for its trap
     trap "rm -rf --one-file-system '$rootfs'" EXIT
     debootstrap --variant=minbase bookworm "$rootfs" "$(debian_mirror)" >"$TANDEM_KUBE_HOME/debootstrap.log" 2>&1 ||
         die "debootstrap failed: see $TANDEM_KUBE_HOME/debootstrap.log"
-    rm -rf "$rootfs"/var/cache/apt/archives/*.deb "$rootfs"/var/lib/apt/lists/* "$rootfs"/{dev,proc,sys}/*
+    rm -rf "${rootfs:?}"/var/cache/apt/archives/*.deb "${rootfs:?}"/var/lib/apt/lists/* "${rootfs:?}"/{dev,proc,sys}/*
     printf '#!/bin/sh\nexit 101\n' >"$rootfs/usr/sbin/policy-rc.d"
     chmod 0755 "$rootfs/usr/sbin/policy-rc.d"
     container=$(buildah from scratch)
