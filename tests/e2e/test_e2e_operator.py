@@ -116,9 +116,7 @@ def test_decode_is_scaled_by_order(resource: Resource, url: str, references: dic
 def test_kv_went_from_pod_to_pod(pods: Pods, references: dict, diary: Diary):
     """Prompts are computed by the prefill worker, and their pages arrive whole at another pod."""
     with diary.step("KV moved between pods") as entry:
-        sent = pods.counters(PREFILL, "tandem_worker_kv_handovers_total", "tandem_worker_kv_transfer_failures_total")
-        entry["handovers"] = int(sent["tandem_worker_kv_handovers_total"])
-        entry["failed"] = int(sent["tandem_worker_kv_transfer_failures_total"])
+        entry.update(pods.handovers(PREFILL))
     assert entry["handovers"] > 0
     assert entry["failed"] == 0
 

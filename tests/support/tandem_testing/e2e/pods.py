@@ -1,5 +1,6 @@
 """Pods, Deployments and Services of one namespace of a real cluster, as an administrator sees them."""
 
+import re
 import subprocess
 from dataclasses import dataclass
 from typing import Any
@@ -74,15 +75,15 @@ class Pods:
         path = f"/apis/apps/v1/namespaces/{self.namespace}/deployments/{deployment}/scale"
         self.cluster.merge(path, {"spec": {"replicas": replicas}}).raise_for_status()
 
-    def counters(self, selector: dict[str, str], *names: str) -> dict[str, float]:
-        """Counters of workers, summed over the pods that are there now; by their names in docs/operations.md."""
-        sums = dict.fromkeys(names, 0.0)
+    def handovers(self, selector: dict[str, str]) -> dict[str, int]:
+        """Prompts whose KV went from these workers to others, and transfers of theirs that failed."""
+        names = {"tandem_worker_kv_handovers_total": "handovers", "tandem_worker_kv_transfer_failures_total": "failed"}
+        sums = dict.fromkeys(names.values(), 0)
         for pod in self.named(selector):
             text = httpx.get(f"http://{pod['status']['podIP']}:{HEALTH_PORT}/metrics", timeout=10.0).text
-            for line in text.splitlines():
-                name, _, value = line.rpartition(" ")
-                if name.partition("{")[0] in sums:
-                    sums[name.partition("{")[0]] += float(value)
+            for name, value in re.findall(r"^(\w+) (\S+)$", text, re.MULTILINE):
+                if name in names:
+                    sums[names[name]] += int(float(value))
         return sums
 
     def log(self, pod: str, lines: int = 30) -> str:
