@@ -1,4 +1,4 @@
-"""In a large fleet Redis looks closely at few workers, and chooses what looking at all of them gives (scripts/settle.lua)."""
+"""In a large fleet Redis looks closely at few workers, and chooses as if it had looked at all (scripts/settle.lua)."""
 
 from random import Random
 

@@ -9,8 +9,8 @@ Life of a loan
                  memory is copied to the device first, and nothing is pushed before it is there (T70)
     2. pushing   as into any grant: nothing starts while it is doubtful or once it has expired, and its end ends the
                  loan
-    3. over      the record tells how many pages were written. None is an answer too. What was written goes on
-                 over there, so of two copies this one is evicted first (ADR 31)
+    3. over      the record tells how many pages were written. None is an answer too. Where prompts are computed
+                 the conversation goes on at the asker, so of two copies this one is evicted first (ADR 31)
 
 The ends of a loan are those of a handoff: whatever is outstanding is in the same `DrainBook`, closed rooms are among
 the same `ClosedRooms`, and an ack is given by `PrefillStage`, which knows them. What is lent is what running requests
@@ -21,6 +21,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from tandem_engine.config import Role
 from tandem_engine.disaggregation.drains import ClosedRooms, DrainBook
 from tandem_engine.disaggregation.endings import tell_ended
 from tandem_engine.disaggregation.grants import Grant, renewed_until
@@ -89,6 +90,8 @@ class PrefixLender:
     max_pages: int
     """Of one push."""
     counters: PrefixCounters
+    role: Role
+    """A decode worker lends to those who compute for it, and goes on with its own copy."""
     _loans: dict[RoomKey, Loan] = field(default_factory=dict)
 
     @property
@@ -135,7 +138,7 @@ class PrefixLender:
         loan.outstanding.remove(event.key)
         loan.digests[event.key.first] = event.digests
         if not loan.outstanding:
-            self._over(loan, moved=True)
+            self._over(loan, moved=self.role is not Role.DECODE)
             self._record(loan)
             self.counters.lent += 1
             self.counters.lent_pages += loan.pages

@@ -65,6 +65,7 @@ class Prefixes:
             clocks=stage.clocks,
             max_pages=stage.max_pages,
             counters=counters,
+            role=config.role,
         )
         return cls(fetcher=fetcher, lender=lender, counters=counters)
 

@@ -42,7 +42,7 @@ class NoPrefixCache:
         self.unlock(lock)
         return InsertResult(duplicates=(), pages=(), lock=self._lock())
 
-    def unlock(self, lock: Lock, *, spent: bool = False) -> None:  # noqa: ARG002
+    def unlock(self, lock: Lock, *, spent: bool = False) -> None:
         assert isinstance(lock, EmptyLock), f"{lock!r} is not a lock of this cache"
         assert not lock.released, "lock released twice (T26)"
         lock.released = True

@@ -4,7 +4,7 @@ Life of a fetch
     1. the asker holds what it has of the prefix and takes room for the rest, as far as there is any
     2. the question reaches the holder, which looks at it at the end of its step and holds what it still has
     3. the blocks take bytes / rate of the link; at the end of its step the holder sees that they left, and lets go:
-       with the conversation they have moved, so the holder forgets them before others
+       where prompts are computed the conversation has moved with them, so the holder forgets them before others
     4. the proof reaches the asker: the blocks join its cache, room for what did not come is free, who waited goes on
 
 Whoever asks for a prefix that is on its way already waits for that one. Who has waited for as long as it is worth goes
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tandem_engine.config import DisaggConfig
+from tandem_engine.config import DisaggConfig, Role
 from tandem_services.simulate.block_cache import BlockCache
 from tandem_services.simulate.events import EventQueue
 from tandem_services.simulate.service_times import ServiceTimes
@@ -28,6 +28,9 @@ class Holder(Protocol):
 
     @property
     def cache(self) -> BlockCache: ...
+
+    @property
+    def role(self) -> Role: ...
 
     def turn_left_s(self) -> float:
         """Until it looks at its messages."""
@@ -112,7 +115,7 @@ class PrefixFetches:
         fetch.holder.cache.hold(lent)
 
         def left() -> None:
-            fetch.holder.cache.let_go(lent, spent=True)
+            fetch.holder.cache.let_go(lent, spent=fetch.holder.role is not Role.DECODE)
             fetch.holder.wake()
             self._prove(fetch, came=came)
 

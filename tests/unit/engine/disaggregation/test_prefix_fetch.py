@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from tandem_engine.config import HostConfig
+from tandem_engine.config import HostConfig, Role
 from tandem_engine.disaggregation.fake import Fate
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.messages.control import PauseMode
@@ -108,9 +108,13 @@ def test_the_answer_flows_back_for_the_next_turn():
     pair.assert_clean()
 
 
-@pytest.mark.parametrize("fate", [Fate(), Fate(fail=True)])
-def test_what_has_moved_is_evicted_before_what_is_older_and_what_has_not_is_not(fate):
+@pytest.mark.parametrize(
+    ("fate", "lender", "moved"),
+    [(Fate(), Role.BOTH, True), (Fate(fail=True), Role.BOTH, False), (Fate(), Role.DECODE, False)],
+)
+def test_what_has_moved_is_evicted_before_what_is_older_and_what_has_not_is_not(fate, lender, moved):
     pair = make_warm_pair()
+    pair.decode.stage.prefixes.lender.role = lender
     older = tuple(range(30, 38))
     pair.decode.engine.add(make_message("older", older, max_tokens=2))
     pair.decode.engine.run()
@@ -120,7 +124,7 @@ def test_what_has_moved_is_evicted_before_what_is_older_and_what_has_not_is_not(
     memory = pair.decode.engine.memory
     assert (memory.cache.peek(PREFIX), memory.cache.peek(older)) == (4, 2)
     memory.give_back(memory.cache.evict(2))
-    assert (memory.cache.peek(PREFIX), memory.cache.peek(older)) == ((4, 0) if fate.fail else (2, 2))
+    assert (memory.cache.peek(PREFIX), memory.cache.peek(older)) == ((2, 2) if moved else (4, 0))
 
 
 def test_of_a_partly_evicted_prefix_the_rest_comes():

@@ -73,7 +73,7 @@ def test_pages_leave_in_the_order_of_their_last_use(script: list[tuple[str, Key 
                 assert key[: len(matched) + 1] not in plain.page or matched == key
                 plain.lock(matched)
                 locks.append((found.lock, matched))
-            case ("unlock" | "unlock spent"), int() as index if locks:
+            case (("unlock" | "unlock spent"), int() as index) if locks:
                 lock, key = locks.pop(index % len(locks))
                 cache.unlock(lock, spent=verb == "unlock spent")
                 plain.unlock(key, spent=verb == "unlock spent")
