@@ -24,7 +24,7 @@ deployment share a slot and one Function may touch them.
 
 Why one set per incarnation and not one key per block: the entries of a dead incarnation vanish with one
 UNLINK or one expiry instead of a sweep over millions of keys; publishing n blocks is one SADD; and a
-routing decision costs a binary search per worker, which starts where the previous worker's match ended.
+routing decision costs a look or a few per worker (scripts/settle.lua).
 
 Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HSET HDEL HGETALL HKEYS HINCRBY
 ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING,

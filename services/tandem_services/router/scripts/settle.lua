@@ -31,7 +31,6 @@ end
 
 -- Find out what `worker` has of the prompt, and its price.
 local function settle(worker, group, query)
-  if worker.low == worker.high then return end
   query.search(worker, worker.low, worker.high)
   local matched = query.tokens_at(worker.low)
   if matched ~= worker.matched then price_in_group(worker, matched, group, query) end
@@ -53,9 +52,6 @@ local function settled_beyond(enough, worker, group, query)
   if least >= worker.low and least < worker.high then
     query.search(worker, least, least + 1)
     if query.tokens_at(worker.high) <= enough then return false end
-    -- What is left to find out lies between.
-    local matched = query.tokens_at(worker.high)
-    if matched ~= worker.matched then price_in_group(worker, matched, group, query) end
   end
   settle(worker, group, query)
   return true
