@@ -1,0 +1,106 @@
+"""The operator under its own account, through the life of a service: all that it asks for is granted, and all that is
+granted it asks for.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem_testing.account_access import account_token
+from tandem_testing.audit import Asked, asked_by
+from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane
+from tandem_testing.helm_library import CHARTS, NEEDS_HELM
+from tandem_testing.kube_services import Services
+from tandem_testing.operator_process import OperatorProcess
+from tandem_testing.operator_process import operator as operator_process
+from tandem_testing.waiting import wait_for
+
+pytestmark = [*KUBE, NEEDS_HELM]
+
+NOT_ASKED_HERE = {
+    # There are neither Gateway API nor Prometheus operator in this cluster.
+    *(
+        (resource, verb)
+        for resource in ("httproutes.gateway.networking.k8s.io", "podmonitors.monitoring.coreos.com")
+        for verb in "create delete get list patch watch".split()
+    ),
+    # Asked for by the admission plugin OwnerReferencesPermissionEnforcement, not by the operator.
+    ("modelservices/finalizers.tandem.dev", "update"),
+}
+
+
+def granted() -> set[tuple[str, str]]:
+    """tests/charts/rights.txt."""
+    lines = (CHARTS.parent / "tests" / "charts" / "rights.txt").read_text().splitlines()
+    pairs = [line.split(": ") for line in lines]
+    return {(resource.split(" ")[0], verb) for resource, verbs in pairs for verb in verbs.split(" ")}
+
+
+def kubeconfig_of(control_plane: ControlPlane, namespace: str, path: Path) -> Path:
+    """With the token of the operator's service account."""
+    config = json.loads(control_plane.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": account_token(control_plane, namespace, f"{namespace}-tandem")}
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(params=["Namespaces", "Cluster"])
+def running(request, control_plane, operator, namespace, tmp_path) -> Iterator[OperatorProcess]:
+    """The operator as the chart lets it run, one replica outside of the cluster."""
+    operator.upgrade({"scope": request.param})
+    flags = ["--operator-namespace", namespace, "--lease-name", f"{namespace}-tandem-operator"]
+    if request.param == "Namespaces":
+        flags += ["--namespaces", namespace]
+    kubeconfig = kubeconfig_of(control_plane, namespace, tmp_path / "kubeconfig")
+    with operator_process(kubeconfig, tmp_path / "operator.log", *flags) as process:
+        yield process
+
+
+def asked(control_plane: ControlPlane, namespace: str) -> list[Asked]:
+    account = f"system:serviceaccount:{namespace}:{namespace}-tandem"
+    return asked_by(account, control_plane.kubeconfig.parent)
+
+
+def verbs_of(request: Asked) -> list[str]:
+    """Rights that a request needed. Server-side apply of what is not there yet needs two."""
+    return ["patch", "create"] if request.verb == "patch" and request.status == 201 else [request.verb]
+
+
+def live(services: Services) -> None:
+    """Made, rolled to another revision, scaled, made different in what takes objects away, and deleted."""
+    services.apply(gateway={"replicas": 2}, security={"networkPolicies": True})
+    services.wait_ready()
+    services.apply(gateway={"replicas": 1}, engine={"dtype": "float32"}, prefill={"replicas": 2})
+    services.wait_ready()
+    services.apply(gateway={"replicas": 1}, engine={"dtype": "float32"}, prefill={"replicas": 1})
+    services.wait_ready()
+    services.apply(redis={"external": {"url": "redis://elsewhere:6379/0"}}, security={"networkPolicies": False})
+    services.wait_ready()
+    services.delete()
+    wait_for(services.gone, PATIENCE_S)
+
+
+def test_the_operator_is_granted_what_it_asks_for_and_asks_for_what_it_is_granted(control_plane, namespace, running):
+    live(Services(control_plane, namespace))
+    assert running.stop() == 0, running.log()
+    requests = asked(control_plane, namespace)
+    assert [one for one in requests if one.status == 403] == []
+    used = {(one.resource, verb) for one in requests for verb in verbs_of(one)}
+    assert used <= granted()
+    assert granted() - used == NOT_ASKED_HERE
+    assert {one.namespace for one in requests if one.resource == "leases.coordination.k8s.io"} == {namespace}
+
+
+def test_nothing_is_asked_outside_of_the_listed_namespaces(control_plane, namespace, running, request):
+    """Beside discovery, which is no resource."""
+    services = Services(control_plane, namespace)
+    services.apply()
+    services.wait_ready()
+    requests = asked(control_plane, namespace)
+    if request.node.callspec.params["running"] == "Namespaces":
+        assert {one.namespace for one in requests} == {namespace}
+    else:
+        assert {one.verb for one in requests if one.namespace == ""} == {"list", "watch"}
