@@ -102,8 +102,11 @@ end
 
 -- Whoever may cost no more than TIE_S above the cheapest is settled.
 local function best_alone(group, query)
-  local floors, best = {}, math.huge
-  for i, worker in ipairs(group.decodes) do floors[i] = worker.alone and worker.alone_s or math.huge end
+  local floors, best, huge, any = {}, math.huge, math.huge, false
+  for i, worker in ipairs(group.decodes) do
+    floors[i], any = worker.alone and worker.alone_s or huge, any or worker.alone
+  end
+  if not any then return nil end
   local first, able = lowest_positions(floors, 1)[1], {}
   local function take(worker)
     local enough = enough_to_compute(worker, best + TIE_S - worker.hold_s, group, query)

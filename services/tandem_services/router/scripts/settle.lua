@@ -60,12 +60,12 @@ end
 -- Positions of the `most` lowest of `values`, lowest first, infinite ones left out. Looked at from anywhere on, so that
 -- which of equals is left to chance.
 local function lowest_positions(values, most)
-  local count, short = #values, {}
+  local count, short, huge = #values, {}, math.huge
   local start = math.random(count)
   for step = 1, count do
     local position = (start + step) % count + 1
     local value, place = values[position], #short
-    if value < math.huge and (place < most or value < values[short[place]]) then
+    if value < huge and (place < most or value < values[short[place]]) then
       if place == most then place = place - 1 end
       while place > 0 and value < values[short[place]] do
         short[place + 1] = short[place]
@@ -95,10 +95,17 @@ local function lowest(workers, floors, look)
     short[place + 1], costs[place + 1] = worker, cost
   end
   -- Of those that are settled already, then of all, the best first, so that little is left to look at.
-  for position, worker in ipairs(workers) do
-    known[position] = worker.low == worker.high and floors[position] or math.huge
+  local unknown, huge = false, math.huge
+  for position = 1, #workers do
+    local worker = workers[position]
+    if worker.low == worker.high then
+      known[position] = floors[position]
+    else
+      known[position], unknown = huge, true
+    end
   end
   for _, position in ipairs(lowest_positions(known, PAIR_ENDS)) do take(position) end
+  if not unknown then return short end
   for _, position in ipairs(lowest_positions(floors, PAIR_ENDS)) do
     if not looked[position] then take(position) end
   end
