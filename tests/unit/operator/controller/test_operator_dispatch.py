@@ -1,0 +1,237 @@
+"""Workers and lookouts: who is looked at when, and that what goes wrong with one service stays with it."""
+
+import asyncio
+
+import pytest
+from prometheus_client import generate_latest
+
+from tandem_operator.controller.cluster import ApiError
+from tandem_operator.controller.dispatch import Dispatcher
+from tandem_operator.controller.findings import Findings, FindingsBoard
+from tandem_operator.controller.kinds import ServiceKey
+from tandem_operator.controller.leadership import NotLeading
+from tandem_operator.controller.lookouts import PAUSE_S, Lookouts
+from tandem_operator.controller.metrics import OperatorMetrics
+from tandem_operator.controller.reconcile import Looked
+from tandem_operator.controller.store import Store
+from tandem_operator.planning.observed import Canary
+from tandem_operator.settings import OperatorSettings
+from tandem_testing.kube_objects import a_service
+from tandem_testing.metric_text import metric_sum
+
+CHAT, SEARCH = ServiceKey("models", "chat"), ServiceKey("models", "search")
+
+
+class Outcomes:
+    """A reconciler that does as it is told, once per service and look."""
+
+    def __init__(self, **outcomes):
+        self.outcomes = outcomes
+        self.looked: asyncio.Queue[str] = asyncio.Queue()
+
+    async def look(self, key):
+        outcome = self.outcomes.get(key.name, Looked())
+        self.looked.put_nowait(key.name)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+class World:
+    def __init__(self, reconciler):
+        self.now = 0.0
+        self.leads = True
+        self.store = Store()
+        self.metrics = OperatorMetrics()
+        self.reconciler = reconciler
+        self.dispatcher = Dispatcher(self.store, reconciler, self.metrics, lambda: self.leads)
+
+    def apply(self, name="chat"):
+        seen = a_service(name)
+        self.dispatcher.heard("ModelService", "ADDED", seen.body)
+        return seen
+
+    def results(self):
+        text = self.metrics_text()
+        kinds = ("unchanged", "changed", "failed", "stopped")
+        return {
+            kind: count
+            for kind in kinds
+            if (count := metric_sum(text, f'tandem_operator_reconciles_total{{result="{kind}"}}'))
+        }
+
+    def metrics_text(self):
+        return generate_latest(self.metrics.registry).decode()
+
+
+async def work(world, looks):
+    """Let one worker look so often."""
+    worker = asyncio.create_task(world.dispatcher.work())
+    names = [await world.reconciler.looked.get() for _ in range(looks)]
+    await world.dispatcher.settled()
+    worker.cancel()
+    await asyncio.gather(worker, return_exceptions=True)
+    return names
+
+
+async def test_nobody_is_looked_at_before_everything_is_known():
+    world = World(Outcomes())
+    world.apply()
+    worker = asyncio.create_task(world.dispatcher.work())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert world.reconciler.looked.empty()
+    world.dispatcher.ready()
+    assert await world.reconciler.looked.get() == "chat"
+    worker.cancel()
+    await asyncio.gather(worker, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "result"),
+    [
+        (Looked(), "unchanged"),
+        (Looked(wrote=True), "changed"),
+        (ApiError(409, "Conflict", "modified"), "failed"),
+        (RuntimeError("a defect"), "failed"),
+        (NotLeading("another one leads"), "stopped"),
+    ],
+)
+async def test_every_outcome_is_counted_and_the_next_service_has_its_turn(outcome, result):
+    world = World(Outcomes(chat=outcome))
+    world.apply("chat")
+    world.apply("search")
+    world.dispatcher.ready()
+    assert await work(world, 2) == ["chat", "search"]
+    assert world.results() == ({"unchanged": 2} if result == "unchanged" else {result: 1, "unchanged": 1})
+
+
+async def test_old_news_ask_for_no_look():
+    world = World(Outcomes())
+    seen = world.apply()
+    world.dispatcher.ready()
+    await work(world, 1)
+    world.dispatcher.heard("ModelService", "MODIFIED", seen.body)
+    assert metric_sum(world.metrics_text(), "tandem_operator_queue_length") == 0
+
+
+async def test_who_stands_by_knows_everything_and_looks_at_nothing_until_it_leads():
+    world = World(Outcomes())
+    world.leads = False
+    world.apply()
+    assert metric_sum(world.metrics_text(), "tandem_operator_queue_length") == 0
+    assert metric_sum(world.metrics_text(), "tandem_operator_services") == 1
+    world.leads = True
+    world.dispatcher.begin()
+    world.dispatcher.ready()
+    assert await work(world, 1) == ["chat"]
+
+
+class StubLookout:
+    """Finds what it is told, or fails."""
+
+    def __init__(self, trouble=None):
+        self.trouble = trouble
+        self.turns = 0
+        self.closed = False
+
+    async def ask(self, subject, before):
+        self.turns += 1
+        if self.trouble is not None:
+            raise self.trouble
+        return Findings(canaries={"": Canary(passed=True)})
+
+    async def look(self, subject, known):
+        return known
+
+    def close(self):
+        self.closed = True
+
+
+class Watch:
+    """Lookouts on a clock of the test's own."""
+
+    def __init__(self, **troubles):
+        self.now, self.leads = 0.0, True
+        self.store, self.board, self.metrics = Store(), FindingsBoard(), OperatorMetrics()
+        self.made: list[StubLookout] = []
+        self.changed: list[ServiceKey] = []
+        self.troubles = list(troubles.values())
+
+        def make(book):
+            self.made.append(StubLookout(self.troubles.pop(0) if self.troubles else None))
+            return self.made[-1]
+
+        self.lookouts = Lookouts(
+            self.store,
+            self.board,
+            make,
+            OperatorSettings(),
+            self.metrics,
+            leading=lambda: self.leads,
+            changed=self.changed.append,
+            clock=lambda: self.now,
+        )
+
+    async def tick(self, at):
+        self.now = at
+        self.lookouts.tick()
+        await asyncio.gather(*self.lookouts._turns)
+
+
+async def test_a_new_service_has_its_turn_at_once_and_then_each_period():
+    watch = Watch()
+    watch.store.put(a_service())
+    await watch.tick(0.0)
+    assert watch.changed == [CHAT]
+    await watch.tick(4.9)
+    await watch.tick(5.0)
+    assert watch.made[0].turns == 2
+    # Nothing new was found the second time.
+    assert watch.changed == [CHAT]
+
+
+async def test_pods_that_change_hurry_the_next_turn_and_not_more_than_that():
+    watch = Watch()
+    watch.store.put(a_service())
+    await watch.tick(0.0)
+    for _ in range(5):
+        watch.lookouts.wake(CHAT)
+    await watch.tick(PAUSE_S - 0.1)
+    await watch.tick(PAUSE_S)
+    await watch.tick(PAUSE_S + 0.1)
+    assert watch.made[0].turns == 2
+
+
+@pytest.mark.parametrize("trouble", [RuntimeError("a defect"), ApiError(500, "", "broken"), NotLeading("no")])
+async def test_what_goes_wrong_with_one_does_not_reach_the_other(trouble):
+    watch = Watch(first=trouble)
+    watch.store.put(a_service("chat"))
+    watch.store.put(a_service("search"))
+    await watch.tick(0.0)
+    assert watch.board.of(CHAT) is None
+    assert watch.board.of(SEARCH) is not None
+    watch.made[0].trouble = None
+    await watch.tick(5.0)
+    assert watch.board.of(CHAT) is not None
+
+
+async def test_a_spec_that_cannot_be_read_has_nothing_to_find():
+    """Its reconcile, which says so in the status, must not wait for pods."""
+    watch = Watch()
+    watch.store.put(a_service(spec={"model": {}, "typo": 1}))
+    await watch.tick(0.0)
+    assert watch.board.of(CHAT) == Findings()
+    assert watch.made == []
+
+
+async def test_who_leads_no_more_leaves_all_posts():
+    watch = Watch()
+    watch.store.put(a_service())
+    await watch.tick(0.0)
+    watch.leads = False
+    await watch.tick(5.0)
+    assert watch.made[0].closed
+    watch.leads = True
+    await watch.tick(6.0)
+    assert len(watch.made) == 2
