@@ -59,9 +59,11 @@ save() {
     archive=$IMAGES/$(tr '/:' '__' <<<"$1").tar
     id=$(buildah inspect --type image --format '{{.FromImageID}}' "$1")
     [ -f "$archive" ] && [ "$(cat "$archive.id" 2>/dev/null)" = "$id" ] && return
-    rm -f "$archive" "$archive.id"
+    rm -f "$archive.id"
     # Uncompressed: it is read once, on this machine.
-    buildah push --quiet --disable-compression "$1" "oci-archive:$archive:$1"
+    rm -f "$archive.part"
+    buildah push --quiet --disable-compression "$1" "oci-archive:$archive.part:$1"
+    mv "$archive.part" "$archive"
     echo "$id" >"$archive.id"
 }
 
