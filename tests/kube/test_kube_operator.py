@@ -72,7 +72,7 @@ def test_another_model_rolls_out_pair_by_pair_and_comes_back(services, running):
     (second,) = services.workers("decode")
     assert services.workers("prefill") == {second: 2}
     assert services.get()["status"]["history"] == [first]
-    assert ("Normal", "RollingOut") in services.events()
+    services.wait_event("Normal", "RollingOut")
     services.apply(prefill={"replicas": 2}, decode={"replicas": 2})
     services.wait_ready()
     wait_for(lambda: services.workers("decode") == {first: 2}, PATIENCE_S, lambda: str(services.workers("decode")))
@@ -85,7 +85,7 @@ def test_a_spec_that_cannot_be_served_is_told_and_touches_nothing(services, runn
     services.apply(aliases=["chat"], engine={"dtype": "bfloat16"})
     services.wait_condition("Ready", "False", "InvalidSpec")
     assert {name: one["metadata"]["generation"] for name, one in services.deployments().items()} == before
-    assert ("Warning", "InvalidSpec") in services.events()
+    services.wait_event("Warning", "InvalidSpec")
     services.apply()
     services.wait_ready()
 
@@ -136,7 +136,7 @@ def test_what_admission_refuses_is_told_and_heals_when_it_no_longer_does(service
     wait_for(lambda: "hard" in services.cluster.get(f"{quotas}/one")["status"], PATIENCE_S)
     services.apply()
     services.wait_condition("Degraded", "True", "ApplyRefused")
-    assert ("Warning", "ApplyRefused") in services.events()
+    services.wait_event("Warning", "ApplyRefused")
     services.cluster.api.delete(f"{quotas}/one").raise_for_status()
     services.wait_ready()
     assert services.condition("Degraded") == ("False", "AllWell")
@@ -178,7 +178,7 @@ def test_without_figures_the_autoscaler_holds_and_says_so(services, running):
     (decision,) = services.get()["status"]["decisions"]
     assert decision["action"] == "hold"
     assert services.cluster.get(services.pool_path("decode"))["spec"]["replicas"] == 1
-    assert ("Warning", "ScalingHeld") in services.events()
+    services.wait_event("Warning", "ScalingHeld")
 
 
 def test_a_secret_that_comes_later_heals(services, running):
@@ -210,7 +210,7 @@ def test_gateways_that_never_finish_hold_a_deletion_no_longer_than_the_bound(ser
     services.wait_ready()
     services.delete()
     wait_for(services.gone, PATIENCE_S, running.log)
-    assert ("Warning", "DrainTimedOut") in services.events()
+    services.wait_event("Warning", "DrainTimedOut")
     for pod in services.pods("gateway"):
         path = f"/api/v1/namespaces/{services.namespace}/pods/{pod['metadata']['name']}"
         services.cluster.merge(path, {"metadata": {"annotations": {"fake-kubelet/hold": None}}}).raise_for_status()

@@ -110,6 +110,10 @@ class Services:
         items = self.cluster.get(path)["items"]
         return [(one["type"], one["reason"]) for one in items if one["regarding"]["name"] == name]
 
+    def wait_event(self, kind: str, reason: str, name: str = "chat") -> None:
+        """Events are posted after the status that they tell of."""
+        wait_for(lambda: (kind, reason) in self.events(name), PATIENCE_S, lambda: str(self.events(name)))
+
     def _list(self, root: str, plural: str, name: str) -> list[dict[str, Any]]:
         path = f"{root}/namespaces/{self.namespace}/{plural}"
         answer = self.cluster.api.get(path, params={"labelSelector": f"tandem.dev/service={name}"})
