@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"
 STAGES = read_dockerfile(DOCKER / "Dockerfile")
 IMAGES = ("engine-cpu", "engine-cuda", "services", "operator", "redis")
-WITH_SCRIPTS = ("engine-cpu", "engine-cuda", "services")
+OURS = IMAGES[:-1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SETTINGS = OperatorSettings()
 
@@ -88,7 +88,7 @@ def test_images_run_as_the_user_of_the_pods(name: str):
     ), "what is installed belongs to root"
 
 
-@pytest.mark.parametrize("name", ["engine-cpu", "engine-cuda", "services", "operator"])
+@pytest.mark.parametrize("name", OURS)
 def test_whoever_runs_a_container_has_a_name(name: str):
     """kopf asks getpass who runs it, and died in a container whose user was a number alone."""
     runtime = STAGES[name].base
@@ -144,7 +144,7 @@ def test_images_hold_what_pods_start(example: str):
     assert "huggingface-hub" in constraints()
 
 
-@pytest.mark.parametrize("name", WITH_SCRIPTS)
+@pytest.mark.parametrize("name", OURS)
 def test_entry_points_are_started_by_our_wrapper(name: str):
     """Every one is a link to the wrapper, which starts the console script of the same name under tini."""
     entry = STAGES[name].last("ENTRYPOINT")
@@ -159,6 +159,16 @@ def test_entry_points_are_started_by_our_wrapper(name: str):
     assert " tini" in installed
     path = next(one.text for one in STAGES["base"].of("ENV")).split("PATH=")[1].split()[0].split(":")
     assert path[:3] == ["/opt/tandem/bin", "/opt/tandem/app/bin", "/opt/tandem/venv/bin"]
+
+
+def test_the_installed_operator_starts_what_its_image_has():
+    manifests = yaml.safe_load_all((ROOT / "charts/install.yaml").read_text())
+    (pod,) = [one["spec"]["template"]["spec"] for one in manifests if one["kind"] == "Deployment"]
+    (container,) = pod["containers"]
+    entry = STAGES["operator"].last("ENTRYPOINT")
+    assert entry is not None
+    assert container["command"] == entry.words()
+    assert container["image"] == f"ghcr.io/tandem-serving/operator:{PROJECT['version']}"
 
 
 def test_the_bundled_model_is_where_the_examples_name_it():
