@@ -43,7 +43,7 @@ SCALED = {
         "mode": "internal",
         "flipRoles": False,
         "periodSeconds": 5,
-        "scaleDownWindowSeconds": 10,
+        "scaleDownWindowSeconds": 30,
         "cooldownSeconds": 5,
     },
 }
