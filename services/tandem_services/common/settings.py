@@ -32,6 +32,15 @@ KNOWN = {
     "TANDEM_LOG_LEVEL": "debug, info, warning or error",
     "TANDEM_TORCH": "read by set-up: cpu or cuda build of torch",
     "TANDEM_VENV": "read by set-up: folder of the virtual environment",
+    "TANDEM_KUBE_HOME": "read by tests: where Kubernetes is built and kept",
+    "TANDEM_KUBE_REQUIRED": "read by tests: without Kubernetes they fail instead of being skipped",
+    "TANDEM_HELM_HOME": "read by tests: where the Helm library is kept",
+    "TANDEM_HELM_PYTHON": "read by set-up of Helm: a Python of 3.12 or later",
+    "TANDEM_REGISTRY": "read by the image build: where images will be pushed",
+    "TANDEM_VERSION": "read by the image build: tag of the images",
+    "TANDEM_CONTAINER_TOOL": "read by the image build: docker, podman or buildah",
+    "TANDEM_BUILD_ARGS": "read by the image build: more arguments for that tool",
+    "TANDEM_PIP_CONF": "read by the image build: pip's settings inside of it",
 }
 """Every variable that means something to Tandem, with what it means."""
 
