@@ -84,8 +84,10 @@ def test_tests_that_need_a_cluster_skip_with_one_line_where_none_is_built(tmp_pa
     environment.pop("TANDEM_KUBE_REQUIRED", None)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert len(lines) == 1, lines
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    # Tests of the charts may lack Helm, too, and say so in a line of their own.
+    lines = [line for line in skipped if "helm_library" not in line]
+    assert len(lines) == 1, skipped
     assert "NO TEST AGAINST KUBERNETES WAS RUN: etcd" in lines[0]
     assert "make test-kube" in lines[0]
 

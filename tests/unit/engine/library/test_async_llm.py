@@ -37,7 +37,8 @@ async def llm(shared):
 
 
 async def drained(llm: AsyncLLM) -> None:
-    """Nothing of a test goes on after it."""
+    """Nothing of a test goes on after it, not even when it failed while generation was paused."""
+    await llm.resume()
     while (stats := await llm.stats()).running or stats.waiting:
         continue
     assert llm._streams == {}
@@ -145,8 +146,10 @@ async def test_a_conversation_is_answered(llm):
 
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 async def test_a_pause_changes_no_token(llm, mode):
-    expected = (await last(llm.generate("The fox", GREEDY))).outputs[0].token_ids
-    generator = llm.generate("The fox", GREEDY)
+    """The prompt fills pages, so that there is something to forget whatever ran before."""
+    prompt = "The fox and the river. " * 8
+    expected = (await last(llm.generate(prompt, GREEDY))).outputs[0].token_ids
+    generator = llm.generate(prompt, GREEDY)
     await anext(generator)
     await llm.pause(mode)
     assert (await llm.stats()).paused
