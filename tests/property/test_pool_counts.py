@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_operator.builders.served import ROLES
+from tandem_operator.api.roles import ROLES
 from tandem_operator.scaling.law import RoleBounds, ScalingConfig
 from tandem_operator.scaling.need import Targets
 from tandem_operator.telemetry.flips import Flip

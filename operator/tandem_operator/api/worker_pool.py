@@ -5,10 +5,11 @@ KEDA own the number of workers where `spec.autoscaling.mode` of the service is e
 workers below it and leaves the number alone. What the workers are like follows from the service.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from tandem_operator.api.conditions import Conditions
 from tandem_operator.api.markers import Api, Count, Name, Rule
+from tandem_operator.api.roles import RoleName
 
 
 class WorkerPoolSpec(Api, frozen=True, kw_only=True):
@@ -16,7 +17,7 @@ class WorkerPoolSpec(Api, frozen=True, kw_only=True):
 
     service_name: Name
     """The ModelService it belongs to."""
-    role: Literal["prefill", "decode"]
+    role: RoleName
     """What its workers do; a worker whose role was flipped goes on counting here."""
     replicas: Count = 1
     """Workers wanted. In autoscaling mode none the service's own figure wins."""

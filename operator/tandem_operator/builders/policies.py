@@ -1,10 +1,11 @@
 """What protects the pods of a ModelService: disruption budgets and network policies."""
 
+from tandem_operator.api.roles import ROLES
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import ADMIN_PORT, PORT, gateway_labels
 from tandem_operator.builders.naming import SERVICE_LABEL, Labels, labels_of, selector_of
 from tandem_operator.builders.redis_access import PORT as REDIS_PORT
-from tandem_operator.builders.served import ROLES, Served
+from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import HEALTH_PORT
 from tandem_operator.settings import OperatorSettings
 

@@ -1,9 +1,10 @@
 """The WorkerPools of a ModelService: one per role, under names that stay while revisions come and go."""
 
 from tandem_operator.api.model_service import GROUP, VERSION
+from tandem_operator.api.roles import RoleName
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.naming import labels_of, pool_name
-from tandem_operator.builders.served import RoleName, Served
+from tandem_operator.builders.served import Served
 
 
 def worker_pool(service: Served, role: RoleName) -> Manifest:

@@ -1,18 +1,15 @@
 """A ModelService as builders see it: who it is, and its spec with every default filled in."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
 from tandem_operator.api.images import Images
 from tandem_operator.api.model_service import ModelServiceSpec, Role
 from tandem_operator.api.redis import ManagedRedis, Redis
+from tandem_operator.api.roles import RoleName
 from tandem_operator.builders.naming import cluster_name, curve_secret_name
 from tandem_operator.settings import OperatorSettings
-
-RoleName = Literal["prefill", "decode"]
-ROLES: tuple[RoleName, RoleName] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

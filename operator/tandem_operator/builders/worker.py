@@ -1,6 +1,7 @@
 """Deployment of the workers of one role of one revision."""
 
 from tandem_operator.api.model_service import ModelServiceSpec, Role
+from tandem_operator.api.roles import RoleName
 from tandem_operator.builders.containers import (
     TMP,
     Manifest,
@@ -26,7 +27,7 @@ from tandem_operator.builders.naming import (
     selector_of,
 )
 from tandem_operator.builders.redis_access import PASSWORD_FOLDER, PASSWORD_KEY, password_volume, redis_url
-from tandem_operator.builders.served import RoleName, Served
+from tandem_operator.builders.served import Served
 
 HEALTH_PORT = 9090
 CURVE_FOLDER = "/etc/tandem/curve"

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.roles import RoleName
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.naming import pool_name
-from tandem_operator.builders.served import RoleName
 from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.kinds import POD, WORKER_POOL, ServiceKey, kind_of

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
-from tandem_operator.builders.served import ROLES, RoleName
 from tandem_operator.controller.kinds import DEPLOYMENT, POD, WORKER_POOL
 from tandem_operator.controller.objects import Seen
 from tandem_operator.planning.observed import DeploymentSeen, Ref

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tandem_operator.api.model_service import Decision
-from tandem_operator.builders.served import ROLES, RoleName
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.kinds import ServiceKey
 from tandem_operator.planning.deletion import gateway_selector

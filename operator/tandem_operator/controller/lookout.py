@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from tandem_operator.api.model_service import Decision, ModelServiceStatus
+from tandem_operator.api.roles import ROLES
 from tandem_operator.builders.naming import pool_name
-from tandem_operator.builders.served import ROLES, Served
+from tandem_operator.builders.served import Served
 from tandem_operator.controller.canaries import Ask, CanaryBook, steady
 from tandem_operator.controller.carry_out import Executor
 from tandem_operator.controller.events import EventPoster, Told

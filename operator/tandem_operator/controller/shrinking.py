@@ -6,8 +6,8 @@ number is written: for the autoscaler's scalings, a rollout's, an HPA's and thos
 
 from collections.abc import Iterable
 
+from tandem_operator.api.roles import ROLES
 from tandem_operator.builders.naming import ROLE_LABEL
-from tandem_operator.builders.served import ROLES
 from tandem_operator.controller.kinds import DEPLOYMENT
 from tandem_operator.planning.observed import DeploymentSeen, Observed
 from tandem_operator.planning.plan import Plan

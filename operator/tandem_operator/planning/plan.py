@@ -17,6 +17,7 @@ import msgspec
 
 from tandem_operator.api.conditions import Condition
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceStatus, RevisionStatus, RoleStatus
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
@@ -32,7 +33,7 @@ from tandem_operator.builders.naming import (
 from tandem_operator.builders.policies import disruption_budgets, network_policies
 from tandem_operator.builders.pools import worker_pool
 from tandem_operator.builders.redis import redis_deployment, redis_service
-from tandem_operator.builders.served import ROLES, RoleName, Served
+from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import worker_deployment
 from tandem_operator.planning.conditions import READY, ready, settled
 from tandem_operator.planning.observed import Observed, Ref

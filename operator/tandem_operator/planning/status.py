@@ -6,8 +6,9 @@ import msgspec
 
 from tandem_operator.api.conditions import Condition
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.builders.naming import gateway_name, redis_name
-from tandem_operator.builders.served import ROLES, RoleName, Served
+from tandem_operator.builders.served import Served
 from tandem_operator.planning.conditions import (
     AUTOSCALING_ACTIVE,
     DEGRADED,

@@ -6,9 +6,10 @@ RELIABILITY E7: each problem names the field, its value and what to do.
 from collections.abc import Iterator
 
 from tandem_operator.api.pods import Resources
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.builders.engine_flags import merged
 from tandem_operator.builders.quantities import parse_quantity
-from tandem_operator.builders.served import ROLES, RoleName, Served
+from tandem_operator.builders.served import Served
 
 GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tandem_operator.scaling.load import ROLES, RoleName
+from tandem_operator.api.roles import ROLES, RoleName
 
 Counts = dict[RoleName, int]
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.scaling.budget import Counts, within_budget
-from tandem_operator.scaling.load import ROLES, Load, RoleName
+from tandem_operator.scaling.load import Load
 from tandem_operator.scaling.need import Need, Targets, decode_need, prefill_need
 from tandem_operator.scaling.window import Window
 

@@ -2,10 +2,6 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
-
-RoleName = Literal["prefill", "decode"]
-ROLES: tuple[RoleName, RoleName] = ("prefill", "decode")
 
 STALE_S = 15.0
 """Figures older than this count as absent: fifteen heartbeats of the workers, three periods of ours."""

@@ -12,7 +12,7 @@ anything shrinks (RELIABILITY B3.41).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tandem_operator.builders.served import ROLES, RoleName
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.scaling.law import Decision, Memory, ScalingConfig, decide
 from tandem_operator.telemetry.deletion_costs import changed_costs
 from tandem_operator.telemetry.flips import Flip, candidates, flips_of

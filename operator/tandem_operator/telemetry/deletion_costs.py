@@ -6,7 +6,7 @@ go before those that were lent to the other one.
 
 from collections.abc import Collection, Iterable
 
-from tandem_operator.builders.served import RoleName
+from tandem_operator.api.roles import RoleName
 from tandem_operator.telemetry.looks import Seen
 from tandem_operator.telemetry.pods import PodSeen
 

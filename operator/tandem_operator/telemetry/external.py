@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem_operator.builders.served import ROLES, RoleName
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.scaling.law import ScalingConfig
 from tandem_operator.scaling.load import Load
 from tandem_operator.scaling.need import decode_need, prefill_need

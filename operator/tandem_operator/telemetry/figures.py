@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from tandem_operator.builders.served import RoleName
+from tandem_operator.api.roles import RoleName
 from tandem_operator.telemetry.exposition import GATEWAY, WORKER, Exposition
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from tandem_operator.builders.served import RoleName
+from tandem_operator.api.roles import RoleName
 from tandem_operator.telemetry.fetching import HEALTH_PORT
 from tandem_operator.telemetry.looks import Seen
 from tandem_operator.telemetry.orders import post_order

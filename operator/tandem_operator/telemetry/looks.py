@@ -10,7 +10,7 @@ Whether figures are too old is not judged here: `Load.trouble` does (RELIABILITY
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tandem_operator.builders.served import RoleName
+from tandem_operator.api.roles import RoleName
 from tandem_operator.scaling.load import STALE_S, Load
 from tandem_operator.telemetry.demand import Demand, Gain
 from tandem_operator.telemetry.figures import Figures, GatewayFigures, WorkerFigures

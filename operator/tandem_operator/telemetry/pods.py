@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tandem_operator.api.roles import RoleName
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
-from tandem_operator.builders.served import RoleName
 
 PodRole = Literal["prefill", "decode", "gateway"]
 

@@ -7,7 +7,7 @@ there, and there it comes back after a restart. The law of scaling counts who se
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tandem_operator.builders.served import ROLES, RoleName
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.scaling.law import ScalingConfig
 from tandem_operator.telemetry.flips import Flip
 

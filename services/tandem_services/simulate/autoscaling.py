@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tandem_engine.config import Role
-from tandem_operator.scaling.load import ROLES, DecodeLoad, Load, PrefillLoad, RoleName
+from tandem_operator.api.roles import ROLES, RoleName
+from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
 from tandem_services.simulate.fleet import Fleet
 from tandem_services.simulate.scalers import Counts, Scaler
 from tandem_services.simulate.service_times import ServiceTimes

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Protocol
 
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.scaling.law import Memory, ScalingConfig, decide
-from tandem_operator.scaling.load import ROLES, Load, RoleName
+from tandem_operator.scaling.load import Load
 from tandem_operator.scaling.window import Window
 
 Counts = dict[RoleName, int]
