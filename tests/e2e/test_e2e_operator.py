@@ -164,10 +164,7 @@ def test_every_pod_is_evicted(resource: Resource, pods: Pods, url: str, referenc
     with diary.step("every worker and gateway evicted under load") as entry:
         with Load(url, NAME, references, clients=CLIENTS) as load:
             for selector, count in ((WORKERS, 2), (GATEWAYS, 2)):
-                for name in pods.ready(selector):
-                    pods.evict(name)
-                    pods.wait_gone(name)
-                    pods.wait_ready(selector, count)
+                pods.replace_each(selector, count)
             more(load, 10)
         entry["load"] = of_load(load.summary())
     check(load)

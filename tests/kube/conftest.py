@@ -5,6 +5,7 @@ from collections.abc import Generator
 import pytest
 
 from tandem_testing.control_plane import ABOUT, NOT_RUN, control_plane, namespace
+from tandem_testing.skip_lines import at_one_place
 
 __all__ = ["control_plane", "namespace"]
 
@@ -12,10 +13,7 @@ __all__ = ["control_plane", "namespace"]
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Tests that are skipped for want of a cluster are skipped at one place: the report has one line for all."""
-    report = yield
-    if report.skipped and isinstance(report.longrepr, tuple) and NOT_RUN in report.longrepr[2]:
-        report.longrepr = (__file__, None, report.longrepr[2])
-    return report
+    return at_one_place((yield), NOT_RUN, __file__)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
 
 from tandem_engine.config import Role
 from tandem_engine.messages.control import LinkReport, SpeculationStats
@@ -70,6 +71,21 @@ def worker_metrics() -> list[Metric]:
         ready=ready_message("d0@1"),
     )
     return [*WorkerCollector(lambda: stats, lambda: service).collect(), *trace_metrics(SpanCounts(), unreported=0)]
+
+
+class _Exported(Collector):
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+def exposition_of(metrics: Iterable[Metric]) -> bytes:
+    """What `/metrics` would answer with them."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Exported(metrics))
+    return generate_latest(registry)
 
 
 def labels_of_series(metrics: Iterable[Metric]) -> dict[str, frozenset[str]]:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tandem_testing.skip_lines import at_one_place
+
 Json = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,7 +119,4 @@ def helm() -> Iterator[HelmLibrary]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """For a conftest: tests that are skipped for want of Helm are skipped at one place: one line of the report."""
-    report = yield
-    if report.skipped and isinstance(report.longrepr, tuple) and NOT_RUN in report.longrepr[2]:
-        report.longrepr = (__file__, None, report.longrepr[2])
-    return report
+    return at_one_place((yield), NOT_RUN, __file__)

@@ -60,6 +60,13 @@ class Pods:
 
         wait_for(evicted, START_S, lambda: f"{name} may not be evicted\n{self.explain()}")
 
+    def replace_each(self, selector: dict[str, str], count: int) -> None:
+        """Evict those that are ready one after the other, each once the successor of the one before is ready."""
+        for name in self.ready(selector):
+            self.evict(name)
+            self.wait_gone(name)
+            self.wait_ready(selector, count)
+
     def wait_gone(self, name: str, timeout_s: float = START_S) -> None:
         """Until the pod is no more."""
         path = f"{self.core}/pods/{name}"

@@ -3,7 +3,6 @@
 import httpx
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem_operator.builders.naming import labels_of
 from tandem_operator.controller.external_looks import ExternalLooks
@@ -13,22 +12,8 @@ from tandem_operator.controller.objects import Seen
 from tandem_operator.controller.probes import probe_app
 from tandem_operator.controller.store import Store
 from tandem_operator.settings import OperatorSettings
-from tandem_testing.exported_metrics import gateway_metrics, worker_metrics
+from tandem_testing.exported_metrics import exposition_of, gateway_metrics, worker_metrics
 from tandem_testing.kube_objects import a_service, an_object
-
-
-class Exported:
-    def __init__(self, metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self):
-        return self._metrics
-
-
-def text_of(metrics) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Exported(metrics))  # type: ignore[arg-type]
-    return generate_latest(registry)
 
 
 def listening_pod(name: str, component: str, port: str, number: int, **labels: str) -> Seen:
@@ -48,7 +33,7 @@ def external_service(mode: str = "external") -> Seen:
 
 def answer(request: httpx.Request) -> httpx.Response:
     metrics = gateway_metrics() if request.url.port == 8001 else worker_metrics()
-    return httpx.Response(200, content=text_of(metrics))
+    return httpx.Response(200, content=exposition_of(metrics))
 
 
 @pytest.fixture

@@ -6,28 +6,13 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem_operator.telemetry import fetching
 from tandem_operator.telemetry.fetching import fetch_figures, pod_client
 from tandem_operator.telemetry.figures import GatewayFigures, WorkerFigures
 from tandem_operator.telemetry.reading import LoadReader
-from tandem_testing.exported_metrics import gateway_metrics, worker_metrics
+from tandem_testing.exported_metrics import exposition_of, gateway_metrics, worker_metrics
 from tandem_testing.pod_builders import pod
-
-
-class Exported:
-    def __init__(self, metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self):
-        return self._metrics
-
-
-def text_of(metrics) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Exported(metrics))  # type: ignore[arg-type]
-    return generate_latest(registry)
 
 
 class Responder(ThreadingHTTPServer):
@@ -82,19 +67,19 @@ async def fetched(responder, role="decode"):
 
 
 async def test_a_workers_figures(responder):
-    responder.body = text_of(worker_metrics())
+    responder.body = exposition_of(worker_metrics())
     figures = await fetched(responder)
     assert isinstance(figures, WorkerFigures)
     assert figures.places == 8
 
 
 async def test_a_gateways_figures(responder):
-    responder.body = text_of(gateway_metrics())
+    responder.body = exposition_of(gateway_metrics())
     assert isinstance(await fetched(responder, "gateway"), GatewayFigures)
 
 
 async def test_what_another_service_says_lacks_the_figures(responder):
-    responder.body = text_of(gateway_metrics())
+    responder.body = exposition_of(gateway_metrics())
     assert "it has no metric tandem_worker_" in await fetched(responder)
 
 
@@ -116,7 +101,7 @@ async def test_nonsense_is_told(responder, status, body, said):
 async def test_a_pod_that_hangs_is_given_up_and_the_others_are_read(responder):
     responder.hangs = threading.Event()
     other = Responder()
-    other.body = text_of(worker_metrics())
+    other.body = exposition_of(worker_metrics())
     threading.Thread(target=other.serve_forever, args=(0.05,), daemon=True).start()
     pods = [pod("hangs", ip="127.0.0.1", ports=responder.ports), pod("well", ip="127.0.0.1", ports=other.ports)]
     try:
@@ -142,7 +127,7 @@ async def test_pods_without_an_address_are_not_asked():
 
 async def test_two_looks_give_a_load(responder):
     worker_port, gateway = responder, Responder()
-    worker_port.body, gateway.body = text_of(worker_metrics()), text_of(gateway_metrics())
+    worker_port.body, gateway.body = exposition_of(worker_metrics()), exposition_of(gateway_metrics())
     threading.Thread(target=gateway.serve_forever, args=(0.05,), daemon=True).start()
     now = iter((100.0, 105.0))
     pods = [

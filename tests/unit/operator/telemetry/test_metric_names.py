@@ -1,25 +1,12 @@
 """Every series that the operator reads is one that workers and gateways export, with the labels that it reads."""
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.registry import Collector
-
 from tandem_operator.telemetry.exposition import GATEWAY_NAMES, LINK_NAMES, WORKER_NAMES, Exposition
 from tandem_operator.telemetry.figures import GatewayFigures, WorkerFigures
-from tandem_testing.exported_metrics import gateway_metrics, labels_of_series, worker_metrics
-
-
-class Exported(Collector):
-    def __init__(self, metrics):
-        self._metrics = metrics
-
-    def collect(self):
-        return self._metrics
+from tandem_testing.exported_metrics import exposition_of, gateway_metrics, labels_of_series, worker_metrics
 
 
 def exposition(metrics) -> Exposition:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Exported(metrics))
-    return Exposition.parse(generate_latest(registry).decode())
+    return Exposition.parse(exposition_of(metrics).decode())
 
 
 def test_workers_export_what_is_read_of_them():
