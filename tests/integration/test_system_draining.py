@@ -9,7 +9,7 @@ import pytest
 from tandem_services.cli.main import main
 from tandem_services.loadgen.workload import Lengths, fixed_workload
 from tandem_testing.system_client import GREEDY, Sampling, SystemClient
-from tandem_testing.system_streams import assert_unharmed, lost, moved, run_with
+from tandem_testing.system_streams import assert_unharmed, lost, moved, run_with, run_with_busiest
 from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
@@ -20,6 +20,8 @@ LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=900, spread=0.4), 16, ra
 SOME = 8
 """Of them speak when something happens: what others have left to say takes seconds."""
 
+DECODE = ("decode-0", "decode-1")
+
 
 async def exits_0(client: SystemClient, worker_id: str, pid: int) -> None:
     await until(lambda: f"{worker_id} exited with status 0" in client.system.logs(400), 30.0, "exit status 0")
@@ -27,47 +29,55 @@ async def exits_0(client: SystemClient, worker_id: str, pid: int) -> None:
     await client.settled()
 
 
-@pytest.mark.parametrize(
-    ("worker_id", "sampling"), [("decode-0", GREEDY), ("decode-1", SEEDED)], ids=["greedy", "seeded"]
-)
-async def test_a_decode_worker_that_leaves_hands_its_streams_over_with_their_kv(fleet, reference, worker_id, sampling):
-    leaver = fleet.system.service_pid(worker_id)
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+async def test_a_decode_worker_that_leaves_hands_its_streams_over_with_their_kv(fleet, reference, sampling):
+    left: dict[str, int] = {}
+
+    def leave(worker_id: str) -> None:
+        left[worker_id] = fleet.system.service_pid(worker_id)
+        os.kill(left[worker_id], signal.SIGTERM)
+
     before = await moved(fleet)
-    answers = await run_with(
-        fleet, LONG_ANSWERS, sampling, lambda: os.kill(leaver, signal.SIGTERM), speaking=SOME, busy=worker_id
-    )
+    answers = await run_with_busiest(fleet, LONG_ANSWERS, sampling, leave, among=DECODE, speaking=SOME)
     await assert_unharmed(answers, reference, sampling)
     assert await moved(fleet) > before
-    await exits_0(fleet, worker_id, leaver)
+    ((worker_id, pid),) = left.items()
+    await exits_0(fleet, worker_id, pid)
 
 
 async def test_a_prefill_worker_that_leaves_serves_what_it_computes_and_costs_nobody_anything(fleet, reference):
     leaver = fleet.system.service_pid("prefill-0")
     prompts = fixed_workload(Lengths(prompt=700, output=40, spread=0.3), 16, rate=None, seed=leaver)
-    answers = await run_with(fleet, prompts, GREEDY, lambda: os.kill(leaver, signal.SIGTERM))
+    # The first two speak while the prompts of most others are still to be computed.
+    answers = await run_with(fleet, prompts, GREEDY, lambda: os.kill(leaver, signal.SIGTERM), speaking=2)
     await assert_unharmed(answers, reference, GREEDY)
     await exits_0(fleet, "prefill-0", leaver)
 
 
 async def test_roles_change_under_load_without_a_restart(fleet, reference):
-    url = fleet.system.workers["decode-1"]
-    engine = fleet.system.engine_pid("decode-1")
     moved_before, lost_before = await moved(fleet), await lost(fleet)
+    changed: dict[str, int] = {}
 
-    def order(role: str) -> None:
-        assert main(["ctl", url, "role", role]) == 0
+    def order(worker_id: str, role: str) -> None:
+        changed.setdefault(worker_id, fleet.system.engine_pid(worker_id))
+        assert main(["ctl", fleet.system.workers[worker_id], "role", role]) == 0
 
-    answers = await run_with(fleet, LONG_ANSWERS, GREEDY, lambda: order("prefill"), speaking=SOME, busy="decode-1")
-    assert await fleet.metric('tandem_worker_role{role="prefill"}', url) == 1
-    answers += await run_with(fleet, LONG_ANSWERS, SEEDED, lambda: order("both"))
-    order("decode")
-    answers_after = await fleet.streams(LONG_ANSWERS)
-    await assert_unharmed(answers[: len(LONG_ANSWERS)], reference, GREEDY)
-    await assert_unharmed(answers[len(LONG_ANSWERS) :], reference, SEEDED)
-    await assert_unharmed(answers_after, reference, GREEDY)
-    assert await moved(fleet) > moved_before
+    try:
+        greedy = await run_with_busiest(
+            fleet, LONG_ANSWERS, GREEDY, lambda busiest: order(busiest, "prefill"), among=DECODE, speaking=SOME
+        )
+        ((worker_id, engine),) = changed.items()
+        assert await fleet.metric('tandem_worker_role{role="prefill"}', fleet.system.workers[worker_id]) == 1
+        assert await moved(fleet) > moved_before
+        seeded = await run_with(fleet, LONG_ANSWERS, SEEDED, lambda: order(worker_id, "both"))
+    finally:
+        for worker_id in changed:
+            await asyncio.to_thread(order, worker_id, "decode")
+    greedy += await fleet.streams(LONG_ANSWERS)
+    await assert_unharmed(greedy, reference, GREEDY)
+    await assert_unharmed(seeded, reference, SEEDED)
     assert await lost(fleet) == lost_before
-    assert fleet.system.engine_pid("decode-1") == engine
+    assert fleet.system.engine_pid(worker_id) == engine
     await fleet.settled()
 
 

@@ -8,7 +8,7 @@ from tandem_services.loadgen.workload import RequestSpec
 from tandem_testing.system_client import Reference, Sampling, SystemClient
 from tandem_testing.waiting import until
 
-SPEAK_TIMEOUT_S = 30.0
+SPEAK_TIMEOUT_S = 60.0
 ENOUGH = 4
 """Running requests of a busy worker: one or two may end while it is told something."""
 
@@ -20,25 +20,57 @@ async def run_with(
     change: Callable[[], object],
     *,
     speaking: int | None = None,
-    busy: str | None = None,
 ) -> list[Measurement]:
     """Answers to `specs` when `change` happens, in a thread, as soon as `speaking` of them speak; default: most.
 
-    With `busy` not before the worker of that name runs some of them. Raises `AssertionError` when it came too late.
+    Raises `AssertionError` when it came too late.
     """
-    already = client.chunks.speaking
-    awaited = already + (len(specs) - 2 if speaking is None else speaking)
-    running = asyncio.create_task(client.streams(specs, sampling))
-    await until(lambda: client.chunks.speaking >= awaited, SPEAK_TIMEOUT_S, "streams speak")
-    if busy is not None:
-        await until(lambda: _runs(client, busy), SPEAK_TIMEOUT_S, f"{busy} runs requests")
-    await asyncio.to_thread(change)
+    running = await _begun(client, specs, sampling, speaking)
     assert not running.done(), "the change came too late"
+    await asyncio.to_thread(change)
     return await running
 
 
-async def _runs(client: SystemClient, worker_id: str) -> bool:
-    return await client.metric("tandem_worker_num_requests_running", client.system.workers[worker_id]) >= ENOUGH
+async def run_with_busiest(
+    client: SystemClient,
+    specs: Sequence[RequestSpec],
+    sampling: Sampling,
+    change: Callable[[str], object],
+    *,
+    among: Sequence[str],
+    speaking: int | None = None,
+) -> list[Measurement]:
+    """As `run_with`; `change` is told which worker of `among` runs most of them.
+
+    Which one that is, is the router's business: it depends on what each has cached and on what it costs at the moment.
+    """
+    running = await _begun(client, specs, sampling, speaking)
+    busiest = await _busiest(client, among, running)
+    await asyncio.to_thread(change, busiest)
+    return await running
+
+
+async def _begun(
+    client: SystemClient, specs: Sequence[RequestSpec], sampling: Sampling, speaking: int | None
+) -> "asyncio.Task[list[Measurement]]":
+    awaited = client.chunks.speaking + (len(specs) - 2 if speaking is None else speaking)
+    running = asyncio.create_task(client.streams(specs, sampling))
+    await until(lambda: client.chunks.speaking >= awaited, SPEAK_TIMEOUT_S, "streams speak")
+    return running
+
+
+async def _busiest(client: SystemClient, among: Sequence[str], running: "asyncio.Task[list[Measurement]]") -> str:
+    loads: dict[str, float] = {}
+
+    async def told() -> bool:
+        assert not running.done(), f"all streams ended before a worker told of {ENOUGH}: {loads}"
+        for worker_id in among:
+            url = client.system.workers[worker_id]
+            loads[worker_id] = await client.metric("tandem_worker_num_requests_running", url)
+        return max(loads.values()) >= ENOUGH
+
+    await until(told, SPEAK_TIMEOUT_S, "a worker runs some of them", loads.copy)
+    return max(loads, key=lambda worker_id: loads[worker_id])
 
 
 async def assert_unharmed(answers: Sequence[Measurement], reference: Reference, sampling: Sampling) -> None:

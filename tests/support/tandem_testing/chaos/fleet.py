@@ -39,6 +39,9 @@ REDIS_NAME = "redis.chaos.test"
 START_TIMEOUT_S = 120.0
 RESTART_AFTER_S = 0.5
 KEEPER_POLL_S = 0.05
+SHORT_REST = "64"
+"""Tokens up to which decode workers may compute themselves; whatever is longer has two workers, at any rates of the
+moment."""
 ENGINE_FLAGS = (
     *("--threads", "1"),
     # One decode worker alone can carry every stream: what a client waits for is recovery, not room.
@@ -159,6 +162,7 @@ class Fleet:
         argv = tandem_command(
             *("gateway", "--port", str(port), "--redis-url", self.redis_url, "--cluster", "chaos"),
             *("--curve-keys", str(self._keys), "--model", str(bundled_model()), "--served-model-name", self.model),
+            *("--local-prefill-tokens", SHORT_REST),
         )
         part = Part(name=name, argv=self._placed(argv), log=self.folder / f"{name}.log", before_exec=before_exec)
         part.start()
@@ -218,15 +222,6 @@ class Fleet:
     async def worker_metric(self, name: str, role: str = "") -> float:
         chosen = self.of_role(role) if role else self.workers
         return sum([await self.metric(worker.url, f"tandem_worker_{name}") for worker in chosen])
-
-    async def busiest(self, role: str, *metrics: str) -> Worker:
-        """The worker of `role` with most requests in the named gauges (default: running)."""
-        names = metrics or ("num_requests_running",)
-        loads = {
-            worker.id: sum([await self.metric(worker.url, f"tandem_worker_{name}") for name in names])
-            for worker in self.of_role(role)
-        }
-        return max(self.of_role(role), key=lambda worker: loads[worker.id])
 
     async def is_ready(self, url: str) -> bool:
         try:

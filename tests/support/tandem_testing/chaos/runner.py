@@ -97,13 +97,16 @@ class Runner:
         )
         self.progress("running")
         healthy = await self._guarded(scenario.body(run), scenario.timeout_s, run)
-        if (bound := scenario.promise.bound_s) is not None and max(run.stalls, default=0.0) > bound:
+        bound = scenario.promise.bound_s
+        if bound is not None and max(run.stalls, default=0.0) > bound:
             await run.explain_slowest()
         self.progress("recovering")
         healthy &= await self._guarded(self._calm(fleet), READY_TIMEOUT_S, run)
         if healthy:
             self.progress("counting pages")
             healthy = await self._guarded(run.settled(), READY_TIMEOUT_S, run)
+        if bound is not None and max(run.stalls, default=0.0) > run.slowness.allowed(bound):
+            run.slowness = machine.worse(run.slowness, await machine.measure(scenario.shape.workers, self.quiet_s))
         outcome = self._judge(scenario, run, time.monotonic() - began)
         if not healthy or run.damage.leaked:
             await self._drop_fleet()

@@ -8,8 +8,10 @@ A scenario breaks things and says what must hold. It raises nothing for a broken
 so that one report tells everything that went wrong.
 """
 
+import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -134,10 +136,10 @@ class Run:
             if self._slowest is None or stall > self._slowest[0]:
                 self._slowest = stall, answer
 
-    async def works(self, count: int = 4, *, gateways: int | None = None) -> list[Answer]:
+    async def works(self, count: int = 4, *, gateways: int | None = None, first: int = 500) -> list[Answer]:
         """A few more requests, which must be clean: whatever happened, it still serves."""
         async with self.load(gateways) as load:
-            load.send(self.asks(Kind.PLAIN, count=count, tokens=16, first=500))
+            load.send(self.asks(Kind.PLAIN, count=count, tokens=16, first=first))
             answers = await load.gathered()
         await self.judge(answers)
         return answers
@@ -149,6 +151,13 @@ class Run:
             if response.status_code == 200:
                 return [attempt for choice in response.json()["choices"] for attempt in choice["attempts"]]
         return []
+
+    async def busiest_decode(self, load: Load) -> Worker:
+        """The decode worker that generates most of the streams of `load`, as their gateways know it now: what workers
+        report of themselves is half a second old, which is as long as a short stream lasts."""
+        streams = await asyncio.gather(*(self.attempts(answer) for answer in load.under_way))
+        homes = Counter(str(attempts[-1]["decode"]).partition("@")[0] for attempts in streams if attempts)
+        return max(self.fleet.of_role("decode"), key=lambda worker: homes[worker.id])
 
     async def explain_slowest(self) -> None:
         """Note what the stream with the longest silence went through."""

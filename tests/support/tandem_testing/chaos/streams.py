@@ -184,9 +184,13 @@ class Load:
             self._tasks.append(asyncio.create_task(self._ask(url, ask)))
 
     @property
+    def under_way(self) -> list[Answer]:
+        """Those that have begun and not ended."""
+        return [answer for answer in self.answers.values() if answer.heard and not answer.ended]
+
+    @property
     def speaking(self) -> int:
-        """Streams that have begun and not ended."""
-        return sum(bool(answer.heard) and not answer.ended for answer in self.answers.values())
+        return len(self.under_way)
 
     @property
     def begun(self) -> int:
@@ -230,9 +234,9 @@ async def _read(response: httpx.Response, answer: Answer) -> None:
         data = line.removeprefix("data: ")
         answer.error_events += data.startswith('{"error"')
         chunk = whole.take(data)
+        answer.id = answer.id or next(iter(whole.ids), "")
         if chunk is not None:
             answer.take(chunk)
-    answer.id = next(iter(whole.ids), "")
     answer.usage = whole.usage
     answer.error = _fault(whole, answer)
 

@@ -9,6 +9,16 @@ from tandem_testing.waiting import until
 
 GRACE_S = 45.0
 """A pod's grace period: the worker's drain time and the end of its engine fit into it."""
+BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_inflight")
+
+
+async def busiest_prefill(run: Run) -> Worker:
+    """By what prefill workers said of themselves half a second ago."""
+    loads = {
+        worker.id: sum([await run.fleet.metric(worker.url, f"tandem_worker_{gauge}") for gauge in BUSY])
+        for worker in run.fleet.of_role("prefill")
+    }
+    return max(run.fleet.of_role("prefill"), key=lambda worker: loads[worker.id])
 
 
 @scenario(36)
@@ -19,8 +29,7 @@ async def workers_are_told_to_leave_under_load(run: Run) -> None:
 
         async def fault(load: Load, role: str = role, victims: list[Worker] = victims) -> None:
             nonlocal told
-            busy = ("num_requests_running", "num_requests_waiting", "num_requests_inflight")
-            victims.append(await run.fleet.busiest(role, *busy))
+            victims.append(await run.busiest_decode(load) if role == "decode" else await busiest_prefill(run))
             victims[0].part.send(signal.SIGTERM)
             told = run.now()
 

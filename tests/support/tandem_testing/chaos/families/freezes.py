@@ -3,6 +3,7 @@
 import asyncio
 
 from tandem_testing.chaos.families.crashes import computing
+from tandem_testing.chaos.parts import Worker
 from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
@@ -16,18 +17,18 @@ async def a_decode_worker_is_frozen_and_comes_back(run: Run) -> None:
     """Frozen for longer than a lease lasts: it has to come back as somebody else."""
     frozen_at, fleet = run.now(), run.fleet
     lost = await run.lost_attempts()
-    victim = await fleet.busiest("decode")
-    starts = victim.part.starts
+    victims: list[Worker] = []
 
     async def fault(load: Load) -> None:
-        nonlocal victim, frozen_at
-        victim = await fleet.busiest("decode")
-        victim.freeze()
+        nonlocal frozen_at
+        victims.append(await run.busiest_decode(load))
+        victims[0].freeze()
         frozen_at = run.now()
 
     await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED), fault, speaking=max(2, run.scale.streams // 3))
     run.expect(await run.lost_attempts() > lost, "no stream was on the worker that froze")
     await asyncio.sleep(max(0.0, frozen_at + FROZEN_S - run.now()))
+    (victim,) = victims
     starts = victim.part.starts
     victim.thaw()
     await until(lambda: victim.part.starts > starts, READY_TIMEOUT_S, "the zombie ends")
@@ -52,7 +53,7 @@ async def a_prefill_worker_is_frozen_during_a_transfer(run: Run) -> None:
 @scenario(33)
 async def the_loop_of_an_engine_is_blocked(run: Run) -> None:
     async def fault(load: Load) -> None:
-        victim = await run.fleet.busiest("decode")
+        victim = await run.busiest_decode(load)
         before = victim.knobs.committed("block_s")
         victim.knobs.turn(block_s=BLOCKED_S)
         await until(lambda: victim.knobs.committed("block_s") > before, 10.0, "the loop is blocked")

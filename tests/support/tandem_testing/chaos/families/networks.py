@@ -25,7 +25,7 @@ async def a_decode_worker_is_cut_off_from_the_gateways(run: Run) -> None:
     lost = await run.lost_attempts()
 
     async def fault(load: Load) -> None:
-        victim = await run.fleet.busiest("decode")
+        victim = await run.busiest_decode(load)
         assert victim.request_line is not None, "the fleet is proxied"
         victim.request_line.weather = Weather(silent=True)
         await asyncio.sleep(CUT_OFF_S)

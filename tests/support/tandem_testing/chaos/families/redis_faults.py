@@ -239,7 +239,7 @@ async def redis_and_a_decode_worker_die_together(run: Run) -> None:
     lost = await run.lost_attempts()
 
     async def fault(load: Load) -> None:
-        victim = await run.fleet.busiest("decode")
+        victim = await run.busiest_decode(load)
         run.fleet.redis.kill()
         victim.kill()
         await steady(run, load)

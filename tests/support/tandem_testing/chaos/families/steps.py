@@ -52,7 +52,7 @@ async def the_device_of_an_engine_is_lost(run: Run) -> None:
     victims: list[Worker] = []
 
     async def fault(load: Load) -> None:
-        victim = await run.fleet.busiest("decode")
+        victim = await run.busiest_decode(load)
         victims.append(victim)
         before = victim.knobs.committed("lose_device")
         victim.knobs.turn(lose_device=1)
