@@ -3,19 +3,15 @@
 import pytest
 import torch
 
+from tandem_testing.triton_kernels.checks import KernelChecks
+
+CHECKS = KernelChecks("tandem_testing.triton_kernels.digests")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 
-def test_kernels_on_a_device_equal_the_loops_of_a_cpu():
-    from tandem_testing import triton_digests
-
-    triton_digests.agree("cuda")
-
-
-def test_a_pool_on_a_device_has_the_digests_of_one_on_a_cpu():
-    from tandem_testing import triton_digests
-
-    triton_digests.pools_agree("cuda")
+@pytest.mark.parametrize("check", CHECKS.on_device)
+def test_digest_kernels_on_a_device(check):
+    CHECKS.passes_on("cuda", check)

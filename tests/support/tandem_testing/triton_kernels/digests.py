@@ -1,18 +1,9 @@
-"""Checks of the digest kernels in a process of their own: how Triton runs is decided when it is imported.
+"""The digest kernels equal the compiled loops, and become machine code for pages as models have them."""
 
-TRITON_INTERPRET=1 python -m tandem_testing.triton_digests agree     they equal the compiled loops, here on the CPU
-python -m tandem_testing.triton_digests agree --device cuda          the same on a device
-python -m tandem_testing.triton_digests compile                      they compile for an H100, no device needed
-"""
-
-import argparse
 from itertools import product
 
 import numpy as np
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from tandem_engine.disaggregation import device_digests
 from tandem_engine.disaggregation.digest import PageDigester
@@ -20,14 +11,14 @@ from tandem_engine.disaggregation.full_words import full_digests, full_digests_t
 from tandem_engine.disaggregation.sampled_words import sampled_digests, sampled_digests_torch, sampled_rows
 from tandem_engine.names import DigestKind, PageId
 from tandem_testing.digest_pools import digest_pool, signed_words
+from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
 
 SHAPES = [(1, 1), (4, 3), (16, 16), (20, 20), (160, 133), (64, 64)]
 """Slots, and how many of them are in use."""
-HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def agree(device: str) -> None:
-    """On every layout: compiled loops, torch's operations and the kernels make the same digests."""
+def check_digests_of_all_layouts(device: str) -> None:
+    """Compiled loops, torch's operations and the kernels make the same digests."""
     for (slots, used), dtype, head_dim in product(SHAPES, (torch.float32, torch.bfloat16), (1, 3, 64)):
         pool = digest_pool(slots, dtype, head_dim=head_dim)
         layout, words, rows = pool.layout, signed_words(pool), sampled_rows(pool.layout, used)
@@ -47,7 +38,7 @@ def agree(device: str) -> None:
             assert made(there, *asked).cpu().numpy().view(np.uint64).tolist() == full.tolist(), (made, layout, dtype)
 
 
-def pools_agree(device: str) -> None:
+def check_a_pool_on_a_device_has_the_digests_of_one_on_a_cpu(device: str) -> None:
     """A pool on the device and one on the CPU have the same digests."""
     here, there = digest_pool(64), digest_pool(64, device=device)
     there.data.copy_(here.data)
@@ -57,42 +48,15 @@ def pools_agree(device: str) -> None:
         assert PageDigester(here).digest(pages, **asked) == PageDigester(there).digest(pages, **asked), (kind, tail)
 
 
-def compile_ahead() -> None:
-    """Both kernels become machine code for pages as models have them, in words of 8 and of 2 bytes."""
-    for head_dim, width, pointer in ((64, 8, "*i64"), (1, 2, "*i16")):
+def compile_digests() -> None:
+    """Both kernels, in words of 8 and of 2 bytes."""
+    for (head_dim, width, pointer), arch in product(((64, 8, "*i64"), (1, 2, "*i16")), ARCHITECTURES):
         pool = digest_pool(16, torch.float32 if width == 8 else torch.bfloat16, head_dim=head_dim)
         page_words = pool.page_bytes // width
         samples = len(sampled_rows(pool.layout, pool.layout.slots))
-        for kernel, constants, indices in (
-            (
-                device_digests.sampled_kernel,
-                device_digests.sampled_constants(page_words, width, pool.layout, samples),
-                ("pages", "keys", "rows", "out"),
-            ),
-            (
-                device_digests.full_kernel,
-                device_digests.full_constants(page_words, width),
-                ("pages", "keys", "out"),
-            ),
-        ):
-            signature = {"words": pointer} | dict.fromkeys(indices, "*i64") | dict.fromkeys(constants, "constexpr")
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-            built = triton.compile(source, target=HOPPER)
-            assert ".target sm_90" in built.asm["ptx"]
-            assert built.asm["cubin"], built.name
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("check", choices=("agree", "compile"))
-    parser.add_argument("--device", default="cpu")
-    args = parser.parse_args()
-    if args.check == "compile":
-        compile_ahead()
-        return
-    agree(args.device)
-    pools_agree(args.device)
-
-
-if __name__ == "__main__":
-    main()
+        sampled = device_digests.sampled_constants(page_words, width, pool.layout, samples)
+        signature = {"words": pointer} | dict.fromkeys(("pages", "keys", "out"), "*i64")
+        kernel = device_digests.sampled_kernel
+        compile_kernel(kernel, signature | {"rows": "*i64"}, sampled, arch=arch).assert_fits()
+        full = device_digests.full_constants(page_words, width)
+        compile_kernel(device_digests.full_kernel, signature, full, arch=arch).assert_fits()

@@ -1,0 +1,23 @@
+"""How Triton kernels are tested where there is no device.
+
+    checks.py          names and runs the checks of a module; what tests import
+    child.py           the process that they run in
+    ahead_of_time.py   machine code for a device that is not there, and what it takes of it
+    any other module   the checks of one kernel
+
+A module of checks has functions of two kinds:
+
+    check_NAME(device)    computes with the kernel on `device` and compares. Under `make test` that is "cpu", and Triton
+                          interprets the kernel; tests/gpu calls the same functions with "cuda".
+    compile_NAME()        compiles the kernel for devices and asserts what it takes of them.
+
+Each kind has a process of its own for the whole module: how Triton runs is decided when it is imported, which takes
+seconds. Its test file says no more than
+
+    CHECKS = KernelChecks("tandem_testing.triton_kernels.digests")
+    pytestmark = CHECKS.marks
+
+    @pytest.mark.parametrize("check", CHECKS.names)
+    def test_digest_kernels(check):
+        CHECKS.passes(check)
+"""

@@ -1,0 +1,107 @@
+"""Machine code for devices that are not there: it needs Triton's wheel alone, which brings NVIDIA's assembler.
+
+What a kernel takes of a device is known without one: registers and stack are in the cubin, shared memory is in what
+Triton wants at launch.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+AMPERE, HOPPER = 80, 90
+ARCHITECTURES = (AMPERE, HOPPER)
+SHARED_LIMIT = {AMPERE: 163 << 10, HOPPER: 227 << 10}
+"""Bytes of shared memory that a block may have (CUDA C++ Programming Guide, compute capabilities)."""
+REGISTER_FILE = 64 << 10
+"""Registers of a multiprocessor."""
+_RESOURCES = re.compile(r"Function (?P<name>\S+):\s+REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """What a kernel became."""
+
+    name: str
+    arch: int
+    num_warps: int
+    registers: int
+    """Of a thread."""
+    stack_bytes: int
+    """Of a thread, in device memory: what registers spill to."""
+    shared_bytes: int
+    """Of a block."""
+    ptx: str
+
+    def assert_fits(self) -> None:
+        """It launches on its device and nothing spills."""
+        assert self.stack_bytes == 0, f"{self.what} spills {self.stack_bytes} bytes a thread"
+        limit = SHARED_LIMIT[self.arch]
+        assert self.shared_bytes <= limit, f"{self.what} wants {self.shared_bytes} bytes of shared memory of {limit}"
+        threads = self.num_warps * 32
+        assert self.registers * threads <= REGISTER_FILE, f"{self.what} wants {self.registers} registers a thread"
+
+    @property
+    def what(self) -> str:
+        return f"{self.name} for sm_{self.arch} with {self.num_warps} warps"
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    arch: int,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Compiled:
+    """Compile `kernel`, a function under `triton.jit`, for a device of compute capability arch / 10.
+
+    Args:
+        signature: types of the arguments, as "i32", "fp32", "*bf16". With ":16" behind, its value is a multiple of 16
+            (of an address: bytes), as a launch would find; loads of several words at once need that.
+        constants: all other parameters.
+    """
+    missing = set(kernel.arg_names) - set(signature) - set(constants)
+    assert not missing, f"{kernel.__name__}: neither types nor values of {sorted(missing)}"
+    aligned = {(kernel.arg_names.index(name),) for name, kind in signature.items() if kind.endswith(":16")}
+    kinds = {name: kind.removesuffix(":16") for name, kind in signature.items()}
+    source = ASTSource(
+        fn=kernel,
+        signature=kinds | dict.fromkeys(constants, "constexpr"),
+        constexprs=dict(constants),
+        attrs={place: [["tt.divisibility", 16]] for place in aligned},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    assert f".target sm_{arch}" in built.asm["ptx"]
+    registers, stack = _resources(built.asm["cubin"], built.name)
+    return Compiled(
+        name=built.name,
+        arch=arch,
+        num_warps=built.metadata.num_warps,
+        registers=registers,
+        stack_bytes=stack,
+        shared_bytes=built.metadata.shared,
+        ptx=built.asm["ptx"],
+    )
+
+
+def _resources(cubin: bytes, name: str) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread of the kernel `name`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for found in _RESOURCES.finditer(listing):
+        if found["name"] == name:
+            return int(found["registers"]), int(found["stack"])
+    raise AssertionError(f"cuobjdump does not list {name}:\n{listing}")

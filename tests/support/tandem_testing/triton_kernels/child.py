@@ -1,0 +1,34 @@
+"""Runs the checks of one kind of one module and prints a line of JSON for each, as it ends.
+
+TRITON_INTERPRET=1 python -m tandem_testing.triton_kernels.child tandem_testing.triton_kernels.digests check_
+                   python -m tandem_testing.triton_kernels.child tandem_testing.triton_kernels.digests compile_
+
+A longer prefix chooses among them.
+"""
+
+import importlib
+import json
+import sys
+import traceback
+
+from tandem_testing.triton_kernels.checks import INTERPRETED, KernelChecks
+
+
+def main() -> None:
+    name, prefix = sys.argv[1:]
+    arguments = ("cpu",) if prefix.startswith(INTERPRETED) else ()
+    module = importlib.import_module(name)
+    for check in KernelChecks(name).names:
+        if not check.startswith(prefix):
+            continue
+        failure = None
+        try:
+            getattr(module, check)(*arguments)
+        except Exception:  # noqa: BLE001 - the test that asks for it fails with it
+            failure = traceback.format_exc()
+        sys.stdout.write(json.dumps({"check": check, "failure": failure}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
