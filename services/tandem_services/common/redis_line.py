@@ -6,7 +6,8 @@
 A line is opened by the first command, and by the first one after it has broken. It breaks for all who stand in it:
 what they sent may have been carried out or not, and nothing is sent twice. Once somebody has waited too long, the line
 is retired: who stands in it may still be answered, who comes later has another one, as a connection that says nothing
-may be one that nobody is at the other end of.
+may be one that nobody is at the other end of. Not so while it is being opened: looking up a name and connecting may
+take longer than a command waits, and whoever comes later finds the line open.
 
 Redis carries out one command after the other anyway: a connection for each of many commands at once gains nothing, and
 to open, lend and check them costs a gateway more than the commands.
@@ -54,6 +55,11 @@ class Line:
     @property
     def broken(self) -> bool:
         return self._failure is not None
+
+    @property
+    def opening(self) -> bool:
+        """Neither open yet nor broken."""
+        return not self._opened.is_set()
 
     async def send(self, args: tuple[Any, ...]) -> "asyncio.Future[Any]":
         """The reply to one command, to come; it fails with `ResponseError` when Redis refuses the command."""
@@ -119,10 +125,11 @@ class RedisLine:
         line = self._line
         if line is None or line.broken:
             line = self._line = self._open()
+        awaits_opening = line.opening
         try:
             return await _asked(line, args, within_s)
         except TimeoutError:
-            if line is self._line:
+            if line is self._line and not awaits_opening:
                 self._line = None
                 # Until then those may be answered who came a moment ago.
                 asyncio.get_running_loop().call_later(within_s, line.reader.cancel)

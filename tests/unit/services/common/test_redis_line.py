@@ -181,6 +181,17 @@ async def test_late_time_outs_on_an_old_connection_leave_the_new_one_alone(line,
     assert len(wires.all) == 2
 
 
+async def test_a_connection_that_opens_more_slowly_than_a_command_waits_is_there_for_the_next(line, wires):
+    wire = wires.next
+    wire.opens.clear()
+    for number in range(3):
+        with pytest.raises(TimeoutError):
+            await line.command("GET", number, within_s=0.01)
+    wire.opens.set()
+    assert await answered(line, wire, "later") == "later"
+    assert len(wires.all) == 1
+
+
 async def test_a_reply_that_nobody_asked_for_ends_the_connection(line, wires):
     wire = wires.next
     assert await answered(line, wire, 0) == 0

@@ -8,7 +8,7 @@ from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
 LEASES_END_S = 5.0
-PAGES = 160
+PAGES = 100
 SMALL = Shape(engine_flags=("--num-pages", str(PAGES)))
 FULL = 0.9
 """Share of a worker's pages in use from which on requests wait for each other."""
