@@ -10,6 +10,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
 from tandem_services.router.choice import Placement, RouteQuery, Source
+from tandem_services.router.registry import WorkerState
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
@@ -78,6 +79,15 @@ async def test_a_killed_redis_costs_no_request_and_comes_back_by_itself(server, 
     server.restart()
     await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
     assert {worker.worker_id for worker in router.workers()} == {"p", "d1", "d2"}
+
+
+async def test_the_last_view_does_not_choose_who_has_just_sent_a_request_away(server, router):
+    server.kill()
+    for _ in range(20):
+        router.note_refusal("d1@1", WorkerState.PAUSED)
+        choice = await router.choose(query())
+        assert (choice.source, choice.decode.worker_id) == (Source.LOCAL, "d2")
+        await router.release(choice)
 
 
 async def test_a_hung_redis_is_given_up_after_few_time_outs(server, router):  # B3.17

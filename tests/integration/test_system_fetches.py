@@ -1,5 +1,6 @@
 """Prefixes move between real workers, and every answer reads as if they had been computed."""
 
+import asyncio
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_grou
 
 TOLD_S = 30.0
 """Within which the index knows what a worker has cached, and a figure of what it costs to fetch it."""
+WAVES_S = 60.0
 QUESTION = 2200
 """Tokens: more than a decode worker may compute itself, so that somebody else has to."""
 
@@ -55,4 +57,36 @@ async def test_the_next_turn_brings_the_answer_back_from_the_decode_worker(fleet
     assert newest["fetch"]["peer"] == newest["attempts"][0]["fetch"]["source"]
     assert newest["fetch"]["bytes"] > 0
     assert newest["cached_tokens"] >= 800
+    await fleet.settled()
+
+
+async def test_an_idle_prefill_worker_fetches_what_a_busy_one_has(fleet, reference):
+    """Sixteen prompts share a prefix that one prefill worker has, each with 700 tokens of its own.
+
+    A second copy is priced at twice the prefix in tokens, whatever a worker's rate (`cost.copy_s`): 2,400. Prompts wait
+    for that many at the first worker after the fourth of a burst. Later ones go to the other, which is idle.
+    """
+    waves: list[list[dict[str, Any]]] = []
+
+    async def spreads() -> bool:
+        random = Random(f"busy {len(waves)}")
+        shared = tuple(random.choices(range(20, 900), k=1200))
+        prompts = [(*shared, *random.choices(range(20, 900), k=700)) for _ in range(16)]
+        await answer(fleet, shared)
+        answered = await asyncio.gather(*(answer(fleet, prompt, max_tokens=4) for prompt in prompts))
+        async with SystemClient(system=reference.system) as alone:
+            right = await asyncio.gather(*(answer(alone, prompt, max_tokens=4) for prompt in prompts))
+        texts = [[each["choices"][0]["text"] for each in side] for side in (answered, right)]
+        assert texts[0] == texts[1]
+        waves.append([await record(fleet, each) for each in answered])
+        return any(seen["fetch"] and seen["fetch"]["pages"] > 0 for seen in waves[-1])
+
+    await until(spreads, WAVES_S, "a prefix was fetched", lambda: [seen["attempts"] for seen in waves[-1]])
+    came = [seen for seen in waves[-1] if seen["fetch"] and seen["fetch"]["pages"] > 0]
+    for seen in came:
+        (attempt,) = seen["attempts"]
+        assert seen["fetch"]["peer"] == attempt["fetch"]["source"] != attempt["prefill"]
+        assert seen["cached_tokens"] >= 1200
+    computed_on = {attempt["prefill"] for seen in waves[-1] for attempt in seen["attempts"]}
+    assert len(computed_on) == 2
     await fleet.settled()

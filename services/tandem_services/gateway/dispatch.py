@@ -53,6 +53,7 @@ from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.gateway.suspicion import Suspects
 from tandem_services.gateway.token_sequence import Accepted
 from tandem_services.router.choice import Choice, NoWorkersError, Placement, PlannedFetch, RouteQuery, WorkerView
+from tandem_services.router.registry import WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,10 @@ class PairChooser(Protocol):
 
     def mark_alive(self, incarnation: str) -> None:
         """It has answered since: choose it again, if the registry has it."""
+        ...
+
+    def note_refusal(self, incarnation: str, state: WorkerState) -> None:
+        """It has sent a request away because it is in `state`: do not choose it again until the registry says more."""
         ...
 
 
@@ -453,7 +458,8 @@ class Dispatcher:
         progress.suspicion.acquit(worker.incarnation for worker in self.chooser.workers())
         progress.note_failure(failure, alone=self.suspects.alone(failure.incarnation))
         progress.failed.add(_at_fault(choice, failure))
-        if failure.code in LEAVING:
+        if (state := LEAVING.get(failure.code or "")) is not None:
+            self.chooser.note_refusal(failure.incarnation, state)
             progress.sent_away[failure.incarnation] = self.clock.now() + AWAY_S
         fields = {
             **request.about,

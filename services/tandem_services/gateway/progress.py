@@ -7,11 +7,12 @@ from tandem_services.gateway.attempt import AttemptFailedError, FailureCause
 from tandem_services.gateway.suspicion import PROOF_TOKENS, Suspicion, Trial
 from tandem_services.gateway.token_sequence import Accepted
 from tandem_services.router.choice import Choice, WorkerView
+from tandem_services.router.registry import WorkerState
 
 LOST = (FailureCause.WORKER_LOST, FailureCause.UNREACHABLE)
 
-LEAVING = (DrainingError.code, PausedError.code)
-"""What a worker says that is well and sends its requests away."""
+LEAVING = {DrainingError.code: WorkerState.DRAINING, PausedError.code: WorkerState.PAUSED}
+"""What a worker says that is well and sends its requests away, and the state in which it does."""
 
 MAX_UNREACHED = 12
 """Attempts in a row whose worker was lost before it is known to have taken the request in. Many workers may die at

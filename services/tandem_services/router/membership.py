@@ -6,16 +6,18 @@
    lease, in which the living ones register again; then only the new registry counts.
 4. `mark_dead`: the gateway lost the connection. The worker is left out until `mark_alive`, because it has answered
    since, until it is gone from the registry, or until it has been there for another `FORGIVE_S`.
+5. `note_refusal`: the worker answers, and sends requests away. It has that state until a view knows more (`refusals`).
 """
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem_engine.clock import Clock
 from tandem_services.router.choice import WorkerView
 from tandem_services.router.fleet import FleetMember
 from tandem_services.router.keys import LEASE_MS
+from tandem_services.router.refusals import Refusals
 from tandem_services.router.registry import FleetSnapshot, WorkerRecord, WorkerState
 
 FORGIVE_S = 10.0
@@ -29,9 +31,13 @@ class Membership:
     clock: Clock
     _records: dict[str, WorkerRecord] = field(default_factory=dict)
     _marked_dead: dict[str, float] = field(default_factory=dict)
+    _refusals: Refusals = field(init=False)
     _epoch: str = ""
     _rubbish: int = 0
     _recovering_until: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        self._refusals = Refusals(self.clock)
 
     @property
     def recovering(self) -> bool:
@@ -43,8 +49,8 @@ class Membership:
         """Incarnations that this gateway found dead and the registry does not know to be gone."""
         return frozenset(self._marked_dead)
 
-    def update(self, snapshot: FleetSnapshot) -> None:
-        """Take over what the registry says."""
+    def update(self, snapshot: FleetSnapshot, *, asked_at: float | None = None) -> None:
+        """Take over what the registry says; it was asked at `asked_at`, or just now."""
         # A record that stays senseless must not keep the old view for ever.
         if snapshot.rubbish > self._rubbish or (self._epoch and snapshot.epoch != self._epoch):
             self._recovering_until = self.clock.now() + LEASE_MS / 1000
@@ -53,6 +59,7 @@ class Membership:
         kept = self._survivors(seen.values()) if self.recovering else {}
         self._records = kept | seen
         self._forgive(seen)
+        self._refusals.settle(asked_at=self.clock.now() if asked_at is None else asked_at)
 
     def mark_dead(self, incarnation: str) -> None:
         """The gateway lost its connection to this incarnation."""
@@ -62,6 +69,10 @@ class Membership:
         """This incarnation has answered the gateway since. What the registry says of it counts again."""
         self._marked_dead.pop(incarnation, None)
 
+    def note_refusal(self, incarnation: str, state: WorkerState) -> None:
+        """This incarnation has sent a request away, because it is in `state`."""
+        self._refusals.note(incarnation, state)
+
     def workers(self) -> tuple[WorkerView, ...]:
         """Everybody in the view but the dead; draining and stalled workers included."""
         return tuple(r.view for r in self._records.values() if r.view.incarnation not in self._marked_dead)
@@ -69,7 +80,7 @@ class Membership:
     def members(self) -> tuple[FleetMember, ...]:
         """Everybody in the view, the dead included."""
         return tuple(
-            FleetMember(record=record, suspect=incarnation in self._marked_dead)
+            FleetMember(record=self._as_known(record), suspect=incarnation in self._marked_dead)
             for incarnation, record in self._records.items()
         )
 
@@ -82,6 +93,7 @@ class Membership:
             record
             for incarnation, record in self._records.items()
             if record.state is WorkerState.READY
+            and self._refusals.state(incarnation) is None
             and record.view.model == model
             and record.view.context_length > prompt_tokens
             and incarnation not in exclude
@@ -92,6 +104,10 @@ class Membership:
         """Page size of most workers of the model: the others' caches cannot be matched with the same chain."""
         sizes = Counter(r.view.page_size for r in self._records.values() if r.view.model == model)
         return sizes.most_common(1)[0][0] if sizes else None
+
+    def _as_known(self, record: WorkerRecord) -> WorkerRecord:
+        state = self._refusals.state(record.view.incarnation)
+        return record if state is None else replace(record, state=state)
 
     def _survivors(self, seen: Iterable[WorkerRecord]) -> dict[str, WorkerRecord]:
         """Records of before the wipe whose worker has not come back under another incarnation."""

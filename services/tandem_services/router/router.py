@@ -50,7 +50,7 @@ from tandem_services.router.membership import Membership
 from tandem_services.router.newcomers import Newcomers
 from tandem_services.router.policies.by_role import PoliciesByRole, PolicyNames
 from tandem_services.router.quarantine_board import QuarantineBoard
-from tandem_services.router.registry import Registry
+from tandem_services.router.registry import Registry, WorkerState
 from tandem_services.router.scoring import cheapest, has_to_wait, placement_of, priced_options
 from tandem_services.router.session_bindings import SessionBindings
 from tandem_services.router.telling import TellingBudget
@@ -164,9 +164,10 @@ class Router:
 
     async def refresh(self) -> None:
         """Take the registry's view now. Raises `RedisUnavailableError`."""
+        asked_at = self._clock.now()
         snapshot = await self._registry.snapshot()
         self.counters.rubbish += snapshot.rubbish
-        self._membership.update(snapshot)
+        self._membership.update(snapshot, asked_at=asked_at)
         self._refreshed_at = self._clock.now()
         known = {worker.incarnation for worker in self._membership.workers()}
         self._own.forget_all_but(known)
@@ -192,6 +193,10 @@ class Router:
     def mark_alive(self, incarnation: str) -> None:
         """A worker that `mark_dead` named has answered this gateway since."""
         self._membership.mark_alive(incarnation)
+
+    def note_refusal(self, incarnation: str, state: WorkerState) -> None:
+        """A worker has sent a request away because it is in `state`: do not choose it from the view of before."""
+        self._membership.note_refusal(incarnation, state)
 
     async def choose(self, query: RouteQuery) -> Choice:
         """Where to send one attempt. Raises `NoWorkersError` when nobody can take it now."""

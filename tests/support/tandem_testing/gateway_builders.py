@@ -39,6 +39,7 @@ from tandem_services.router.choice import (
 )
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.fleet import FleetView
+from tandem_services.router.registry import WorkerState
 from tandem_services.router.scoring import DECODE_ROOM, placement_of
 from tandem_services.router.session_bindings import SessionBinding, SessionName
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
@@ -89,6 +90,8 @@ class FakeChooser:
     dead: set[str] = field(default_factory=set)
     revived: list[str] = field(default_factory=list)
     """Workers marked dead that have answered since."""
+    refusals: list[tuple[str, WorkerState]] = field(default_factory=list)
+    """Workers that have sent a request away, and why."""
     fetch: PlannedFetch | None = None
     """Part of every choice."""
     priced: PricedOptions | None = None
@@ -157,6 +160,9 @@ class FakeChooser:
     def mark_alive(self, incarnation: str) -> None:
         self.dead.discard(incarnation)
         self.revived.append(incarnation)
+
+    def note_refusal(self, incarnation: str, state: WorkerState) -> None:
+        self.refusals.append((incarnation, state))
 
     def _first(self, query: RouteQuery, *roles: Role) -> WorkerView | None:
         fit = (w for w in self.workers() if w.role in roles and w.incarnation not in query.exclude)

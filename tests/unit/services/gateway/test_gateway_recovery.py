@@ -6,6 +6,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_services.router.registry import WorkerState
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
@@ -192,4 +193,14 @@ async def test_workers_that_send_a_request_away_for_now_are_asked_again_in_a_whi
         for worker in workers:
             worker.behaviour.fail_after = None
         assert (await answering).status_code == 200
+        assert set(gateway.chooser.refusals) == {(worker.view.incarnation, WorkerState.PAUSED) for worker in workers}
     assert max(len(worker.received) for worker in workers) <= 3
+
+
+async def test_the_router_is_told_who_drains_and_of_no_other_failure(rack, serving):
+    rack.add("a", healthy(fail_after=(0, Finish(reason=FinishReason.ERROR, code="draining", retryable=True))))
+    rack.add("b", healthy(fail_after=(0, Finish(reason=FinishReason.ERROR, code="engine_error", retryable=True))))
+    rack.add("c", healthy())
+    async with serving() as gateway:
+        assert (await gateway.complete(max_tokens=3)).status_code == 200
+        assert gateway.chooser.refusals == [("a@1", WorkerState.DRAINING)]

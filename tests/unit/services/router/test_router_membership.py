@@ -1,6 +1,7 @@
 import pytest
 
 from tandem_services.router.membership import FORGIVE_S, Membership
+from tandem_services.router.refusals import ASK_AGAIN_S, TOLD_S
 from tandem_services.router.registry import FleetSnapshot, WorkerState
 from tandem_testing.router_builders import MODEL, make_record
 from tandem_testing.service_clock import ServiceClock
@@ -129,3 +130,67 @@ def test_people_see_those_that_were_found_dead_too(members):
     members.mark_dead("w2@1")
     seen = {each.record.view.worker_id: each.suspect for each in members.members()}
     assert seen == {"w1": False, "w2": True}
+
+
+def offered(members: Membership) -> set[str]:
+    return {each.view.worker_id for each in members.candidates(MODEL, prompt_tokens=1, exclude=frozenset())}
+
+
+@pytest.mark.parametrize("state", [WorkerState.DRAINING, WorkerState.PAUSED])
+def test_a_worker_that_has_sent_a_request_away_is_not_offered_until_a_later_view_says_that_it_is_ready(
+    members, clock, state
+):
+    both = snapshot(make_record("a"), make_record("b"))
+    members.update(both)
+    members.note_refusal("a@1", state)
+    assert offered(members) == {"b"}
+    assert {each.record.view.worker_id: each.record.state for each in members.members()} == {
+        "a": state,
+        "b": WorkerState.READY,
+    }
+    assert names(members) == {"a@1", "b@1"}, "it answers: what it runs goes on"
+    clock.advance(1.0)
+    members.update(both)
+    assert offered(members) == {"a", "b"}
+
+
+def test_a_view_that_was_asked_for_before_the_worker_can_have_told_redis_knows_nothing_of_its_refusal(members, clock):
+    both = snapshot(make_record("a"), make_record("b"))
+    members.update(both)
+    asked_at = clock.now()
+    clock.advance(0.01)
+    members.note_refusal("a@1", WorkerState.PAUSED)
+    members.update(both, asked_at=asked_at)
+    assert offered(members) == {"b"}
+    clock.advance(TOLD_S / 2)
+    members.update(both)
+    assert offered(members) == {"b"}
+    clock.advance(TOLD_S)
+    members.update(both)
+    assert offered(members) == {"a", "b"}
+
+
+def test_a_worker_that_refuses_again_is_left_out_again(members, clock):
+    both = snapshot(make_record("a"), make_record("b"))
+    for _ in range(3):
+        clock.advance(1.0)
+        members.update(both)
+        assert offered(members) == {"a", "b"}
+        members.note_refusal("a@1", WorkerState.PAUSED)
+        assert offered(members) == {"b"}
+
+
+def test_without_redis_a_worker_that_refused_is_asked_again_in_a_while(members, clock):
+    members.update(snapshot(make_record("a"), make_record("b")))
+    members.note_refusal("a@1", WorkerState.PAUSED)
+    clock.advance(ASK_AGAIN_S)
+    assert offered(members) == {"b"}
+    clock.advance(0.1)
+    assert offered(members) == {"a", "b"}
+
+
+def test_a_new_incarnation_of_a_worker_that_refused_is_offered_at_once(members):
+    members.update(snapshot(make_record("a", number=1)))
+    members.note_refusal("a@1", WorkerState.DRAINING)
+    members.update(snapshot(make_record("a", number=2)))
+    assert offered(members) == {"a"}
