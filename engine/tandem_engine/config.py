@@ -440,6 +440,8 @@ class DisaggConfig:
     role: Role = Role.BOTH
     transport: str = "nixl"
     """nixl, or none when the worker only ever serves alone."""
+    peer_group: str = ""
+    """KV is exchanged with engines of the same group alone: a deployment gives each of its revisions one."""
     grant_timeout: float = 8.0
     """Decode waits this long without a sign of life from the writer, before or after the grant. Prefill lets
     a push take as long."""

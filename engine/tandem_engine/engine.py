@@ -248,7 +248,8 @@ class Engine:
         self.memory = memory
         self.scheduler = scheduler
         self.geometry = _geometry(loaded, config)
-        self.compat_hash = compat_hash(self.geometry, loaded.model_config.num_kv_heads)
+        self._peer_group = config.disagg.peer_group
+        self.compat_hash = compat_hash(self.geometry, loaded.model_config.num_kv_heads, self._peer_group)
         self._pool = pool
         self._runner = runner
         self._executor = executor
@@ -621,7 +622,7 @@ class Engine:
         self._loaded_with = loaded.config
         self.model_config = loaded.model_config
         self.geometry = msgspec.structs.replace(self.geometry, fingerprint=loaded.model_config.fingerprint)
-        self.compat_hash = compat_hash(self.geometry, loaded.model_config.num_kv_heads)
+        self.compat_hash = compat_hash(self.geometry, loaded.model_config.num_kv_heads, self._peer_group)
         self._rename(self.compat_hash)
         return ended
 
@@ -715,13 +716,14 @@ class Engine:
         self.close()
 
 
-def compat_hash(geometry: KvGeometry, kv_heads: int) -> str:
+def compat_hash(geometry: KvGeometry, kv_heads: int, peer_group: str = "") -> str:
     """Digest of everything two workers must share before one writes into the other's pages.
 
     Not of how many ranks share the model's `kv_heads`: each head goes to whoever holds it there.
     """
     whole = msgspec.structs.replace(geometry, num_kv_heads=kv_heads, tp_size=1)
-    return hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16).hexdigest()
+    group = hashlib.blake2b(peer_group.encode(), digest_size=16).digest() if peer_group else b""
+    return hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16, key=group).hexdigest()
 
 
 def _geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:

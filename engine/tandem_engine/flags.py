@@ -522,6 +522,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         disagg=DisaggConfig(
             role=Role(args.role),
             transport=args.transport,
+            peer_group=args.peer_group,
             grant_timeout=args.grant_timeout,
             hold_timeout=args.hold_timeout,
             prefix_fetch_timeout=args.prefix_fetch_timeout,
@@ -564,6 +565,13 @@ def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         choices=("nixl", "none"),
         default=disagg.transport,
         help="none serves alone, without NIXL (default nixl)",
+    )
+    group.add_argument(
+        "--peer-group",
+        default=disagg.peer_group,
+        metavar="NAME",
+        help="exchange KV only with workers of the same group, beyond those of equal weights and layout; for two "
+        "releases side by side (default: all are of one group)",
     )
     group.add_argument(
         "--grant-timeout",

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -301,6 +302,35 @@ async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog)
     assert await find(fleet) is None
     assert worker.remote.orders_of("shutdown")
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_on_standby_it_is_registered_and_not_routed_to_until_it_is_offered(server, remote, tmp_path, fleet):
+    async with running(config_for(server, remote, standby=True), remote, tmp_path) as worker:
+        record = await until(lambda: find(fleet))
+        assert record.state is WorkerState.STANDBY
+        assert await matched(fleet) is None
+
+        async def stands_by() -> bool:
+            return (await worker.get("/ready")).json()["status"] == "standby"
+
+        await until(stands_by)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.post(worker.url + "/offer")).status_code == 200
+        await until(worker.ready)
+        await until(indexed(fleet, 0))
+        assert (await find(fleet)).state is WorkerState.READY
+
+
+async def test_it_stands_by_no_longer_than_it_finds_another_of_its_revision_offered(server, remote, tmp_path, fleet):
+    async with running(config_for(server, remote, standby=True), remote, tmp_path) as worker:
+        record = await until(lambda: find(fleet))
+        ours = {"deployment": worker.service.deployment}
+        other = make_record("p1", Role.PREFILL, compat_hash=record.view.compat_hash, model=record.view.model)
+        await fleet.beat(replace(other, state=WorkerState.STANDBY), **ours)
+        await two_heartbeats(fleet, worker.service.incarnation)
+        assert (await find(fleet)).state is WorkerState.STANDBY
+        await fleet.beat(other, **ours)
+        await until(worker.ready)
 
 
 async def post_role(worker: Running, role: str) -> httpx.Response:

@@ -20,6 +20,7 @@ from tandem_operator.builders.containers import (
 from tandem_operator.builders.engine_flags import engine_flags, merged
 from tandem_operator.builders.model_mount import ModelMount, model_mount
 from tandem_operator.builders.naming import (
+    REVISION_LABEL,
     ROLE_LABEL,
     SERVICE_LABEL,
     deployment_name,
@@ -40,8 +41,10 @@ START_PROBES = 360
 """Every five seconds: half an hour to download and load weights before the pod is restarted."""
 
 
-def worker_deployment(service: Served, role: RoleName, revision: str, replicas: int) -> Manifest:
-    """The Deployment, without owner references."""
+def worker_deployment(
+    service: Served, role: RoleName, revision: str, replicas: int, *, standby: bool = False
+) -> Manifest:
+    """The Deployment, without owner references. `standby`: its workers stand by until they are offered."""
     labels = worker_labels(service, role, revision)
     rollout = service.spec.rollout
     return {
@@ -61,7 +64,7 @@ def worker_deployment(service: Served, role: RoleName, revision: str, replicas: 
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
             },
-            "template": _template(service, role, labels),
+            "template": _template(service, role, labels, standby=standby),
         },
     }
 
@@ -71,7 +74,7 @@ def worker_labels(service: Served, role: RoleName, revision: str) -> dict[str, s
     return labels_of(service.name, "worker", role=role, revision=revision)
 
 
-def _template(service: Served, role: RoleName, labels: dict[str, str]) -> Manifest:
+def _template(service: Served, role: RoleName, labels: dict[str, str], *, standby: bool) -> Manifest:
     spec, part = service.spec, service.role(role)
     mount = model_mount(spec.model, image=service.engine_image, weights=True)
     volumes, mounts = _files(service, mount)
@@ -80,7 +83,7 @@ def _template(service: Served, role: RoleName, labels: dict[str, str]) -> Manife
         "image": service.engine_image,
         "command": ["tandem", "worker"],
         "args": _arguments(service, role, mount),
-        "env": _environment(spec, part),
+        "env": _environment(spec, part, labels[REVISION_LABEL], standby=standby),
         "ports": [container_port("health", HEALTH_PORT)],
         "resources": _resources(spec, part),
         "securityContext": container_security(),
@@ -118,10 +121,14 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
     return words + engine_flags(merged(spec.engine, service.role(role).engine), spec.transfer, mount.folder)
 
 
-def _environment(spec: ModelServiceSpec, part: Role) -> list[Manifest]:
+def _environment(spec: ModelServiceSpec, part: Role, revision: str, *, standby: bool) -> list[Manifest]:
+    # No flags: an engine image of an older release, which a service may name, would not start with one it does not
+    # know.
     ours = [
         from_pod("TANDEM_WORKER_ID", "metadata.name"),
         from_pod("TANDEM_HOST", "status.podIP"),
+        value("TANDEM_PEER_GROUP", revision),
+        value("TANDEM_STANDBY", str(int(standby))),
         value("TANDEM_LOG_LEVEL", spec.observability.log_level),
         value("HOME", TMP),
         # Compiled kernels are kept where the container may write.

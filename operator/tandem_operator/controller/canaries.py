@@ -1,6 +1,7 @@
 """Which canary requests are due for a service, and what their answers mean. Pure: whoever asks brings time and answers.
 
-revision   asked through its first ready pair until one answer is good; from then on its workers' readiness counts
+revision   asked through its first pair until one answer is good: then its workers are offered to the router, and
+           from then on their readiness counts
 gateway    asked again and again; it fails when several answers in a row are bad, so that one lost packet is no
 outage
 """
@@ -48,14 +49,16 @@ class CanaryBook:
 
     def due(self, now: float, pods: Iterable[PodSeen]) -> list[Ask]:
         """What to ask now."""
-        ready = [pod for pod in pods if pod.ready and not pod.terminating]
-        gateway = next((pod for pod in ready if pod.role == "gateway"), None)
+        usable = [pod for pod in pods if pod.usable]
+        gateway = next((pod for pod in usable if pod.role == "gateway"), None)
         if gateway is None:
             return []
-        revisions = dict.fromkeys(pod.revision for pod in ready if pod.worker_role is not None)
-        pairs = {revision: pair for revision in revisions if (pair := pair_of(revision, ready)) is not None}
+        revisions = dict.fromkeys(pod.revision for pod in usable if pod.worker_role is not None)
+        pairs = {revision: pair for revision in revisions if (pair := pair_of(revision, usable)) is not None}
         asks = [Ask(revision, gateway, pair) for revision, pair in pairs.items() if self._due(now, revision)]
-        if pairs and self._due(now, GATEWAY_CANARY):
+        # Whom the router may choose: nobody, while all pairs stand by.
+        offered = any(not pod.standby for pair in pairs.values() for pod in pair)
+        if offered and self._due(now, GATEWAY_CANARY):
             asks.append(Ask(GATEWAY_CANARY, gateway))
         return asks
 

@@ -1,6 +1,7 @@
 """Figures for whoever scales instead of us: services with `autoscaling.mode: external` are looked at each period.
 
-Every replica does so, leading or not, for it writes nothing: an HPA's adapter and KEDA ask whichever they reach.
+Every replica does so, leading or not, for it writes nothing: an HPA's adapter and KEDA ask whichever they reach. The
+leader's lookout goes by what was seen here, so that no pod is asked twice.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from tandem_operator.controller.store import Store
 from tandem_operator.planning.scaling_config import scaling_config
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.external import ScalingFigures
+from tandem_operator.telemetry.looks import Seen as PodsSeen
 from tandem_operator.telemetry.reading import LoadReader
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class ExternalLooks:
     client: httpx.AsyncClient
     figures: ScalingFigures
     _readers: dict[ServiceKey, LoadReader] = field(default_factory=dict)
+    _seen: dict[ServiceKey, PodsSeen] = field(default_factory=dict)
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     async def run(self) -> None:
@@ -44,6 +47,10 @@ class ExternalLooks:
             await self.look()
             await asyncio.sleep(PERIOD_S)
 
+    def seen(self, key: ServiceKey) -> PodsSeen | None:
+        """What came of the last look at a service; None before the first."""
+        return self._seen.get(key)
+
     async def look(self) -> None:
         """At all that others scale; what is no longer among them is forgotten."""
         wanted = {
@@ -51,6 +58,7 @@ class ExternalLooks:
         }
         for key in self._readers.keys() - wanted.keys():
             del self._readers[key]
+            self._seen.pop(key, None)
             self.figures.forget((key.namespace, key.name))
         await asyncio.gather(*(self._look_at(service, found) for service, found in wanted.values()))
 
@@ -72,7 +80,9 @@ class ExternalLooks:
         try:
             async with self._room:
                 seen = await reader.read(pods)
+            self._seen[key] = seen
             self.figures.put((key.namespace, key.name), seen, scaling_config(wanted))
         except Exception:
             logger.exception("%s: its pods could not be looked at", key)
+            self._seen.pop(key, None)
             self.figures.forget((key.namespace, key.name))

@@ -1,12 +1,11 @@
 """Looks after one service beyond its objects, one turn each period: asks its pods, and acts on what they say.
 
-pods ─▶ figures ─▶ links slower than expected
+pods ─▶ canaries that are due ─▶ workers on standby whose revision has passed are offered to the router
+     ─▶ figures ─▶ links slower than expected
                 ─▶ the autoscaler (mode internal): costs of pods, then flips, then replicas of pools
-     ─▶ canaries that are due
                                                     all of it ─▶ Findings, which reconciles read
 """
 
-import asyncio
 import logging
 import math
 import time
@@ -15,55 +14,29 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from tandem_operator.api.model_service import Decision, ModelServiceStatus
+from tandem_operator.api.model_service import Decision
 from tandem_operator.api.roles import ROLES
 from tandem_operator.builders.naming import pool_name
 from tandem_operator.builders.served import Served
-from tandem_operator.controller.canaries import Ask, CanaryBook, steady
+from tandem_operator.controller.canaries import steady
 from tandem_operator.controller.carry_out import Executor
 from tandem_operator.controller.events import EventPoster, Told
-from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.findings import Findings
-from tandem_operator.controller.kinds import WORKER_POOL
-from tandem_operator.controller.objects import Seen
-from tandem_operator.planning.observed import Canary
+from tandem_operator.controller.kinds import WORKER_POOL, ServiceKey
+from tandem_operator.controller.subject import Subject
+from tandem_operator.controller.trials import Trials
 from tandem_operator.planning.scaling_config import scaling_config
 from tandem_operator.telemetry.autoscaler import Autoscaler, Scaled
 from tandem_operator.telemetry.decisions import event_of, remembered, worth_telling
 from tandem_operator.telemetry.flips import Flip, order_flip
 from tandem_operator.telemetry.looks import Seen as PodsSeen
 from tandem_operator.telemetry.orders import OrderFailedError
-from tandem_operator.telemetry.pods import PodSeen
 from tandem_operator.telemetry.reading import LoadReader
 
 logger = logging.getLogger(__name__)
 
 QUICK_S = 1.0
 """A canary that is answered so soon counts in the same turn."""
-
-SendCanary = Callable[[Ask, str], Awaitable[Canary]]
-"""Sends one, with the service's token."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """The service as a turn finds it."""
-
-    service: Seen
-    wanted: Served
-    status: ModelServiceStatus
-    parts: Parts
-    pods: tuple[PodSeen, ...]
-    now: str
-    """RFC 3339."""
-
-    @property
-    def rolling_out(self) -> bool:
-        """Whether workers of another revision are there."""
-        return any(one.replicas or one.pods for one in self.parts.deployments() if one.role and self._old(one.revision))
-
-    def _old(self, revision: str | None) -> bool:
-        return revision != self.status.revision
 
 
 @dataclass(slots=True)
@@ -75,14 +48,12 @@ class Lookout:
     events: EventPoster
     token: Callable[[Served], Awaitable[str]]
     """The service's token for orders. Raises `OrderFailedError` while there is none."""
-    send_canary: SendCanary | None
-    """None: canaries are switched off."""
-    book: CanaryBook
+    trials: Trials
+    external: Callable[[ServiceKey], PodsSeen | None] = lambda _: None
+    """What was seen of a service that others scale: its pods are asked elsewhere (`external_looks`)."""
     clock: Callable[[], float] = time.monotonic
     autoscaler: Autoscaler = field(default_factory=Autoscaler)
     reader: LoadReader = field(init=False)
-    asking: dict[str, tuple[Ask, "asyncio.Task[Canary]"]] = field(default_factory=dict)
-    """Canaries under way, by revision."""
     look_at: float = -math.inf
     """When figures are read again."""
 
@@ -93,7 +64,7 @@ class Lookout:
         """Send the canaries that are due. `before`: None the first time, which waits for the answers, for nothing is
         planned without them; later nobody waits for slow ones.
         """
-        canaries = await self._canaries(subject, patience_s=None if before is None else QUICK_S)
+        canaries = await self.trials.turn(subject, patience_s=None if before is None else QUICK_S)
         return replace(before or Findings(), canaries=canaries)
 
     async def look(self, subject: Subject, known: Findings) -> Findings:
@@ -103,7 +74,9 @@ class Lookout:
         if self.clock() < self.look_at:
             return known
         self.look_at = self.clock() + subject.wanted.spec.autoscaling.period_seconds
-        seen = await self.reader.read(subject.pods)
+        seen = await self._seen(subject)
+        if seen is None:
+            return known
         found = replace(known, links=seen.slow_links(), pods=seen)
         scaled = self._decide(subject, seen)
         if scaled is None:
@@ -114,33 +87,14 @@ class Lookout:
         told = tuple(remembered(decisions, scaled.decisions, subject.now))
         return replace(found, decisions=told, holding=steady(known.holding, scaled.holding))
 
-    async def _canaries(self, subject: Subject, *, patience_s: float | None) -> dict[str, Canary]:
-        """Send those that are due, beside those under way."""
-        if self.send_canary is None:
-            return {}
-        for ask in self.book.due(self.clock(), subject.pods):
-            if ask.revision not in self.asking:
-                answer = asyncio.create_task(self._ask(subject, ask, self.send_canary))
-                self.asking[ask.revision] = (ask, answer)
-        if self.asking:
-            await asyncio.wait([answer for _, answer in self.asking.values()], timeout=patience_s)
-        for revision, (ask, answer) in list(self.asking.items()):
-            if answer.done():
-                self.book.take(self.clock(), ask, answer.result())
-                del self.asking[revision]
-        revisions = [one.revision for one in subject.parts.deployments() if one.revision]
-        return self.book.results(self.clock(), revisions)
+    async def _seen(self, subject: Subject) -> PodsSeen | None:
+        if subject.wanted.spec.autoscaling.mode == "external":
+            return self.external(subject.service.key)
+        return await self.reader.read(subject.pods)
 
     def close(self) -> None:
         """Canaries under way are given up."""
-        for _, answer in self.asking.values():
-            answer.cancel()
-
-    async def _ask(self, subject: Subject, ask: Ask, send: SendCanary) -> Canary:
-        try:
-            return await send(ask, await self.token(subject.wanted))
-        except OrderFailedError as error:
-            return Canary(passed=False, message=str(error))
+        self.trials.close()
 
     def _decide(self, subject: Subject, seen: PodsSeen) -> Scaled | None:
         pools = subject.parts.pools()

@@ -17,18 +17,21 @@ from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.findings import Findings, FindingsBoard
 from tandem_operator.controller.kinds import ServiceKey
 from tandem_operator.controller.leadership import NotLeading
-from tandem_operator.controller.lookout import Lookout, Subject
+from tandem_operator.controller.lookout import Lookout
 from tandem_operator.controller.metrics import OperatorMetrics
 from tandem_operator.controller.objects import Seen
 from tandem_operator.controller.reconcile import rfc3339
 from tandem_operator.controller.resources import spec_of, status_of
 from tandem_operator.controller.store import Store
+from tandem_operator.controller.subject import Subject
 from tandem_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 RETRY_S = 5.0
+STARTING_S = 1.0
+"""Until the next turn while workers start: no watch tells when one stands by."""
 PAUSE_S = 1.0
 """Between two turns, however often pods change."""
 AT_ONCE = 32
@@ -143,7 +146,8 @@ class Lookouts:
         # Plans need the canaries; figures may take their time.
         self._found(service.key, asked)
         self._found(service.key, await post.lookout.look(subject, asked))
-        return spec.autoscaling.period_seconds
+        period_s = spec.autoscaling.period_seconds
+        return min(period_s, STARTING_S) if post.lookout.trials.expecting else period_s
 
     def _found(self, key: ServiceKey, findings: Findings) -> None:
         if self._findings.put(key, findings):

@@ -35,7 +35,7 @@ from tandem_operator.controller.findings import FindingsBoard
 from tandem_operator.controller.handlers import registry_for
 from tandem_operator.controller.kinds import POD
 from tandem_operator.controller.leadership import Leadership
-from tandem_operator.controller.lookout import Lookout, SendCanary
+from tandem_operator.controller.lookout import Lookout
 from tandem_operator.controller.lookouts import Lookouts
 from tandem_operator.controller.metrics import OperatorMetrics
 from tandem_operator.controller.probes import probe_app, serving
@@ -43,6 +43,7 @@ from tandem_operator.controller.reconcile import Reconciler
 from tandem_operator.controller.resync import Resync
 from tandem_operator.controller.secrets import SecretLookup
 from tandem_operator.controller.store import Store
+from tandem_operator.controller.trials import SendCanary, Trials
 from tandem_operator.planning.observed import Canary
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.canary import run_canary
@@ -138,7 +139,8 @@ class Operator:
         self._pods = httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=256))
 
         def lookout(book: CanaryBook) -> Lookout:
-            return Lookout(self._pods, executor, events, secrets.token, self._canary(), book)
+            trials = Trials(self._pods, secrets.token, self._canary(), book)
+            return Lookout(self._pods, executor, events, secrets.token, trials, self._external.seen)
 
         self._lookouts = Lookouts(
             self._store,

@@ -128,7 +128,10 @@ def _revisions(observed: Observed) -> list[RevisionSeen]:
 
 def _manifests(service: Served, target: str, step: Step, settings: OperatorSettings) -> tuple[Manifest, ...]:
     manifests = [worker_pool(service, role) for role in ROLES]
-    manifests += [worker_deployment(service, role, target, step.desired[target][role]) for role in ROLES]
+    manifests += [
+        worker_deployment(service, role, target, step.desired[target][role], standby=settings.canaries)
+        for role in ROLES
+    ]
     if service.spec.redis.managed is not None:
         manifests += [redis_deployment(service), redis_service(service)]
     manifests += [gateway_deployment(service), gateway_service(service)]

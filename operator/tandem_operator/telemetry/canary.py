@@ -22,13 +22,15 @@ MAX_MESSAGE = 512
 
 
 def pair_of(revision: str, pods: Iterable[PodSeen]) -> tuple[PodSeen, PodSeen] | None:
-    """A ready prefill and a ready decode pod of one revision, always the same ones; None while there are none."""
-    ready = sorted(
-        (pod for pod in pods if pod.ready and not pod.terminating and pod.revision == revision),
-        key=lambda pod: pod.name,
+    """A prefill and a decode pod of one revision, ready or on standby; None while there are none.
+
+    Always the same ones, and ready ones first: what they say of a revision counts for those on standby.
+    """
+    usable = sorted(
+        (pod for pod in pods if pod.usable and pod.revision == revision), key=lambda pod: (pod.standby, pod.name)
     )
-    prefill = next((pod for pod in ready if pod.role == "prefill"), None)
-    decode = next((pod for pod in ready if pod.role == "decode"), None)
+    prefill = next((pod for pod in usable if pod.role == "prefill"), None)
+    decode = next((pod for pod in usable if pod.role == "decode"), None)
     return None if prefill is None or decode is None else (prefill, decode)
 
 

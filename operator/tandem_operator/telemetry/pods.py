@@ -30,6 +30,8 @@ class PodSeen:
     revision: str = ""
     """Of a worker."""
     ready: bool = False
+    standby: bool = False
+    """A worker that would be ready if its revision had been tried (`telemetry.standby`)."""
     terminating: bool = False
     ports: Mapping[str, int] = field(default_factory=dict)
     """By the names that its containers give them."""
@@ -53,6 +55,11 @@ class PodSeen:
             ports=_ports(pod.get("spec", {})),
             deletion_cost=_deletion_cost(metadata.get("annotations", {})),
         )
+
+    @property
+    def usable(self) -> bool:
+        """Whether a canary can go through it."""
+        return (self.ready or self.standby) and not self.terminating
 
     @property
     def worker_role(self) -> RoleName | None:

@@ -40,6 +40,7 @@ PATHS = {
     "stop-profile": "/profile/stop",
     "role": "/role",
     "drain": "/drain",
+    "offer": "/offer",
 }
 
 QUESTIONS = {"audit": "/audit", "links": "/links"}
@@ -83,6 +84,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     role = orders.add_parser("role", help="serve in another role, without a restart; running requests go on")
     role.add_argument("role", choices=[role.value for role in Role], help="what routers use the worker for")
     orders.add_parser("drain", help="take no new requests, move running ones to other workers, exit 0")
+    orders.add_parser("offer", help="end the standby of a worker that was started with --standby")
     links = orders.add_parser("links", help="how fast the links to its peers are, by what, and what is wrong")
     links.add_argument("--json", action="store_true", help="as the worker answers it, instead of a table")
     orders.add_parser("audit", help="count the pages and name what is wrong with them")

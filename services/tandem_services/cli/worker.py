@@ -83,6 +83,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "meanwhile (default 0: it does not wait)",
     )
     parser.add_argument(
+        "--standby",
+        action="store_true",
+        default=settings.standby,
+        help="take only requests that name this worker, such as a canary, until `tandem ctl … offer`, or until others "
+        "of its --peer-group are offered, or nobody else has served the model for a minute (TANDEM_STANDBY)",
+    )
+    parser.add_argument(
         "--drain-timeout",
         type=positive_float,
         default=25.0,
@@ -93,7 +100,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_deployment(parser)
     add_tracing(parser)
     add_engine_flags(parser)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, peer_group=settings.peer_group)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
             health_port=args.health_port,
             remote_orders=args.allow_remote_orders,
             drain_timeout_s=args.drain_timeout,
+            standby=args.standby,
             await_links_s=args.await_links,
             tracing=tracing_of(args),
             log_format=LogFormat(args.log_format),

@@ -1,7 +1,7 @@
 """Liveness and readiness of a process.
 
 /live    the process answers; never depends on anything else, or a broken dependency restarts the fleet
-/ready   every check passes and the process is not draining; false takes it out of load balancing
+/ready   every check passes and the process neither drains nor stands by; false takes it out of load balancing
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
     """Body of `/ready` and `/health`."""
 
     status: str
-    """ok, draining or unavailable."""
+    """ok, draining, unavailable, or standby: all is well, but nobody is sent here yet."""
     reasons: tuple[str, ...] = ()
 
     @property
@@ -34,9 +34,14 @@ class Health:
     def __init__(self) -> None:
         self._checks: dict[str, Check] = {}
         self._draining = False
+        self._standby: Check = lambda: None
 
     def add_check(self, name: str, check: Check) -> None:
         self._checks[name] = check
+
+    def stand_by_until(self, check: Check) -> None:
+        """While `check` names something and all others pass, report "standby"."""
+        self._standby = check
 
     @property
     def draining(self) -> bool:
@@ -50,4 +55,7 @@ class Health:
         if self._draining:
             return HealthReport(status="draining", reasons=("shutting down",))
         failed = [f"{name}: {reason}" for name, check in self._checks.items() if (reason := check()) is not None]
-        return HealthReport(status="unavailable", reasons=tuple(failed)) if failed else HealthReport(status="ok")
+        if failed:
+            return HealthReport(status="unavailable", reasons=tuple(failed))
+        waits = self._standby()
+        return HealthReport(status="ok") if waits is None else HealthReport(status="standby", reasons=(waits,))

@@ -29,6 +29,8 @@ KNOWN = {
     "TANDEM_HOST": "address that other pods reach this process at; the pod IP",
     "TANDEM_API_KEY": "key that `tandem chat` and `tandem bench serve` send; without it OPENAI_API_KEY",
     "TANDEM_HEALTH_HOST": "address of a worker's port for probes and Prometheus; 0.0.0.0 in a pod",
+    "TANDEM_PEER_GROUP": "group of workers that this one exchanges KV with; the revision",
+    "TANDEM_STANDBY": "1: a worker takes only requests that name it until it is offered",
     "TANDEM_LOG_LEVEL": "debug, info, warning or error",
     "TANDEM_TORCH": "read by set-up: cpu or cuda build of torch",
     "TANDEM_VENV": "read by set-up: folder of the virtual environment",
@@ -60,6 +62,8 @@ class Settings:
     host: str | None = None
     api_key: str | None = field(default=None, repr=False)
     health_host: str | None = None
+    peer_group: str = ""
+    standby: bool = False
     log_level: int = logging.INFO
     otlp_traces_endpoint: str | None = None
     """Where spans go, by the standard's variables; None: nowhere, or tracing is switched off by one of them."""
@@ -75,7 +79,7 @@ class Settings:
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Settings of this process, or of the given variables. An empty value is the same as none.
 
-    Raises `ConfigError` for a log level that is none.
+    Raises `ConfigError` for a log level or a switch that is none.
     """
     variables = os.environ if environ is None else environ
     values = {name: value for name, value in variables.items() if name.startswith(PREFIX) and value}
@@ -88,6 +92,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         host=values.get("TANDEM_HOST"),
         api_key=values.get("TANDEM_API_KEY") or variables.get(OPENAI_API_KEY) or None,
         health_host=values.get("TANDEM_HEALTH_HOST"),
+        peer_group=values.get("TANDEM_PEER_GROUP", ""),
+        standby=_switch(values, "TANDEM_STANDBY"),
         log_level=_log_level(values.get("TANDEM_LOG_LEVEL", "info")),
         otlp_traces_endpoint=_otlp_endpoint(variables),
         otlp_protocol=_first(variables, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -132,6 +138,13 @@ def _is_known(name: str) -> bool:
 
 def _path(values: Mapping[str, str], name: str) -> Path | None:
     return Path(values[name]) if name in values else None
+
+
+def _switch(values: Mapping[str, str], name: str) -> bool:
+    text = values.get(name, "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name} must be 0 or 1, got {text[:50]!r}")
+    return text == "1"
 
 
 def _log_level(name: str) -> int:

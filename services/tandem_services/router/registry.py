@@ -53,6 +53,8 @@ class WorkerState(StrEnum):
     """Its scheduler loop does not turn."""
     PAUSED = "paused"
     """An operator has paused generation."""
+    STANDBY = "standby"
+    """Its revision has not been tried yet: it serves who names it, such as a canary."""
 
 
 class LeaseStatus(StrEnum):

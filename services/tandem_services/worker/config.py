@@ -47,6 +47,8 @@ class WorkerConfig:
     start_timeout_s: float = 1800.0
     """Loading a large model from slow storage takes a while."""
     redis_start_timeout_s: float = 30.0
+    standby: bool = False
+    """Serve only who names this worker until its revision was tried (`worker.standby`)."""
     await_links_s: float = 0.0
     """/ready waits so long for the links to the first peers to be tested."""
     drain_timeout_s: float = 25.0

@@ -6,6 +6,7 @@
     GET  /audit     the engine counts its pages; 200 with the report, 504 when it does not answer
     GET  /links     the links to peers, as the engine has measured them
     POST /drain     202; the worker takes no new requests, moves running ones to others, and exits 0
+    POST /offer     200; a worker on standby is offered to the router from now on; 409 while the model is loaded
     POST …          an operator's orders; see `operator_routes`
 
 Bound to loopback unless told otherwise. Elsewhere the first three are for everybody who reaches the port; the rest is
@@ -29,7 +30,7 @@ from tandem_engine.messages.control import AuditReport, LinkReport
 from tandem_services.common.health import Health
 from tandem_services.common.listening import http_url, is_wildcard, listen
 from tandem_services.common.metrics import CONTENT_TYPE, render
-from tandem_services.worker.operator_routes import Operate, SetRole, json_response, operator_routes
+from tandem_services.worker.operator_routes import BUSY, Operate, SetRole, json_response, operator_routes
 from tandem_services.worker.order_access import OrderAccess
 
 LIVE_S = 30.0
@@ -51,6 +52,8 @@ class WorkerProbes:
     drain: Callable[[], None]
     operate: Operate
     set_role: SetRole
+    offer: Callable[[], str | None]
+    """End the standby; what is in its way, or None."""
     order_token: str | None = None
     """With it other machines may give orders, too."""
     remote_orders: bool = False
@@ -92,6 +95,13 @@ def build_app(probes: WorkerProbes) -> Starlette:
         probes.drain()
         return json_response({"status": "draining"}, 202)
 
+    async def offer(request: Request) -> Response:
+        del request
+        refusal = probes.offer()
+        if refusal is not None:
+            return json_response({"code": BUSY, "message": refusal}, 409)
+        return json_response({"message": "offered to the router"})
+
     return Starlette(
         routes=[
             Route("/live", live),
@@ -100,6 +110,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/audit", audit),
             Route("/links", links),
             Route("/drain", drain, methods=["POST"]),
+            Route("/offer", offer, methods=["POST"]),
             *operator_routes(probes.operate, probes.set_role),
         ],
         middleware=[]

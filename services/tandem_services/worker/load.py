@@ -33,6 +33,8 @@ class LoadMonitor:
     role: Role = Role.BOTH
     """What the router may use it for. An operator can change it."""
     draining: bool = False
+    standby: bool = False
+    """Nobody has tried it yet (`worker.standby`)."""
     stats: EngineStats | None = None
     _stats_at: float = 0.0
     _progress_at: float = 0.0
@@ -66,7 +68,9 @@ class LoadMonitor:
             return WorkerState.DRAINING
         if self.stalled_s > STALL_S:
             return WorkerState.STALLED
-        return WorkerState.PAUSED if self.stats is not None and self.stats.paused else WorkerState.READY
+        if self.stats is not None and self.stats.paused:
+            return WorkerState.PAUSED
+        return WorkerState.STANDBY if self.standby else WorkerState.READY
 
     def idle_since(self, moment: float) -> bool:
         """Whether statistics from after `moment` (monotonic seconds) show no request anywhere."""

@@ -115,6 +115,7 @@ class ServiceNumbers:
     role: Role
     draining_s: float | None
     """For how long it has been draining; None while it is not."""
+    standby: bool = False
     stats_age_s: float = 0.0
     """Of the engine's last report."""
     ready: EngineReady | None = None
@@ -132,6 +133,7 @@ class WorkerCollector(Collector):
         numbers = self._service()
         yield _gauge("registered", "1 when a heartbeat was accepted since start.", numbers.registered)
         yield _gauge("offered", "1 when the router may choose this worker.", numbers.offered)
+        yield _gauge("standby", "1 until its revision has been tried: the router does not choose it.", numbers.standby)
         yield _counter("index_replays", "Replays of the prefix cache to the index.", numbers.index_replays)
         yield _counter("redis_failures", "Redis commands without a usable answer.", numbers.redis_failures)
         yield _gauge(

@@ -2,6 +2,7 @@
 
 Start    Redis answers → health port → engine process → `EngineReady` → heartbeats, index feed
 Serve    the engine talks to gateways and peers itself; this process only reports, and passes on orders
+Standby  with --standby the router sends nothing until the worker is offered (`worker.standby`)
 Role     POST /role: the engine changes first, then the registry, at once; same incarnation, same index
 Drain    SIGTERM or POST /drain: not ready, state `draining` in the registry at once, `Drain` to the engine, whose
          running requests move to other workers; wait until it is idle or the bound is over, `Shutdown`,
@@ -58,6 +59,7 @@ from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.operator_routes import BUSY
 from tandem_services.worker.peers import PeerWatch
 from tandem_services.worker.registration import Consequences, Registration
+from tandem_services.worker.standby import Standby
 from tandem_services.worker.traces import WorkerTraces
 from tandem_services.worker.warm_links import WarmLinks
 
@@ -96,7 +98,7 @@ class WorkerService:
         self._clock = clock
         self._redis = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
         self._link = EngineLink(context=context, folder=folder)
-        self._monitor = LoadMonitor(clock=clock, role=config.role)
+        self._monitor = LoadMonitor(clock=clock, role=config.role, standby=config.standby)
         self._health = Health()
         self._ready: EngineReady | None = None
         self._drain_began: float | None = None
@@ -104,7 +106,7 @@ class WorkerService:
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._traces = None if config.tracing is None else WorkerTraces(config.tracing)
-        self._feed, self._registration, self._introductions = self._build_registration()
+        self._feed, self._registration, self._introductions, self._standby = self._build_registration()
         self._warm = WarmLinks(
             clock=clock,
             patience_s=config.await_links_s,
@@ -157,7 +159,7 @@ class WorkerService:
 
     # Wiring
 
-    def _build_registration(self) -> tuple[IndexFeed, Registration, Introductions]:
+    def _build_registration(self) -> tuple[IndexFeed, Registration, Introductions, Standby]:
         keys, library = Keys(self._config.cluster), FunctionLibrary(self._redis)
         feed = IndexFeed(
             index=BlockIndex(library=library, keys=keys),
@@ -183,7 +185,14 @@ class WorkerService:
                 lost=lambda reason: self._end(Ending(EXIT_FAILED, reason)),
             ),
         )
-        return feed, registration, introductions
+        standby = Standby(
+            on=self._config.standby,
+            registry=registry,
+            own=lambda: self._describe().view,
+            clock=self._clock,
+            ended=self._offer,
+        )
+        return feed, registration, introductions, standby
 
     def _probes(self) -> WorkerProbes:
         self._health.add_check("engine", lambda: "loading the model" if self._ready is None else None)
@@ -193,6 +202,7 @@ class WorkerService:
         )
         self._health.add_check("registry", lambda: None if self._registration.registered else "not registered")
         self._health.add_check("links", self._check_links)
+        self._health.stand_by_until(self._standby.check)
         metrics = new_registry()
         metrics.register(WorkerCollector(lambda: self._monitor.stats, self._numbers))
         if self._traces is not None:
@@ -206,6 +216,7 @@ class WorkerService:
             drain=self.drain,
             operate=self._link.operate,
             set_role=self._set_role,
+            offer=self._order_offer,
             order_token=self._order_token,
             remote_orders=self._config.remote_orders,
         )
@@ -238,6 +249,17 @@ class WorkerService:
         self._introductions.fleet_changed()
         return msgspec.structs.replace(done, message=f"serving as {role}")
 
+    def _order_offer(self) -> str | None:
+        """What keeps it from being offered; None when it is."""
+        if self._ready is None:
+            return "the engine loads the model; there is nothing to offer yet"
+        self._standby.offer("by order")
+        return None
+
+    def _offer(self) -> None:
+        self._monitor.standby = False
+        self._registration.state_changed()
+
     # Reports of the engine
 
     def _engine_ready(self, ready: EngineReady) -> None:
@@ -256,6 +278,7 @@ class WorkerService:
         self._start(self._registration.run(), "registration")
         self._start(self._feed.run(), "index-feed")
         self._start(self._introductions.run(), "introductions")
+        self._start(self._standby.run(), "standby")
 
     def _engine_reported(self, stats: EngineStats) -> None:
         if self._monitor.update(stats):
@@ -275,6 +298,7 @@ class WorkerService:
         return ServiceNumbers(
             registered=self._registration.registered,
             offered=self._registration.offered,
+            standby=self._standby.on,
             index_replays=self._feed.replays,
             redis_failures=self._redis.failures,
             role=self._monitor.role,

@@ -163,3 +163,13 @@ def test_how_many_ranks_share_the_heads_is_no_part_of_the_hash(engine) -> None:
     shared = msgspec.structs.replace(whole, num_kv_heads=whole.num_kv_heads // 2, tp_size=2)
     assert compat_hash(shared, whole.num_kv_heads) == engine.compat_hash
     assert compat_hash(shared, shared.num_kv_heads) != engine.compat_hash
+
+
+def test_engines_of_two_peer_groups_have_different_hashes_for_the_same_weights(loaded, engine) -> None:
+    """Two releases of an image compute the same KV only as far as anybody knows: no request is shared between them."""
+    config = replace(loaded.config, cache=CacheConfig(page_size=16, num_pages=50))
+    hashes = {engine.compat_hash}
+    for group in ("5d8f01aa", "77c0ffee"):
+        with Engine.build(loaded, replace(config, disagg=replace(config.disagg, peer_group=group))) as other:
+            hashes.add(other.compat_hash)
+    assert len(hashes) == 3

@@ -30,6 +30,8 @@ class WorkerFigures:
     kv_pages: int
     prefill_tokens_per_s: float
     decode_step_s: float
+    standby: bool = False
+    """Its revision has not been tried yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +79,7 @@ def worker_figures(text: str) -> WorkerFigures:
         serves=said.label(f"{WORKER}role", "role"),
         offered=count("offered") == 1,
         draining=count("draining") == 1,
+        standby=count("standby") == 1,
         running=count("num_requests_running"),
         waiting=count("num_requests_waiting") + count("num_requests_swapped"),
         waiting_tokens=count("waiting_prompt_tokens"),

@@ -112,6 +112,8 @@ def _note(pod: Pod, said: Said | None) -> str:
             notes.append(f"says nothing: {said}")
         case WorkerFigures(draining=True):
             notes.append("drains")
+        case WorkerFigures(standby=True):
+            notes.append("stands by: its revision has not been tried yet")
         case WorkerFigures(serves=serves) if serves and serves != pod.role:
             notes.append(f"flipped from {pod.role}")
         case WorkerFigures(offered=False) if pod.ready:

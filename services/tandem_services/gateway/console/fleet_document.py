@@ -40,7 +40,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     model: str
     state: str
-    """ready, draining, paused, stalled or suspect."""
+    """ready, standby, draining, paused, stalled or suspect."""
     page_size: int
     context_length: int
     queue_tokens: float

@@ -14,10 +14,13 @@ from tandem_operator.api.worker_pool import WorkerPool
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import ENGINE_FLAGS
 from tandem_operator.builders.gateway import may_be_zero
+from tandem_operator.builders.naming import ROLE_LABEL
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
+from tandem_operator.planning.revision import revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser
+from tandem_services.common.settings import read_settings
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.worker.service import ORDER_TIMEOUT_S, SHUTDOWN_GRACE_S
 from tandem_testing.kube_cluster import service_of
@@ -120,6 +123,21 @@ def test_our_commands_understand_their_arguments(path):
                 build_parser().parse_args([*container["command"][1:], *container["args"]])
                 seen.add(container["name"])
     assert seen == {"worker", "gateway"}
+
+
+@pytest.mark.parametrize("canaries", [True, False])
+def test_workers_stand_by_where_canaries_try_them_and_know_their_revision(canaries):
+    service = service_of()
+    plan = make_plan(
+        service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, OperatorSettings(canaries=canaries)
+    )
+    deployments = [one for one in plan.apply if ROLE_LABEL in one["metadata"]["labels"] and one["kind"] == "Deployment"]
+    assert len(deployments) == 2
+    for one in deployments:
+        (container,) = one["spec"]["template"]["spec"]["containers"]
+        settings = read_settings({each["name"]: each.get("value", "") for each in container["env"]})
+        assert settings.warnings == ()
+        assert (settings.standby, settings.peer_group) == (canaries, revision_of(service))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

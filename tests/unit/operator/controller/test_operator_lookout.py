@@ -1,28 +1,19 @@
-"""Looking after one service's pods: canaries that are waited for or not, and what becomes of the autoscaler's
-outcome."""
-
-import asyncio
+"""Looking after one service's pods: what becomes of what they say, and of the autoscaler's outcome."""
 
 import httpx
 import pytest
 
-from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.controller.canaries import CanaryBook
-from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.findings import Findings
-from tandem_operator.controller.kinds import WORKER_POOL
-from tandem_operator.controller.lookout import Lookout, Subject
-from tandem_operator.planning.observed import Canary
+from tandem_operator.controller.lookout import Lookout
+from tandem_operator.controller.trials import Trials
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
 from tandem_operator.telemetry.looks import Seen
-from tandem_operator.telemetry.orders import OrderFailedError
 from tandem_testing.kube_cluster import service_of
-from tandem_testing.kube_objects import a_deployment, a_pod, a_service, an_object
-from tandem_testing.pod_builders import pod, worker
+from tandem_testing.kube_subjects import subject
+from tandem_testing.pod_builders import worker
 
-GATEWAY, PREFILL, DECODE = pod("g", "gateway", revision=""), pod("p", "prefill"), pod("d")
-GOOD = Canary(passed=True)
-OWNER = "uid-ModelService-chat"
+NOTHING = Seen(load=None, reason="nothing is there")
 
 
 class Recorder:
@@ -76,84 +67,25 @@ def make(recorder):
     async def token(_):
         return "token"
 
-    def made(send=None, *, seen=None, token=token):
+    def made(*, seen=NOTHING, external=lambda _: None):
         client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(404)))
-        lookout = Lookout(client, recorder, recorder, token, send, CanaryBook(600.0), clock=lambda: 0.0)
-        lookout.reader = Reader(seen or Seen(load=None, reason="nothing is there"))
+        trials = Trials(client, token, None, CanaryBook(600.0))
+        lookout = Lookout(client, recorder, recorder, token, trials, external, clock=lambda: 0.0)
+        lookout.reader = Reader(seen)
         return lookout
 
     return made
 
 
-def subject(**autoscaling):
+def scaled_by(**autoscaling):
     bounds = {"scaling": {"maxReplicas": 8}}
-    wanted = service_of(autoscaling=autoscaling, prefill=bounds, decode=bounds) if autoscaling else service_of()
-    pools = [
-        an_object(
-            WORKER_POOL,
-            f"chat-{role}",
-            owner=OWNER,
-            metadata={"labels": {"tandem.dev/service": "chat"}},
-            spec={"role": role, "replicas": 1, "serviceName": "chat"},
-        )
-        for role in ("prefill", "decode")
-    ]
-    deployments = [a_deployment(f"chat-{role}-r1", owner=OWNER, role=role) for role in ("prefill", "decode")]
-    workers = [a_pod("p"), a_pod("d", role="decode")]
-    return Subject(
-        service=a_service(),
-        wanted=wanted,
-        status=ModelServiceStatus(revision="r1"),
-        parts=Parts.of(OWNER, [*pools, *deployments, *workers]),
-        pods=(GATEWAY, PREFILL, DECODE),
-        now="2026-01-01T00:00:00Z",
-    )
-
-
-async def test_the_first_time_it_waits_for_its_canaries(make):
-    async def send(ask, token):
-        assert token == "token"
-        await asyncio.sleep(0)
-        return GOOD
-
-    found = await make(send).ask(subject(), None)
-    assert found.canaries == {"r1": GOOD, "": GOOD}
-
-
-async def test_later_a_slow_canary_is_asked_once_and_not_waited_for(make, monkeypatch):
-    monkeypatch.setattr("tandem_operator.controller.lookout.QUICK_S", 0.0)
-    answered, asked = asyncio.Event(), []
-
-    async def send(ask, token):
-        asked.append(ask.revision)
-        await answered.wait()
-        return GOOD
-
-    lookout = make(send)
-    assert (await lookout.ask(subject(), Findings())).canaries == {}
-    assert (await lookout.ask(subject(), Findings())).canaries == {}
-    assert sorted(asked) == ["", "r1"]
-    answered.set()
-    await asyncio.wait([task for _, task in lookout.asking.values()])
-    assert (await lookout.ask(subject(), Findings())).canaries == {"r1": GOOD, "": GOOD}
-    lookout.close()
-
-
-async def test_without_a_key_file_the_canary_says_so(make):
-    async def no_token(_):
-        raise OrderFailedError("Secret 'chat-curve' does not exist yet")
-
-    async def send(ask, token):
-        raise AssertionError("nobody can be asked without a token")
-
-    found = await make(send, token=no_token).ask(subject(), None)
-    assert found.canaries["r1"] == Canary(passed=False, message="Secret 'chat-curve' does not exist yet")
+    return subject(service_of(autoscaling=autoscaling, prefill=bounds, decode=bounds))
 
 
 async def test_what_is_needed_is_written_to_the_pool_and_told(make, recorder):
     workers = {"p": worker("prefill", running=3), "d": worker()}
     lookout = make(seen=Seen(load=busy(0.0), workers=workers))
-    found = await lookout.look(subject(mode="internal", flipRoles=False), Findings())
+    found = await lookout.look(scaled_by(mode="internal", flipRoles=False), Findings())
     assert recorder.calls == [("event", "ScaledUp"), ("scale", "chat-prefill", 4)]
     assert [(one.role, one.before, one.after) for one in found.decisions] == [("prefill", 1, 4)]
     assert found.holding == ""
@@ -161,7 +93,7 @@ async def test_what_is_needed_is_written_to_the_pool_and_told(make, recorder):
 
 async def test_figures_that_are_absent_hold_everything_and_are_told_once(make, recorder):
     lookout = make()
-    wanted = subject(mode="internal")
+    wanted = scaled_by(mode="internal")
     found = await lookout.look(wanted, Findings())
     assert found.holding == "nothing is there"
     assert recorder.calls == [("event", "ScalingHeld")]
@@ -173,10 +105,30 @@ async def test_figures_that_are_absent_hold_everything_and_are_told_once(make, r
 
 @pytest.mark.parametrize("mode", ["none", "external"])
 async def test_pools_of_others_are_never_written(make, recorder, mode):
-    lookout = make(seen=Seen(load=busy(0.0), workers={"p": worker("prefill"), "d": worker()}))
-    found = await lookout.look(subject(mode=mode), Findings(holding="as before"))
+    seen = Seen(load=busy(0.0), workers={"p": worker("prefill"), "d": worker()})
+    lookout = make(seen=seen, external=lambda _: seen)
+    found = await lookout.look(scaled_by(mode=mode), Findings(holding="as before"))
     assert recorder.calls == []
     assert (found.decisions, found.holding) == (None, "")
+
+
+async def test_pods_of_a_service_that_others_scale_are_not_asked_again(make):
+    """Every replica looks at them already; the leader asked each of them twice a period."""
+    looked = [None, Seen(load=busy(0.0), workers={"d": worker(slow_links={"p": "tcp"})})]
+    asked = []
+
+    def external(key):
+        asked.append(str(key))
+        return looked.pop(0)
+
+    lookout, wanted = make(external=external), scaled_by(mode="external")
+    lookout.reader = None
+    known = Findings(links={"d to p": "rdma"})
+    assert await lookout.look(wanted, known) == known, "nobody has looked yet"
+    lookout.look_at = 0.0
+    found = await lookout.look(wanted, known)
+    assert found.links == {"d to p": "tcp"}
+    assert asked == ["models/chat", "models/chat"]
 
 
 async def test_figures_are_read_once_a_period(make):

@@ -50,6 +50,7 @@ LONGER = {
     "worker.operator_routes.ANSWER_S": "an operator's order",
     "worker.operator_routes.RELOAD_S": "an operator loads weights",
     "worker.health.LIVE_S": "a stalled engine, not offered since 3 s, is restarted",
+    "worker.standby.ALONE_S": "an operator sends a canary; only where nobody serves the model",
     # Between two of something, or how long something is remembered: nobody waits for its end.
     "disaggregation.links.REPEAT_S": "a link's self-test is repeated",
     "worker.introductions.REFRESH_S": "peers are introduced again",

@@ -49,6 +49,7 @@ class Probed:
         self.draining_s: float | None = None
         self.ready: EngineReady | None = ready_message("w0@1")
         self.roles: list[Role] = []
+        self.standby: str | None = "until a canary has passed"
         self.report: AuditReport | None = None
         self.orders: list[OperatorOrder] = []
         self.outcome: OrderDone | Exception = OrderDone(nonce=7, message="done", figures={"pages": 3})
@@ -70,6 +71,10 @@ class Probed:
 
     def drain(self) -> None:
         self.drained += 1
+
+    def offer(self) -> str | None:
+        self.standby = None
+        return None if self.ready is not None else "the engine loads the model"
 
     def numbers(self) -> ServiceNumbers:
         return ServiceNumbers(
@@ -95,6 +100,7 @@ class Probed:
             drain=self.drain,
             operate=self.operate,
             set_role=self.set_role,
+            offer=self.offer,
         )
 
 
@@ -124,6 +130,22 @@ async def test_ready_gives_its_reasons(probed, client):
     response = await client.get("/ready")
     assert response.status_code == 503
     assert response.json()["reasons"] == ["engine: loading the model"]
+
+
+async def test_a_worker_on_standby_says_so_once_nothing_else_is_missing(probed, client):
+    """An operator goes by that word: it sends a canary to nobody who could not answer."""
+    missing = ["loading the model"]
+    probed.health.add_check("engine", lambda: missing[0] if missing else None)
+    probed.health.stand_by_until(lambda: probed.standby)
+    assert (await client.get("/ready")).json()["status"] == "unavailable"
+    missing.clear()
+    response = await client.get("/ready")
+    assert (response.status_code, response.json()["status"]) == (503, "standby")
+    assert (await client.post("/offer")).status_code == 200
+    assert (await client.get("/ready")).status_code == 200
+    probed.ready = None
+    answer = await client.post("/offer")
+    assert (answer.status_code, answer.json()["code"]) == (409, "busy")
 
 
 async def test_metrics_have_vllm_like_names(probed, client):

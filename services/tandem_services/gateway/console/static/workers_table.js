@@ -10,6 +10,7 @@ const STATES = {
   ready: "takes requests",
   draining: "takes no new requests; running ones move on or finish",
   paused: "an operator has paused it",
+  standby: "its revision is being tried: it takes no ordinary requests yet",
   stalled: "its engine shows no sign of life",
   suspect: "this gateway has lost its connection to it",
   left: "has drained and left",

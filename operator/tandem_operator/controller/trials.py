@@ -1,0 +1,100 @@
+"""Tries what is new of one service: canaries, and the end of the standby of workers whose revision has passed.
+
+    pods ─▶ who of them stands by ─▶ canaries that are due ─▶ answers ─▶ POST /offer to those of revisions that passed
+                                                                    ─▶ pods turn Ready, rollouts go on
+
+The state is where it belongs: whether a worker stands by is the worker's, which revisions there are the API server's.
+A new leader asks both and sends the canary again; it costs a request.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from tandem_operator.builders.served import Served
+from tandem_operator.controller.canaries import Ask, CanaryBook
+from tandem_operator.controller.subject import Subject
+from tandem_operator.planning.observed import Canary
+from tandem_operator.telemetry.orders import OrderFailedError
+from tandem_operator.telemetry.pods import PodSeen
+from tandem_operator.telemetry.standby import order_offer, starting, with_standby
+
+logger = logging.getLogger(__name__)
+
+SendCanary = Callable[[Ask, str], Awaitable[Canary]]
+"""Sends one, with the service's token."""
+
+
+@dataclass(slots=True)
+class Trials:
+    """One per service, for as long as this operator leads."""
+
+    client: httpx.AsyncClient
+    token: Callable[[Served], Awaitable[str]]
+    """The service's token for orders. Raises `OrderFailedError` while there is none."""
+    send: SendCanary | None
+    """None: canaries are switched off, and no worker stands by."""
+    book: CanaryBook
+    clock: Callable[[], float] = time.monotonic
+    asking: dict[str, tuple[Ask, "asyncio.Task[Canary]"]] = field(default_factory=dict)
+    """Canaries under way, by revision."""
+    expecting: bool = False
+    """A worker starts, or an answer is due: the next turn should be soon."""
+
+    async def turn(self, subject: Subject, *, patience_s: float | None) -> dict[str, Canary]:
+        """What is known of each revision, and of the gateway under "". Waits no longer than `patience_s` for answers;
+        None: for all of them.
+        """
+        if self.send is None:
+            return {}
+        pods = await with_standby(self.client, subject.pods)
+        canaries = await self._canaries(subject, pods, self.send, patience_s)
+        await self._offer(subject, pods, canaries)
+        self.expecting = bool(self.asking) or bool(starting(pods))
+        return canaries
+
+    def close(self) -> None:
+        """Canaries under way are given up."""
+        for _, answer in self.asking.values():
+            answer.cancel()
+
+    async def _canaries(
+        self, subject: Subject, pods: Sequence[PodSeen], send: SendCanary, patience_s: float | None
+    ) -> dict[str, Canary]:
+        """Send those that are due, beside those under way."""
+        for ask in self.book.due(self.clock(), pods):
+            if ask.revision not in self.asking:
+                self.asking[ask.revision] = (ask, asyncio.create_task(self._ask(subject, ask, send)))
+        if self.asking:
+            await asyncio.wait([answer for _, answer in self.asking.values()], timeout=patience_s)
+        for revision, (ask, answer) in list(self.asking.items()):
+            if answer.done():
+                self.book.take(self.clock(), ask, answer.result())
+                del self.asking[revision]
+        revisions = [one.revision for one in subject.parts.deployments() if one.revision]
+        return self.book.results(self.clock(), revisions)
+
+    async def _ask(self, subject: Subject, ask: Ask, send: SendCanary) -> Canary:
+        try:
+            return await send(ask, await self.token(subject.wanted))
+        except OrderFailedError as error:
+            return Canary(passed=False, message=str(error))
+
+    async def _offer(self, subject: Subject, pods: Sequence[PodSeen], canaries: Mapping[str, Canary]) -> None:
+        """End the standby of all whose revision has passed, and of those for whom there is nobody to be tried with."""
+        passed = {revision for revision, canary in canaries.items() if canary.passed}
+        proved = [pod for pod in pods if pod.standby and (pod.revision in passed or not subject.has_pairs)]
+        await asyncio.gather(*(self._offer_one(subject, pod) for pod in proved))
+
+    async def _offer_one(self, subject: Subject, pod: PodSeen) -> None:
+        try:
+            await order_offer(self.client, pod, await self.token(subject.wanted))
+        except OrderFailedError as error:
+            # It stands by, and the next turn finds it so.
+            logger.warning("%s: %s was not offered: %s", subject.service.key, pod.name, error)
+        else:
+            logger.info("%s: %s is offered to the router", subject.service.key, pod.name)

@@ -1,0 +1,100 @@
+"""A worker on standby is registered and serves who names it, but the router sends it nothing (`WorkerState.STANDBY`).
+
+    --standby ─▶ on standby ─┬─ POST /offer: a canary has passed through a pair of its revision ─▶ offered, for good
+                             ├─ a worker with the same `compat_hash` is offered: its revision was proved before
+                             └─ nobody who decodes is offered, and somebody of its revision could, for `ALONE_S`
+
+So a new revision gets no client's request before it was tried, and the first two ways alone decide while anybody
+serves. The third keeps a model from standing still where nobody tries it, because the operator is gone: an untried
+revision is better than none. What is offered stays so: nothing here depends on who gives orders being alive.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tandem_engine.clock import Clock
+from tandem_engine.config import Role
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.choice import WorkerView
+from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+ALONE_S = 60.0
+"""Longer than an operator takes to send a canary, or to be replaced by another one."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Standby:
+    """Of one worker. `on` until it is offered."""
+
+    on: bool
+    registry: Registry
+    own: Callable[[], WorkerView]
+    clock: Clock
+    ended: Callable[[], None]
+    """The registry should hear at once."""
+    _alone_since: float | None = None
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def check(self) -> str | None:
+        """What a worker on standby waits for; None for one that is offered."""
+        return "on standby until a canary has passed through its revision" if self.on else None
+
+    def offer(self, reason: str) -> None:
+        """End it. Again: nothing."""
+        if self.on:
+            logger.info("%s is offered to the router: %s", self.own().incarnation, reason)
+            self.on = False
+            self._over.set()
+            self.ended()
+
+    async def run(self) -> None:
+        """Until it is offered, by whichever way. Redis away: nobody knows who serves, so nothing is decided."""
+        while self.on:
+            try:
+                await self.look()
+                async with asyncio.timeout(LOOK_S):
+                    await self._over.wait()
+            except TimeoutError:
+                continue
+
+    async def look(self) -> None:
+        """Once at the registry."""
+        try:
+            snapshot = await self.registry.snapshot()
+        except RedisUnavailableError:
+            self._alone_since = None
+            return
+        own, now = self.own(), self.clock.now()
+        others = [
+            one for one in snapshot.workers if one.view.model == own.model and one.view.worker_id != own.worker_id
+        ]
+        if any(_offered(one) and one.view.compat_hash == own.compat_hash for one in others):
+            self.offer("others of its revision are")
+            return
+        if not nobody_else_serves(own, others):
+            self._alone_since = None
+            return
+        self._alone_since = now if self._alone_since is None else self._alone_since
+        if now - self._alone_since >= ALONE_S:
+            self.offer(f"nobody else has served the model for {ALONE_S:.0f} s, and nobody has sent a canary")
+
+
+def nobody_else_serves(own: WorkerView, others: Iterable[WorkerRecord]) -> bool:
+    """Whether the router has nobody who decodes, and would have somebody of this revision. `others`: of this model."""
+    known = list(others)
+    if any(_offered(one) and _decodes(one.view) for one in known):
+        return False
+    return _decodes(own) or any(_decodes(one.view) for one in known if one.view.compat_hash == own.compat_hash)
+
+
+def _offered(record: WorkerRecord) -> bool:
+    return record.state is WorkerState.READY
+
+
+def _decodes(view: WorkerView) -> bool:
+    return view.role is not Role.PREFILL

@@ -1,0 +1,109 @@
+"""Who ends the standby of a worker, and when: an operator, its revision's other workers, or nobody else being there."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.registry import FleetSnapshot, WorkerRecord, WorkerState
+from tandem_services.worker.standby import ALONE_S, Standby, nobody_else_serves
+from tandem_testing.router_builders import make_record
+from tandem_testing.service_clock import ServiceClock
+
+NEW = {"compat_hash": "new"}
+STANDBY = {"state": WorkerState.STANDBY, **NEW}
+
+
+@dataclass
+class FakeRegistry:
+    records: list[WorkerRecord] = field(default_factory=list)
+    away: bool = False
+
+    async def snapshot(self) -> FleetSnapshot:
+        if self.away:
+            raise RedisUnavailableError("away")
+        return FleetSnapshot(epoch="e", workers=tuple(self.records), rubbish=0)
+
+
+class Sight:
+    """A worker of the new revision on standby, its registry, and how often it told the registry of its end."""
+
+    def __init__(self, role: Role = Role.DECODE) -> None:
+        self.registry = FakeRegistry()
+        self.clock = ServiceClock()
+        self.told = 0
+        own = make_record("own", role, **STANDBY).view
+        self.standby = Standby(on=True, registry=self.registry, own=lambda: own, clock=self.clock, ended=self._tell)
+
+    def _tell(self) -> None:
+        self.told += 1
+
+    async def look(self, *others: WorkerRecord, later_s: float = 0.0) -> bool:
+        """Whether it is offered after another look."""
+        self.registry.records = list(others)
+        self.clock.advance(later_s)
+        await self.standby.look()
+        return not self.standby.on
+
+
+OLD_PAIR = (make_record("p1", Role.PREFILL), make_record("d1", Role.DECODE))
+
+
+@pytest.fixture
+def sight() -> Sight:
+    return Sight()
+
+
+async def test_while_another_revision_serves_it_waits_for_an_order(sight):
+    sibling = make_record("p2", Role.PREFILL, **STANDBY)
+    for _ in range(5):
+        assert not await sight.look(*OLD_PAIR, sibling, later_s=ALONE_S)
+    assert "canary" in sight.standby.check()
+    sight.standby.offer("by order")
+    sight.standby.offer("by order")
+    assert sight.standby.check() is None
+    assert sight.told == 1
+    await sight.standby.run()
+
+
+async def test_a_worker_of_a_revision_that_serves_is_offered_at_once(sight):
+    """Whoever tried the revision need not be there any more: a replaced pod serves without an operator."""
+    assert await sight.look(*OLD_PAIR, make_record("p2", Role.PREFILL, **NEW))
+
+
+@pytest.mark.parametrize("state", [state for state in WorkerState if state is not WorkerState.READY])
+async def test_only_one_that_is_offered_proves_its_revision(sight, state):
+    assert not await sight.look(*OLD_PAIR, make_record("p2", Role.PREFILL, state=state, **NEW), later_s=ALONE_S)
+
+
+async def test_where_nobody_serves_and_nobody_tries_it_serves_after_a_while(sight):
+    assert not await sight.look()
+    assert not await sight.look(later_s=ALONE_S - 0.1)
+    assert await sight.look(later_s=0.2)
+
+
+async def test_a_wiped_registry_is_no_reason(sight):
+    """The workers of old register again within a heartbeat or two; with Redis away nobody knows who serves."""
+    await sight.look()
+    assert not await sight.look(*OLD_PAIR, later_s=ALONE_S)
+    sight.registry.away = True
+    assert not await sight.look(later_s=ALONE_S)
+    sight.registry.away = False
+    assert not await sight.look(later_s=ALONE_S)
+    assert not await sight.look(later_s=ALONE_S - 0.1)
+
+
+def test_who_could_serve():
+    prefill, decode = (make_record("own", role, **STANDBY).view for role in (Role.PREFILL, Role.DECODE))
+    assert nobody_else_serves(decode, [])
+    assert nobody_else_serves(decode, [make_record("p1", Role.PREFILL)])
+    assert not nobody_else_serves(decode, OLD_PAIR)
+    assert not nobody_else_serves(prefill, []), "alone it could not answer anybody"
+    assert not nobody_else_serves(prefill, [make_record("d1", Role.DECODE, state=WorkerState.STANDBY)])
+    assert nobody_else_serves(prefill, [make_record("d2", Role.DECODE, **STANDBY)])
+
+
+async def test_another_models_workers_count_for_nothing(sight):
+    await sight.look(make_record("d1", Role.DECODE, model="other"))
+    assert await sight.look(make_record("d1", Role.DECODE, model="other"), later_s=ALONE_S)
