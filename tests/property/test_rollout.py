@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,3 +149,26 @@ def test_the_last_old_pair_goes_together(rollout, wanted):
         assert all(left) or not any(left)
         cluster.start_all()
     assert not any(left)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rollouts, counts, st.lists(counts, max_size=4), st.integers(0, 8))
+def test_paused_it_scales_and_brings_no_new_revision(rollout, wanted, changes, steps_before):
+    """Whenever it is paused: before the first new worker, or with both revisions serving."""
+    cluster = Cluster(rollout, dict(wanted))
+    cluster.settle()
+    cluster.target = "r1"
+    for _ in range(steps_before):
+        cluster.reconcile()
+        cluster.start_all()
+    rolled = {name: any(counts.values()) for name, counts in cluster.desired.items()}
+    cluster.rollout = msgspec.structs.replace(rollout, paused=True)
+    for change in changes:
+        cluster.wanted = dict(change)
+        cluster.settle()
+        assert {role: cluster.total(role) for role in ROLES} == change
+        if not rolled.get("r1"):
+            assert not any(cluster.desired["r1"].values())
+    cluster.rollout = rollout
+    cluster.settle()
+    assert only(cluster) == {"r1": cluster.wanted}

@@ -55,7 +55,8 @@ class Rollout(Api, frozen=True, kw_only=True):
     """How a new revision replaces the old one. Workers of one revision are never paired with another's."""
 
     paused: bool = False
-    """Stop where it is; scaling goes on."""
+    """Exchange no pod for a newer one, neither between revisions nor within one, of workers, gateways or Redis.
+    Scaling goes on."""
     max_surge: Count = 1
     """Workers of each role above the wanted number meanwhile."""
     max_unavailable: Count = 0

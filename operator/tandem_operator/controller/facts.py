@@ -88,6 +88,7 @@ def _deployment(seen: Seen, pods: list[Seen]) -> DeploymentSeen:
         role=role,
         revision=labels.get(REVISION_LABEL),
         created=body["metadata"].get("creationTimestamp", ""),
+        paused=body["spec"].get("paused", False),
         trouble=_trouble(body, living),
     )
 

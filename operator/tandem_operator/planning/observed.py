@@ -31,6 +31,8 @@ class DeploymentSeen:
     revision: str | None = None
     created: str = ""
     """RFC 3339, so that names sort by age."""
+    paused: bool = False
+    """Its pods are not exchanged, whatever its template says."""
     trouble: str = ""
     """Why pods do not come up, in the words of the scheduler or the kubelet."""
 

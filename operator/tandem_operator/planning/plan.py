@@ -37,6 +37,7 @@ from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import worker_deployment
 from tandem_operator.planning.conditions import READY, ready, settled
 from tandem_operator.planning.observed import Observed, Ref
+from tandem_operator.planning.pausing import held
 from tandem_operator.planning.revision import revision_of
 from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_step
 from tandem_operator.planning.status import health_of, invalid, name_taken
@@ -82,7 +83,7 @@ def make_plan(
     target = revision_of(service)
     wanted = wanted_workers(service, observed)
     step = next_step(target, wanted, _revisions(observed), service.spec.rollout)
-    manifests = _manifests(service, target, step, settings)
+    manifests = held(_manifests(service, target, step, settings), service, observed)
     conditions = health_of(service, observed, target, wanted)
     status = _status(before, conditions, observed, generation)
     return Plan(

@@ -57,7 +57,7 @@ def health_of(service: Served, observed: Observed, target: str, wanted: Counts) 
         *(_workers(observed, role, wanted[role]) for role in ROLES),
         _router(service, observed, wanted),
         _transport(service, observed),
-        _progress(observed, target, wanted),
+        _progress(service, observed, target, wanted),
         _autoscaling(service, observed),
         _degraded(observed, target),
     ]
@@ -134,18 +134,27 @@ def _transport(service: Served, observed: Observed) -> Condition:
     )
 
 
-def _progress(observed: Observed, target: str, wanted: Counts) -> Condition:
+def _progress(service: Served, observed: Observed, target: str, wanted: Counts) -> Condition:
     old = [one for one in observed.workers() if one.revision != target and (one.replicas or one.pods)]
     new_ready = {
         role: sum(one.ready for one in observed.workers() if one.revision == target and one.role == role)
         for role in ROLES
     }
+    if service.spec.rollout.paused:
+        return condition(PROGRESSING, False, "Paused", _held(observed, target, bool(old)))
     if old:
         done = ", ".join(f"{new_ready[role]} of {wanted[role]} {role}" for role in ROLES)
         return condition(PROGRESSING, True, "RollingOut", f"revision {target}: {done} workers are ready")
     if any(new_ready[role] < wanted[role] for role in ROLES):
         return condition(PROGRESSING, True, "Starting", f"revision {target} is starting workers")
     return condition(PROGRESSING, False, "Complete", f"revision {target} has all its workers")
+
+
+def _held(observed: Observed, target: str, several: bool) -> str:
+    shown = ", ".join(dict.fromkeys(one.revision for one in observed.workers() if one.revision and one.replicas))
+    if several:
+        return f"spec.rollout.paused: revisions stay as they are ({shown}; wanted is {target}), workers are only scaled"
+    return "spec.rollout.paused: no pod is exchanged for a newer one, workers are only scaled"
 
 
 def _autoscaling(service: Served, observed: Observed) -> Condition:

@@ -102,6 +102,8 @@ class KubeCluster:
                 revision=labels.get(REVISION_LABEL),
                 created=f"2026-01-01T00:{self.clock // 60:02}:{self.clock % 60:02}Z",
             )
+        paused = manifest["spec"].get("paused", False)
+        self.deployments[name] = replace(self.deployments[name], paused=paused)
         self._resize(name, manifest["spec"]["replicas"])
 
     def _resize(self, name: str, replicas: int) -> None:
