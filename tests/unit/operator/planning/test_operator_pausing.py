@@ -47,7 +47,7 @@ def test_a_service_that_is_paused_from_the_beginning_comes_up():
     assert set(paused(cluster).values()) == {False}
     cluster.settle(service_of(**PAUSED))
     assert set(paused(cluster).values()) == {True}
-    assert dict((one.type, one.status) for one in cluster.status.conditions)["Ready"] == "True"
+    assert {one.type: one.status for one in cluster.status.conditions}["Ready"] == "True"
 
 
 def test_a_pause_outlasts_the_loss_of_all_pods(cluster):
