@@ -476,8 +476,12 @@ class Engine:
         return self.idle and not self._reload.active
 
     def peer_gone(self, incarnation: str) -> None:
-        """A peer is fenced: fail what waits for it and free what it might have written to."""
+        """A peer is fenced: fail what waits for it."""
         self._inputs.submit(LosePeer(incarnation=incarnation))
+
+    def peer_ended(self, incarnation: str) -> None:
+        """The process of a fenced peer has ended: free what it might have been writing to."""
+        self._inputs.submit(LosePeer(incarnation=incarnation, ended=True))
 
     def meet_peers(self, peers: Sequence[Peer]) -> None:
         """Get to know these peers, and no others, and measure the links to them."""

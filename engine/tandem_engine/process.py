@@ -36,6 +36,7 @@ from tandem_engine.messages.control import (
     EngineReady,
     EngineToWorker,
     MeetPeers,
+    PeerEnded,
     PeerGone,
     ReplayCache,
     Shutdown,
@@ -205,6 +206,8 @@ class EngineProcess:
                 self._send_events(self._engine.memory.cache.snapshot_events())
             case PeerGone():
                 self._engine.peer_gone(order.incarnation)
+            case PeerEnded():
+                self._engine.peer_ended(order.incarnation)
             case MeetPeers():
                 self._engine.meet_peers(order.peers)
             case Drain():

@@ -47,6 +47,7 @@ def engine_stats(
         total_pages=total_pages,
         quarantined_pages=0 if handoff is None else handoff.quarantined_pages(),
         quarantined_for=() if handoff is None else handoff.quarantined_for(),
+        fenced_writers=() if handoff is None else handoff.fenced_writers(),
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
         prompt_tokens_total=stats.prompt_tokens_total,

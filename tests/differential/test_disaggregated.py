@@ -310,7 +310,7 @@ def test_every_ack_lost_means_quarantine_and_not_a_wrong_token():  # T60, T61
     for rid in rids:
         tokens = client_view(pair, rid)
         assert tokens == pair.expected(rid)[: len(tokens)]
-    pair.decode.stage.peer_gone(pair.prefill.peer.incarnation)
+    pair.decode.stage.peer_ended(pair.prefill.peer.incarnation)
     pair.pass_time(DRAIN_TIMEOUT)
     pair.turn(5)
     pair.assert_clean()

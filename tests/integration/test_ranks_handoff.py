@@ -20,7 +20,7 @@ from tandem_engine.messages.control import (
     AuditReport,
     EngineReady,
     EngineToWorker,
-    PeerGone,
+    PeerEnded,
     WorkerToEngine,
 )
 from tandem_engine.messages.outputs import EngineReply, Finish, FinishReason, OutputBatch
@@ -170,7 +170,7 @@ async def test_a_receiver_that_loses_a_rank_costs_the_writer_nothing(checkpoint,
         os.kill(rank, signal.SIGKILL)
         async with asyncio.timeout(PATIENCE_S):
             assert await decode.process.wait() == 3
-        await prefill.control.send(PeerGone(incarnation="d@1"))
+        await prefill.control.send(PeerEnded(incarnation="d@1"))
         assert await prefill.is_clean()
         prefill.client.send(make_message("after", PROMPTS[0], max_tokens=4))
         assert len((await prefill.until("after")).tokens) == 4
@@ -184,7 +184,7 @@ async def test_a_writer_that_loses_a_rank_leaves_no_page_behind(checkpoint, tmp_
         os.kill(rank, signal.SIGKILL)
         async with asyncio.timeout(PATIENCE_S):
             assert await prefill.process.wait() == 3
-        await decode.control.send(PeerGone(incarnation="p@1"))
+        await decode.control.send(PeerEnded(incarnation="p@1"))
         received = await decode.until("r")
         if received.finish.reason is FinishReason.ERROR:
             assert (received.tokens, received.finish.retryable) == ([], True)
@@ -206,5 +206,5 @@ async def test_a_writer_whose_rank_stands_still_is_given_up_in_time(checkpoint, 
         os.kill(rank, signal.SIGKILL)
         async with asyncio.timeout(PATIENCE_S):
             assert await prefill.process.wait() == 3
-        await decode.control.send(PeerGone(incarnation="p@1"))
+        await decode.control.send(PeerEnded(incarnation="p@1"))
         assert await decode.is_clean()

@@ -4,17 +4,20 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.messages.requests import Peer
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
 from tandem_services.router.cost import Demand
 from tandem_services.router.registry import WorkerRecord, WorkerState
@@ -270,6 +273,22 @@ async def test_the_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worke
 
     await until(told)
     assert {order["incarnation"] for order in worker.remote.orders_of("peer_gone")} == {"p1@1", "p2@1"}
+
+
+async def test_the_engine_is_told_when_the_process_of_a_fenced_writer_has_ended(worker):  # T60
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        endpoint = f"tcp://127.0.0.1:{stopped.getsockname()[1]}"
+        writer = Peer(worker_id="p1", incarnation="p1@1", endpoint=endpoint, compat_hash="h")
+        worker.remote.tell(stats={"fenced_writers": [msgspec.to_builtins(writer)]})
+        stopped.settimeout(20.0)
+        line, _ = await asyncio.to_thread(stopped.accept)
+        assert worker.remote.orders_of("peer_ended") == []
+    line.close()
+
+    async def told() -> bool:
+        return [order["incarnation"] for order in worker.remote.orders_of("peer_ended")][:1] == ["p1@1"]
+
+    await until(told)
 
 
 async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog):  # B3.36

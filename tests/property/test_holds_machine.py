@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem_engine.disaggregation.holds import HoldTable
+from tandem_engine.disaggregation.holds import HoldState, HoldTable
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
@@ -85,18 +85,26 @@ class Holds(RuleBasedStateMachine):
         )
 
     @rule(writer=st.sampled_from(WRITERS))
-    def writer_dies(self, writer):
-        """The stage ends live transfers of a dead writer first, as `peer_gone` does."""
+    def writer_is_fenced(self, writer):
+        """The stage ends its live transfers first, as `peer_gone` does. It may be stopped in the middle of a write."""
         for key in [key for key, (who, _) in self.writable.items() if who == writer.incarnation]:
             self.end_early(key)
-            del self.writable[key]
         self.holds.fence(writer.incarnation)
+
+    @rule(writer=st.sampled_from(WRITERS))
+    def writer_ends(self, writer):
+        self.writer_is_fenced(writer)
+        for key in [key for key, (who, _) in self.writable.items() if who == writer.incarnation]:
+            del self.writable[key]
+        self.holds.ended(writer.incarnation)
 
     @rule(seconds=st.sampled_from([1.0, 5.0, 8.0]))
     def time_passes(self, seconds):
         self.clock.time += seconds
         for hold in self.holds.overdue():
-            if hold.state.owns_pages:
+            if hold.state is HoldState.FENCED:
+                self.writer_ends(hold.writer)
+            elif hold.state.owns_pages:
                 self.holds.quarantine(hold)
             else:
                 self.end_early(hold.key)

@@ -216,7 +216,7 @@ class DecodeStage:
             self.counters.ignored += 1
 
     def peer_gone(self, incarnation: str) -> None:
-        """The peer is fenced: nothing of it will come or be written any more (T74)."""
+        """The peer is fenced: nothing is expected of it any more (T74)."""
         self._greeted.discard(incarnation)
         reason = f"prefill worker {incarnation} is gone"
         for waiting in self.prealloc.from_peer(incarnation):

@@ -1,7 +1,7 @@
 """What every side of a transfer says when a room ends early, and how it asks for the ack that frees its pages.
 
 TransferAborted ─▶ DrainAck            the pages of the hold are free
-TransferAborted ─▶ silence ─▶ quarantine, and the question again every `drain_timeout`
+TransferAborted ─▶ silence ─▶ quarantine, and the question again every `drain_timeout`, until the writer is fenced
 """
 
 import logging
@@ -32,8 +32,13 @@ def ask_for_ack(hold: TransferHold, *, holds: HoldTable, peers: PeerLink, of: st
     """The ack of `hold` is overdue: its pages go into quarantine, and the writer is asked again.
 
     The question or the answer may have been lost with a connection, so this is done after every `drain_timeout`.
-    True the first time. `of`: what the hold is of, for the log and the writer.
+    True the first time. A fenced writer is not asked: its pages are free after `FENCED_AT_MOST_S`.
+    `of`: what the hold is of, for the log and the writer.
     """
+    if hold.state is HoldState.FENCED:
+        logger.warning("nobody can tell whether %s has ended; its pages are used again", hold.writer.incarnation)
+        holds.ended(hold.writer.incarnation)
+        return False
     first = hold.state is HoldState.DRAINING
     if first:
         logger.warning(

@@ -6,14 +6,17 @@ Life of a hold
     3. committed    it has written all and every digest matched; the hold is over, the request owns the pages
     4. draining     the transfer ended early; the pages left the request and wait for the writer's ack
     5. quarantined  no ack in time; the pages wait until the writer acks after all or is fenced
+    6. fenced       the writer counts as dead. One that was stopped in the middle of a write goes on with it when it is
+                    woken, so the pages wait until its process has ended
 
                                                           ┌──── ack ────▶ pages free
     granted ──▶ receiving ──▶ committed                   │
        └────────────┴─────── drain ──▶ draining ──────────┤
-                                          └─ deadline ─▶ quarantined ── ack, fence ──▶ pages free
+                                          └─ deadline ─▶ quarantined ── ack ──▶ pages free
+                                       either ── fence ──▶ fenced ── ack, end ──▶ pages free
 
-Only commit, an ack or fencing gives pages back, so a late write never lands in another request's page
-(T60). Deadlines are monotonic seconds. Acks count only from the writer that was granted the pages, in
+Only commit, an ack or the end of the writer's process gives pages back, so a late write never lands in another
+request's page (T60). Deadlines are monotonic seconds. Acks count only from the writer that was granted the pages, in
 the generation they were granted in (T61); anything else about a hold that is over is ignored (T65).
 """
 
@@ -26,6 +29,9 @@ from tandem_engine.disaggregation.room_key import RoomKey
 from tandem_engine.messages.requests import Peer
 from tandem_engine.names import PageId
 
+FENCED_AT_MOST_S = 600.0
+"""Seconds after which a fenced writer's pages are used again though nobody can tell that its process has ended."""
+
 GiveBack = Callable[[Sequence[PageId]], None]
 """Takes pages that nobody will write to any more."""
 
@@ -36,11 +42,16 @@ class HoldState(Enum):
     COMMITTED = "committed"
     DRAINING = "draining"
     QUARANTINED = "quarantined"
+    FENCED = "fenced"
 
     @property
     def owns_pages(self) -> bool:
         """Whether the pages are the hold's own; before and after they are the request's."""
-        return self in (HoldState.DRAINING, HoldState.QUARANTINED)
+        return self in (HoldState.DRAINING, HoldState.QUARANTINED, HoldState.FENCED)
+
+
+SHUT = (HoldState.QUARANTINED, HoldState.FENCED)
+"""Of holds that wait for as long as it takes."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,12 +150,19 @@ class HoldTable:
         self._free(hold)
         return True
 
-    def fence(self, incarnation: str) -> int:
-        """The writer is dead: free what waited for it. Returns the number of holds that were freed."""
-        fenced = [hold for hold in self._with_pages() if hold.writer.incarnation == incarnation]
-        for hold in fenced:
+    def fence(self, incarnation: str) -> None:
+        """The writer counts as dead and is asked for nothing more. Its pages wait for the end of its process."""
+        for hold in self._with_pages():
+            if hold.writer.incarnation == incarnation and hold.state is not HoldState.FENCED:
+                hold.state = HoldState.FENCED
+                hold.deadline = self.clock.now() + FENCED_AT_MOST_S
+
+    def ended(self, incarnation: str) -> int:
+        """The writer's process has ended: free what waited for it. Returns the number of holds that were freed."""
+        over = [hold for hold in self._with_pages() if hold.writer.incarnation == incarnation]
+        for hold in over:
             self._free(hold)
-        return len(fenced)
+        return len(over)
 
     def overdue(self) -> list[TransferHold]:
         """Holds past their deadline, in whatever state. Changes nothing."""
@@ -153,25 +171,31 @@ class HoldTable:
 
     def quarantine(self, hold: TransferHold) -> None:
         """The ack of `hold` is overdue. Also renews the time after which the writer is asked again."""
-        assert hold.state.owns_pages, f"room {hold.key} quarantined while {hold.state.value}"
+        waits = hold.state in (HoldState.DRAINING, HoldState.QUARANTINED)
+        assert waits, f"room {hold.key} quarantined while {hold.state.value}"
         hold.state = HoldState.QUARANTINED
         hold.deadline = self.clock.now() + self.drain_timeout
 
     def open_transfers(self) -> int:
-        """Holds for which writes may be under way: all but the quarantined."""
-        return sum(hold.state is not HoldState.QUARANTINED for hold in self._holds.values())
+        """Holds whose writers are waited for: all but the quarantined and the fenced."""
+        return sum(hold.state not in SHUT for hold in self._holds.values())
 
     def held_pages(self) -> Iterator[PageId]:
         """Pages that belong to a hold and to no request (audit)."""
         return (page for hold in self._with_pages() for page in hold.pages)
 
     def quarantined_pages(self) -> int:
-        return sum(len(hold.pages) for hold in self._holds.values() if hold.state is HoldState.QUARANTINED)
+        """Those of fenced writers, too."""
+        return sum(len(hold.pages) for hold in self._holds.values() if hold.state in SHUT)
 
     def quarantined_for(self) -> tuple[str, ...]:
         """The writers of quarantined holds, each once."""
         quarantined = (hold for hold in self._holds.values() if hold.state is HoldState.QUARANTINED)
         return tuple(dict.fromkeys(hold.writer.incarnation for hold in quarantined))
+
+    def fenced_writers(self) -> Iterator[Peer]:
+        """Those whose end is waited for, once for each hold."""
+        return (hold.writer for hold in self._holds.values() if hold.state is HoldState.FENCED)
 
     def _live(self, key: RoomKey, writer: str) -> TransferHold | None:
         """The hold of a transfer from `writer` that has not ended."""

@@ -193,7 +193,7 @@ class PrefixFetcher:
         return self.holds.acked(room_key(message.room, message.generation), writer=message.sender.incarnation)
 
     def peer_gone(self, incarnation: str) -> None:
-        """The peer is fenced: nothing of it will come or be written any more (T74)."""
+        """The peer is fenced: nothing is expected of it any more (T74)."""
         for fetch in [each for each in self._fetches.values() if each.hold.writer.incarnation == incarnation]:
             self._fail(fetch, f"{incarnation} is gone")
         self.holds.fence(incarnation)

@@ -39,7 +39,7 @@ from tandem_engine.disaggregation.transport import (
 )
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
-from tandem_engine.messages.requests import HandoffSide
+from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import (
     DrainAck,
     GrantsRenewed,
@@ -176,7 +176,7 @@ class HandoffStage:
     # The owner of the loop
 
     def peer_gone(self, incarnation: str) -> None:
-        """The worker service or a successor says that this incarnation is dead. Idempotent."""
+        """The worker service or a successor says that this incarnation is fenced. Idempotent."""
         self.decode.peer_gone(incarnation)
         self.prefill.peer_gone(incarnation)
         self.links.peer_gone(incarnation)
@@ -184,6 +184,12 @@ class HandoffStage:
         self.transport.forget(incarnation)
         self.prefill.clocks.forget(incarnation)
         self.peers.fence(incarnation)
+
+    def peer_ended(self, incarnation: str) -> None:
+        """Its process has ended: not even a write that was under way goes on. Idempotent."""
+        self.peer_gone(incarnation)
+        for table in self._hold_tables():
+            table.ended(incarnation)
 
     def transferring(self) -> int:
         """Requests that wait here for KV from a peer."""
@@ -200,6 +206,11 @@ class HandoffStage:
         """Incarnations whose silence keeps those pages."""
         writers = chain.from_iterable(table.quarantined_for() for table in self._hold_tables())
         return tuple(dict.fromkeys(writers))
+
+    def fenced_writers(self) -> tuple[Peer, ...]:
+        """Those whose processes must have ended before their pages are used again."""
+        writers = chain.from_iterable(table.fenced_writers() for table in self._hold_tables())
+        return tuple({writer.incarnation: writer for writer in writers}.values())
 
     def _hold_tables(self) -> tuple[HoldTable, ...]:
         return (self.decode.holds, self.links.targets.holds, self.prefixes.fetcher.holds)

@@ -142,6 +142,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     quarantined_pages: int
     quarantined_for: tuple[str, ...] = ()
     """The silent writers that they wait for, by incarnation."""
+    fenced_writers: tuple[Peer, ...] = ()
+    """Fenced ones whose processes must have ended before their pages are used again (`PeerEnded`)."""
     prefill_tokens_per_s: float
     decode_step_s: float
     """Recent mean duration of a decode step."""
@@ -264,6 +266,12 @@ class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer_gone"):
     incarnation: str
 
 
+class PeerEnded(msgspec.Struct, frozen=True, kw_only=True, tag="peer_ended"):
+    """The process of a fenced incarnation has ended: nothing of it can be in the middle of a write."""
+
+    incarnation: str
+
+
 class MeetPeers(msgspec.Struct, frozen=True, kw_only=True, tag="meet_peers"):
     """Peers that KV may be exchanged with, all of them: the engine gets to know and measures the links to them."""
 
@@ -344,4 +352,4 @@ OrderAtOnce = (
     AbortRequests | DecodeElsewhere | FlushCache | PauseGeneration | ResumeGeneration | StartProfile | StopProfile
 )
 OperatorOrder = OrderAtOnce | ReloadWeights
-WorkerToEngine = Audit | ReplayCache | PeerGone | MeetPeers | Drain | Shutdown | OperatorOrder
+WorkerToEngine = Audit | ReplayCache | PeerGone | PeerEnded | MeetPeers | Drain | Shutdown | OperatorOrder

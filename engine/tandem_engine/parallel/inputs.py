@@ -72,9 +72,11 @@ class FromPeer(msgspec.Struct, frozen=True, kw_only=True, tag="from_peer"):
 
 
 class LosePeer(msgspec.Struct, frozen=True, kw_only=True, tag="lose_peer"):
-    """This incarnation is dead."""
+    """This incarnation is fenced."""
 
     incarnation: str
+    ended: bool = False
+    """Its process has ended, too: nothing can be in the middle of a write."""
 
 
 class Meet(msgspec.Struct, frozen=True, kw_only=True, tag="meet"):

@@ -62,7 +62,11 @@ class KnowsPeers(Protocol):
         ...
 
     def peer_gone(self, incarnation: str) -> None:
-        """The peer is dead. Idempotent."""
+        """The peer is fenced. Idempotent."""
+        ...
+
+    def peer_ended(self, incarnation: str) -> None:
+        """And its process has ended. Idempotent."""
         ...
 
     def meet(self, peers: Sequence[Peer]) -> None:
@@ -208,8 +212,10 @@ def _apply_to_peers(peers: KnowsPeers, item: PeerInput) -> None:
     match item:
         case FromPeer():
             peers.hear(item.message)
-        case LosePeer():
+        case LosePeer(ended=False):
             peers.peer_gone(item.incarnation)
+        case LosePeer():
+            peers.peer_ended(item.incarnation)
         case Meet():
             peers.meet(item.peers)
 

@@ -54,6 +54,7 @@ from tandem_services.worker.engine_process import EngineChild
 from tandem_services.worker.health import HealthServer, WorkerProbes
 from tandem_services.worker.index_feed import IndexFeed
 from tandem_services.worker.introductions import Introductions
+from tandem_services.worker.lifelines import Lifelines
 from tandem_services.worker.load import LoadMonitor, describe, drain_summary
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.operator_routes import BUSY
@@ -106,7 +107,10 @@ class WorkerService:
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._traces = None if config.tracing is None else WorkerTraces(config.tracing)
-        self._feed, self._registration, self._introductions, self._standby = self._build_registration()
+        library = FunctionLibrary(self._redis)
+        registry = Registry(library=library, keys=Keys(config.cluster))
+        self._feed, self._registration, self._introductions, self._standby = self._build_registration(library, registry)
+        self._lifelines = Lifelines(registry=registry, order=self._link.order, clock=clock)
         self._warm = WarmLinks(
             clock=clock,
             patience_s=config.await_links_s,
@@ -159,16 +163,16 @@ class WorkerService:
 
     # Wiring
 
-    def _build_registration(self) -> tuple[IndexFeed, Registration, Introductions, Standby]:
-        keys, library = Keys(self._config.cluster), FunctionLibrary(self._redis)
+    def _build_registration(
+        self, library: FunctionLibrary, registry: Registry
+    ) -> tuple[IndexFeed, Registration, Introductions, Standby]:
         feed = IndexFeed(
-            index=BlockIndex(library=library, keys=keys),
+            index=BlockIndex(library=library, keys=Keys(self._config.cluster)),
             incarnation=self.incarnation,
             clock=self._clock,
             ask_replay=lambda: self._link.order(ReplayCache()),
             reachable=lambda: self._redis.breaker.state is BreakerState.CLOSED,
         )
-        registry = Registry(library=library, keys=keys)
         introductions = Introductions(registry=registry, own=lambda: self._describe().view, order=self._link.order)
         registration = Registration(
             registry=registry,
@@ -281,6 +285,8 @@ class WorkerService:
         self._start(self._standby.run(), "standby")
 
     def _engine_reported(self, stats: EngineStats) -> None:
+        for peer in self._lifelines.unfollowed(stats.fenced_writers):
+            self._start(self._lifelines.follow(peer), f"lifeline-{peer.incarnation}")
         if self._monitor.update(stats):
             self._registration.state_changed()
 

@@ -71,5 +71,8 @@ class PeerInputs:
     def peer_gone(self, incarnation: str) -> None:
         self.stage.peer_gone(incarnation)
 
+    def peer_ended(self, incarnation: str) -> None:
+        self.stage.peer_ended(incarnation)
+
     def meet(self, peers: Sequence[Peer]) -> None:
         self.stage.links.meet(peers)

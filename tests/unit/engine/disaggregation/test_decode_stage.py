@@ -473,7 +473,7 @@ def test_a_transfer_whose_writer_falls_silent_fails_and_drains(receiver):  # T62
     receiver.side.assert_clean()
 
 
-def test_without_an_ack_pages_are_quarantined_until_the_writer_is_fenced(receiver):  # T60, T61
+def test_without_an_ack_pages_are_quarantined_until_the_writers_process_has_ended(receiver):  # T60, T61
     grant = receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.pass_time(DRAIN_TIMEOUT)
@@ -481,8 +481,13 @@ def test_without_an_ack_pages_are_quarantined_until_the_writer_is_fenced(receive
     receiver.pass_time(100 * DRAIN_TIMEOUT)
     assert receiver.held() == [*grant.pages]
     receiver.side.stage.peer_gone(WRITER.incarnation)
+    receiver.pass_time(10 * DRAIN_TIMEOUT)
+    assert receiver.held() == [*grant.pages], "it may be stopped in the middle of a write"
+    assert receiver.side.stage.fenced_writers() == (WRITER,)
+    receiver.side.stage.peer_ended(WRITER.incarnation)
     receiver.turn()
     assert receiver.held() == []
+    assert receiver.side.stage.fenced_writers() == ()
     receiver.side.assert_clean()
 
 
@@ -498,12 +503,16 @@ def test_a_silent_writer_is_asked_again_and_its_late_ack_ends_the_quarantine(rec
     receiver.side.assert_clean()
 
 
-def test_a_newer_incarnation_of_the_writer_ends_the_quarantine(receiver):  # T74
+def test_a_newer_incarnation_of_the_writer_fences_it(receiver):  # T74
+    """Two processes may have one name: the older one may be in the middle of a write."""
     receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.pass_time(DRAIN_TIMEOUT)
     receiver.side.link.supersede(WRITER.incarnation)
     receiver.turn()
+    assert receiver.held()
+    assert receiver.side.stage.fenced_writers() == (WRITER,)
+    receiver.side.stage.peer_ended(WRITER.incarnation)
     receiver.side.assert_clean()
     assert WRITER.incarnation in receiver.side.link.fenced
 
@@ -561,10 +570,20 @@ def test_an_abort_by_anybody_but_the_writer_is_ignored(receiver):
 def test_a_dead_writer_fails_its_requests_and_frees_their_pages_at_once(receiver):  # T74
     receiver.granted()
     receiver.granted("s", range(20, 30))
-    receiver.side.stage.peer_gone(WRITER.incarnation)
+    receiver.side.stage.peer_ended(WRITER.incarnation)
     receiver.turn()
     receiver.assert_failed("is gone", "r")
     receiver.assert_failed("is gone", "s")
+    receiver.side.assert_clean()
+
+
+def test_a_fenced_writer_that_wakes_up_and_acknowledges_frees_its_pages(receiver):  # T60
+    receiver.granted()
+    receiver.side.stage.peer_gone(WRITER.incarnation)
+    receiver.turn()
+    receiver.assert_failed("is gone", "r")
+    assert receiver.held()
+    receiver.drain()
     receiver.side.assert_clean()
 
 

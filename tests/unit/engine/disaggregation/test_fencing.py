@@ -47,6 +47,8 @@ def test_a_peer_that_falls_silent_holds_nobody_longer_than_its_leases(turns, die
     outlive(pair, survivor, FENCED_AFTER_S - GRANT_TIMEOUT - 1.0)
     survivor.stage.peer_gone(dead.peer.incarnation)
     outlive(pair, survivor, 20.0)
+    survivor.stage.peer_ended(dead.peer.incarnation)
+    outlive(pair, survivor, 1.0)
     survivor.assert_clean()
     assert survivor.stage.quarantined_pages() == 0
     assert dead.peer.incarnation in survivor.link.fenced
@@ -59,9 +61,11 @@ def test_a_prefill_worker_that_came_back_works_on_its_first_request(turns):  # B
     pair.turn(turns)
     die(pair, pair.prefill)
     pair.prefill = successor(pair, pair.prefill)
-    # Its first word proves the older one dead.
+    # Its first word fences the older one.
     pair.decode.link.supersede("p@1")
     pair.submit("new")
+    pair.turn()
+    pair.decode.stage.peer_ended("p@1")
     pair.run()
     assert pair.decode.tokens("new") == pair.expected("new")
     pair.assert_clean()

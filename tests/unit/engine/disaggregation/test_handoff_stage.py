@@ -91,7 +91,7 @@ def test_losing_either_engine_at_any_moment_leaks_nothing_on_the_other(turns, di
     dead, survivor = (pair.prefill, pair.decode) if dies == "prefill" else (pair.decode, pair.prefill)
     pair.fabric.kill(dead.peer.incarnation)
     pair.network.kill(dead.peer.incarnation)
-    survivor.stage.peer_gone(dead.peer.incarnation)
+    survivor.stage.peer_ended(dead.peer.incarnation)
     for _ in range(40):
         survivor.step()
         pair.fabric.advance()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.disaggregation.holds import HoldState, HoldTable, TransferHold
+from tandem_engine.disaggregation.holds import FENCED_AT_MOST_S, HoldState, HoldTable, TransferHold
 from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
@@ -138,19 +138,45 @@ def test_quarantine_comes_up_again_so_that_the_writer_is_asked_again(table):
     assert table.holds.overdue() == [hold]
 
 
-def test_fencing_a_writer_frees_its_pages_and_nobody_elses(table):  # T74
+def test_the_end_of_a_writer_frees_its_pages_and_nobody_elses(table):  # T74
     other = room_key("other", 1)
     table.drained()
     table.holds.quarantine(table.drained(other, (PageId(7),)))
-    assert table.holds.fence("q@1") == 0
-    assert table.holds.fence(WRITER.incarnation) == 2
+    table.holds.fence(WRITER.incarnation)
+    assert table.holds.ended("q@1") == 0
+    assert table.holds.ended(WRITER.incarnation) == 2
     assert sorted(table.free) == [3, 5, 7]
 
 
-def test_fencing_does_not_touch_a_transfer_under_way(table):
+def test_a_fenced_writer_keeps_its_pages_and_is_not_asked_again(table):  # T60
+    hold = table.drained()
+    table.holds.fence("q@1")
+    assert hold.state is HoldState.DRAINING
+    table.holds.fence(WRITER.incarnation)
+    assert hold.state is HoldState.FENCED
+    assert (table.free, table.holds.quarantined_pages(), table.holds.quarantined_for()) == ([], 2, ())
+    assert [*table.holds.fenced_writers()] == [WRITER]
+    table.clock.time = FENCED_AT_MOST_S - 1.0
+    table.holds.fence(WRITER.incarnation)
+    assert table.holds.overdue() == []
+    table.clock.time = FENCED_AT_MOST_S
+    assert table.holds.overdue() == [hold], "fencing it again puts nothing off"
+
+
+def test_a_fenced_writer_that_goes_on_and_acknowledges_frees_its_pages(table):
+    table.drained()
+    table.holds.fence(WRITER.incarnation)
+    assert table.holds.acked(ROOM, writer=WRITER.incarnation)
+    assert table.free == [*PAGES]
+
+
+def test_neither_fencing_nor_an_end_touches_a_transfer_under_way(table):
+    """The stage ends it first."""
     hold = table.grant()
-    assert table.holds.fence(WRITER.incarnation) == 0
+    table.holds.fence(WRITER.incarnation)
+    assert table.holds.ended(WRITER.incarnation) == 0
     assert table.holds.get(ROOM) is hold
+    assert hold.state is HoldState.GRANTED
 
 
 def test_a_transfer_is_overdue_when_its_grant_has_run_out(table):

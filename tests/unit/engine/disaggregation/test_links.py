@@ -184,6 +184,8 @@ def test_a_dead_writer_is_fenced_out_of_the_pages_it_was_granted():  # T74
     pair.fabric.kill(pair.prefill.peer.incarnation)
     pair.network.kill(pair.prefill.peer.incarnation)
     pair.decode.stage.peer_gone(pair.prefill.peer.incarnation)
+    assert [*pair.decode.stage.held_pages()]
+    pair.decode.stage.peer_ended(pair.prefill.peer.incarnation)
     pair.decode.assert_clean()
 
 

@@ -221,7 +221,7 @@ def test_a_lender_that_was_stopped_while_questions_lay_unread_writes_nothing(kno
         pair.network.advance()
     pair.pass_time(30.0)
     pair.prefill.step(5)
-    pair.prefill.stage.peer_gone(pair.decode.peer.incarnation)
+    pair.prefill.stage.peer_ended(pair.decode.peer.incarnation)
     assert [*pair.prefill.stage.held_pages()] == []
     for _ in range(3):
         pair.decode.step()
@@ -256,7 +256,7 @@ def test_a_write_that_fails_ends_the_fetch_at_once(fate):
     assert counters(pair).failed == 1
 
 
-def test_a_fenced_lender_frees_the_pages_at_once():  # T74
+def test_a_lender_that_has_ended_frees_the_pages_at_once():  # T74
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=50)
     ask(pair)
@@ -264,6 +264,8 @@ def test_a_fenced_lender_frees_the_pages_at_once():  # T74
     pair.fabric.kill(pair.decode.peer.incarnation)
     pair.network.kill(pair.decode.peer.incarnation)
     pair.prefill.stage.peer_gone(pair.decode.peer.incarnation)
+    assert [*pair.prefill.stage.held_pages()]
+    pair.prefill.stage.peer_ended(pair.decode.peer.incarnation)
     assert [*pair.prefill.stage.held_pages()] == []
     pair.prefill.engine.run()
     pair.prefill.engine.assert_expected()

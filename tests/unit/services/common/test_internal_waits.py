@@ -53,6 +53,7 @@ LONGER = {
     "worker.standby.ALONE_S": "an operator sends a canary; only where nobody serves the model",
     # Between two of something, or how long something is remembered: nobody waits for its end.
     "disaggregation.links.REPEAT_S": "a link's self-test is repeated",
+    "disaggregation.holds.FENCED_AT_MOST_S": "pages that a stopped writer may be writing to stay unused",
     "worker.introductions.REFRESH_S": "peers are introduced again",
     "ModelConfig.session_ttl_s": "an unused conversation is kept",
     "gateway.queueing.admission.MOST_RETRY_S": "a client is told to come back",
