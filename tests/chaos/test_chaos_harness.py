@@ -17,9 +17,9 @@ from tandem_testing.chaos.catalogue import PROMISES, promise
 from tandem_testing.chaos.compare import Damage, compare_answers, compare_sequences
 from tandem_testing.chaos.families.crashes import a_decode_worker_dies
 from tandem_testing.chaos.knobs import KnobFile, KnobReader
-from tandem_testing.chaos.machine import COMPUTING_S, Slowness
+from tandem_testing.chaos.machine import COMPUTING_S, Slowness, worse
 from tandem_testing.chaos.names import NameService, why_not
-from tandem_testing.chaos.report import summary_line, totals
+from tandem_testing.chaos.report import stall_table, summary_line, totals
 from tandem_testing.chaos.runner import Outcome
 from tandem_testing.chaos.scenario import Result
 from tandem_testing.chaos.streams import Answer, ChoiceText, Kind, asks
@@ -152,6 +152,11 @@ def test_every_promise_of_the_table_has_a_test():
     assert a_decode_worker_dies.promise == promise(1)
 
 
+def test_a_machine_is_as_slow_as_the_worse_of_two_looks():
+    one, other = (Slowness(cores=2, workers=4, contention=contention) for contention in (1.0, 1.5))
+    assert worse(one, other) == worse(other, one) == other
+
+
 def test_an_absent_promise_is_counted_as_absent_and_not_as_kept():
     line = promise(48)
     kept = Outcome(promise=promise(1), result=Result.KEPT, stalls=(0.1, 0.5), requests=2)
@@ -161,6 +166,22 @@ def test_an_absent_promise_is_counted_as_absent_and_not_as_kept():
     assert (figures["wrong"], figures["failed"], figures["leaked"]) == (3, 1, 0)
     assert figures["recovery"] == {"p50": 0.1, "p90": 0.5, "p99": 0.5, "max": 0.5}
     assert json.loads(json.dumps(figures)) == figures
+
+
+def test_silences_of_streams_of_one_kind_are_told_apart_over_all_runs():
+    runs = [
+        Outcome(promise=promise(36), result=Result.KEPT, samples={"drain, moved": (0.1, 0.3), "drain, not moved": ()}),
+        Outcome(promise=promise(36), result=Result.KEPT, samples={"drain, moved": (0.2,)}),
+        Outcome(promise=promise(1), result=Result.KEPT, samples={"kill -9 decode": (0.5,)}),
+    ]
+    assert totals(runs)["stalls"] == {
+        "36 drain, moved": {"streams": 3, "p50": 0.2, "p90": 0.3, "p99": 0.3, "max": 0.3},
+        "1 kill -9 decode": {"streams": 1, "p50": 0.5, "p90": 0.5, "p99": 0.5, "max": 0.5},
+    }
+    table = stall_table(runs)
+    assert table is not None
+    assert table.row_count == 2
+    assert stall_table([Outcome(promise=promise(0), result=Result.KEPT)]) is None
 
 
 def test_list_shows_every_number(capsys):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.status import Status
 
 from tandem_testing.chaos.catalogue import PROMISES, promise
-from tandem_testing.chaos.report import json_line, print_outcome, summary_line, summary_table
+from tandem_testing.chaos.report import json_line, print_outcome, stall_table, summary_line, summary_table
 from tandem_testing.chaos.runner import Outcome, Progress, Runner
 from tandem_testing.chaos.scenario import Result, Scale, Scenario
 from tandem_testing.chaos.suite import scenarios
@@ -169,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     outcomes.sort(key=lambda outcome: outcome.promise.number)
     console.print(summary_table(outcomes))
+    if (stalls := stall_table(outcomes)) is not None:
+        console.print(stalls)
     console.print(summary_line(outcomes), markup=False, highlight=False, soft_wrap=True)
     if args.json:
         sys.stdout.write(json_line(outcomes) + "\n")

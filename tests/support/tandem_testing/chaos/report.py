@@ -12,6 +12,7 @@ from tandem_testing.chaos.runner import Outcome
 from tandem_testing.chaos.scenario import Result
 
 COLOURS = {Result.KEPT: "green", Result.BROKEN: "bold red", Result.ABSENT: "yellow"}
+PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99, "max": 1.0}
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
@@ -62,7 +63,7 @@ def summary_line(outcomes: Sequence[Outcome]) -> str:
 def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What `--json` prints: every count that must be zero, and how long clients had to wait."""
     damage = sum((outcome.damage for outcome in outcomes), Damage())
-    stalls = sorted(stall for outcome in outcomes for stall in outcome.stalls)
+    stalls = [stall for outcome in outcomes for stall in outcome.stalls]
     results = [outcome.result for outcome in outcomes]
     return {
         "scenarios": len(outcomes),
@@ -75,17 +76,37 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "doubled": damage.doubled,
         "failed": damage.failed,
         "leaked": damage.leaked,
-        "recovery": {
-            "p50": _percentile(stalls, 0.50),
-            "p90": _percentile(stalls, 0.90),
-            "p99": _percentile(stalls, 0.99),
-            "max": _percentile(stalls, 1.0),
-        },
+        "recovery": _percentiles(stalls),
+        "stalls": stalls_by_name(outcomes),
     }
+
+
+def stall_table(outcomes: Sequence[Outcome]) -> Table | None:
+    """The longest silence of each stream that something happened to; None where no scenario tells."""
+    table = Table(title="Longest silence of a stream", title_justify="left", header_style="bold")
+    for heading in ("streams that met", "", "p50", "p90", "p99", "max"):
+        table.add_column(heading, justify="left" if heading == "streams that met" else "right", no_wrap=True)
+    for name, figures in stalls_by_name(outcomes).items():
+        table.add_row(name, str(figures["streams"]), *(_seconds(figures[each]) for each in PERCENTILES))
+    return table if table.row_count else None
+
+
+def stalls_by_name(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """Over all runs, by scenario and by what happened to the streams."""
+    found: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, silences in outcome.samples.items():
+            found.setdefault(f"{outcome.promise.number} {name}", []).extend(silences)
+    return {name: {"streams": len(silences)} | _percentiles(silences) for name, silences in found.items() if silences}
 
 
 def json_line(outcomes: Sequence[Outcome]) -> str:
     return json.dumps(totals(outcomes))
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    ordered = sorted(values)
+    return {name: _percentile(ordered, share) for name, share in PERCENTILES.items()}
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float | None:

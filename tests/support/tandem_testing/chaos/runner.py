@@ -15,7 +15,7 @@ import contextlib
 import shutil
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -40,6 +40,8 @@ class Outcome:
     notes: tuple[str, ...] = ()
     damage: Damage = field(default_factory=Damage)
     stalls: tuple[float, ...] = ()
+    samples: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Silences of streams of one kind, by its name."""
     requests: int = 0
     allowed_s: float | None = None
     """The bound as stretched for this machine."""
@@ -169,6 +171,7 @@ class Runner:
             notes=tuple(run.notes),
             damage=run.damage,
             stalls=tuple(run.stalls),
+            samples={name: tuple(silences) for name, silences in run.samples.items()},
             requests=run.requests,
             allowed_s=allowed,
             factor=run.slowness.factor,

@@ -75,6 +75,8 @@ class Run:
     damage: Damage = field(default_factory=Damage)
     stalls: list[float] = field(default_factory=list)
     """The longest silence after the fault, of each stream."""
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    """The same of streams of one kind, by what they are called in the report."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     requests: int = 0
@@ -158,6 +160,17 @@ class Run:
         streams = await asyncio.gather(*(self.attempts(answer) for answer in load.under_way))
         homes = Counter(str(attempts[-1]["decode"]).partition("@")[0] for attempts in streams if attempts)
         return max(self.fleet.of_role("decode"), key=lambda worker: homes[worker.id])
+
+    async def sample(
+        self, name: str, answers: Sequence[Answer], *, after: float, of: Callable[[set[str]], bool]
+    ) -> None:
+        """Keep the longest silences after `after` of those `answers` whose attempts had outcomes as in `of`."""
+        stories = await asyncio.gather(*(self.attempts(answer) for answer in answers))
+        self.samples.setdefault(name, []).extend(
+            answer.longest_silence(after)
+            for answer, attempts in zip(answers, stories, strict=True)
+            if of({str(attempt["outcome"]) for attempt in attempts})
+        )
 
     async def explain_slowest(self) -> None:
         """Note what the stream with the longest silence went through."""

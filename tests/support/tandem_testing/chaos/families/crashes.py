@@ -11,6 +11,8 @@ from tandem_testing.waiting import until
 COMPUTING_TIMEOUT_S = 60.0
 REPORT_TIMEOUT_S = 10.0
 """Engines report their counts twice a second."""
+LOST = frozenset({"worker_lost", "unreachable"})
+"""Outcomes of attempts on a worker that died."""
 LONG_PROMPT = 700
 """Words: several chunks, so that prefill takes a while."""
 
@@ -19,12 +21,16 @@ async def kill_busiest_decode(run: Run, wanted: list[Ask], kill: Callable[[Worke
     """Load, and the death of the decode worker that has most of it."""
     lost = await run.lost_attempts()
     victims: list[Worker] = []
+    died = 0.0
 
     async def fault(load: Load) -> None:
+        nonlocal died
         victims.append(await run.busiest_decode(load))
         kill(victims[0])
+        died = run.now()
 
-    await run.under_fault(wanted, fault, speaking=max(2, len(wanted) // 3))
+    answers = await run.under_fault(wanted, fault, speaking=max(2, len(wanted) // 3))
+    await run.sample("kill -9 decode", answers, after=died, of=lambda outcomes: bool(outcomes & LOST))
     run.expect(await run.lost_attempts() > lost, "no stream was on the worker that died")
     return victims[0]
 
