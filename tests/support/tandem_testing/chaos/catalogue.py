@@ -34,7 +34,7 @@ PROMISES: tuple[Promise, ...] = (
     _line(8, "kill -9 prefill before the transfer", "recomputed; the reserved pages come back", 3.0),
     _line(9, "restart prefill at the same address", "the next request works", 3.0),
     _line(10, "freeze decode, thaw it later", "streams move; the zombie's late tokens count nothing", 3.0),
-    _line(11, "freeze prefill during a transfer", "as 7, by the deadline", 10.0),
+    _line(11, "freeze prefill during a transfer", "as 7, by the deadline; its pages wait for its end", 10.0),
     _line(12, "all prefill workers dead", "decode workers prefill themselves; no hang", 3.0),
     _line(13, "all decode workers dead", "streams wait, end by the deadline, and resume when one is back in time"),
     _line(14, "kill -9 a gateway", "the workers drop its requests, no page leaks, the other gateway serves on", 5.0),

@@ -28,6 +28,8 @@ class Kind(Enum):
     PLAIN = "plain"
     """Greedy without logprobs: the fast path of everything."""
     SEEDED = "seeded"
+    PENALISED = "penalised"
+    """Seeded, with three penalties on what has been said."""
     CHOICES = "choices"
     """Four choices, seeded, with logprobs."""
     SCHEMA = "schema"
@@ -50,6 +52,15 @@ FIELDS: dict[Kind, dict[str, Any]] = {
     Kind.GREEDY: {"temperature": 0, "logprobs": 0, "ignore_eos": True},
     Kind.PLAIN: {"temperature": 0, "ignore_eos": True},
     Kind.SEEDED: {"temperature": 0.8, "seed": 7, "logprobs": 0, "ignore_eos": True},
+    Kind.PENALISED: {
+        "temperature": 0.8,
+        "seed": 5,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.2,
+    },
     Kind.CHOICES: {"temperature": 0.8, "seed": 11, "logprobs": 1, "n": 4, "ignore_eos": True},
     Kind.SCHEMA: {
         "temperature": 0,

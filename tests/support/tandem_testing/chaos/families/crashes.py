@@ -66,7 +66,7 @@ async def a_decode_worker_dies(run: Run) -> None:
 @scenario(2, quick=True)
 async def a_decode_worker_dies_under_seeded_sampling(run: Run) -> None:
     """Its service alone is killed: the engine must not outlive it."""
-    await kill_busiest_decode(run, run.asks(Kind.SEEDED), Worker.kill_service)
+    await kill_busiest_decode(run, run.asks(Kind.SEEDED, Kind.PENALISED), Worker.kill_service)
 
 
 @scenario(3)

@@ -36,7 +36,7 @@ async def workers_are_told_to_leave_under_load(run: Run) -> None:
         run.salt += f"-{role}"
         words = 60 if role == "decode" else 500
         starts = {worker.id: worker.part.starts for worker in run.fleet.workers}
-        answers = await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED, prompt_words=words), fault)
+        answers = await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED, Kind.PENALISED, prompt_words=words), fault)
         if role == "decode":
             await run.sample("drain, moved", answers, after=told, of=lambda outcomes: "moved" in outcomes)
             await run.sample("drain, not moved", answers, after=told, of=lambda outcomes: outcomes == {"finished"})

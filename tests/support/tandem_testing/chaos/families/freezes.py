@@ -9,6 +9,8 @@ from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
 FROZEN_S = 30.0
+FENCED_S = 20.0
+"""After this it is fenced everywhere."""
 BLOCKED_S = 5.0
 
 
@@ -39,6 +41,7 @@ async def a_decode_worker_is_frozen_and_comes_back(run: Run) -> None:
 
 @scenario(11)
 async def a_prefill_worker_is_frozen_during_a_transfer(run: Run) -> None:
+    """Until it is fenced. Pages that it was granted are nobody's until it has ended: it may go on writing."""
     lost = await run.lost_attempts()
     async with run.load() as load:
         load.send(run.asks(Kind.PLAIN, tokens=24, prompt_words=700, count=max(4, run.scale.streams // 3)))
@@ -47,7 +50,15 @@ async def a_prefill_worker_is_frozen_during_a_transfer(run: Run) -> None:
         since = run.now()
         await run.judge(await load.gathered(), after=since)
     run.expect(await run.lost_attempts() > lost, "no request was on the worker that froze")
+    await asyncio.sleep(max(0.0, since + FENCED_S - run.now()))
+    kept = await run.fleet.worker_metric("kv_pages_quarantined", "decode")
+    run.expect(kept > 0, "pages that the frozen worker was granted are used again")
+    run.notes.append(f"{kept:g} pages waited for the frozen worker {FENCED_S:g} s after it froze")
+    starts = victim.part.starts
     victim.thaw()
+    await until(lambda: victim.part.starts > starts, READY_TIMEOUT_S, "the zombie ends")
+    await run.fleet.all_ready(READY_TIMEOUT_S)
+    await run.works()
 
 
 @scenario(33)
