@@ -2,7 +2,7 @@
 
     load not to be trusted?  ─▶ hold, and say so
     nobody asks for long?    ─▶ zero, both roles together; somebody waits at zero? ─▶ a pair
-    need of each role ─▶ windows ─▶ tolerance ─▶ bounds, steps, cooldown ─▶ GPU budget ─▶ flips before pods
+    need of each role ─▶ windows ─▶ tolerance ─▶ lessons ─▶ bounds, steps, cooldown ─▶ GPU budget ─▶ flips before pods
 
 Workers that are pending or warming up are counted as there: they were asked for already. The same code runs in the
 operator and in `tandem simulate --autoscale`.
@@ -15,6 +15,7 @@ from typing import Literal
 
 from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.scaling.budget import Counts, within_budget
+from tandem_operator.scaling.lesson import Lesson, Reduction
 from tandem_operator.scaling.load import Load
 from tandem_operator.scaling.need import Need, Targets, decode_need, prefill_need
 from tandem_operator.scaling.window import Window
@@ -67,6 +68,8 @@ class Memory:
 
     windows: Mapping[RoleName, Window] = field(default_factory=dict)
     changes: Mapping[RoleName, Change] = field(default_factory=dict)
+    lessons: Mapping[RoleName, Lesson] = field(default_factory=dict)
+    """Of scaling down."""
     busy_at: float | None = None
     """When somebody last asked for something."""
 
@@ -112,15 +115,17 @@ def decide(load: Load, there: Mapping[RoleName, int], memory: Memory, config: Sc
     wanted = within_budget(
         wanted, _least(config), {role: config.bounds(role).gpus for role in ROLES}, config.gpu_budget
     )
-    return _outcome(load.at, now, wanted, flips, needs, memory)
+    lessons = {role: _learnt(role, load.at, now[role], wanted[role], memory, config) for role in ROLES}
+    return _outcome(load.at, now, wanted, flips, needs, replace(memory, lessons=lessons))
 
 
 def _remember(load: Load, memory: Memory, config: ScalingConfig) -> Memory:
     reach = max(config.scale_up_window_s, config.scale_down_window_s, config.cooldown_s)
     windows = {}
     for role in ROLES:
-        workers = rounded(_need(role, load, config).workers, config.tolerance)
-        windows[role] = memory.windows.get(role, Window()).add(load.at, workers, reach)
+        need = _need(role, load, config).workers
+        workers = rounded(need, config.tolerance)
+        windows[role] = memory.windows.get(role, Window()).add(load.at, workers, reach, need)
     busy_at = memory.busy_at if load.idle and memory.busy_at is not None else load.at
     return replace(memory, windows=windows, busy_at=busy_at)
 
@@ -170,6 +175,7 @@ def _wanted(role: RoleName, now: int, need: Need, at: float, memory: Memory, con
         down < now and window.covers(at, config.scale_down_window_s) and not _resting(role, at, memory, config, up=True)
     ):
         target = _fewer(now, max(down, now - config.max_step_down), need, config)
+        target = min(now, max(target, _taught(role, at, memory, config)))
     return min(max(target, bounds.least, 1), bounds.most)
 
 
@@ -178,6 +184,22 @@ def _fewer(now: int, target: int, need: Need, config: ScalingConfig) -> int:
     while target < now and need.workers > target * (1 - config.tolerance):
         target += 1
     return target
+
+
+def _taught(role: RoleName, at: float, memory: Memory, config: ScalingConfig) -> int:
+    """Workers that must be left, for fewer have proved too few at this need."""
+    peak = memory.windows[role].peak(at, config.scale_down_window_s)
+    return memory.lessons.get(role, Lesson()).fewest(peak, config.tolerance)
+
+
+def _learnt(role: RoleName, at: float, now: int, wanted: int, memory: Memory, config: ScalingConfig) -> Lesson:
+    lesson, window = memory.lessons.get(role, Lesson()), memory.windows[role]
+    if wanted < now:
+        return lesson.went_down(Reduction(at, wanted, window.peak(at, config.scale_down_window_s)))
+    if wanted > now:
+        trial_s = config.scale_down_window_s + config.bounds(role).targets.clear_seconds
+        return lesson.went_up(at, now, trial_s)
+    return lesson
 
 
 def _resting(role: RoleName, at: float, memory: Memory, config: ScalingConfig, *, up: bool) -> bool:
@@ -205,7 +227,7 @@ def _spare(role: RoleName, now: Counts, at: float, memory: Memory, config: Scali
     window = memory.windows[role]
     if not window.covers(at, config.cooldown_s):
         return 0
-    busy = max(window.most(at, config.cooldown_s), config.bounds(role).least, 1)
+    busy = max(window.most(at, config.cooldown_s), config.bounds(role).least, 1, _taught(role, at, memory, config))
     return max(0, now[role] - busy)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 class Sample:
     at: float
     workers: int
+    need: float = 0.0
+    """Before it was rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +18,11 @@ class Window:
 
     samples: tuple[Sample, ...] = ()
 
-    def add(self, at: float, workers: int, reach_s: float) -> "Window":
+    def add(self, at: float, workers: int, reach_s: float, need: float = 0.0) -> "Window":
         """With a new sample, and of those older than `reach_s` only the last, which says how it was at that time."""
         recent = [one for one in self.samples if one.at > at - reach_s]
         older = [one for one in self.samples if one.at <= at - reach_s][-1:]
-        return Window((*older, *recent, Sample(at, workers)))
+        return Window((*older, *recent, Sample(at, workers, need)))
 
     def lasting(self, at: float, window_s: float) -> int:
         """Workers that were needed at every moment of the window. The newest sample is always in it."""
@@ -29,6 +31,10 @@ class Window:
     def most(self, at: float, window_s: float) -> int:
         """Workers that were needed at some moment of it."""
         return max(one.workers for one in self._within(at, window_s))
+
+    def peak(self, at: float, window_s: float) -> float:
+        """The same, not rounded."""
+        return max(one.need for one in self._within(at, window_s))
 
     def covers(self, at: float, window_s: float) -> bool:
         """Whether samples reach back to its beginning."""

@@ -1,0 +1,51 @@
+"""What scaling down has taught: a number of workers that proved too few is not gone back to at the same need. Pure.
+
+The need is measured with the workers that are there, and it is another with fewer: batches are larger and each sequence
+takes longer, what finds no place becomes backlog, roles compete for what they share, and clients that wait for their
+answers ask less while they wait. A steady load can so need 1.7 workers as three see it and 2.2 as two do; going by the
+need alone would take the third away and bring it back for ever.
+
+    went down to m at need y ─▶ up again from m within the trial  ─▶ m was too few at y: refuted
+    refuted                  ─▶ down to m only for a need that is smaller than y by more than the tolerance
+    that one holds           ─▶ forgotten
+
+The trial lasts as long as the evidence did and a backlog may take to be cleared: then the effect has shown itself.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Of a role's workers."""
+
+    at: float
+    workers: int
+    """That were left."""
+    need: float
+    """The most that was needed throughout the window before, as those who were there then saw it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Of one role."""
+
+    on_trial: Reduction | None = None
+    refuted: Reduction | None = None
+
+    def went_down(self, reduction: Reduction) -> "Lesson":
+        """What was refuted was for a greater need than this one."""
+        return Lesson(on_trial=reduction)
+
+    def went_up(self, at: float, before: int, trial_s: float) -> "Lesson":
+        """More were needed than `before`."""
+        last = self.on_trial
+        if last is not None and last.workers == before and at - last.at <= trial_s:
+            return Lesson(refuted=last)
+        return replace(self, on_trial=None)
+
+    def fewest(self, need: float, tolerance: float) -> int:
+        """Workers that must be left at a need of `need`, the most of the window; 0 where nothing speaks against any."""
+        if self.refuted is None or need < self.refuted.need * (1 - tolerance):
+            return 0
+        return self.refuted.workers + 1
