@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TextIO
 
+from tandem_engine.log_output import LogOutput
+
 MAX_QUOTED_CHARACTERS = 200
 """Of a client's value that is repeated in a message."""
 
@@ -73,8 +75,8 @@ class PlainFormatter(logging.Formatter):
 
 
 def configure_logging(log_format: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Send everything to one handler (stderr by default). Call once, at process start."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    """Send everything to stderr, which nobody waits for (`log_output`), or to `stream`. Call once, at process start."""
+    handler: logging.Handler = LogOutput(sys.stderr) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

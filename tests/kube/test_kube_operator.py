@@ -78,6 +78,35 @@ def test_another_model_rolls_out_pair_by_pair_and_comes_back(services, running):
     wait_for(lambda: services.workers("decode") == {first: 2}, PATIENCE_S, lambda: str(services.workers("decode")))
 
 
+def test_a_paused_rollout_exchanges_no_pod_and_scales(services, running):
+    """As `kubectl rollout pause` does it, within a revision too."""
+    services.apply()
+    services.wait_ready()
+    before = {one["metadata"]["uid"] for one in services.pods("worker") + services.pods("gateway")}
+    changed = {"observability": {"logLevel": "debug"}, "drainSeconds": 45}
+    services.apply(rollout={"paused": True}, **changed)
+    services.wait_condition("Progressing", "False", "Paused")
+    wait_for(lambda: all(one["spec"].get("paused") for one in services.deployments().values()), PATIENCE_S, running.log)
+    services.apply(rollout={"paused": True}, decode={"replicas": 3}, **changed)
+    wait_for(lambda: len(services.pods("worker")) == 4, PATIENCE_S, running.log)
+    services.wait_condition("Ready", "True", "CanaryPassed")
+    # Those that came are like those that are there.
+    assert {one["spec"]["terminationGracePeriodSeconds"] for one in services.pods("worker")} == {60 + 15}
+    assert before <= {one["metadata"]["uid"] for one in services.pods("worker") + services.pods("gateway")}
+    # Nor is another revision begun.
+    services.apply(rollout={"paused": True}, decode={"replicas": 3}, **changed, **OTHER_MODEL)
+    wait_for(lambda: len(services.workers("decode")) == 2, PATIENCE_S, running.log)
+    assert sorted(services.workers("decode").values()) == [0, 3]
+    services.apply(decode={"replicas": 3}, **changed)
+    services.wait_ready()
+
+    def exchanged() -> bool:
+        there = [one for one in services.pods("worker") if "deletionTimestamp" not in one["metadata"]]
+        return {one["spec"]["terminationGracePeriodSeconds"] for one in there} == {45 + 15}
+
+    wait_for(exchanged, PATIENCE_S, running.log)
+
+
 def test_a_spec_that_cannot_be_served_is_told_and_touches_nothing(services, running):
     services.apply()
     services.wait_ready()

@@ -9,6 +9,7 @@ a pod by annotations, in its template or later:
     fake-kubelet/ready: "false"      Running, but not Ready, until the annotation is taken away
     fake-kubelet/phase: Succeeded    or Failed: all containers end, with exit code 0 or 1
     fake-kubelet/hold: "true"        a deleted pod stays Terminating until the annotation is taken away
+    fake-kubelet/loopback: "true"    an address of 127.244.0.0/16, where a test can answer for its containers
 
 Bound pods also wait for their readiness gates: Ready is true when every condition that a gate names is.
 """
@@ -102,7 +103,8 @@ class FakeKubelet:
         uid = pod["metadata"]["uid"]
         if uid not in self.started:
             number = next(self.next_address)
-            self.started[uid] = (f"10.244.{number // 250 % 250}.{number % 250 + 1}", now())
+            network = "127" if _annotation(pod, "loopback") == "true" else "10"
+            self.started[uid] = (f"{network}.244.{number // 250 % 250}.{number % 250 + 1}", now())
         address, begin = self.started[uid]
         phase = _annotation(pod, "phase") or "Running"
         running = phase == "Running" and _annotation(pod, "ready") != "false"

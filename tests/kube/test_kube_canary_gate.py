@@ -1,0 +1,99 @@
+"""What is new gets no client's request before it was tried: workers stand by until a canary has passed through them.
+
+
+The workers' own half is in tests/integration/test_worker_service.py.
+"""
+
+from contextlib import ExitStack
+
+import pytest
+
+from tandem_testing.control_plane import KUBE, PATIENCE_S
+from tandem_testing.kube_answering import answering
+from tandem_testing.kube_services import Services
+from tandem_testing.operator_process import operator
+from tandem_testing.waiting import wait_for
+
+pytestmark = KUBE
+
+OTHER_MODEL = {"model": {"path": "/opt/tandem/models/tandem-mini-eagle"}}
+
+
+@pytest.fixture
+def services(control_plane, namespace):
+    return Services(control_plane, namespace)
+
+
+@pytest.fixture
+def pods(services):
+    with answering(services) as one:
+        yield one
+
+
+@pytest.fixture
+def start(control_plane, namespace, tmp_path):
+    """Operators of this namespace that send canaries; those that still run are ended."""
+    with ExitStack() as running:
+
+        def start_one(name):
+            flags = ("--canary", "on", "--namespaces", namespace, "--no-leader-elect")
+            return running.enter_context(operator(control_plane.kubeconfig, tmp_path / f"{name}.log", *flags))
+
+        yield start_one
+
+
+def test_a_first_revision_is_ready_when_its_canary_has_passed(services, pods, start):
+    running = start("first")
+    services.apply(**pods.spec(decode={"replicas": 2}))
+    services.wait_ready()
+    (revision,) = services.workers("decode")
+    told = pods.told(revision)
+    assert told[0] == "passed"
+    assert told.count("offer") == 3, "both roles, also those that were not in the canary"
+    assert "passed" in pods.told(""), "and one through the gateway"
+    # A pod that comes later is offered, too.
+    services.apply(**pods.spec(decode={"replicas": 3}))
+    services.wait_ready()
+    assert len(pods.offered) == 4, running.log()
+
+
+def test_a_revision_whose_canary_fails_is_never_offered_and_another_operator_goes_on_with_it(services, pods, start):
+    first = start("first")
+    services.apply(**pods.spec(decode={"replicas": 2}))
+    services.wait_ready()
+    (old,) = services.workers("decode")
+    pods.passing = lambda revision: revision in (old, "")
+    services.apply(**pods.spec(decode={"replicas": 2}, **OTHER_MODEL))
+    services.wait_condition("Degraded", "True", "CanaryFailed")
+    (new,) = services.workers("decode").keys() - {old}
+    wait_for(lambda: pods.told(new).count("canary") >= 2, PATIENCE_S, first.log)
+    assert "offer" not in pods.told(new)
+    assert services.workers("decode") == {old: 2, new: 1}, "nothing else has moved"
+    assert services.condition("Ready")[0] == "True"
+    shares = {one["name"]: one.get("share", 0) for one in services.get()["status"]["revisions"]}
+    assert shares == {old: 1, new: 0}
+    # All that the next one knows is what the API server and the workers say.
+    first.kill()
+    second = start("second")
+    tried = len(pods.told(new))
+    wait_for(lambda: len(pods.told(new)) > tried, PATIENCE_S, second.log)
+    assert "offer" not in pods.told(new)
+    pods.passing = lambda _: True
+    wait_for(lambda: services.workers("decode") == {new: 2}, PATIENCE_S, second.log)
+    services.wait_ready()
+    told = pods.told(new)
+    assert told.index("passed") < told.index("offer")
+
+
+def test_a_revert_takes_what_stands_by_away(services, pods, start):
+    start("first")
+    services.apply(**pods.spec())
+    services.wait_ready()
+    (old,) = services.workers("decode")
+    pods.passing = lambda revision: revision in (old, "")
+    services.apply(**pods.spec(**OTHER_MODEL))
+    services.wait_condition("Degraded", "True", "CanaryFailed")
+    services.apply(**pods.spec())
+    services.wait_ready()
+    wait_for(lambda: services.workers("decode") == {old: 1}, PATIENCE_S, lambda: str(services.workers("decode")))
+    assert services.condition("Degraded") == ("False", "AllWell")

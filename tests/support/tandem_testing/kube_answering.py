@@ -1,0 +1,135 @@
+"""Answers over HTTP for the containers of pods that fake kubelets run: workers that stand by, gateways with canaries.
+
+    pod with an address ─▶ a server on each of its ports ─▶ worker: /ready, /offer      gateway: /canary
+    /offer ─▶ the annotation that keeps the pod from being Ready goes, as a readiness probe would find
+
+Canaries pass for the revisions that `passing` names. Everything that was asked is in `journal`, in order.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tandem_operator.builders.naming import REVISION_LABEL
+from tandem_testing.control_plane import Manifest
+from tandem_testing.kube_services import Services
+
+POLL_S = 0.05
+NOT_READY = "fake-kubelet/ready"
+WORKER_PODS = {"annotations": {"fake-kubelet/loopback": "true", NOT_READY: "false"}}
+GATEWAY_PODS = {"annotations": {"fake-kubelet/loopback": "true"}}
+
+
+@dataclass
+class Answering:
+    """Make it with `answering`."""
+
+    services: Services
+    passing: Callable[[str], bool] = lambda _: True
+    """Whether canaries of this revision pass."""
+    journal: list[tuple[str, str]] = field(default_factory=list)
+    """What was asked of which revision: canary, passed or offer; "" is whatever the router chooses."""
+    offered: set[str] = field(default_factory=set)
+    """Names of pods."""
+    _pods: dict[str, Manifest] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def spec(self, **fields: Any) -> dict[str, Any]:
+        """Fields of a ModelService whose pods are answered for."""
+        spec: dict[str, Any] = {"gateway": {"pod": GATEWAY_PODS}, **fields}
+        for role in ("prefill", "decode"):
+            spec[role] = {**spec.get(role, {}), "pod": WORKER_PODS}
+        return spec
+
+    def told(self, revision: str) -> list[str]:
+        """What was asked of a revision, in order."""
+        with self._lock:
+            return [what for what, whom in self.journal if whom == revision]
+
+    def follow(self, ended: threading.Event) -> None:
+        """Serve for pods that come, until `ended`."""
+        with ExitStack() as servers:
+            while not ended.wait(POLL_S):
+                for component in ("worker", "gateway"):
+                    for pod in self.services.pods(component):
+                        name, address = pod["metadata"]["name"], pod["status"].get("podIP")
+                        if name not in self._pods and address:
+                            self._pods[name] = pod
+                            servers.enter_context(self._serving(name, component, address))
+
+    @contextmanager
+    def _serving(self, pod: str, component: str, address: str) -> Iterator[None]:
+        answering = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send(*answering.ready(pod, self.path))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                known = self.headers["Authorization"].startswith("Bearer ")
+                self._send(*(answering.order(pod, self.path, body) if known else (403, {})))
+
+            def _send(self, status: int, answer: Manifest) -> None:
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer((address, 9090 if component == "worker" else 8001), Handler)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()
+
+    def ready(self, pod: str, path: str) -> tuple[int, Manifest]:
+        """GET of a pod."""
+        if path != "/ready":
+            return 404, {}
+        return (200, {"status": "ok"}) if pod in self.offered else (503, {"status": "standby", "reasons": []})
+
+    def order(self, pod: str, path: str, body: Manifest) -> tuple[int, Manifest]:
+        """POST of a pod."""
+        if path == "/canary":
+            revision = self._revision(body["prefill"]) if "prefill" in body else ""
+            passed = self.passing(revision)
+            self._note("passed" if passed else "canary", revision)
+            return 200, {"passed": passed, "message": "as the test says"}
+        self._note("offer", self._revision(pod))
+        self.offered.add(pod)
+        path = f"/api/v1/namespaces/{self.services.namespace}/pods/{pod}"
+        body = {"metadata": {"annotations": {NOT_READY: None}}}
+        self.services.cluster.merge(path, body).raise_for_status()
+        return 200, {"message": "offered"}
+
+    def _note(self, what: str, revision: str) -> None:
+        with self._lock:
+            self.journal.append((what, revision))
+
+    def _revision(self, pod: str) -> str:
+        revision: str = self._pods[pod]["metadata"]["labels"][REVISION_LABEL]
+        return revision
+
+
+@contextmanager
+def answering(services: Services) -> Iterator[Answering]:
+    """For all pods of one service."""
+    ended, one = threading.Event(), Answering(services)
+    thread = threading.Thread(target=one.follow, args=(ended,), name="answering")
+    thread.start()
+    try:
+        yield one
+    finally:
+        ended.set()
+        thread.join()

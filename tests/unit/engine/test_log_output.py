@@ -1,0 +1,91 @@
+"""Logs that cannot be written keep nobody from serving (RELIABILITY B3.46): blocked pipe, full disk, no reader."""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem_engine.log_output import MAX_WAITING, LogOutput
+from tandem_engine.logs import JsonFormatter
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 60.0
+LOTS = MAX_WAITING + 2000
+
+
+@pytest.fixture
+def make():
+    """A logger that writes to a descriptor."""
+    made = []
+
+    def logger_to(descriptor: int) -> tuple[logging.Logger, LogOutput]:
+        stream = os.fdopen(descriptor, "w")
+        output = LogOutput(stream)
+        output.setFormatter(JsonFormatter())
+        logger = logging.Logger("test")
+        logger.addHandler(output)
+        made.append((stream, output))
+        return logger, output
+
+    yield logger_to
+    for stream, output in made:
+        output.flush()
+        stream.close()
+
+
+def test_lines_arrive_in_order_and_a_flush_waits_for_them(make, tmp_path):
+    path = tmp_path / "log"
+    logger, output = make(os.open(path, os.O_WRONLY | os.O_CREAT))
+    for number in range(100):
+        logger.info("line %d", number)
+    output.flush()
+    assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == [f"line {n}" for n in range(100)]
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up_and_what_is_missing_is_told(make):
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    logger, _ = make(writer)
+    for _ in range(LOTS):
+        logger.info("x" * 100)
+    with os.fdopen(reader) as pipe:
+        seen = [json.loads(pipe.readline())["message"] for _ in range(MAX_WAITING // 2)]
+        logger.info("the last")
+        while seen[-1] != "the last":
+            seen.append(json.loads(pipe.readline())["message"])
+    told = [int(match[1]) for message in seen if (match := re.match(r"(\d+) log lines are missing here", message))]
+    assert seen.count("x" * 100) + sum(told) == LOTS
+    assert sum(told) > 0
+
+
+def test_a_full_disk_and_a_reader_that_has_gone(make):
+    logger, output = make(os.open("/dev/full", os.O_WRONLY))
+    logger.info("lost")
+    output.flush()
+    reader, writer = os.pipe()
+    os.close(reader)
+    logger, output = make(writer)
+    logger.info("lost, too")
+    output.flush()
+
+
+def test_a_process_whose_log_nobody_reads_goes_on_and_ends():
+    """With the whole set-up of a worker or a gateway, its end included."""
+    program = (
+        "import logging\n"
+        "from tandem_engine.logs import LogFormat, configure_logging\n"
+        "configure_logging(LogFormat.JSON)\n"
+        f"for number in range({LOTS}): logging.info('x' * 200)\n"
+        "print('served', flush=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "engine")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, text=True, **pipes) as process:
+        assert process.stdout.readline() == "served\n"
+        assert process.wait(PATIENCE_S) == 0
