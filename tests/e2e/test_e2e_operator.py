@@ -4,6 +4,7 @@ The tests build on each other, in their order.
 """
 
 import base64
+import io
 import json
 
 import httpx
@@ -13,9 +14,11 @@ import pytest
 from tandem_operator.builders.naming import ROLE_LABEL, SERVICE_LABEL, curve_secret_name, gateway_name
 from tandem_operator.builders.worker import CURVE_KEY, HEALTH_PORT
 from tandem_operator.telemetry.orders import order_token
+from tandem_services.cli.k8s import command
 from tandem_testing.control_plane import ControlPlane
 from tandem_testing.e2e.diary import Diary, of_load
 from tandem_testing.e2e.load import Load, more, requests, warm_up
+from tandem_testing.e2e.operator import NAMESPACE as OPERATORS_NAMESPACE
 from tandem_testing.e2e.operator import Resource, install
 from tandem_testing.e2e.pods import Pods, curl, restarts
 from tandem_testing.e2e.service import NAME, SPEC
@@ -121,6 +124,31 @@ def test_kv_went_from_pod_to_pod(pods: Pods, references: dict, diary: Diary):
     assert entry["failed"] == 0
 
 
+def test_kubectl_tandem_shows_and_asks_what_runs(
+    resource: Resource, pods: Pods, url: str, tmp_path, capsys, monkeypatch
+):
+    """Through port-forwards of the real kubelet: what the pods know of roles, queues and one request, and a chat."""
+    about = ("--kubeconfig", str(resource.cluster.kubeconfig), "-n", resource.namespace)
+
+    def plugin(*words: str) -> str:
+        status = command.main([*words, *about])
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        return captured.out
+
+    prefill, decode = pods.ready(PREFILL), pods.ready(DECODE)
+    roles = plugin("roles", NAME)
+    assert all(name in roles for name in (*prefill, *decode))
+    assert all(name in plugin("queue", NAME) for name in (*prefill, *decode, *pods.ready(GATEWAYS)))
+    body = {"model": NAME, "prompt": "The fox and the crow " * 20, "max_tokens": 8}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).raise_for_status().json()
+    assert decode[0] in plugin("explain", answer["id"])
+    assert f"{prefill[0]} serves as prefill" in plugin("flip", prefill[0], "prefill")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Tell me of a fox.\n"))
+    assert plugin("chat", NAME, "--max-tokens", "8").strip()
+    assert "Ready" in plugin("status", NAME)
+
+
 def test_a_worker_changes_its_role(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
     """Prefill to decode and back, by the order that the operator gives."""
     secret = pods.cluster.get(f"{pods.core}/secrets/{curve_secret_name(NAME)}")["data"][CURVE_KEY]
@@ -181,6 +209,25 @@ def test_redis_is_evicted(resource: Resource, pods: Pods, url: str, references: 
             more(load, 30)
         entry["load"] = of_load(load.summary())
     check(load)
+
+
+def test_everything_is_restarted_in_turn(
+    resource: Resource, pods: Pods, url: str, references: dict, diary: Diary
+):  # RELIABILITY 37
+    """By `kubectl rollout restart`: workers of both roles, gateways, Redis, and the operator that looks after them."""
+    kubectl, namespace = resource.cluster.kubectl, resource.namespace
+    names = [("-n", namespace, one) for one in kubectl("-n", namespace, "get", "deployments", "-o", "name").split()]
+    names.append(("-n", OPERATORS_NAMESPACE, "deployment/tandem-operator"))
+    with diary.step("everything restarted in turn, under load") as entry:
+        with Load(url, NAME, references, clients=CLIENTS) as load:
+            for *where, name in names:
+                kubectl(*where, "rollout", "restart", name)
+                kubectl(*where, "rollout", "status", name, "--timeout=240s")
+                more(load, 5)
+            resource.wait_ready()
+        entry["load"] = of_load(load.summary())
+    check(load)
+    pods.wait_ready(WORKERS, 2)
 
 
 def test_decode_is_scaled_by_its_load(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):

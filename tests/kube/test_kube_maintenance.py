@@ -1,0 +1,121 @@
+"""What administrators do to a cluster that serves: nodes are drained, everything is restarted (RELIABILITY 37, 40).
+
+Under load, with containers: tests/e2e. Here: that never fewer pods are ready than it takes, whatever is exchanged.
+"""
+
+import os
+import subprocess
+
+import pytest
+
+from tandem_testing.control_plane import HOME, KUBE, PATIENCE_S
+from tandem_testing.kube_availability import is_ready, watched
+from tandem_testing.kube_services import Services
+from tandem_testing.operator_process import operator
+from tandem_testing.waiting import wait_for
+
+pytestmark = KUBE
+
+TWO = {"replicas": 2}
+NOT_READY = "fake-kubelet/ready"
+DRAIN = ("drain", "--ignore-daemonsets", "--delete-emptydir-data", "--pod-selector=tandem.dev/service=chat")
+
+
+@pytest.fixture
+def services(control_plane, namespace):
+    return Services(control_plane, namespace)
+
+
+@pytest.fixture
+def running(control_plane, namespace, tmp_path):
+    with operator(
+        control_plane.kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect"
+    ) as one:
+        yield one
+
+
+def decode_pods(services):
+    return [one for one in services.pods("worker") if one["metadata"]["labels"]["tandem.dev/role"] == "decode"]
+
+
+def make_ready(services) -> None:
+    """All decode pods that are there: their template says that they are not."""
+    for pod in decode_pods(services):
+        if NOT_READY in pod["metadata"]["annotations"]:
+            path = f"/api/v1/namespaces/{services.namespace}/pods/{pod['metadata']['name']}"
+            services.cluster.api.patch(
+                path,
+                json={"metadata": {"annotations": {NOT_READY: None}}},
+                headers={"Content-Type": "application/merge-patch+json"},
+            )
+
+
+def test_a_node_drain_waits_until_the_replacement_is_ready(services, running, tmp_path):
+    """RELIABILITY 40, by kubectl itself."""
+    services.apply(decode={**TWO, "pod": {"annotations": {NOT_READY: "false"}}})
+    wait_for(lambda: len(decode_pods(services)) == 2, PATIENCE_S, running.log)
+    make_ready(services)
+    services.wait_ready()
+    cluster = services.cluster
+    first, second = decode_pods(services)
+    nodes = [first["spec"]["nodeName"], second["spec"]["nodeName"]]
+    budget = f"/apis/{cluster.newest('policy/v1', 'policy/v1beta1')}/namespaces/{services.namespace}"
+    budget += "/poddisruptionbudgets/chat-decode"
+    try:
+        cluster.kubectl("cordon", nodes[0])
+        # As a drain does it with the first pod.
+        body = {"kind": "Eviction", "metadata": {"name": first["metadata"]["name"], "namespace": services.namespace}}
+        version = cluster.newest("policy/v1", "policy/v1beta1")
+        path = f"/api/v1/namespaces/{services.namespace}/pods/{first['metadata']['name']}"
+        wait_for(lambda: cluster.get(budget)["status"]["disruptionsAllowed"] == 1, PATIENCE_S)
+        cluster.api.post(f"{path}/eviction", json={"apiVersion": version, **body}).raise_for_status()
+        wait_for(lambda: cluster.get(budget)["status"]["disruptionsAllowed"] == 0, PATIENCE_S)
+        complaints = tmp_path / "drain.log"
+        command = [str(HOME / "bin/kubectl"), "--kubeconfig", str(cluster.kubeconfig), *DRAIN, nodes[1]]
+        environment = {**os.environ, "HOME": str(tmp_path)}
+        with (
+            complaints.open("w") as log,
+            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as drain,
+        ):
+            refused = "Cannot evict pod as it would violate the pod's disruption budget"
+            wait_for(lambda: refused in complaints.read_text(), PATIENCE_S, complaints.read_text)
+            there = {one["metadata"]["uid"] for one in decode_pods(services) if is_ready(one)}
+            assert there == {second["metadata"]["uid"]}, "the one that is left serves"
+
+            def drained() -> bool:
+                make_ready(services)
+                return drain.poll() is not None
+
+            wait_for(drained, PATIENCE_S, complaints.read_text)
+            assert drain.returncode == 0, complaints.read_text()
+    finally:
+        for node in set(nodes):
+            cluster.kubectl("uncordon", node)
+
+    def back() -> bool:
+        make_ready(services)
+        return len([one for one in decode_pods(services) if is_ready(one)]) == 2
+
+    wait_for(back, PATIENCE_S, running.log)
+    assert second["metadata"]["uid"] not in {one["metadata"]["uid"] for one in decode_pods(services)}
+    services.wait_ready()
+
+
+def test_a_rolling_restart_of_everything_in_turn_never_leaves_a_part_short(services, running):
+    """RELIABILITY 37, by `kubectl rollout restart`: it stays, for the operator takes back what is its own alone."""
+    services.apply(prefill=TWO, decode=TWO, gateway=TWO)
+    services.wait_ready()
+    before = {one["metadata"]["uid"] for part in ("worker", "gateway", "redis") for one in services.pods(part)}
+    names = sorted(services.deployments(), key=lambda name: (name.endswith("redis"), name))
+    with watched(services) as fewest:
+        for name in names:
+            services.cluster.kubectl("-n", services.namespace, "rollout", "restart", f"deployment/{name}")
+            services.cluster.kubectl("-n", services.namespace, "rollout", "status", f"deployment/{name}")
+        services.wait_ready()
+    assert fewest == {"prefill": 2, "decode": 2, "gateway": 2}
+
+    def exchanged() -> bool:
+        there = {one["metadata"]["uid"] for part in ("worker", "gateway", "redis") for one in services.pods(part)}
+        return len(there) == len(before) and not there & before
+
+    wait_for(exchanged, PATIENCE_S, running.log)
