@@ -52,6 +52,9 @@ VIOLATIONS = {
         {"engine": {"dtype": "float32"}}
     ),
     "give managed or external, not both": Violation({"managed": {}, "external": {"url": "redis://r:6379"}}),
+    "caSecret is for TLS: a url with rediss://": Violation(
+        {"url": "redis://r:6379", "caSecret": {"name": "redis", "key": "ca.crt"}}
+    ),
     "keys of ucx begin with UCX_": Violation({"ucx": {"TLS": "rc"}}),
     "maxSurge and maxUnavailable are both 0: nothing could ever be replaced; raise one": Violation({"maxSurge": 0}),
     "decode.replicas is 0 while prefill has workers: nobody could answer; set both to 0 to stop serving": Violation(

@@ -26,6 +26,12 @@ class ExternalRedis(Api, frozen=True, kw_only=True):
     """redis:// or rediss:// for TLS, with the ACL user before an @. No password."""
     password: SecretKey | None = None
     """Its password."""
+    ca_secret: SecretKey | None = None
+    """Certificate authority of a rediss:// address, PEM; without it those of the image."""
+
+    RULES: ClassVar = (
+        Rule("!has(self.caSecret) || self.url.startsWith('rediss://')", "caSecret is for TLS: a url with rediss://"),
+    )
 
 
 class Redis(Api, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from tandem_operator.builders.containers import (
 )
 from tandem_operator.builders.model_mount import ModelMount, model_mount
 from tandem_operator.builders.naming import gateway_name, labels_of, selector_of
-from tandem_operator.builders.redis_access import PASSWORD_FOLDER, PASSWORD_KEY, password_volume, redis_url
+from tandem_operator.builders.redis_access import redis_volumes, redis_words
 from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY
 
@@ -138,9 +138,7 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
     words = ["--model", mount.folder, "--served-model-name", service.model_name]
     words += ["--host", "0.0.0.0", "--port", str(PORT)]  # noqa: S104 - of the pod
     words += ["--admin-host", "0.0.0.0", "--admin-port", str(ADMIN_PORT)]  # noqa: S104 - of the pod
-    words += ["--cluster", service.cluster, "--redis-url", redis_url(spec.redis, service.name)]
-    if password_volume(spec.redis, service.name) is not None:
-        words += ["--redis-password-file", f"{PASSWORD_FOLDER}/{PASSWORD_KEY}"]
+    words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}", "--log-format", "json"]
     words += ["--drain-notice", str(DRAIN_NOTICE_S), "--drain-timeout", str(spec.drain_seconds)]
     if may_be_zero(spec):
@@ -169,9 +167,7 @@ def may_be_zero(spec: ModelServiceSpec) -> bool:
 def _files(service: Served, mount: ModelMount) -> tuple[list[Manifest], list[Manifest]]:
     spec = service.spec
     pairs = [scratch("tmp", TMP), secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY})]
-    password = password_volume(spec.redis, service.name)
-    if password is not None:
-        pairs.append(password)
+    pairs += redis_volumes(spec.redis, service.name)
     if spec.gateway.auth_secret is not None:
         pairs.append(secret_volume("api-keys", spec.gateway.auth_secret, KEYS_FOLDER))
     volumes = [volume for volume, _ in pairs] + list(mount.volumes)

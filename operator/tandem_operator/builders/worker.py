@@ -27,7 +27,7 @@ from tandem_operator.builders.naming import (
     labels_of,
     selector_of,
 )
-from tandem_operator.builders.redis_access import PASSWORD_FOLDER, PASSWORD_KEY, password_volume, redis_url
+from tandem_operator.builders.redis_access import redis_volumes, redis_words
 from tandem_operator.builders.served import Served
 
 HEALTH_PORT = 9090
@@ -112,9 +112,7 @@ def _template(service: Served, role: RoleName, labels: dict[str, str], *, standb
 def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
     spec = service.spec
     words = ["--role", role, "--model", mount.folder, "--served-model-name", service.model_name]
-    words += ["--cluster", service.cluster, "--redis-url", redis_url(spec.redis, service.name)]
-    if password_volume(spec.redis, service.name) is not None:
-        words += ["--redis-password-file", f"{PASSWORD_FOLDER}/{PASSWORD_KEY}"]
+    words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}"]
     words += ["--health-host", "0.0.0.0", "--health-port", str(HEALTH_PORT)]  # noqa: S104 - of the pod
     words += ["--drain-timeout", str(spec.drain_seconds), "--await-links", str(AWAIT_LINKS_S), "--log-format", "json"]
@@ -145,10 +143,8 @@ def _files(service: Served, mount: ModelMount) -> tuple[list[Manifest], list[Man
         # Shared memory between ranks, and between workers of one node where UCX uses it.
         scratch("shm", "/dev/shm", memory=True),  # noqa: S108 - a volume of the pod
         secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY}),
+        *redis_volumes(service.spec.redis, service.name),
     ]
-    password = password_volume(service.spec.redis, service.name)
-    if password is not None:
-        pairs.append(password)
     volumes = [volume for volume, _ in pairs] + list(mount.volumes)
     return volumes, [place for _, place in pairs] + list(mount.mounts)
 

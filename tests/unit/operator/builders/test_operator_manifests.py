@@ -20,6 +20,7 @@ from tandem_operator.planning.plan import make_plan
 from tandem_operator.planning.revision import revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser
+from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.worker.service import ORDER_TIMEOUT_S, SHUTDOWN_GRACE_S
@@ -165,6 +166,18 @@ def test_the_password_of_redis_stands_in_no_manifest_and_on_no_command_line():
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert "cat /etc/tandem/redis/password" in container["command"][-1]
     assert "--requirepass" not in str(container)
+
+
+def test_a_private_authority_of_redis_is_mounted_and_named_in_its_address():
+    path = ROOT / "examples/full.yaml"
+    deployments = [template for name, template in templates(path) if "redis" not in name]
+    assert len(deployments) == 3
+    for template in deployments:
+        (container,) = template["spec"]["containers"]
+        mount = next(one for one in container["volumeMounts"] if one["name"] == "redis-ca")
+        url = container["args"][container["args"].index("--redis-url") + 1]
+        assert url == f"rediss://tandem@redis.example:6380/0?ssl_ca_certs={mount['mountPath']}/ca.crt"
+        assert RedisAddress(url=url).connect().connection_pool.connection_kwargs["ssl_ca_certs"].endswith("/ca.crt")
 
 
 def flag(args: list[str], name: str) -> float:
