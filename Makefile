@@ -5,9 +5,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 CHAOS_ARGS ?=
+BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit test-kube verify bench chaos console-shots clients images e2e clean
+.PHONY: help up test setup check format lint types imports unit test-kube verify bench bench-peers chaos console-shots clients images e2e clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -49,6 +50,9 @@ verify: setup ## Compare Tandem with transformers token by token on the bundled 
 
 bench: setup ## Offline throughput and single-stream latency against transformers
 	$(BIN)/tandem bench offline $(ARGS)
+
+bench-peers: setup ## Install vLLM, llama.cpp and others, and run them beside Tandem (BENCH_ARGS="--quick", --json, --help)
+	@PYTHONPATH=benchmarks $(BIN)/python -m peers $(BENCH_ARGS)
 
 chaos: setup ## Break a real system in every way it promises to survive (CHAOS_ARGS="--only 1,2", --list, --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.chaos $(CHAOS_ARGS)

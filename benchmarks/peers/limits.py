@@ -1,0 +1,72 @@
+"""What the machine can do at most, measured in the same run: memory bandwidth and matrix products.
+
+`python -m peers.limits THREADS` prints one JSON object. Bandwidth is the best of reading and of copying 256 MiB,
+products the best of two sizes; each a median.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from peers.engines.base import python_path
+from peers.shapes import BYTES
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """With all threads."""
+
+    memory_gb_s: float
+    gflops: dict[str, float]
+    """By dtype."""
+
+
+def measure(threads: int) -> Limits:
+    """In a process of its own: torch keeps its threads."""
+    argv = [sys.executable, "-m", "peers.limits", str(threads)]
+    told = subprocess.run(argv, env={**os.environ, **python_path()}, stdout=subprocess.PIPE, check=True).stdout
+    return msgspec.json.decode(told, type=Limits)
+
+
+def better(one: Limits, other: Limits) -> Limits:
+    """A limit is the most that was seen."""
+    gflops = {dtype: max(rate, other.gflops[dtype]) for dtype, rate in one.gflops.items()}
+    return Limits(memory_gb_s=max(one.memory_gb_s, other.memory_gb_s), gflops=gflops)
+
+
+def _median_seconds(work: Callable[[], Any], times: int) -> float:
+    work()
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    import torch
+
+    torch.set_num_threads(int(sys.argv[1]))
+    numbers = 64 << 20
+    a, b = torch.rand(numbers), torch.rand(numbers)
+    read = 4 * numbers / _median_seconds(b.sum, 7)
+    copy = 8 * numbers / _median_seconds(lambda: a.copy_(b), 7)
+    gflops = {}
+    for dtype in BYTES:
+        rates = []
+        for size in (1024, 2048):
+            x, y = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
+            rates.append(2 * size**3 / _median_seconds(lambda x=x, y=y: x @ y, 9) / 1e9)
+        gflops[dtype] = max(rates)
+    print(json.dumps({"memory_gb_s": max(read, copy) / 1e9, "gflops": gflops}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Processes of a run: started with a log, stopped whole, and none left behind.
+
+A peer may put children into sessions of their own, and whoever measures may be killed. So every process inherits a
+variable (`MARK`) that names the run; at the end of a run, and at the start of the next, whoever carries one is ended by
+its pid.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from peers.machine import descendants
+from tandem_engine.ipc.parent import die_with_parent
+
+MARK = "TANDEM_PEERS_RUN"
+GRACE_S = 10.0
+
+
+class PeerError(RuntimeError):
+    """A peer did not start, did not answer, or answered something else than it was asked for."""
+
+
+def start(
+    argv: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None, pipes: bool = False
+) -> "subprocess.Popen[bytes]":
+    """Start it in a session of its own; what it says goes to `log`, its standard output to a pipe with `pipes`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if pipes else out,
+            stderr=out,
+            env={**os.environ, **(environment or {}), MARK: str(os.getpid())},
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
+        )
+
+
+def tail(log: Path, lines: int = 12) -> str:
+    return "\n".join(f"  {line}" for line in log.read_text("utf-8", "replace").splitlines()[-lines:])
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End it and everything below it. Returns when all are gone."""
+    pids = descendants(process.pid) if process.poll() is None else []
+    if pids:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    for pid in pids[1:]:
+        _kill(pid, carried_by=str(os.getpid()))
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def pause(process: "subprocess.Popen[bytes]") -> None:
+    """Stop the clock of a process tree: whatever it would do while others are measured, such as spinning, it cannot."""
+    _signal_all(process, signal.SIGSTOP)
+
+
+def resume(process: "subprocess.Popen[bytes]") -> None:
+    _signal_all(process, signal.SIGCONT)
+
+
+def _signal_all(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    for pid in descendants(process.pid):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:  # it has just ended
+            continue
+
+
+def end_marked(marks: Iterable[str] | None = None) -> list[int]:
+    """End every process that carries the mark of one of these runs, None for runs that are over; returns their pids."""
+    ended = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        mark = _mark_of(int(folder.name))
+        if mark is None or (mark not in marks if marks is not None else _is_running(mark)):
+            continue
+        _kill(int(folder.name), carried_by=mark)
+        ended.append(int(folder.name))
+    return ended
+
+
+def _mark_of(pid: int) -> str | None:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or another user's
+        return None
+    prefix = f"{MARK}=".encode()
+    return next((each.removeprefix(prefix).decode() for each in variables if each.startswith(prefix)), None)
+
+
+def _is_running(mark: str) -> bool:
+    """Whether the process that a mark names is one that measures."""
+    try:
+        return b"peers" in Path(f"/proc/{mark}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _kill(pid: int, *, carried_by: str) -> None:
+    """SIGKILL, unless the number belongs to somebody else by now; returns when it is gone."""
+    deadline = time.monotonic() + GRACE_S
+    while _mark_of(pid) == carried_by and time.monotonic() < deadline:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
