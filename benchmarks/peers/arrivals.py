@@ -18,7 +18,6 @@ from peers.percentiles import percentile
 from peers.streams import Stream, complete, complete_all
 
 SHARES = (0.3, 0.6, 0.9)
-IDLE_LIMIT_S = 8.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +53,7 @@ def at_shares(engine: ServerEngine, *, model: str, dtype: str, count: int) -> li
     most = capacity(engine, count)
     loads = []
     for number, share in enumerate(SHARES, 1):
-        wait_until_idle(IDLE_LIMIT_S)
+        wait_until_idle()
         with Watch(engine.pids) as watch:
             streams = asyncio.run(_arrive(engine, jobs(count, number), rate=share * most))
         loads.append(_load(engine, model, dtype, share, share * most, streams, watch.others))

@@ -19,7 +19,6 @@ from peers.streams import Stream, complete, complete_all
 
 STREAMS = 4
 PROMPT_TOKENS = 2048
-IDLE_LIMIT_S = 8.0
 
 
 class Interference(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +59,7 @@ def play(
     """One round: `output` tokens of each stream, `prompts` long prompts."""
     long = mixed("long streams", number, count=STREAMS, prompt=(64, 64), output=(output, output))
     arriving = _prompts(prompts, number)
-    wait_until_idle(IDLE_LIMIT_S)
+    wait_until_idle()
     engine.resume()
     with Watch(engine.pids) as watch:
         streams, answers = asyncio.run(_together(engine, long, arriving, gap_s))

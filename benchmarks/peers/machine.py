@@ -16,7 +16,8 @@ from typing import Self
 TICKS = os.sysconf("SC_CLK_TCK")
 IDLE_SHARE = 0.06
 """Of all cores: less than this is idle."""
-_WINDOW_S = 1.0
+_WINDOW_S = 0.5
+_PATIENCE_S = 6.0
 
 
 def busy_seconds() -> float:
@@ -84,9 +85,9 @@ class Watch:
         self.others = max(0.0, busy - measured - measuring) / capacity
 
 
-def wait_until_idle(limit_s: float) -> bool:
-    """Whether it became idle within `limit_s`. It is measured anyway: the report says what others used."""
-    deadline = time.monotonic() + limit_s
+def wait_until_idle() -> bool:
+    """Whether it became idle within seconds. It is measured anyway: the report says what others used."""
+    deadline = time.monotonic() + _PATIENCE_S
     while True:
         before = busy_seconds()
         time.sleep(_WINDOW_S)

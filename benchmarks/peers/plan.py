@@ -16,6 +16,9 @@ SMALL = "q25m"
 LARGE = "q500m"
 BATCH_STREAMS = 64
 FEW_STREAMS = 4
+BATCH_TOKENS = BATCH_STREAMS * 704
+"""KV that the largest batch needs at once; rounds after the first fill it with prefixes."""
+FEW_TOKENS = FEW_STREAMS * 2304
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +31,13 @@ class Comparison:
     workloads: tuple[str, ...]
     rounds: int
     streams: int
-    """Requests at once that the workloads need: KV is made for so many."""
+    """Requests at once that the workloads need."""
     first_round: int = 0
     """Rounds of two comparisons of one model are told apart by their numbers."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return kv_bytes(self.model, self.dtype, self.streams)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +57,11 @@ class Plan:
     def models(self) -> list[str]:
         served = [SMALL] if self.served_dtypes else []
         return list(dict.fromkeys([comparison.model for comparison in self.comparisons] + served))
+
+
+def kv_bytes(model: str, dtype: str, streams: int) -> int:
+    """What the KV pool of an engine holds: what the workloads need, so that after some rounds it is full."""
+    return SHAPES[model].kv_bytes(FEW_TOKENS if streams <= FEW_STREAMS else BATCH_TOKENS, dtype)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:

@@ -48,7 +48,7 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     """End it and everything below it. Returns when all are gone."""
     pids = descendants(process.pid) if process.poll() is None else []
     if pids:
-        process.send_signal(signal.SIGCONT)
+        resume(process)
         process.terminate()
         try:
             process.wait(GRACE_S)

