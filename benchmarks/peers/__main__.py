@@ -18,7 +18,7 @@ from peers.home import default_home
 from peers.install import peers
 from peers.install.steps import CONSOLE, NotInstalledError
 from peers.plan import PARTS, PEERS, Plan, make_plan
-from peers.processes import PeerError, end_marked
+from peers.processes import PeerError, end_marked, own_mark
 from peers.report import markdown, plot
 from peers.results import Results, write
 from peers.session import Session, new_results
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        end_marked([str(os.getpid())])
+        end_marked([own_mark()])
     show(session.results, options)
     return 0
 

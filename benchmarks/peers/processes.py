@@ -1,8 +1,8 @@
 """Processes of a run: started with a log, stopped whole, and none left behind.
 
 A peer may put children into sessions of their own, and whoever measures may be killed. So every process inherits a
-variable (`MARK`) that names the run; at the end of a run, and at the start of the next, whoever carries one is ended by
-its pid.
+variable (`MARK`) that names the run by pid and birth; at the end of a run, and at the start of the next, whoever carries
+one is ended by its pid.
 """
 
 import os
@@ -23,6 +23,19 @@ class PeerError(RuntimeError):
     """A peer did not start, did not answer, or answered something else than it was asked for."""
 
 
+def own_mark() -> str:
+    """Of the run that this process is."""
+    return f"{os.getpid()}-{_born(os.getpid())}"
+
+
+def _born(pid: int | str) -> str | None:
+    """When a process was started, in ticks of the machine's clock; None when there is none of this number."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
 def start(
     argv: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None, pipes: bool = False
 ) -> "subprocess.Popen[bytes]":
@@ -34,7 +47,7 @@ def start(
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
             stdout=subprocess.PIPE if pipes else out,
             stderr=out,
-            env={**os.environ, **(environment or {}), MARK: str(os.getpid())},
+            env={**os.environ, **(environment or {}), MARK: own_mark()},
             start_new_session=True,
             preexec_fn=die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
         )
@@ -55,7 +68,7 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
         except subprocess.TimeoutExpired:
             process.kill()
     for pid in pids[1:]:
-        _kill(pid, carried_by=str(os.getpid()))
+        _kill(pid, carried_by=own_mark())
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -103,11 +116,9 @@ def _mark_of(pid: int) -> str | None:
 
 
 def _is_running(mark: str) -> bool:
-    """Whether the process that a mark names is one that measures."""
-    try:
-        return b"peers" in Path(f"/proc/{mark}/cmdline").read_bytes()
-    except OSError:
-        return False
+    """Whether the process that a mark names is there; its number may be another's by now."""
+    pid, _, born = mark.partition("-")
+    return _born(pid) == born
 
 
 def _kill(pid: int, *, carried_by: str) -> None:

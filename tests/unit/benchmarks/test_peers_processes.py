@@ -1,0 +1,95 @@
+"""No process of a comparison stays behind, and one that is not being timed computes nothing."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+SPAWNS_ANOTHER = ["sh", "-c", "setsid sleep 60 & exec sleep 60"]
+
+
+@pytest.fixture(scope="module")
+def processes():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module("peers.processes")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def machine():
+    return importlib.import_module("peers.machine")
+
+
+@pytest.fixture
+def started(processes, tmp_path):
+    process = processes.start(SPAWNS_ANOTHER, log=tmp_path / "log")
+    while len(machine().descendants(process.pid)) < 2:
+        pass
+    yield process
+    processes.stop(process)
+
+
+def state(pid):
+    """As the kernel writes it, "" for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def test_stopping_ends_children_in_sessions_of_their_own(processes, started):
+    pids = machine().descendants(started.pid)
+    processes.stop(started)
+    assert started.returncode == -signal.SIGTERM
+    assert {state(pid) for pid in pids} <= {"", "Z"}
+
+
+def test_a_paused_tree_is_stopped_whole_and_can_be_ended(processes, started):
+    pids = machine().descendants(started.pid)
+    processes.pause(started)
+    while {state(pid) for pid in pids} != {"T"}:
+        pass
+    processes.resume(started)
+    while "T" in {state(pid) for pid in pids}:
+        pass
+    processes.pause(started)
+    processes.stop(started)
+    assert {state(pid) for pid in pids} <= {"", "Z"}
+
+
+def test_what_a_killed_run_left_behind_is_ended_by_the_next(processes, tmp_path):
+    code = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
+    marked = {**os.environ, processes.MARK: "1073741824-0"}  # no process has this number
+    told = subprocess.run([sys.executable, "-c", code], env=marked, stdout=subprocess.PIPE, check=True).stdout
+    orphan = int(told)
+    assert orphan in processes.end_marked()
+    while state(orphan) not in ("", "Z"):
+        pass
+
+
+def test_a_process_that_was_started_by_somebody_else_is_left_alone(processes):
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        processes.end_marked()
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_shares_of_the_machine_are_those_of_the_watched_and_of_the_rest(processes, tmp_path):
+    busy = processes.start([sys.executable, "-c", "while True: pass"], log=tmp_path / "log")
+    try:
+        with machine().Watch([busy.pid]) as watch:
+            while machine().cpu_seconds([busy.pid]) < 0.1:
+                pass
+        assert watch.own > 0
+        assert watch.own * watch.seconds * os.cpu_count() >= 0.08
+    finally:
+        processes.stop(busy)
