@@ -1,8 +1,8 @@
 """Processes of a run: started with a log, stopped whole, and none left behind.
 
 A peer may put children into sessions of their own, and whoever measures may be killed. So every process inherits a
-variable (`MARK`) that names the run by pid and birth; at the end of a run, and at the start of the next, whoever carries
-one is ended by its pid.
+variable (`MARK`) that names the run by pid and birth; at the end of a run, and at the start of the next, whoever
+carries one is ended by its pid.
 """
 
 import os
