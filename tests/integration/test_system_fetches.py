@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_grou
 
 TOLD_S = 30.0
 """Within which the index knows what a worker has cached, and a figure of what it costs to fetch it."""
-WAVES_S = 60.0
+WAVES_S = 90.0
 QUESTION = 2200
 """Tokens: more than a decode worker may compute itself, so that somebody else has to."""
 
@@ -61,7 +61,7 @@ async def test_the_next_turn_brings_the_answer_back_from_the_decode_worker(fleet
 
 
 async def test_an_idle_prefill_worker_fetches_what_a_busy_one_has(fleet, reference):
-    """Sixteen prompts share a prefix that one prefill worker has, each with 700 tokens of its own.
+    """Twelve prompts share a prefix that one prefill worker has, each with 700 tokens of its own.
 
     A second copy is priced at twice the prefix in tokens, whatever a worker's rate (`cost.copy_s`): 2,400. Prompts wait
     for that many at the first worker after the fourth of a burst. Later ones go to the other, which is idle.
@@ -71,7 +71,7 @@ async def test_an_idle_prefill_worker_fetches_what_a_busy_one_has(fleet, referen
     async def spreads() -> bool:
         random = Random(f"busy {len(waves)}")
         shared = tuple(random.choices(range(20, 900), k=1200))
-        prompts = [(*shared, *random.choices(range(20, 900), k=700)) for _ in range(16)]
+        prompts = [(*shared, *random.choices(range(20, 900), k=700)) for _ in range(12)]
         await answer(fleet, shared)
         answered = await asyncio.gather(*(answer(fleet, prompt, max_tokens=4) for prompt in prompts))
         async with SystemClient(system=reference.system) as alone:
@@ -85,7 +85,7 @@ async def test_an_idle_prefill_worker_fetches_what_a_busy_one_has(fleet, referen
     came = [seen for seen in waves[-1] if seen["fetch"] and seen["fetch"]["pages"] > 0]
     for seen in came:
         (attempt,) = seen["attempts"]
-        assert seen["fetch"]["peer"] == attempt["fetch"]["source"] != attempt["prefill"]
+        assert seen["fetch"]["peer"] != attempt["prefill"], "those that wait for one prefix share a fetch"
         assert seen["cached_tokens"] >= 1200
     computed_on = {attempt["prefill"] for seen in waves[-1] for attempt in seen["attempts"]}
     assert len(computed_on) == 2
