@@ -23,7 +23,7 @@ QUICK = {number: scenario for number, scenario in scenarios().items() if scenari
 async def runner(tmp_path_factory):
     """One fleet and one reference for all of them."""
     folder = tmp_path_factory.mktemp("chaos")
-    async with Runner(folder=folder, scale=Scale(streams=16, tokens=96)) as running:
+    async with Runner(folder=folder, scale=Scale(streams=16, tokens=256)) as running:
         yield running
 
 

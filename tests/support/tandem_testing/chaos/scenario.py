@@ -30,6 +30,8 @@ SETTLE_TIMEOUT_S = 60.0
 LINK_TEST_S = 10.0
 READY_TIMEOUT_S = 180.0
 SHOWN_PROBLEMS = 6
+ENOUGH = 8
+"""Streams that are asked about to tell whom most are with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,17 +149,17 @@ class Run:
         return answers
 
     async def attempts(self, answer: Answer) -> list[dict[str, Any]]:
-        """All attempts at a request, as its gateway explains them."""
-        for gateway in self.fleet.gateways:
-            response = await self.fleet.http.get(f"{gateway.url}/v1/requests/{answer.id}/explain")
-            if response.status_code == 200:
-                return [attempt for choice in response.json()["choices"] for attempt in choice["attempts"]]
-        return []
+        """All attempts at a request, as its gateway explains them; none if it does not."""
+        response = await self.fleet.http.get(f"{answer.gateway}/v1/requests/{answer.id}/explain")
+        if response.status_code != 200:
+            return []
+        return [attempt for choice in response.json()["choices"] for attempt in choice["attempts"]]
 
     async def busiest_decode(self, load: Load) -> Worker:
-        """The decode worker that generates most of the streams of `load`, as their gateways know it now: what workers
-        report of themselves is half a second old, which is as long as a short stream lasts."""
-        streams = await asyncio.gather(*(self.attempts(answer) for answer in load.under_way))
+        """The decode worker that generates most of the youngest streams of `load`, as their gateways know it now: what
+        workers report of themselves is half a second old, which is as long as a short stream lasts."""
+        youngest = sorted(load.under_way, key=lambda answer: len(answer.heard))[:ENOUGH]
+        streams = await asyncio.gather(*(self.attempts(answer) for answer in youngest))
         homes = Counter(str(attempts[-1]["decode"]).partition("@")[0] for attempts in streams if attempts)
         return max(self.fleet.of_role("decode"), key=lambda worker: homes[worker.id])
 

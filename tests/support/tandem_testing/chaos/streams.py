@@ -144,6 +144,8 @@ class Answer:
     choices: dict[int, ChoiceText] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     id: str = ""
+    gateway: str = ""
+    """Whose URL was asked."""
     status: int = 0
     error: str | None = None
     error_events: int = 0
@@ -222,7 +224,7 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _ask(self, url: str, ask: Ask) -> Answer:
-        answer = self.answers[ask] = Answer(ask=ask, began=time.monotonic())
+        answer = self.answers[ask] = Answer(ask=ask, began=time.monotonic(), gateway=url)
         try:
             async with self._http.stream("POST", f"{url}/v1/completions", json=ask.body(self.model)) as response:
                 answer.status = response.status_code
