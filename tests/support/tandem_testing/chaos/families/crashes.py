@@ -11,8 +11,8 @@ from tandem_testing.waiting import until
 COMPUTING_TIMEOUT_S = 60.0
 REPORT_TIMEOUT_S = 10.0
 """Engines report their counts twice a second."""
-LOST = frozenset({"worker_lost", "unreachable"})
-"""Outcomes of attempts on a worker that died."""
+WELL = frozenset({"finished", "moved"})
+"""Outcomes of attempts that nothing happened to."""
 LONG_PROMPT = 700
 """Words: several chunks, so that prefill takes a while."""
 
@@ -30,7 +30,7 @@ async def kill_busiest_decode(run: Run, wanted: list[Ask], kill: Callable[[Worke
         died = run.now()
 
     answers = await run.under_fault(wanted, fault, speaking=max(2, len(wanted) // 3))
-    await run.sample("kill -9 decode", answers, after=died, of=lambda outcomes: bool(outcomes & LOST))
+    await run.sample("kill -9 decode", answers, after=died, of=lambda outcomes: bool(outcomes - WELL))
     run.expect(await run.lost_attempts() > lost, "no stream was on the worker that died")
     return victims[0]
 
