@@ -15,6 +15,8 @@ class ClusterApis:
     """monitoring.coreos.com/v1 is there."""
     http_routes: bool = False
     """gateway.networking.k8s.io/v1 is there."""
+    inference_pools: bool = False
+    """inference.networking.k8s.io/v1 is there."""
     leader_worker_sets: bool = False
     """leaderworkerset.x-k8s.io/v1 is there."""
 

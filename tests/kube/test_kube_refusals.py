@@ -160,7 +160,9 @@ def test_every_bound_of_every_field_is_enforced(control_plane, namespace):
                     accepted.append((field, bad, answer.status_code))
     assert accepted == [], "\n".join(map(str, accepted))
     everything = {path for crd in (SERVICE, POOL) for path, _ in fields_below(schema_of_crd(crd)["properties"]["spec"])}
-    elsewhere = re.compile(r"\.(prefill|decode)\.engine\.|\.(decode|gateway|redis\.managed)\.(pod|resources)\.")
+    elsewhere = re.compile(
+        r"\.(prefill|decode)\.engine\.|\.(decode|gateway|inferencePool|redis\.managed)\.(pod|resources)\."
+    )
     assert {
         path for path in everything - {path.removeprefix(".spec") for path in known} if not elsewhere.search(path)
     } == set()

@@ -51,6 +51,22 @@ class HttpRoute(Api, frozen=True, kw_only=True):
     """Host names that it answers to."""
 
 
+class InferencePool(Api, frozen=True, kw_only=True):
+    """An InferencePool of the gateways, with a router as its endpoint picker.
+
+    Where the Gateway API Inference Extension is installed. An HTTPRoute of this service then names the pool.
+    """
+
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    """Router pods; all of them are active."""
+    failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
+    """What becomes of requests while no router answers. FailOpen: they go to a gateway, which chooses by itself."""
+    resources: Resources = Resources(requests={"cpu": "500m", "memory": "512Mi"}, limits={"memory": "1Gi"})
+    """Resources of one router."""
+    pod: PodOverrides = PodOverrides()
+    """What is different about its pods."""
+
+
 class Gateway(Api, frozen=True, kw_only=True):
     """The HTTP front."""
 
@@ -68,6 +84,8 @@ class Gateway(Api, frozen=True, kw_only=True):
     """Its Service."""
     http_route: HttpRoute | None = None
     """HTTPRoute to it."""
+    inference_pool: InferencePool | None = None
+    """InferencePool of it, for Inference Gateways."""
     resources: Resources = Resources(requests={"cpu": "500m", "memory": "1Gi"}, limits={"memory": "2Gi"})
     """Resources of one gateway."""
     pod: PodOverrides = PodOverrides()

@@ -22,11 +22,12 @@ from tandem_operator.builders.model_mount import ModelMount, model_mount
 from tandem_operator.builders.naming import gateway_name, labels_of, selector_of
 from tandem_operator.builders.redis_access import redis_volumes, redis_words
 from tandem_operator.builders.served import Served
-from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY
+from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY, traced
 
 PORT = 8000
 ADMIN_PORT = 8001
 KEYS_FOLDER = "/etc/tandem/keys"
+INFERENCE_GROUP = "inference.networking.k8s.io"
 DRAIN_NOTICE_S = 5
 """Load balancers have so long to see that a gateway goes before its port closes."""
 FROM_ZERO_S = 540
@@ -71,15 +72,18 @@ def gateway_service(service: Served) -> Manifest:
     }
 
 
-def http_route(service: Served) -> Manifest | None:
-    """The HTTPRoute; None when none is wanted."""
+def http_route(service: Served, *, to_pool: bool = False) -> Manifest | None:
+    """The HTTPRoute, to the Service or to the InferencePool; None when none is wanted."""
     gateway = service.spec.gateway
     route = gateway.http_route
     if route is None:
         return None
+    backend: Manifest = {"name": gateway_name(service.name), "port": gateway.service.port}
+    if to_pool:
+        backend = {"group": INFERENCE_GROUP, "kind": "InferencePool", "name": service.name}
     body: Manifest = {
         "parentRefs": [msgspec.to_builtins(parent) for parent in route.parent_refs],
-        "rules": [{"backendRefs": [{"name": gateway_name(service.name), "port": gateway.service.port}]}],
+        "rules": [{"backendRefs": [backend]}],
     }
     if route.hostnames:
         body["hostnames"] = route.hostnames
@@ -135,7 +139,7 @@ def _template(service: Served, labels: dict[str, str]) -> Manifest:
 
 def _arguments(service: Served, mount: ModelMount) -> list[str]:
     spec = service.spec
-    words = ["--model", mount.folder, "--served-model-name", service.model_name]
+    words = ["--model", mount.folder, "--served-model-name", service.model_name, *spec.aliases]
     words += ["--host", "0.0.0.0", "--port", str(PORT)]  # noqa: S104 - of the pod
     words += ["--admin-host", "0.0.0.0", "--admin-port", str(ADMIN_PORT)]  # noqa: S104 - of the pod
     words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
@@ -149,6 +153,7 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
         words += ["--router-policy", spec.gateway.router_policy]
     if spec.gateway.strict_fields:
         words.append("--strict-fields")
+    words += traced(spec.observability)
     limits = spec.gateway.limits
     if limits.max_waiting_requests is not None:
         words += ["--max-waiting-requests", str(limits.max_waiting_requests)]

@@ -16,6 +16,16 @@ def gateway_name(service: str) -> str:
     return f"{service}-gateway"
 
 
+def gateways_name(service: str) -> str:
+    """Of the headless Service that an endpoint picker finds all gateways by."""
+    return f"{service}-gateways"
+
+
+def router_name(service: str) -> str:
+    """Of the endpoint picker's Deployment and Service."""
+    return f"{service}-router"
+
+
 def redis_name(service: str) -> str:
     """Of the managed Redis."""
     return f"{service}-redis"

@@ -3,6 +3,8 @@
 from tandem_operator.api.roles import ROLES
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import ADMIN_PORT, PORT, gateway_labels
+from tandem_operator.builders.inference_pool import GRPC_PORT
+from tandem_operator.builders.inference_pool import PORT as ROUTER_PORT
 from tandem_operator.builders.naming import SERVICE_LABEL, Labels, labels_of, selector_of
 from tandem_operator.builders.redis_access import PORT as REDIS_PORT
 from tandem_operator.builders.served import Served
@@ -55,6 +57,11 @@ def network_policies(service: Served, settings: OperatorSettings) -> list[Manife
         # Engines and NIXL choose their ports freely; the sockets are closed to who has not the service's keys.
         "worker": [{"from": [parts]}, {"from": [operator, *prometheus], "ports": [_port(HEALTH_PORT)]}],
     }
+    if service.spec.gateway.inference_pool is not None and settings.apis.inference_pools:
+        # Data planes of Inference Gateways may run in any namespace, and the protocol knows no token.
+        reach["router"] = [{"ports": [_port(GRPC_PORT)]}]
+        if prometheus:
+            reach["router"].append({"from": prometheus, "ports": [_port(ROUTER_PORT)]})
     if service.spec.redis.managed is not None:
         reach["redis"] = [{"from": [parts], "ports": [_port(REDIS_PORT)]}]
     return [_policy(service, part, rules) for part, rules in reach.items()]

@@ -1,6 +1,7 @@
 """Deployment of the workers of one role of one revision."""
 
 from tandem_operator.api.model_service import ModelServiceSpec, Role
+from tandem_operator.api.observability import Observability
 from tandem_operator.api.roles import RoleName
 from tandem_operator.builders.containers import (
     TMP,
@@ -116,7 +117,14 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}"]
     words += ["--health-host", "0.0.0.0", "--health-port", str(HEALTH_PORT)]  # noqa: S104 - of the pod
     words += ["--drain-timeout", str(spec.drain_seconds), "--await-links", str(AWAIT_LINKS_S), "--log-format", "json"]
+    words += traced(spec.observability)
     return words + engine_flags(merged(spec.engine, service.role(role).engine), spec.transfer, mount.folder)
+
+
+def traced(observability: Observability) -> list[str]:
+    """Where gateways and workers send their spans."""
+    endpoint = observability.otlp_traces_endpoint
+    return [] if endpoint is None else ["--otlp-traces-endpoint", endpoint]
 
 
 def _environment(spec: ModelServiceSpec, part: Role, revision: str, *, standby: bool) -> list[Manifest]:

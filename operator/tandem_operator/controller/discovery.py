@@ -9,6 +9,7 @@ from tandem_operator.controller.kinds import (
     BUDGETS,
     DEPLOYMENT,
     HTTP_ROUTE,
+    INFERENCE_POOL,
     MODEL_SERVICE,
     NETWORK_POLICY,
     POD,
@@ -33,6 +34,7 @@ async def discover(cluster: Cluster) -> ClusterApis:
         pod_disruption_budget=(budgets or list(BUDGETS))[0].api_version,
         pod_monitors=await cluster.serves(POD_MONITOR),
         http_routes=await cluster.serves(HTTP_ROUTE),
+        inference_pools=await cluster.serves(INFERENCE_POOL),
         leader_worker_sets=await cluster.serves(_LEADER_WORKER_SET),
     )
 
@@ -53,6 +55,10 @@ async def wait_for_cluster(cluster: Cluster, pause: Callable[[float], Awaitable[
 def watched_kinds(apis: ClusterApis) -> tuple[Kind, ...]:
     """Everything that reconciles read or write, but Secrets, which are looked up by name."""
     budget = next(kind for kind in BUDGETS if kind.api_version == apis.pod_disruption_budget)
-    offered = ((HTTP_ROUTE, apis.http_routes), (POD_MONITOR, apis.pod_monitors))
+    offered = (
+        (HTTP_ROUTE, apis.http_routes),
+        (INFERENCE_POOL, apis.inference_pools),
+        (POD_MONITOR, apis.pod_monitors),
+    )
     optional = [kind for kind, there in offered if there]
     return (MODEL_SERVICE, WORKER_POOL, DEPLOYMENT, POD, SERVICE, NETWORK_POLICY, budget, *optional)

@@ -56,6 +56,7 @@ EVENT = Kind("events.k8s.io/v1", "Event", "events")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
+INFERENCE_POOL = Kind("inference.networking.k8s.io/v1", "InferencePool", "inferencepools")
 POD_MONITOR = Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
 BUDGETS = tuple(
     Kind(f"policy/{version}", "PodDisruptionBudget", "poddisruptionbudgets") for version in ("v1", "v1beta1")
@@ -74,6 +75,7 @@ _BY_NAME = {
         LEASE,
         NETWORK_POLICY,
         HTTP_ROUTE,
+        INFERENCE_POOL,
         POD_MONITOR,
         *BUDGETS,
     )

@@ -21,6 +21,7 @@ from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
+from tandem_operator.builders.inference_pool import inference_pool
 from tandem_operator.builders.monitors import pod_monitors
 from tandem_operator.builders.naming import (
     curve_secret_name,
@@ -136,9 +137,11 @@ def _manifests(service: Served, target: str, step: Step, settings: OperatorSetti
     if service.spec.redis.managed is not None:
         manifests += [redis_deployment(service), redis_service(service)]
     manifests += [gateway_deployment(service), gateway_service(service)]
-    route = http_route(service)
+    pool = inference_pool(service) if settings.apis.inference_pools else []
+    route = http_route(service, to_pool=bool(pool))
     if route is not None and settings.apis.http_routes:
         manifests.append(route)
+    manifests += pool
     if settings.apis.pod_monitors:
         manifests += pod_monitors(service)
     manifests += disruption_budgets(service, settings)

@@ -23,7 +23,11 @@ NOT_ASKED_HERE = {
     # There are neither Gateway API nor Prometheus operator in this cluster.
     *(
         (resource, verb)
-        for resource in ("httproutes.gateway.networking.k8s.io", "podmonitors.monitoring.coreos.com")
+        for resource in (
+            "httproutes.gateway.networking.k8s.io",
+            "inferencepools.inference.networking.k8s.io",
+            "podmonitors.monitoring.coreos.com",
+        )
         for verb in "create delete get list patch watch".split()
     ),
     # Asked for by the admission plugin OwnerReferencesPermissionEnforcement, not by the operator.

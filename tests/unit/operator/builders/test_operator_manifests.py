@@ -31,14 +31,14 @@ ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 VERSIONS = ("1.30", "1.33", "1.36")
 """Oldest and newest that are supported, and one between. The API server of tests/kube knows fewer fields than these."""
-OF_OTHERS = {"WorkerPool", "HTTPRoute", "PodMonitor"}
+OF_OTHERS = {"WorkerPool", "HTTPRoute", "InferencePool", "PodMonitor"}
 """Kinds that no core schema knows."""
 
 
 def manifests(path: Path) -> list[Manifest]:
     example = yaml.safe_load(path.read_text())
     service = service_of(example["spec"], name=example["metadata"]["name"])
-    settings = OperatorSettings(apis=ClusterApis(http_routes=True, pod_monitors=True))
+    settings = OperatorSettings(apis=ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True))
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
     return list(plan.apply)
 
@@ -123,7 +123,7 @@ def test_our_commands_understand_their_arguments(path):
             if container["command"][0] == "tandem":
                 build_parser().parse_args([*container["command"][1:], *container["args"]])
                 seen.add(container["name"])
-    assert seen == {"worker", "gateway"}
+    assert seen == {"worker", "gateway"} | ({"router"} if path.stem == "full" else set())
 
 
 @pytest.mark.parametrize("canaries", [True, False])
@@ -171,7 +171,7 @@ def test_the_password_of_redis_stands_in_no_manifest_and_on_no_command_line():
 def test_a_private_authority_of_redis_is_mounted_and_named_in_its_address():
     path = ROOT / "examples/full.yaml"
     deployments = [template for name, template in templates(path) if "redis" not in name]
-    assert len(deployments) == 3
+    assert len(deployments) == 4
     for template in deployments:
         (container,) = template["spec"]["containers"]
         mount = next(one for one in container["volumeMounts"] if one["name"] == "redis-ca")

@@ -1,0 +1,63 @@
+"""InferencePools: gateways as endpoints, our router as their picker, where the cluster has the interface."""
+
+import pytest
+
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.planning.observed import Observed
+from tandem_operator.planning.plan import make_plan
+from tandem_operator.settings import ClusterApis, OperatorSettings
+from tandem_testing.kube_cluster import service_of
+
+ROUTE = {"parentRefs": [{"name": "public"}]}
+ALL = ClusterApis(http_routes=True, inference_pools=True)
+
+
+def made(apis: ClusterApis = ALL, **gateway) -> dict[tuple[str, str], dict]:
+    service = service_of(gateway={"httpRoute": ROUTE, **gateway}, aliases=["gpt"])
+    settings = OperatorSettings(apis=apis)
+    plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
+    return {(one["kind"], one["metadata"]["name"]): one for one in plan.apply}
+
+
+def backend(objects) -> dict:
+    (rule,) = objects["HTTPRoute", "chat-gateway"]["spec"]["rules"]
+    (one,) = rule["backendRefs"]
+    return one
+
+
+def test_the_pool_its_picker_and_the_way_to_it():
+    objects = made(inferencePool={"replicas": 2})
+    pool = objects["InferencePool", "chat"]["spec"]
+    gateways = objects["Deployment", "chat-gateway"]["spec"]["template"]
+    assert pool["selector"]["matchLabels"].items() <= gateways["metadata"]["labels"].items()
+    (port,) = pool["targetPorts"]
+    assert {"name": "http", "containerPort": port["number"], "protocol": "TCP"} in gateways["spec"]["containers"][0][
+        "ports"
+    ]
+    picker = objects["Service", pool["endpointPickerRef"]["name"]]["spec"]
+    router = objects["Deployment", "chat-router"]["spec"]
+    assert router["replicas"] == 2
+    assert picker["selector"].items() <= router["template"]["metadata"]["labels"].items()
+    assert picker["ports"][0]["port"] == pool["endpointPickerRef"]["port"]["number"]
+    (container,) = router["template"]["spec"]["containers"]
+    headless = objects["Service", "chat-gateways"]["spec"]
+    assert headless["clusterIP"] == "None"
+    assert container["args"][:4] == [
+        "--model",
+        "chat,gpt=/models/tandem-mini",
+        "--gateway",
+        f"chat-gateways.models.svc:{headless['ports'][0]['port']}",
+    ]
+    assert backend(objects) == {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "chat"}
+    assert ("NetworkPolicy", "chat-router") in objects
+
+
+@pytest.mark.parametrize(
+    ("apis", "gateway"),
+    [(ALL, {}), (ClusterApis(http_routes=True), {"inferencePool": {}})],
+    ids=["not wanted", "not served"],
+)
+def test_without_it_the_route_goes_to_the_service(apis, gateway):
+    objects = made(apis, **gateway)
+    assert not {("InferencePool", "chat"), ("Deployment", "chat-router"), ("NetworkPolicy", "chat-router")} & {*objects}
+    assert backend(objects) == {"name": "chat-gateway", "port": 80}
