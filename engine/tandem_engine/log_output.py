@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import threading
-from typing import TextIO
 
 MAX_WAITING = 4096
 """Lines; a few megabytes at most."""
@@ -20,11 +19,11 @@ FLUSH_S = 1.0
 
 
 class LogOutput(logging.Handler):
-    """Writes to a stream's file descriptor. Its thread begins with the first record, in forked processes anew."""
+    """Writes to a file descriptor. Its thread begins with the first record, in forked processes anew."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, descriptor: int) -> None:
         super().__init__()
-        self._descriptor = stream.fileno()
+        self._descriptor = descriptor
         self._dropped = 0
         self._owner = 0
         self._lines: queue.Queue[str] = queue.Queue(MAX_WAITING)

@@ -76,11 +76,19 @@ class PlainFormatter(logging.Formatter):
 
 def configure_logging(log_format: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Send everything to stderr, which nobody waits for (`log_output`), or to `stream`. Call once, at process start."""
-    handler: logging.Handler = LogOutput(sys.stderr) if stream is None else logging.StreamHandler(stream)
+    handler = _to_stderr() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+def _to_stderr() -> logging.Handler:
+    try:
+        return LogOutput(sys.stderr.fileno())
+    except (OSError, ValueError):
+        # Something else stands in for it, in a notebook or a test.
+        return logging.StreamHandler(sys.stderr)
 
 
 def configured_format() -> LogFormat:

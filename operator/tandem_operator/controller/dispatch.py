@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _TRANSIENT = (0, 404, 409, 429, 500, 502, 503, 504)
 """Answers after which another attempt is likely to succeed: no reason to alarm anybody yet."""
 
+AFTER_WRITES_S = 1.0
+"""Until the look that follows one which wrote something: by then its own events are here."""
+
 
 class Dispatcher:
     """Workers and what they work on. `leading` is asked before each look."""
@@ -127,6 +130,10 @@ class Dispatcher:
 
     def _succeeded(self, key: ServiceKey, looked: Looked) -> str:
         self._queue.done(key)
+        if looked.wrote:
+            # What somebody else wrote a moment before is in the API server's answers to our writes, and in the store
+            # by them: its event is old news when it comes.
+            self._queue.add(key, AFTER_WRITES_S)
         if looked.again_s is not None:
             self._queue.add(key, looked.again_s)
         return "changed" if looked.wrote else "unchanged"

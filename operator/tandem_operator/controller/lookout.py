@@ -87,6 +87,11 @@ class Lookout:
         told = tuple(remembered(decisions, scaled.decisions, subject.now))
         return replace(found, decisions=told, holding=steady(known.holding, scaled.holding))
 
+    @property
+    def expecting(self) -> bool:
+        """Whether the next turn should be soon."""
+        return self.trials.expecting
+
     async def _seen(self, subject: Subject) -> PodsSeen | None:
         if subject.wanted.spec.autoscaling.mode == "external":
             return self.external(subject.service.key)

@@ -147,7 +147,7 @@ class Lookouts:
         self._found(service.key, asked)
         self._found(service.key, await post.lookout.look(subject, asked))
         period_s = spec.autoscaling.period_seconds
-        return min(period_s, STARTING_S) if post.lookout.trials.expecting else period_s
+        return min(period_s, STARTING_S) if post.lookout.expecting else period_s
 
     def _found(self, key: ServiceKey, findings: Findings) -> None:
         if self._findings.put(key, findings):

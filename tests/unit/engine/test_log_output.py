@@ -1,6 +1,7 @@
 """Logs that cannot be written keep nobody from serving (RELIABILITY B3.46): blocked pipe, full disk, no reader."""
 
 import fcntl
+import io
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.log_output import MAX_WAITING, LogOutput
-from tandem_engine.logs import JsonFormatter
+from tandem_engine.logs import JsonFormatter, LogFormat, configure_logging
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60.0
@@ -25,18 +26,17 @@ def make():
     made = []
 
     def logger_to(descriptor: int) -> tuple[logging.Logger, LogOutput]:
-        stream = os.fdopen(descriptor, "w")
-        output = LogOutput(stream)
+        output = LogOutput(descriptor)
         output.setFormatter(JsonFormatter())
         logger = logging.Logger("test")
         logger.addHandler(output)
-        made.append((stream, output))
+        made.append((descriptor, output))
         return logger, output
 
     yield logger_to
-    for stream, output in made:
+    for descriptor, output in made:
         output.flush()
-        stream.close()
+        os.close(descriptor)
 
 
 def test_lines_arrive_in_order_and_a_flush_waits_for_them(make, tmp_path):
@@ -89,3 +89,14 @@ def test_a_process_whose_log_nobody_reads_goes_on_and_ends():
     with subprocess.Popen([sys.executable, "-c", program], env=environment, text=True, **pipes) as process:
         assert process.stdout.readline() == "served\n"
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_where_stderr_is_no_file_logs_go_to_it_all_the_same(monkeypatch):
+    stream = io.StringIO()
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr("sys.stderr", stream)
+    configure_logging(LogFormat.PLAIN)
+    logging.getLogger("x").warning("seen")
+    assert "seen" in stream.getvalue()

@@ -10,7 +10,7 @@ from tandem_operator.controller.dispatch import Dispatcher
 from tandem_operator.controller.findings import Findings, FindingsBoard
 from tandem_operator.controller.kinds import ServiceKey
 from tandem_operator.controller.leadership import NotLeading
-from tandem_operator.controller.lookouts import PAUSE_S, Lookouts
+from tandem_operator.controller.lookouts import PAUSE_S, STARTING_S, Lookouts
 from tandem_operator.controller.metrics import OperatorMetrics
 from tandem_operator.controller.reconcile import Looked
 from tandem_operator.controller.store import Store
@@ -106,6 +106,32 @@ async def test_every_outcome_is_counted_and_the_next_service_has_its_turn(outcom
     assert world.results() == ({"unchanged": 2} if result == "unchanged" else {result: 1, "unchanged": 1})
 
 
+async def test_an_edit_that_lands_before_our_status_is_looked_at(monkeypatch):
+    """Its event came after the answer to our write, which had it already, and was taken for old news: the spec was not
+    looked at before the next listing, minutes later.
+    """
+    monkeypatch.setattr("tandem_operator.controller.dispatch.AFTER_WRITES_S", 0.0)
+    edited = a_service(spec={"model": {"path": "/models/other"}}, version=11)
+    answer = a_service(spec={"model": {"path": "/models/other"}}, version=12)
+    seen = []
+
+    class Writing(Outcomes):
+        async def look(self, key):
+            seen.append(world.store.service(key).body["spec"]["model"]["path"])
+            if len(seen) == 1:
+                world.store.put(answer)
+                world.dispatcher.heard("ModelService", "MODIFIED", edited.body)
+            self.looked.put_nowait(key.name)
+            return Looked(wrote=len(seen) == 1)
+
+    world = World(Writing())
+    world.dispatcher.heard("ModelService", "ADDED", a_service(version=10).body)
+    world.dispatcher.ready()
+    await work(world, 2)
+    assert seen == ["/models/tandem-mini", "/models/other"]
+    assert metric_sum(world.metrics_text(), "tandem_operator_queue_length") == 0
+
+
 async def test_old_news_ask_for_no_look():
     world = World(Outcomes())
     seen = world.apply()
@@ -134,6 +160,7 @@ class StubLookout:
         self.trouble = trouble
         self.turns = 0
         self.closed = False
+        self.expecting = False
 
     async def ask(self, subject, before):
         self.turns += 1
@@ -189,6 +216,20 @@ async def test_a_new_service_has_its_turn_at_once_and_then_each_period():
     assert watch.made[0].turns == 2
     # Nothing new was found the second time.
     assert watch.changed == [CHAT]
+
+
+async def test_while_workers_start_turns_come_often():
+    """No watch tells when one stands by."""
+    watch = Watch()
+    watch.store.put(a_service())
+    await watch.tick(0.0)
+    watch.made[0].expecting = True
+    await watch.tick(5.0)
+    await watch.tick(5.0 + STARTING_S)
+    watch.made[0].expecting = False
+    await watch.tick(5.0 + 2 * STARTING_S)
+    await watch.tick(5.0 + 3 * STARTING_S)
+    assert watch.made[0].turns == 4
 
 
 async def test_pods_that_change_hurry_the_next_turn_and_not_more_than_that():

@@ -121,6 +121,9 @@ def test_what_cannot_work_is_one_sentence_and_a_status(argv, sentence, tmp_path,
     try:
         status = main(argv)
     finally:
+        # As at the end of a process: lines are written by a thread.
+        for handler in logging.getLogger().handlers:
+            handler.flush()
         logging.getLogger().handlers[:] = []
     shown = capfd.readouterr().err
     assert status in (1, 2, 3)
