@@ -115,7 +115,7 @@ def decide(load: Load, there: Mapping[RoleName, int], memory: Memory, config: Sc
     wanted = within_budget(
         wanted, _least(config), {role: config.bounds(role).gpus for role in ROLES}, config.gpu_budget
     )
-    lessons = {role: _learnt(role, load.at, now[role], wanted[role], memory, config) for role in ROLES}
+    lessons = {role: _learnt(role, load, now[role], wanted[role], memory, config) for role in ROLES}
     return _outcome(load.at, now, wanted, flips, needs, replace(memory, lessons=lessons))
 
 
@@ -125,7 +125,7 @@ def _remember(load: Load, memory: Memory, config: ScalingConfig) -> Memory:
     for role in ROLES:
         need = _need(role, load, config).workers
         workers = rounded(need, config.tolerance)
-        windows[role] = memory.windows.get(role, Window()).add(load.at, workers, reach, need)
+        windows[role] = memory.windows.get(role, Window()).add(load.at, workers, reach, need, _arrivals(role, load))
     busy_at = memory.busy_at if load.idle and memory.busy_at is not None else load.at
     return replace(memory, windows=windows, busy_at=busy_at)
 
@@ -134,6 +134,10 @@ def _need(role: RoleName, load: Load, config: ScalingConfig) -> Need:
     if role == "prefill":
         return prefill_need(load.prefill, config.prefill.targets)
     return decode_need(load.decode, config.decode.targets)
+
+
+def _arrivals(role: RoleName, load: Load) -> float:
+    return load.prefill.arrived_tokens_per_s if role == "prefill" else load.decode.arrived_per_s
 
 
 def rounded(workers: float, tolerance: float) -> int:
@@ -192,13 +196,14 @@ def _taught(role: RoleName, at: float, memory: Memory, config: ScalingConfig) ->
     return memory.lessons.get(role, Lesson()).fewest(peak, config.tolerance)
 
 
-def _learnt(role: RoleName, at: float, now: int, wanted: int, memory: Memory, config: ScalingConfig) -> Lesson:
+def _learnt(role: RoleName, load: Load, now: int, wanted: int, memory: Memory, config: ScalingConfig) -> Lesson:
     lesson, window = memory.lessons.get(role, Lesson()), memory.windows[role]
+    at, window_s = load.at, config.scale_down_window_s
     if wanted < now:
-        return lesson.went_down(Reduction(at, wanted, window.peak(at, config.scale_down_window_s)))
+        return lesson.went_down(Reduction(at, wanted, window.peak(at, window_s), window.busiest(at, window_s)))
     if wanted > now:
-        trial_s = config.scale_down_window_s + config.bounds(role).targets.clear_seconds
-        return lesson.went_up(at, now, trial_s)
+        trial_s = window_s + config.bounds(role).targets.clear_seconds
+        return lesson.went_up(at, now, _arrivals(role, load), trial_s)
     return lesson
 
 

@@ -5,11 +5,13 @@ takes longer, what finds no place becomes backlog, roles compete for what they s
 answers ask less while they wait. A steady load can so need 1.7 workers as three see it and 2.2 as two do; going by the
 need alone would take the third away and bring it back for ever.
 
-    went down to m at need y ─▶ up again from m within the trial  ─▶ m was too few at y: refuted
+    went down to m at need y ─▶ up again from m within the trial, though no more comes than before it
+                             ─▶ m was too few at y: refuted
     refuted                  ─▶ down to m only for a need that is smaller than y by more than the tolerance
     that one holds           ─▶ forgotten
 
-The trial lasts as long as the evidence did and a backlog may take to be cleared: then the effect has shown itself.
+The trial lasts as long as the evidence did and a backlog may take to be cleared: then the effect has shown itself. A
+load that has grown meanwhile, by what comes per second, says nothing against m.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +26,8 @@ class Reduction:
     """That were left."""
     need: float
     """The most that was needed throughout the window before, as those who were there then saw it."""
+    arrivals: float
+    """The most that came per second throughout that window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +38,17 @@ class Lesson:
     refuted: Reduction | None = None
 
     def went_down(self, reduction: Reduction) -> "Lesson":
-        """What was refuted was for a greater need than this one."""
-        return Lesson(on_trial=reduction)
+        """From now on it is on trial."""
+        return replace(self, on_trial=reduction)
 
-    def went_up(self, at: float, before: int, trial_s: float) -> "Lesson":
-        """More were needed than `before`."""
+    def went_up(self, at: float, before: int, arrivals: float, trial_s: float) -> "Lesson":
+        """More were needed than `before`, while so much came per second."""
         last = self.on_trial
-        if last is not None and last.workers == before and at - last.at <= trial_s:
-            return Lesson(refuted=last)
-        return replace(self, on_trial=None)
+        if last is None or last.workers != before:
+            return replace(self, on_trial=None)
+        if at - last.at > trial_s:
+            return Lesson()
+        return Lesson(refuted=last if arrivals <= last.arrivals else self.refuted)
 
     def fewest(self, need: float, tolerance: float) -> int:
         """Workers that must be left at a need of `need`, the most of the window; 0 where nothing speaks against any."""

@@ -55,8 +55,9 @@ class ClosedLoop:
             running=running,
             waiting=waiting,
             oldest_wait_s=0.0,
-            arrived_per_s=running / 4.0,
-            seconds_each=4.0,
+            # No more than prefill lets through, whoever decodes.
+            arrived_per_s=self.clients / 7.0 * (1 + self.dice.uniform(-self.noise, self.noise)),
+            seconds_each=running / self.clients * 7.0,
             worker_places=PLACES,
             used_pages=running,
             worker_pages=100.0,
@@ -90,8 +91,8 @@ def test_noise_around_it_is_answered_ever_more_rarely(seed):
     """Samples of a short window are few: some are all low by chance. Each such mistake needs a lower one to happen."""
     loop = ClosedLoop(noise=0.2, dice=random.Random(seed))
     changes = loop.run(720)
-    assert changes.count(-1) <= 4, loop.history
-    assert changes[360:].count(-1) <= 1
+    assert changes.count(-1) <= 10, loop.history
+    assert changes[360:].count(-1) <= 2
 
 
 def test_a_load_that_has_become_smaller_is_followed_at_once():
@@ -105,17 +106,24 @@ def test_a_load_that_has_become_smaller_is_followed_at_once():
 
 def test_what_held_for_its_trial_is_forgotten():
     """A day's rise and fall: each evening goes down at the need of the evening before."""
-    first = Lesson().went_down(Reduction(0.0, 2, 1.7))
-    assert first.went_up(41.0, 2, trial_s=40.0).fewest(1.7, 0.1) == 0
-    refuted = first.went_up(40.0, 2, trial_s=40.0)
+    first = Lesson().went_down(Reduction(0.0, 2, 1.7, 3.0))
+    assert first.went_up(41.0, 2, 3.0, trial_s=40.0).fewest(1.7, 0.1) == 0
+    refuted = first.went_up(40.0, 2, 3.0, trial_s=40.0)
     assert refuted.fewest(1.7, 0.1) == refuted.fewest(1.54, 0.1) == 3
     assert refuted.fewest(1.52, 0.1) == 0
-    again = refuted.went_down(Reduction(100.0, 2, 1.5))
-    assert again.went_up(500.0, 2, trial_s=40.0).fewest(1.7, 0.1) == 0
+    again = refuted.went_down(Reduction(100.0, 2, 1.5, 3.0))
+    assert again.went_up(500.0, 2, 3.0, trial_s=40.0).fewest(1.7, 0.1) == 0
 
 
 def test_only_an_increase_from_the_number_that_was_tried_says_anything_of_it():
-    lesson = Lesson().went_down(Reduction(0.0, 3, 2.6)).went_down(Reduction(5.0, 2, 1.7))
-    assert lesson.went_up(10.0, 3, trial_s=40.0) == Lesson()
-    refuted = lesson.went_up(10.0, 2, trial_s=40.0)
-    assert refuted.went_up(20.0, 4, trial_s=40.0).fewest(1.7, 0.1) == 3
+    lesson = Lesson().went_down(Reduction(0.0, 3, 2.6, 3.0)).went_down(Reduction(5.0, 2, 1.7, 3.0))
+    assert lesson.went_up(10.0, 3, 3.0, trial_s=40.0) == Lesson()
+    refuted = lesson.went_up(10.0, 2, 3.0, trial_s=40.0)
+    assert refuted.went_up(20.0, 4, 3.0, trial_s=40.0).fewest(1.7, 0.1) == 3
+
+
+def test_a_load_that_has_grown_says_nothing_against_the_number():
+    """Else every rise after a lull would keep a worker more through the next lulls."""
+    lesson = Lesson().went_down(Reduction(0.0, 2, 1.7, 3.0))
+    assert lesson.went_up(20.0, 2, 3.1, trial_s=40.0) == Lesson()
+    assert lesson.went_up(20.0, 2, 3.0, trial_s=40.0).refuted is not None
