@@ -52,7 +52,7 @@ def deployment_name(service: str, role: str, revision: str) -> str:
 
 
 def cluster_name(namespace: str, service: str) -> str:
-    """Name of the fleet within Redis. Its revisions share it: engines never pair where weights or layout differ."""
+    """Name of the fleet within Redis. Its revisions share it, each as a peer group of its own: they never pair."""
     return f"{namespace}.{service}"
 
 
