@@ -11,16 +11,18 @@ of operations of a few microseconds, to which the bookkeeping of `nn.Module` wou
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import ModelConfig, MoeConfig, RopeConfig
+from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.model.base import Attend
 from tandem_engine.model.expert_tensors import ROUTER, expert_name
 from tandem_engine.model.fused.stack import FusedStack, fuse, fuse_head
-from tandem_engine.model.layers.activation import GATED
+from tandem_engine.model.layers.activation import gated
 from tandem_engine.model.layers.attention import SelfAttention
 from tandem_engine.model.layers.embedding import TokenEmbedding
 from tandem_engine.model.layers.linear import Projection, projection
@@ -35,10 +37,23 @@ from tandem_engine.model.weights import Weights, column_parallel, head, row_para
 from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY, Split
 
 
+class Tokenwise(Protocol):
+    """A block in which tokens do not meet: `FeedForward`, or a mixture of experts."""
+
+    @property
+    def norm(self) -> Norm:
+        """To be applied before the block."""
+        ...
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """Normalised hidden states [T, hidden] to what is added to them."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     attention: SelfAttention
-    feed_forward: FeedForward | SparseFeedForward
+    feed_forward: Tokenwise
     rotary: int
     """Index of its table among those of the decoder."""
 
@@ -66,15 +81,17 @@ class Decoder:
         hidden = self.embedding(input_ids)
         rotations = [table.at(positions) for table in self.rotary]
         last = len(self.blocks) - 1
+        normed = self.blocks[0].attention.norm(hidden)
         for layer, block in enumerate(self.blocks):
-            gathered = block.attention.attend(layer, hidden, rotations[block.rotary], attend)
+            gathered = block.attention.attend(layer, normed, rotations[block.rotary], attend)
             if layer == last:
                 # From here on a token serves only itself: most of a prompt need go no further.
                 hidden = hidden.index_select(0, wanted)
                 gathered = gathered.index_select(0, wanted)
-            hidden.add_(block.attention.project(gathered))
-            hidden.add_(block.feed_forward(hidden))
-        return self.norm(hidden)
+            normed = block.feed_forward.norm.of_sum(hidden, block.attention.project(gathered))
+            following = self.norm if layer == last else self.blocks[layer + 1].attention.norm
+            normed = following.of_sum(hidden, block.feed_forward(normed))
+        return normed
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] to [T, hidden_size], what the first block sees."""
@@ -173,30 +190,45 @@ class BlockBuilder:
             gate_up=column_parallel(
                 self.weights, f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", bias=config.mlp_bias, split=OUTPUTS
             ),
-            activation=GATED[config.activation],
+            activation=gated(config.activation, self.weights.device),
             down=row_parallel(self.weights, f"{prefix}mlp.down_proj", bias=config.mlp_bias, split=INPUTS),
             output_norm=self._norm(f"{prefix}post_feedforward_layernorm") if config.sandwich_norms else None,
         )
 
-    def _sparse(self, prefix: str, moe: MoeConfig) -> SparseFeedForward:
+    def _sparse(self, prefix: str, moe: MoeConfig) -> Tokenwise:
+        norm = self._norm(f"{prefix}{self._before_feed_forward}")
+        router = Router(
+            weight=projection(self.weights.stacked(f"{prefix}{ROUTER}")),
+            experts_per_token=moe.experts_per_token,
+            normalise=moe.normalise,
+        )
+        if by_triton(self.weights.device):
+            from tandem_engine.model.layers.on_device import DeviceExperts
+
+            return DeviceExperts.load(
+                (self._expert_weights(prefix, expert) for expert in range(moe.num_experts)),
+                count=moe.num_experts,
+                norm=norm,
+                router=router,
+                activation=self.config.activation,
+                group=self.weights.group,
+            )
         return SparseFeedForward(
-            norm=self._norm(f"{prefix}{self._before_feed_forward}"),
-            router=Router(
-                weight=projection(self.weights.stacked(f"{prefix}{ROUTER}")),
-                experts_per_token=moe.experts_per_token,
-                normalise=moe.normalise,
-            ),
+            norm=norm,
+            router=router,
             experts=tuple(self._expert(prefix, expert) for expert in range(moe.num_experts)),
-            activation=GATED[self.config.activation],
+            activation=gated(self.config.activation, self.weights.device),
             group=self.weights.group,
         )
 
     def _expert(self, prefix: str, expert: int) -> Expert:
+        gate_up, down = self._expert_weights(prefix, expert)
+        return Expert(gate_up=projection(gate_up), down=projection(down))
+
+    def _expert_weights(self, prefix: str, expert: int) -> tuple[Tensor, Tensor]:
+        """[2 * I, hidden], gate first, and [hidden, I]."""
         gate, up, down = (prefix + expert_name(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        return Expert(
-            gate_up=projection(self.weights.stacked(gate, up, split=OUTPUTS)),
-            down=projection(self.weights.stacked(down, split=INPUTS)),
-        )
+        return self.weights.stacked(gate, up, split=OUTPUTS), self.weights.stacked(down, split=INPUTS)
 
     @property
     def _before_feed_forward(self) -> str:

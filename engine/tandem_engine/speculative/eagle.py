@@ -65,11 +65,11 @@ class EagleHead:
             positions: [T] int64.
         """
         hidden = self.fc(torch.cat((embedded, before), dim=1))
-        gathered = self.block.attention.attend(0, hidden, self.rotary.at(positions), attend)
+        block = self.block
+        gathered = block.attention.attend(0, block.attention.norm(hidden), self.rotary.at(positions), attend)
         hidden, gathered = hidden.index_select(0, wanted), gathered.index_select(0, wanted)
-        hidden.add_(self.block.attention.project(gathered))
-        hidden.add_(self.block.feed_forward(hidden))
-        return self.norm(hidden)
+        normed = block.feed_forward.norm.of_sum(hidden, block.attention.project(gathered))
+        return self.norm.of_sum(hidden, block.feed_forward(normed))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,4 +47,4 @@ class RandomWeights:
     def _tensor(self, name: str) -> Tensor:
         shapes = expected_shapes(self.config)
         values = torch.randn(shapes[name], generator=torch.Generator().manual_seed(sorted(shapes).index(name)))
-        return (1 + values / 10 if "norm" in name else values / 5).to(self.dtype)
+        return (1 + values / 10 if "norm" in name else values / 5).to(device=self.device, dtype=self.dtype)

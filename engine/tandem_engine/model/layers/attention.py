@@ -1,6 +1,6 @@
 """Self-attention around the one operation that depends on other tokens.
 
-    hidden ─▶ norm ─▶ qkv ─▶ (q, k norm) ─▶ rotate ─▶ attend ─▶ output ─▶ (norm) ─▶ added to hidden
+    (norm) ─▶ qkv ─▶ (q, k norm) ─▶ rotate ─▶ attend ─▶ output ─▶ (norm) ─▶ added to the hidden states
 
 Shapes use  T = tokens of the step, H = query heads, KV = key/value heads, D = head_dim.
 """
@@ -20,6 +20,7 @@ class SelfAttention:
     """Everything of attention that does not depend on the other tokens."""
 
     norm: Norm
+    """Before the block; applied by the decoder, which adds to the hidden states on the way."""
     qkv: Projection
     qk_norm: Norm | None
     """Of weight [H + KV, D]: one operation for all heads of q and k."""
@@ -29,10 +30,10 @@ class SelfAttention:
     num_kv_heads: int
     head_dim: int
 
-    def attend(self, layer: int, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """[T, hidden] to what each token gathered, [T, H * D]; `project` is yet to be applied."""
+    def attend(self, layer: int, normed: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Normalised hidden states [T, hidden] to what each token gathered, [T, H * D]; `project` is yet to come."""
         rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
-        heads = self.qkv(self.norm(hidden)).view(hidden.shape[0], rotated + num_kv, self.head_dim)
+        heads = self.qkv(normed).view(normed.shape[0], rotated + num_kv, self.head_dim)
         qk, v = heads.split_with_sizes((rotated, num_kv), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)

@@ -1,4 +1,4 @@
-"""The gated feed-forward block:  hidden ─▶ norm ─▶ gate, up ─▶ activation(gate) · up ─▶ down ─▶ (norm)."""
+"""The gated feed-forward block:  (norm) ─▶ gate, up ─▶ activation(gate) · up ─▶ down ─▶ (norm)."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,13 @@ class FeedForward:
     """One pair of projections for every token."""
 
     norm: Norm
+    """Before the block; applied by the decoder, which adds to the hidden states on the way."""
     gate_up: Projection
     activation: GatedActivation
     down: Projection
     output_norm: Norm | None
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] to what is added to it."""
-        out = self.down(self.activation(self.gate_up(self.norm(hidden))))
+    def __call__(self, normed: Tensor) -> Tensor:
+        """Normalised hidden states [T, hidden] to what is added to them."""
+        out = self.down(self.activation(self.gate_up(normed)))
         return out if self.output_norm is None else self.output_norm(out)

@@ -68,9 +68,8 @@ class SparseFeedForward:
     group: TpGroup = field(default_factory=SingleRank)
     """The ranks, each with a share of every expert's inner dimension. Token by token they choose alike."""
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] to what is added to it."""
-        normed = self.norm(hidden)
+    def __call__(self, normed: Tensor) -> Tensor:
+        """See `FeedForward`."""
         experts, weights = self.router(normed)
         chosen = experts.shape[1]
         # A pair's number is token * k + rank, which is also its row in `results`.
@@ -82,5 +81,5 @@ class SparseFeedForward:
             expert.down(self.activation(expert.gate_up(group))) for (expert, _), group in zip(hit, groups, strict=True)
         ]
         grouped = torch.cat(outputs) if outputs else normed  # without tokens that is as empty
-        results = torch.empty_like(grouped).index_copy_(0, pairs, grouped).view(-1, chosen, hidden.shape[1])
+        results = torch.empty_like(grouped).index_copy_(0, pairs, grouped).view(-1, chosen, normed.shape[1])
         return self.group.all_reduce((results * weights[..., None]).sum(dim=1))

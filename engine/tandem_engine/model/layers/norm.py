@@ -1,22 +1,36 @@
 """Root-mean-square normalisation."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.config import NormKind
+from tandem_engine.kernels.dispatch import by_triton
 
-Norm = Callable[[Tensor], Tensor]
-"""Normalises the last dimension; same shape and dtype."""
+
+class Norm(Protocol):
+    """Normalises the last dimension."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """A tensor of the shape and dtype of x."""
+        ...
+
+    def of_sum(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """Add `delta` to `hidden` in place, and normalise the sum."""
+        ...
 
 
 def rms_norm(weight: Tensor, *, eps: float, kind: NormKind) -> Norm:
     """The norm of a stored weight, broadcast against its input: [hidden], or [heads, head_dim]."""
-    if kind is NormKind.UNIT_OFFSET:
-        return OffsetRmsNorm(weight=1 + weight.float(), eps=eps)
-    return RmsNorm(weight=weight, eps=eps)
+    offset = kind is NormKind.UNIT_OFFSET
+    scale = 1 + weight.float() if offset else weight
+    if by_triton(weight.device):
+        from tandem_engine.model.layers.on_device import DeviceRmsNorm
+
+        return DeviceRmsNorm(weight=scale.contiguous(), eps=eps)
+    return OffsetRmsNorm(weight=scale, eps=eps) if offset else RmsNorm(weight=scale, eps=eps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +46,12 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x; same shape and dtype."""
+        """See `Norm`."""
         return F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(self.weight)
+
+    def of_sum(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """See `Norm.of_sum`."""
+        return self(hidden.add_(delta))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,5 +63,9 @@ class OffsetRmsNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x; same shape and dtype."""
+        """See `Norm`."""
         return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
+
+    def of_sum(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """See `Norm.of_sum`."""
+        return self(hidden.add_(delta))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.config import RopeConfig
+from tandem_engine.kernels.dispatch import by_triton
 
 
 class Rotation(NamedTuple):
@@ -30,6 +31,10 @@ class Rotation(NamedTuple):
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate [T, heads, D]; same shape and dtype."""
+        if by_triton(x.device):
+            from tandem_engine.kernels.rope_store import rotate
+
+            return rotate(x, self.cos.squeeze(1), self.signed_sin.squeeze(1))
         half = x.shape[-1] // 2
         return (x * self.cos).add_(torch.roll(x, half, -1).mul_(self.signed_sin))
 

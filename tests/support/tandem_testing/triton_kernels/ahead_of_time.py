@@ -61,6 +61,7 @@ def compile_kernel(
     arch: int,
     num_warps: int = 4,
     num_stages: int = 3,
+    enable_fp_fusion: bool = True,
 ) -> Compiled:
     """Compile `kernel`, a function under `triton.jit`, for a device of compute capability arch / 10.
 
@@ -68,6 +69,7 @@ def compile_kernel(
         signature: types of the arguments, as "i32", "fp32", "*bf16". With ":16" behind, its value is a multiple of 16
             (of an address: bytes), as a launch would find; loads of several words at once need that.
         constants: all other parameters.
+        enable_fp_fusion: whether a product and a sum may become one operation, which rounds once.
     """
     missing = set(kernel.arg_names) - set(signature) - set(constants)
     assert not missing, f"{kernel.__name__}: neither types nor values of {sorted(missing)}"
@@ -79,7 +81,7 @@ def compile_kernel(
         constexprs=dict(constants),
         attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert f".target sm_{arch}" in built.asm["ptx"]
     registers, stack = _resources(built.asm["cubin"], built.name)

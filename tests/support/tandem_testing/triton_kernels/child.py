@@ -11,12 +11,15 @@ import json
 import sys
 import traceback
 
+from tandem_testing.triton_kernels import bfloat16
 from tandem_testing.triton_kernels.checks import INTERPRETED, KernelChecks
 
 
 def main() -> None:
     name, prefix = sys.argv[1:]
     arguments = ("cpu",) if prefix.startswith(INTERPRETED) else ()
+    if arguments:
+        bfloat16.install()
     module = importlib.import_module(name)
     for check in KernelChecks(name).names:
         if not check.startswith(prefix):

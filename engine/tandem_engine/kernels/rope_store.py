@@ -1,0 +1,250 @@
+"""Rotary embedding of q and k, and the way of k and v to their pages, in one pass over a step's tokens.
+
+    q, k   (are normalised head by head: x / sqrt(mean(x²) + eps) · w, see `rms_norm`)
+           x[:R/2]     is  x[:R/2] · cos − x[R/2:R] · sin
+           x[R/2:R]    is  x[R/2:R] · cos + x[:R/2] · sin                  the rest of a head stays as it is
+    q      ─▶ a dense tensor
+    k, v   ─▶ pages, see `store_kv`
+
+A rotation pairs dimension i with i + R/2 ("neox"), for R ≤ D of them; cos and signed sin are those of
+`model.layers.rotary`, one row of each for a token, both halves written out.
+
+Shapes: q [T, H, D], k and v [T, KV, D], heads dense and tokens as far apart as the projection left them; pages and
+slots as in `store_kv`.
+
+Every product and sum is rounded to the dtype of q, as torch's operations are, and none is contracted to a fused
+multiply-add; so without the norm q and k are equal to those of `Rotation.apply` to the bit, in float32 and bfloat16.
+
+Tiling: program (t, i) has TILE heads of token t: those of q first, then k's, then v's. What torch does in 12 passes
+over q, k and v (6 of rotation, 4 of the norm, 2 of the store) reads and writes each number once.
+
+Source: Su et al., RoFormer, 2021; the fused write as in FlashInfer's and SGLang's set_kv_buffer.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_engine.kernels.rms_norm import normalised
+from tandem_engine.kernels.rounding import rounded
+from tandem_engine.kernels.store_kv import (
+    TILE,
+    KvScales,
+    copy_heads,
+    page_stride_of,
+    require_heads,
+    store_constants,
+    stored,
+    warps_of,
+)
+
+
+class HeadNorm(NamedTuple):
+    """The norm of q's and k's heads before their rotation."""
+
+    weight: Tensor
+    """[H + KV, D], q's heads first; float32 when it is to be applied before rounding."""
+    eps: float
+
+
+@triton.jit
+def _rotate_heads(
+    source,
+    target,
+    scales,
+    weight,
+    cos,
+    sin,
+    head,
+    live,
+    eps,
+    TARGET_STRIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF_WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """As `copy_heads`, normalised and rotated on the way. `weight` points at the first head's."""
+    dtype = source.dtype.element_ty
+    half: tl.constexpr = ROTARY // 2
+    column = tl.arange(0, HALF_WIDTH)[None, :]
+    rest = ROTARY + tl.arange(0, REST_WIDTH)[None, :]
+    in_half, in_rest = live & (column < half), live & (rest < SIZE)
+    low = tl.load(source + head * SIZE + column, mask=in_half, other=0.0).to(tl.float32)
+    high = tl.load(source + head * SIZE + half + column, mask=in_half, other=0.0).to(tl.float32)
+    tail = tl.load(source + head * SIZE + rest, mask=in_rest, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(low * low + high * high, axis=1) + tl.sum(tail * tail, axis=1)
+        squares = squares[:, None]
+        low_weight = tl.load(weight + head * SIZE + column, mask=in_half, other=0.0).to(tl.float32)
+        high_weight = tl.load(weight + head * SIZE + half + column, mask=in_half, other=0.0).to(tl.float32)
+        tail_weight = tl.load(weight + head * SIZE + rest, mask=in_rest, other=0.0).to(tl.float32)
+        low = rounded(normalised(low, squares, low_weight, eps, SIZE, dtype, ROUND_FIRST), dtype)
+        high = rounded(normalised(high, squares, high_weight, eps, SIZE, dtype, ROUND_FIRST), dtype)
+        tail = normalised(tail, squares, tail_weight, eps, SIZE, dtype, ROUND_FIRST)
+    cos_low = tl.load(cos + column, mask=column < half, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + half + column, mask=column < half, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + column, mask=column < half, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + half + column, mask=column < half, other=0.0).to(tl.float32)
+    turned_low = rounded(rounded(low * cos_low, dtype) + rounded(high * sin_low, dtype), dtype)
+    turned_high = rounded(rounded(high * cos_high, dtype) + rounded(low * sin_high, dtype), dtype)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scales + head, mask=live, other=1.0)
+    kind: tl.constexpr = target.dtype.element_ty
+    place = target + head * TARGET_STRIDE
+    tl.store(place + column, stored(turned_low, scale, SCALED, kind), mask=in_half)
+    tl.store(place + half + column, stored(turned_high, scale, SCALED, kind), mask=in_half)
+    if ROTARY < SIZE:
+        tl.store(place + rest, stored(rounded(tail, dtype), scale, SCALED, kind), mask=in_rest)
+
+
+@triton.jit
+def rotate_store_kernel(
+    q,
+    k,
+    v,
+    rotated_q,
+    keys,
+    values,
+    slots,
+    cos,
+    sin,
+    weight,
+    k_scales,
+    v_scales,
+    q_stride,
+    k_stride,
+    v_stride,
+    angle_stride,
+    page_stride,
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF_WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    SCALED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Heads of one tile of one token, see the module."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    Q_TILES: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
+    KV_TILES: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
+    angle = token * angle_stride
+    if tile < Q_TILES:
+        head = tile * TILE + tl.arange(0, TILE)[:, None]
+        _rotate_heads(
+            q + token * q_stride, rotated_q + token * (Q_HEADS * SIZE), k_scales, weight, cos + angle, sin + angle,
+            head, head < Q_HEADS, eps, SIZE, SIZE, ROTARY, HALF_WIDTH, REST_WIDTH, NORM, ROUND_FIRST, False,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            place = (slot // PAGE) * page_stride + (slot % PAGE) * SIZE
+            head = ((tile - Q_TILES) % KV_TILES) * TILE + tl.arange(0, TILE)[:, None]
+            live = head < KV_HEADS
+            if tile < Q_TILES + KV_TILES:
+                _rotate_heads(
+                    k + token * k_stride, keys + place, k_scales, weight + Q_HEADS * SIZE, cos + angle, sin + angle,
+                    head, live, eps, PAGE * SIZE, SIZE, ROTARY, HALF_WIDTH, REST_WIDTH, NORM, ROUND_FIRST, SCALED,
+                )  # fmt: skip
+            else:
+                copy_heads(v + token * v_stride, values + place, v_scales, head, live, PAGE * SIZE, SIZE, WIDTH, SCALED)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    signed_sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    *,
+    norm: HeadNorm | None = None,
+    scales: KvScales | None = None,
+) -> Tensor:
+    """q as it is to be used, dense [T, H, D] of its dtype; k and v are in their pages.
+
+    Args:
+        cos, signed_sin: [T, R], dense but for the first dimension; signed_sin is −sin in its first half.
+        keys, values: [pages, KV, P, D], pages equally far apart in both.
+        slots: [T] int64.
+        scales: what a float8 pool's numbers are multiplied by when they are read; None stores as it is.
+    """
+    require_heads(k, v)
+    tiles = triton.cdiv(q.shape[1], TILE) + 2 * triton.cdiv(k.shape[1], TILE)
+    place = _Place(k, v, keys, values, slots, page_stride_of(keys, values), scales)
+    return _launch(q, cos, signed_sin, place, norm, tiles)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, *, norm: HeadNorm | None = None) -> Tensor:
+    """Heads x [T, H, D] as `rotate_and_store` makes them of q, where nothing is stored yet."""
+    nowhere = x[:, :, None]
+    place = _Place(x, x, nowhere, nowhere, x, 0, None)
+    return _launch(x, cos, signed_sin, place, norm, triton.cdiv(x.shape[1], TILE))
+
+
+class _Place(NamedTuple):
+    """K and V, and where they go."""
+
+    k: Tensor
+    v: Tensor
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    page_stride: int
+    scales: KvScales | None
+
+
+def _launch(q: Tensor, cos: Tensor, sin: Tensor, place: _Place, norm: HeadNorm | None, tiles: int) -> Tensor:
+    rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not len(q):
+        return rotated
+    require_heads(q)
+    assert cos.stride() == sin.stride() == (cos.stride(0), 1), f"angles of strides {cos.stride()}, {sin.stride()}"
+    constants = rotate_store_constants(
+        q.shape[1],
+        place.keys.shape,
+        rotary=cos.shape[1],
+        norm=norm is not None,
+        round_first=norm is not None and norm.weight.dtype == q.dtype,
+        scaled=place.scales is not None,
+    )
+    rotate_store_kernel[(len(q), tiles)](
+        q, place.k, place.v, rotated, place.keys, place.values, place.slots, cos, sin,
+        q if norm is None else norm.weight, *(place.scales or (q, q)),
+        q.stride(0), place.k.stride(0), place.v.stride(0), cos.stride(0), place.page_stride,
+        0.0 if norm is None else norm.eps,
+        **constants, num_warps=warps_of(constants["HALF_WIDTH"]), enable_fp_fusion=False,
+    )  # fmt: skip
+    return rotated
+
+
+def rotate_store_constants(
+    q_heads: int, pool: torch.Size, *, rotary: int, norm: bool, round_first: bool, scaled: bool
+) -> dict[str, int | bool]:
+    """What `rotate_store_kernel` is compiled for; `pool` is the shape of one layer's keys."""
+    size = pool[3]
+    assert rotary in range(2, size + 1, 2), f"a rotation of {rotary} of {size} dimensions"
+    return {
+        "Q_HEADS": q_heads,
+        "ROTARY": rotary,
+        "HALF_WIDTH": triton.next_power_of_2(rotary // 2),
+        "REST_WIDTH": triton.next_power_of_2(max(1, size - rotary)),
+        "NORM": norm,
+        "ROUND_FIRST": round_first,
+    } | store_constants(pool, scaled=scaled)

@@ -1,0 +1,81 @@
+"""Layers on a device, where each is a kernel or two. Importing this needs Triton.
+
+What a layer computes, and where it rounds, is said where its twin for a CPU is: `norm`, `activation`, `moe`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Self
+
+from torch import Tensor
+
+from tandem_engine.config import Activation
+from tandem_engine.kernels.fused_moe import fused_experts
+from tandem_engine.kernels.gated_activation import gated_activation
+from tandem_engine.kernels.rms_norm import add_rms_norm, rms_norm
+from tandem_engine.model.layers.activation import GatedActivation
+from tandem_engine.model.layers.moe import Router
+from tandem_engine.model.layers.norm import Norm
+from tandem_engine.parallel.group import TpGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRmsNorm:
+    """Implements `Norm`: `RmsNorm`, or `OffsetRmsNorm` where the weight is float32."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Norm`."""
+        return rms_norm(x, self.weight, eps=self.eps)
+
+    def of_sum(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """See `Norm.of_sum`."""
+        return add_rms_norm(hidden, delta, self.weight, eps=self.eps)
+
+
+def device_activation(activation: Activation) -> GatedActivation:
+    """The kernel of `activation`."""
+    return partial(gated_activation, activation=activation.value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceExperts:
+    """`SparseFeedForward` with all experts computed at once, and nobody waiting to hear who was chosen."""
+
+    norm: Norm
+    router: Router
+    gate_up: Tensor
+    """[E, 2 * I, hidden], gate first."""
+    down: Tensor
+    """[E, hidden, I]"""
+    activation: Activation
+    group: TpGroup
+
+    @classmethod
+    def load(
+        cls,
+        weights: Iterable[tuple[Tensor, Tensor]],
+        *,
+        count: int,
+        norm: Norm,
+        router: Router,
+        activation: Activation,
+        group: TpGroup,
+    ) -> Self:
+        """Take `gate_up` and `down` of `count` experts one after the other, so that no second copy of all is held."""
+        remaining = iter(weights)
+        first = next(remaining)
+        gate_up, down = (part.new_empty(count, *part.shape) for part in first)
+        for expert, (of_gate_up, of_down) in enumerate(chain((first,), remaining)):
+            gate_up[expert], down[expert] = of_gate_up, of_down
+        return cls(norm=norm, router=router, gate_up=gate_up, down=down, activation=activation, group=group)
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        experts, weights = self.router(normed)
+        out = fused_experts(normed, experts, weights, self.gate_up, self.down, activation=self.activation.value)
+        return self.group.all_reduce(out)

@@ -1,0 +1,168 @@
+"""Experts of kernels equal those of a CPU, and so do decoders that are made of kernels throughout."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind
+from tandem_engine.kernels import dispatch, fused_moe
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.model import decoder
+from tandem_engine.model.layers import activation as cpu_activation
+from tandem_engine.model.layers.linear import Linear
+from tandem_engine.model.layers.moe import Choice, Expert, SparseFeedForward
+from tandem_testing.forward_builders import Seq, make_batch
+from tandem_testing.random_weights import RandomWeights, small_config
+from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
+from tandem_testing.triton_kernels.tensors import random_floats, to_device, units_apart
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+def check_alignment_of_experts(device: str) -> None:
+    """Stable, padded to whole blocks, every pair once, whoever was chosen how often."""
+    draws = torch.Generator().manual_seed(3)
+    cases = [torch.randint(0, 6, (tokens, 2), generator=draws) for tokens in (1, 40, 150)]
+    for experts in (*cases, torch.full((70, 2), 5)):
+        pairs, owner = fused_moe.align(experts.to(device), 6)
+        flat, blocks = experts.flatten(), pairs.cpu().view(-1, fused_moe.BLOCK_ROWS)
+        expected = []
+        for expert in range(6):
+            chose = (flat == expert).nonzero().squeeze(1).int()
+            padding = -len(chose) % fused_moe.BLOCK_ROWS
+            padded = torch.cat((chose, torch.full((padding,), len(flat), dtype=torch.int32)))
+            expected += [(expert, block.tolist()) for block in padded.view(-1, fused_moe.BLOCK_ROWS)]
+        owners = owner.cpu().tolist()
+        found = [(o, block.tolist()) for o, block in zip(owners, blocks, strict=True) if o >= 0]
+        assert found == expected
+        assert owners[len(expected) :] == [-1] * (len(owners) - len(expected))
+
+
+def check_fused_experts(device: str) -> None:
+    for dtype, name in ((FLOAT32, "silu"), (BFLOAT16, "silu"), (BFLOAT16, "gelu_tanh")):
+        experts_agree(device, dtype, name, tokens=5, hidden=72, inner=24, experts=4, chosen=2)
+
+
+def check_experts_of_a_token_do_not_depend_on_the_others(device: str) -> None:
+    x, choice, gate_up, down = experts_of(BFLOAT16, device, tokens=4, hidden=24, inner=16, experts=3, chosen=2)
+    together = fused_moe.fused_experts(x, *choice, gate_up, down, activation="silu")
+    alone = fused_moe.fused_experts(
+        x[2:3], choice.experts[2:3], choice.weights[2:3], gate_up, down, activation="silu"
+    )  # fmt: skip
+    assert torch.equal(together[2:3], alone)
+
+
+def check_decoders_of_kernels_are_those_of_layers(device: str) -> None:
+    """Every kernel where the model calls it: head norms, Gemma's norms and gates, experts."""
+    small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "head_dim": 8, "max_position": 64}
+    gemma = {"norm": NormKind.UNIT_OFFSET, "sandwich_norms": True, "activation": Activation.GELU_TANH}
+    experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16, normalise=True, dense_layers=(0,))
+    for fields in ({"qk_norm": True}, gemma | {"embedding_scale": 32**0.5}, {"moe": experts}):
+        config = small_config(**small, **fields)
+        expected, stored = logits_of(config, "cpu")
+        with kernels_on(device):
+            found, written = logits_of(config, device)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(written, stored, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found.argmax(dim=1), expected.argmax(dim=1))
+
+
+@contextmanager
+def kernels_on(device: str) -> Iterator[None]:
+    """Have layers that are built for `device` be kernels, and no compiled call in their place."""
+    devices, fuse = dispatch.TRITON_DEVICES, decoder.fuse
+    dispatch.TRITON_DEVICES, decoder.fuse = devices | {torch.device(device).type}, lambda *_, **__: None
+    try:
+        yield
+    finally:
+        dispatch.TRITON_DEVICES, decoder.fuse = devices, fuse
+
+
+def logits_of(config: ModelConfig, device: str) -> tuple[Tensor, Tensor]:
+    """Of the last tokens of a prompt and of a decode behind it, and all KV that they wrote."""
+    model = decoder.build_decoder(
+        config, RandomWeights(config=config, device=torch.device(device)), positions=config.max_position
+    )
+    pool = KvPool(
+        num_pages=4, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        page_size=4, dtype=FLOAT32, device=device,
+    )  # fmt: skip
+    backend = TorchReferenceBackend(pool, specs=model.attention)
+    logits = []
+    for seq in (
+        Seq(seq_len=6, extend_len=6, pages=[3, 1], input_ids=[3, 9, 4, 9, 30, 7]),
+        Seq(seq_len=7, decode=True, pages=[3, 1], input_ids=[11]),
+    ):
+        batch = to_device(make_batch([seq], page_size=4), device)
+        wanted = torch.tensor([batch.num_tokens - 1], device=device)
+        hidden = model.forward(batch.input_ids, batch.positions, backend.plan(batch), wanted)
+        logits.append(model.logits(hidden).cpu())
+    return torch.cat(logits), pool.data.cpu()
+
+
+def experts_of(
+    dtype: torch.dtype, device: str, *, tokens: int, hidden: int, inner: int, experts: int, chosen: int
+) -> tuple[Tensor, Choice, Tensor, Tensor]:
+    """x, who chose whom, and the experts' weights."""
+    scores = random_floats(tokens, experts, seed=12, dtype=FLOAT32, device=device).softmax(dim=1)
+    weights, ids = scores.topk(chosen, dim=1)
+    x = random_floats(tokens, hidden, seed=13, dtype=dtype, device=device)
+    gate_up = random_floats(experts, 2 * inner, hidden, seed=14, dtype=dtype, device=device, scale=hidden**-0.5)
+    down = random_floats(experts, hidden, inner, seed=15, dtype=dtype, device=device, scale=inner**-0.5)
+    return x, Choice(ids, weights.to(dtype)), gate_up, down
+
+
+def experts_agree(device: str, dtype: torch.dtype, name: str, **sizes: int) -> None:
+    """Within rounding of the layer that visits expert after expert."""
+    x, choice, gate_up, down = experts_of(dtype, device, **sizes)
+    reference = {"silu": cpu_activation.silu_and_multiply, "gelu_tanh": cpu_activation.gelu_tanh_and_multiply}[name]
+    layer = SparseFeedForward(
+        norm=lambda hidden: hidden,
+        router=lambda _: choice,
+        experts=tuple(
+            Expert(gate_up=Linear(weight=gate_up[e], bias=None), down=Linear(weight=down[e], bias=None))
+            for e in range(sizes["experts"])
+        ),
+        activation=reference,
+    )
+    found = fused_moe.fused_experts(x, *choice, gate_up, down, activation=name)
+    assert units_apart(found, layer(x), at_least=0.25) <= (4.0 if dtype is BFLOAT16 else 64.0)
+
+
+def compile_fused_moe() -> None:
+    """Qwen3-30B-A3B's experts: 128 of 768 on 2048, 8 for a token."""
+    counting = {"experts": "*i64:16", "counts": "*i32:16", "num_pairs": "i32"}
+    rows = {"pairs": "*i32:16", "owner": "*i32:16", "num_pairs": "i32"}
+    blocks = {"BLOCK": fused_moe.BLOCK_PAIRS}
+    for arch in ARCHITECTURES:
+        compile_kernel(fused_moe.count_kernel, counting, blocks, arch=arch).assert_fits()
+        placing = counting | rows | {"num_blocks": "i32"}
+        table = {"EXPERTS": 128, "WIDTH": 128, "ROWS": fused_moe.BLOCK_ROWS} | blocks
+        compile_kernel(fused_moe.place_kernel, placing, table, arch=arch).assert_fits()
+        combining = dict.fromkeys(("results", "weights", "out"), "*bf16:16")
+        shape = {"CHOSEN": 8, "SIZE": 2048, "BLOCK": fused_moe.COMBINE}
+        compile_kernel(fused_moe.combine_kernel, combining, shape, arch=arch, enable_fp_fusion=False).assert_fits()
+        for kernel, tensors, constants, tile in (
+            (
+                fused_moe.gate_up_kernel,
+                ("x", "weight", "inner"),
+                fused_moe.gate_up_constants(8, 768, 2048, "silu"),
+                fused_moe.GATE_UP,
+            ),
+            (
+                fused_moe.down_kernel,
+                ("inner", "weight", "results"),
+                fused_moe.down_constants(2048, 768),
+                fused_moe.DOWN,
+            ),
+        ):
+            signature = dict.fromkeys(tensors, "*bf16:16") | rows
+            built = compile_kernel(
+                kernel, signature, constants, arch=arch, num_warps=tile.num_warps, num_stages=tile.num_stages
+            )
+            built.assert_fits()
+            # Tensor cores: of a warp group on Hopper, of a warp before.
+            assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what

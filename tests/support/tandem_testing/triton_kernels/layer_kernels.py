@@ -1,0 +1,286 @@
+"""Norms, rotations, stores and activations of kernels equal the layers of a CPU."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tandem_engine.config import NormKind
+from tandem_engine.kernels import gated_activation, rms_norm, rope_store, store_kv
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.layers import activation as cpu_activation
+from tandem_engine.model.layers import norm as cpu_norm
+from tandem_engine.model.layers.rotary import Rotation
+from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
+from tandem_testing.triton_kernels.tensors import random_floats, units_apart
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+EPS = 1e-6
+POINTERS = {FLOAT32: "*fp32:16", BFLOAT16: "*bf16:16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """A model's attention heads, and how many tokens a step has."""
+
+    tokens: int
+    query: int
+    kv: int
+    size: int
+    rotary: int
+    page: int
+
+
+def check_rms_norm(device: str) -> None:
+    for dtype, kind, size in product((FLOAT32, BFLOAT16), NormKind, (1, 24, 100, 5000)):
+        norm_agrees(device, dtype, kind, tokens=3, size=size)
+
+
+def check_rms_norm_of_heads(device: str) -> None:
+    for dtype, kind in product((FLOAT32, BFLOAT16), NormKind):
+        head_norm_agrees(device, dtype, kind, tokens=5, heads=3, size=24)
+
+
+def check_norms_of_a_token_do_not_depend_on_the_others(device: str) -> None:
+    x = random_floats(9, 40, seed=1, dtype=BFLOAT16, device=device)
+    weight = random_floats(40, seed=2, dtype=BFLOAT16, device=device)
+    together = rms_norm.rms_norm(x, weight, eps=EPS)
+    assert all(torch.equal(together[i], rms_norm.rms_norm(x[i : i + 1], weight, eps=EPS)[0]) for i in range(len(x)))
+    x[4, 7] = torch.nan
+    disturbed = rms_norm.rms_norm(x, weight, eps=EPS)
+    assert disturbed[4].isnan().all()
+    others = torch.arange(9, device=device) != 4
+    assert torch.equal(disturbed[others], together[others])
+
+
+def check_nothing_is_launched_for_no_tokens(device: str) -> None:
+    none = torch.empty(0, 8, dtype=BFLOAT16, device=device)
+    weight = torch.ones(8, dtype=BFLOAT16, device=device)
+    assert rms_norm.rms_norm(none, weight, eps=EPS).shape == (0, 8)
+    assert gated_activation.gated_activation(none, "silu").shape == (0, 4)
+
+
+def check_rotation_and_store_equal_the_layers(device: str) -> None:
+    for dtype in (FLOAT32, BFLOAT16):
+        rotation_agrees(device, dtype, Heads(tokens=5, query=6, kv=2, size=16, rotary=16, page=4))
+        rotation_agrees(device, dtype, Heads(tokens=2, query=17, kv=1, size=12, rotary=12, page=1))
+
+
+def check_part_of_a_head_is_rotated(device: str) -> None:
+    rotation_agrees(device, BFLOAT16, Heads(tokens=3, query=2, kv=2, size=20, rotary=12, page=3))
+
+
+def check_heads_are_normalised_before_their_rotation(device: str) -> None:
+    heads = Heads(tokens=4, query=5, kv=2, size=16, rotary=16, page=2)
+    for dtype, kind in product((FLOAT32, BFLOAT16), NormKind):
+        rotation_agrees(device, dtype, heads, kind)
+
+
+def check_a_pool_of_float8_has_scaled_numbers(device: str) -> None:
+    """Numbers that float8 has, and some that are too large for it: the interpreter rounds others as no device does."""
+    heads = Heads(tokens=3, query=2, kv=2, size=8, rotary=8, page=2)
+    q, _, _, _, slots = qkv_of(heads, BFLOAT16, device)
+    short = random_floats(2, 3, 2, 8, seed=16, dtype=torch.float8_e4m3fn, device=device, scale=20.0)
+    scales = store_kv.KvScales(torch.tensor([0.5, 2.0**-9], device=device), torch.tensor([2.0, 0.25], device=device))
+    k, v = (x.to(BFLOAT16) * scale[:, None].to(BFLOAT16) for x, scale in zip(short, scales, strict=True))
+    k[0, 0, 0], v[1, 1, 7] = 1e6, -1e6
+    short[0, 0, 0, 0], short[1, 1, 1, 7] = 448.0, -448.0
+    cos, sin = torch.ones(3, 8, device=device, dtype=BFLOAT16), torch.zeros(3, 8, device=device, dtype=BFLOAT16)
+    pools = [pool_of(heads, torch.float8_e4m3fn, device) for _ in range(2)]
+    rope_store.rotate_and_store(q, k, v, cos, sin, *pools[0].key_value(1), slots, scales=scales)
+    store_kv.store_kv(k, v, *pools[1].key_value(1), slots, scales=scales)
+    for pool, side in product(pools, (0, 1)):
+        stored = pool.data.view(torch.uint8)[slots // 2, 1, side, :, slots % 2]
+        assert torch.equal(stored, short[side].view(torch.uint8)), side
+
+
+def check_kv_is_stored_as_the_pool_stores_it(device: str) -> None:
+    heads = Heads(tokens=6, query=1, kv=18, size=12, rotary=12, page=4)
+    _, k, v, _, slots = qkv_of(heads, FLOAT32, device)
+    for dtype in (FLOAT32, BFLOAT16):
+        ours, theirs = pool_of(heads, dtype, device), pool_of(heads, dtype, "cpu")
+        store_kv.store_kv(k, v, *ours.key_value(1), slots)
+        theirs.store(1, k.cpu(), v.cpu(), slots.cpu())
+        assert torch.equal(ours.data.cpu(), theirs.data)
+
+
+def check_padding_is_stored_nowhere(device: str) -> None:
+    heads = Heads(tokens=3, query=2, kv=2, size=8, rotary=8, page=2)
+    q, k, v, rotation, slots = qkv_of(heads, BFLOAT16, device)
+    slots[1] = -1
+    for store in (store_kv.store_kv, with_rotation(q, rotation)):
+        pool = pool_of(heads, BFLOAT16, device)
+        pool.data.fill_(7.0)
+        store(k, v, *pool.key_value(1), slots)
+        untouched = torch.ones(pool.num_pages * 2, dtype=torch.bool, device=device)
+        untouched[slots[[0, 2]]] = False
+        by_slot = pool.data.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
+        assert (by_slot[untouched] == 7.0).all()
+        assert (by_slot[:, 0] == 7.0).all()
+        assert not (by_slot[slots[0], 1] == 7.0).any()
+
+
+def check_gated_activations(device: str) -> None:
+    for dtype, name in product((FLOAT32, BFLOAT16), gated_activation.ACTIVATIONS):
+        activation_agrees(device, dtype, name, tokens=3, size=1100)
+
+
+def check_gates_far_from_zero(device: str) -> None:
+    gate = torch.tensor([[-1e4, -200.0, -0.0, 200.0, 1e4, torch.nan]], device=device)
+    for name, expected in (("silu", [0.0, 0.0, 0.0, 200.0, 1e4]), ("gelu_tanh", [0.0, 0.0, 0.0, 200.0, 1e4])):
+        found = gated_activation.gated_activation(torch.cat((gate, torch.ones_like(gate)), 1), name)[0]
+        assert found[:5].tolist() == expected, name
+        assert found[5].isnan()
+
+
+def norm_agrees(device: str, dtype: torch.dtype, kind: NormKind, *, tokens: int, size: int) -> None:
+    """Alone and with the residual: the stream equal to the bit, norms within rounding of a CPU's and of float64's."""
+    stored = random_floats(size, seed=2, dtype=dtype, device="cpu", scale=0.1)
+    reference = cpu_norm.rms_norm(stored + 1 if kind is NormKind.PLAIN else stored, eps=EPS, kind=kind)
+    weight = reference.weight.to(device)
+    x = random_floats(tokens, size, seed=3, dtype=dtype, device=device)
+    delta = random_floats(tokens, size, seed=4, dtype=dtype, device=device)
+    expected = reference(x.cpu())
+    assert units_apart(rms_norm.rms_norm(x, weight, eps=EPS).cpu(), expected) <= norm_units(dtype)
+    wide = x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+    assert units_apart(rms_norm.rms_norm(x, weight, eps=EPS), wide.to(dtype)) <= norm_units(dtype)
+    hidden = x.clone()
+    normed = rms_norm.add_rms_norm(hidden, delta, weight, eps=EPS)
+    assert torch.equal(hidden, x + delta)
+    assert torch.equal(normed, rms_norm.rms_norm(hidden, weight, eps=EPS))
+
+
+def norm_units(dtype: torch.dtype) -> float:
+    """bfloat16: one before the weight, which may become two, and the weight's own."""
+    return 3.0 if dtype is BFLOAT16 else 8.0
+
+
+def head_norm_agrees(device: str, dtype: torch.dtype, kind: NormKind, *, tokens: int, heads: int, size: int) -> None:
+    """Of heads in the output of a projection, each with a weight of its own."""
+    reference = cpu_norm.rms_norm(
+        random_floats(heads, size, seed=5, dtype=dtype, device="cpu", scale=0.1), eps=EPS, kind=kind
+    )  # fmt: skip
+    x = random_floats(tokens, heads + 2, size, seed=6, dtype=dtype, device=device)[:, 1 : 1 + heads]
+    found = rms_norm.rms_norm(x, reference.weight.to(device), eps=EPS)
+    assert units_apart(found.cpu(), reference(x.cpu())) <= norm_units(dtype)
+
+
+def qkv_of(heads: Heads, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Rotation, Tensor]:
+    """q, k, v as views of one projection's output, angles of `rotary` dimensions, and slots out of order."""
+    rows = heads.query + 2 * heads.kv
+    qkv = random_floats(heads.tokens, rows, heads.size, seed=7, dtype=dtype, device=device)
+    q, k, v = qkv.split_with_sizes((heads.query, heads.kv, heads.kv), dim=1)
+    angle = random_floats(heads.tokens, 1, heads.rotary // 2, seed=8, dtype=FLOAT32, device="cpu", scale=3.0)
+    sin = angle.sin()
+    rotation = Rotation(
+        torch.cat((angle.cos(), angle.cos()), -1).to(dtype).to(device), torch.cat((-sin, sin), -1).to(dtype).to(device)
+    )
+    order = torch.randperm(heads.tokens + 3, generator=torch.Generator().manual_seed(9))
+    return q, k, v, rotation, (order[: heads.tokens] + heads.page).to(device)
+
+
+def pool_of(heads: Heads, dtype: torch.dtype, device: str) -> KvPool:
+    pages = 2 + (heads.tokens + 3) // heads.page + 1
+    return KvPool(
+        num_pages=pages, num_layers=2, num_kv_heads=heads.kv, head_dim=heads.size, page_size=heads.page, dtype=dtype,
+        device=device,
+    )  # fmt: skip
+
+
+def with_rotation(q: Tensor, rotation: Rotation):
+    """`rotate_and_store` with the arguments of `store_kv`."""
+    cos, sin = rotation.cos[:, 0], rotation.signed_sin[:, 0]
+    return lambda k, v, keys, values, slots: rope_store.rotate_and_store(q, k, v, cos, sin, keys, values, slots)
+
+
+def rotation_agrees(device: str, dtype: torch.dtype, heads: Heads, kind: NormKind | None = None) -> None:
+    """Equal to the bit without a norm, and within its rounding with one."""
+    q, k, v, rotation, slots = qkv_of(heads, dtype, device)
+    ours, theirs = pool_of(heads, dtype, device), pool_of(heads, dtype, "cpu")
+    qk, norm = torch.cat((q, k), 1).cpu(), None
+    if kind is not None:
+        rows = random_floats(heads.query + heads.kv, heads.size, seed=10, dtype=dtype, device="cpu", scale=0.3)
+        reference = cpu_norm.rms_norm(rows, eps=EPS, kind=kind)
+        qk, norm = reference(qk), rope_store.HeadNorm(reference.weight.to(device), EPS)
+    on_cpu = Rotation(rotation.cos.cpu(), rotation.signed_sin.cpu())
+    turned = torch.cat((on_cpu.apply(qk[..., : heads.rotary]), qk[..., heads.rotary :]), -1)
+    theirs.store(1, turned[:, heads.query :], v.cpu(), slots.cpu())
+    cos, sin = rotation.cos[:, 0], rotation.signed_sin[:, 0]
+    found = rope_store.rotate_and_store(q, k, v, cos, sin, *ours.key_value(1), slots, norm=norm).cpu()
+    stored = ours.data.cpu()
+    assert torch.equal(rope_store.rotate(q, cos, sin, norm=norm).cpu(), found)
+    assert torch.equal(stored[:, :, 1], theirs.data[:, :, 1])
+    if kind is None:
+        assert torch.equal(found, turned[:, : heads.query])
+        assert torch.equal(stored, theirs.data)
+    else:
+        units = 6.0 if dtype is BFLOAT16 else 24.0
+        assert units_apart(found, turned[:, : heads.query], at_least=0.25) <= units
+        assert units_apart(stored, theirs.data, at_least=0.25) <= units
+
+
+def activation_agrees(device: str, dtype: torch.dtype, name: str, *, tokens: int, size: int) -> None:
+    gate_up = random_floats(tokens, 2 * size, seed=11, dtype=dtype, device=device, scale=3.0)
+    reference = {"silu": cpu_activation.silu_and_multiply, "gelu_tanh": cpu_activation.gelu_tanh_and_multiply}[name]
+    found, expected = gated_activation.gated_activation(gate_up, name).cpu(), reference(gate_up.cpu())
+    if dtype is FLOAT32:
+        # Of float64's, for far below zero torch's GELU is a difference of almost equals.
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        wide = F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")
+        expected = (wide * up).float().cpu()
+    units = units_apart(found, expected, at_least=2.0**-20)
+    assert units <= (2.0 if dtype is BFLOAT16 else 64.0), (name, units)
+
+
+def compile_rms_norm() -> None:
+    cases = ((1, 1024, True), (1, 4096, True), (1, 8192, True), (40, 128, False))
+    for (heads, size, add), arch in product(cases, ARCHITECTURES):
+        signature = dict.fromkeys(("x", "delta", "weight", "out"), "*bf16:16") | {"num_rows": "i32", "eps": "fp32"}
+        constants = rms_norm.rms_norm_constants(heads, size, add=add, round_first=True)
+        compile_kernel(
+            rms_norm.rms_norm_kernel, signature | {"token_stride": "i32:16"}, constants, arch=arch,
+            num_warps=rms_norm.warps_of(constants["WIDTH"]),
+        ).assert_fits()  # fmt: skip
+
+
+def compile_rotation_and_store() -> None:
+    qwen, llama = (16, (9, 8, 16, 128)), (32, (9, 8, 16, 128))
+    for (heads, pool), arch in product((qwen, llama), ARCHITECTURES):
+        rotation_compiles(heads, pool, "*bf16:16", norm=heads == 16, scaled=False, arch=arch)
+        constants = store_kv.store_constants(pool, scaled=False)
+        compile_kernel(
+            store_kv.store_kernel, rotation_signature(store_kv.store_kernel, "*bf16:16"), constants, arch=arch,
+            num_warps=store_kv.warps_of(128),
+        ).assert_fits()  # fmt: skip
+    rotation_compiles(32, llama[1], "*fp8e4nv:16", norm=False, scaled=True, arch=HOPPER)
+
+
+def rotation_compiles(heads: int, pool: tuple[int, ...], stored: str, *, norm: bool, scaled: bool, arch: int) -> None:
+    constants = rope_store.rotate_store_constants(
+        heads, pool, rotary=128, norm=norm, round_first=True, scaled=scaled
+    )  # fmt: skip
+    compile_kernel(
+        rope_store.rotate_store_kernel, rotation_signature(rope_store.rotate_store_kernel, stored), constants,
+        arch=arch,
+        num_warps=store_kv.warps_of(constants["HALF_WIDTH"]),
+        enable_fp_fusion=False,
+    ).assert_fits()  # fmt: skip
+
+
+def rotation_signature(kernel: Any, stored: str) -> dict[str, str]:
+    """Types of what the kernel has of all this."""
+    dense = dict.fromkeys(("q", "k", "v", "rotated_q", "cos", "sin", "weight"), "*bf16:16")
+    pool = dict.fromkeys(("keys", "values"), stored) | dict.fromkeys(("k_scales", "v_scales"), "*fp32:16")
+    strides = dict.fromkeys(("q_stride", "k_stride", "v_stride", "angle_stride", "page_stride"), "i32:16")
+    kinds = dense | pool | strides | {"slots": "*i64:16", "eps": "fp32"}
+    return {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
+
+
+def compile_gated_activation() -> None:
+    for (size, name), arch in product(((3072, "silu"), (14336, "silu"), (9216, "gelu_tanh")), ARCHITECTURES):
+        signature = dict.fromkeys(("gate_up", "out"), "*bf16:16") | {"token_stride": "i32:16"}
+        constants = gated_activation.gated_activation_constants(size, name)
+        compile_kernel(gated_activation.gated_activation_kernel, signature, constants, arch=arch).assert_fits()

@@ -1,0 +1,13 @@
+"""The Triton kernels of norms, rotations, stores and activations, without a device."""
+
+import pytest
+
+from tandem_testing.triton_kernels.checks import KernelChecks
+
+CHECKS = KernelChecks("tandem_testing.triton_kernels.layer_kernels")
+pytestmark = CHECKS.marks
+
+
+@pytest.mark.parametrize("check", CHECKS.names)
+def test_layer_kernels(check):
+    CHECKS.passes(check)
