@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem_engine.forward.borrowed import borrowed
 from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch
+from tandem_engine.kernels.dispatch import by_triton
 
 _CONSUMED = -1
 
@@ -37,17 +38,21 @@ class FutureMap:
         """Input ids [T] with every RESOLVE replaced by the token of its row; `token_rows` is [T]."""
         resolved = self._resolve_on_host(input_ids, token_rows)
         if resolved is None:
-            resolved = torch.where(input_ids == RESOLVE, self._tokens[token_rows], input_ids)
+            resolved = self._resolve_on_device(input_ids, token_rows)
         if self._debug:
             self._consume(token_rows[input_ids == RESOLVE])
         return resolved
 
     def publish(self, rows: Tensor, token_ids: Tensor) -> None:
         """Remember the sampled `token_ids` [S] of `rows` [S]."""
-        if self._on_host is None:
-            self._tokens[rows] = token_ids
-        else:
+        if self._on_host is not None:
             self._on_host[rows.numpy()] = token_ids.numpy()
+        elif by_triton(self._tokens.device):
+            from tandem_engine.kernels.row_tables import publish_tokens
+
+            publish_tokens(self._tokens, rows, token_ids)
+        else:
+            self._tokens[rows] = token_ids
 
     def _resolve_on_host(self, input_ids: Tensor, token_rows: Tensor) -> Tensor | None:
         """By numpy: operations of torch let go of the interpreter lock, see `borrowed`."""
@@ -55,6 +60,13 @@ class FutureMap:
             return None
         ids = borrowed(input_ids)
         return torch.from_numpy(np.where(ids == RESOLVE, self._on_host[borrowed(token_rows)], ids))
+
+    def _resolve_on_device(self, input_ids: Tensor, token_rows: Tensor) -> Tensor:
+        if by_triton(self._tokens.device):
+            from tandem_engine.kernels.row_tables import resolve_tokens
+
+            return resolve_tokens(self._tokens, input_ids, token_rows)
+        return torch.where(input_ids == RESOLVE, self._tokens[token_rows], input_ids)
 
     def _consume(self, rows: Tensor) -> None:
         missing = rows[self._tokens[rows] == _CONSUMED].tolist()

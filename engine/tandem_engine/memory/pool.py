@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.names import PageId
 
 ALIGNMENT = 4096
@@ -89,16 +90,29 @@ class KvPool:
         k, v           [T, num_kv_heads, head_dim], converted to the pool's dtype if they differ
         out_cache_loc  [T] int64 slots, `page * page_size + offset`; distinct, but for padding in page 0
         """
+        keys, values = self.key_value(layer)
+        if by_triton(self.data.device):
+            from tandem_engine.kernels.store_kv import store_kv
+
+            store_kv(k, v, keys, values, out_cache_loc)
+            return
         pages = out_cache_loc // self.page_size
         slots = out_cache_loc % self.page_size
-        keys, values = self.key_value(layer)
         keys[pages, :, slots] = k.to(keys.dtype)
         values[pages, :, slots] = v.to(values.dtype)
 
     def copy_pages(self, copies: Sequence[tuple[PageId, PageId]]) -> None:
         """Copy whole pages, (source, target) each. No target may be a source."""
-        sources, targets = (torch.tensor(pages, device=self.data.device) for pages in zip(*copies, strict=True))
-        self._bytes[targets] = self._bytes[sources]
+        self.copy_pages_of(*(torch.tensor(pages, device=self.data.device) for pages in zip(*copies, strict=True)))
+
+    def copy_pages_of(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """As `copy_pages`, of page ids [N] int64 that are where the pool is."""
+        if by_triton(self.data.device):
+            from tandem_engine.kernels.page_copy import copy_pages
+
+            copy_pages(self._bytes, self._bytes, sources, targets)
+        else:
+            self._bytes[targets] = self._bytes[sources]
 
     def bytes_view(self) -> torch.Tensor:
         """The bytes of all pages: uint8 [num_pages, page_bytes], a view."""

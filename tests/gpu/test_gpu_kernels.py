@@ -1,0 +1,74 @@
+"""Kernels on a real device: the checks that run without one, and the same comparisons in the shapes of real models.
+
+Qwen3-0.6B: hidden 1024, 16 heads and 8 of K and V of 128, inner 3072, vocabulary 151936, norms of heads.
+Llama-3.1-8B: hidden 4096, 32 heads and 8 of K and V of 128, inner 14336, vocabulary 128256.
+Qwen3-30B-A3B: hidden 2048, 128 experts of 768, 8 for a token.
+"""
+
+import pytest
+import torch
+
+from tandem_engine.config import NormKind
+from tandem_testing.triton_kernels.checks import KernelChecks
+
+SUITES = [
+    KernelChecks(f"tandem_testing.triton_kernels.{name}_kernels") for name in ("layer", "expert", "sampling", "table")
+]
+CHECKS = [pytest.param(suite, check, id=check) for suite in SUITES for check in suite.on_device]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(("suite", "check"), CHECKS)
+def test_checks_on_a_device(suite, check):
+    suite.passes_on("cuda", check)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1024, 4096])
+@pytest.mark.parametrize("tokens", [1, 8192])
+def test_norms_of_real_models(tokens, hidden, dtype):
+    from tandem_testing.triton_kernels import layer_kernels
+
+    for kind in NormKind:
+        layer_kernels.norm_agrees("cuda", dtype, kind, tokens=tokens, size=hidden)
+    layer_kernels.head_norm_agrees("cuda", dtype, NormKind.PLAIN, tokens=tokens, heads=24, size=128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("query", "kind"), [(16, NormKind.PLAIN), (32, None)], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_rotation_and_store_of_real_models(tokens, query, kind, dtype):
+    from tandem_testing.triton_kernels import layer_kernels
+
+    heads = layer_kernels.Heads(tokens=tokens, query=query, kv=8, size=128, rotary=128, page=16)
+    layer_kernels.rotation_agrees("cuda", dtype, heads, kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [3072, 14336])
+def test_activations_of_real_models(inner, dtype):
+    from tandem_testing.triton_kernels import layer_kernels
+
+    for name in ("silu", "gelu_tanh"):
+        layer_kernels.activation_agrees("cuda", dtype, name, tokens=1024, size=inner)
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_experts_of_a_real_model(tokens):
+    from tandem_testing.triton_kernels import expert_kernels
+
+    expert_kernels.experts_agree(
+        "cuda", torch.bfloat16, "silu", tokens=tokens, hidden=2048, inner=768, experts=128, chosen=8
+    )
+
+
+@pytest.mark.parametrize("vocab", [151_936, 128_256])
+def test_penalties_and_tokens_of_real_vocabularies(vocab):
+    from tandem_testing.triton_kernels import sampling_kernels
+
+    sampling_kernels.penalties_agree("cuda", rows=16, vocab=vocab)
+    sampling_kernels.sampling_agrees("cuda", vocab=vocab, repeats=4)

@@ -1,0 +1,78 @@
+"""Tables of rows and pages on a device hold what those of a CPU hold."""
+
+import torch
+
+from tandem_engine.forward.forward_batch import RESOLVE
+from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.kernels import page_copy, row_tables
+from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
+
+INTS = "*i64:16"
+
+
+def check_tokens_are_resolved_and_published_as_the_future_map_does(device: str) -> None:
+    rows = torch.tensor([4, 2, 9, 0])
+    tokens = torch.tensor([11, 12, 13, 14])
+    there, here = torch.full((10,), -1, dtype=torch.int64, device=device), FutureMap(9)
+    row_tables.publish_tokens(there, rows.to(device), tokens.to(device))
+    here.publish(rows, tokens)
+    input_ids = torch.tensor([7, RESOLVE, 8, RESOLVE, RESOLVE])
+    wanted = torch.tensor([1, 9, 1, 2, 4])
+    found = row_tables.resolve_tokens(there, input_ids.to(device), wanted.to(device))
+    assert found.tolist() == here.resolve(input_ids, wanted).tolist() == [7, 13, 8, 12, 11]
+
+
+def check_a_token_that_means_nothing_is_published_as_0(device: str) -> None:
+    table = torch.full((4,), 5, dtype=torch.int64, device=device)
+    row_tables.publish_tokens(
+        table, torch.tensor([1, -1, 3], device=device), torch.tensor([-1, 9, 9], device=device)
+    )  # fmt: skip
+    assert table.tolist() == [5, 0, 5, 9]
+
+
+def check_rows_of_any_dtype_move(device: str) -> None:
+    rows = torch.tensor([3, -1, 1], device=device)
+    for dtype, shape in ((torch.int64, ()), (torch.bfloat16, (3,)), (torch.float32, (2, 700)), (torch.bool, (5,))):
+        table = (torch.arange(5 * max(1, torch.Size(shape).numel())) % 7).to(dtype).view(5, *shape).to(device)
+        gathered = row_tables.gather_rows(table, rows)
+        assert torch.equal(gathered[[0, 2]], table[[3, 1]]), dtype
+        assert not gathered[1].any()
+        target = torch.zeros_like(table)
+        row_tables.scatter_rows(target, rows, gathered)
+        assert torch.equal(target[[3, 1]], table[[3, 1]])
+        assert not target[[0, 2, 4]].any()
+
+
+def check_pages_are_copied_whole(device: str) -> None:
+    for page_bytes in (24, 40_008, 13):
+        pool = torch.randint(0, 256, (6, page_bytes), generator=torch.Generator().manual_seed(1)).byte().to(device)
+        before, pages = pool.clone(), torch.tensor([5, 2], device=device)
+        page_copy.copy_pages(pool, pool, pages, torch.tensor([1, 4], device=device))
+        expected = before.clone()
+        expected[[1, 4]] = before[[5, 2]]
+        assert torch.equal(pool, expected)
+        staging = torch.zeros(3, page_bytes, dtype=torch.uint8, device=device)
+        page_copy.gather_pages(pool, pages, staging)
+        assert torch.equal(staging[:2], before[[5, 2]])
+        assert not staging[2].any()
+        page_copy.scatter_pages(staging, pool, torch.tensor([0, -1], device=device))
+        expected[0] = before[5]
+        assert torch.equal(pool, expected)
+
+
+def compile_tables_and_pages() -> None:
+    for arch in ARCHITECTURES:
+        block = {"BLOCK": row_tables.BLOCK}
+        ids = dict.fromkeys(("table", "input_ids", "rows", "out"), INTS) | {"count": "i32"}
+        compile_kernel(row_tables.resolve_kernel, ids, block, arch=arch).assert_fits()
+        ids = dict.fromkeys(("table", "rows", "token_ids"), INTS) | {"count": "i32"}
+        compile_kernel(row_tables.publish_kernel, ids, block, arch=arch).assert_fits()
+        moved = dict.fromkeys(("table", "values", "rows"), INTS) | {"width": "i32:16"}
+        for scatter in (False, True):
+            compile_kernel(row_tables.move_rows_kernel, moved, block | {"SCATTER": scatter}, arch=arch).assert_fits()
+        pages = dict.fromkeys(("source", "target", "sources", "targets"), INTS)
+        strides = dict.fromkeys(("source_stride", "target_stride", "page_words"), "i32:16")
+        constants = {"LISTED_SOURCES": True, "LISTED_TARGETS": True, "BLOCK": page_copy.BLOCK}
+        compile_kernel(
+            page_copy.copy_pages_kernel, pages | strides, constants, arch=arch, num_warps=page_copy.WARPS
+        ).assert_fits()
