@@ -178,6 +178,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
     """dtype that the checkpoint declares: float32, bfloat16 or float16."""
+    quantization: str = ""
+    """How the checkpoint stores its matrices; empty: as they are."""
     fingerprint: str = ""
     """Digest of config and weight headers: two workers with different ones never exchange KV."""
 

@@ -17,11 +17,12 @@ from tandem_engine.errors import CheckpointError
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.directory import ModelDirectory, open_directory
 from tandem_engine.model.eos import read_eos
-from tandem_engine.model.expert_tensors import canonical_experts
 from tandem_engine.model.fingerprint import fingerprint
 from tandem_engine.model.json_file import read_json_object
+from tandem_engine.model.quantization.scheme import read_scheme
 from tandem_engine.model.registry import find_family, require_family
 from tandem_engine.model.shards import open_tensors
+from tandem_engine.model.stored_weights import open_weights
 from tandem_engine.model.tensor_names import require_tensors
 
 MAX_CONFIG = 1 << 20
@@ -43,7 +44,7 @@ def read_model_config(path: str | Path, *, impl: ModelImpl = ModelImpl.TANDEM) -
     if impl is ModelImpl.TRANSFORMERS or (impl is ModelImpl.AUTO and find_family(fields) is None):
         return _read_fallback(directory, fields)
     config = parse_config(directory)
-    tensors = canonical_experts(open_tensors(directory))
+    tensors = open_weights(directory, read_scheme(fields))
     require_tensors(config, tensors, where=directory.path)
     return replace(config, fingerprint=fingerprint(config, tensors))
 
@@ -58,9 +59,8 @@ def parse_config(directory: ModelDirectory) -> ModelConfig:
     """The part of `read_model_config` that needs no weights, of a model we compute; the fingerprint stays empty."""
     fields = read_fields(directory)
     family = require_family(fields)
-    if fields.has("quantization_config"):
-        fields.refuse("quantization_config", "is not supported; use a checkpoint that is not quantised")
-    config = family.read(fields)
+    scheme = read_scheme(fields)
+    config = replace(family.read(fields), quantization="" if scheme is None else repr(scheme))
     return replace(config, eos_token_ids=read_eos(directory, fields, vocab_size=config.vocab_size))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from tandem_engine.model.expert_fields import MAX_EXPERTS
-from tandem_engine.model.safetensors_file import StoredTensor
+from tandem_engine.model.safetensors_file import ReadableTensor, StoredTensor
 
 ROUTER = "mlp.gate.weight"
 _MIXTRAL = ".block_sparse_moe."
@@ -27,12 +27,12 @@ def expert_name(expert: int, projection: str) -> str:
     return f"mlp.experts.{expert}.{projection}.weight"
 
 
-def canonical_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def canonical_experts(tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
     """`tensors` with experts under our names. What is no expert, or has an odd shape, keeps its name."""
-    result: dict[str, StoredTensor] = {}
+    result: dict[str, ReadableTensor] = {}
     for name, tensor in tensors.items():
         stacked = _STACKED.fullmatch(name)
-        if stacked and _can_unstack(stacked["name"], tensor.shape):
+        if stacked and isinstance(tensor, StoredTensor) and _can_unstack(stacked["name"], tensor.shape):
             result.update(_unstack(stacked["experts"], stacked["name"], tensor))
         else:
             result[_renamed(name)] = tensor

@@ -7,20 +7,21 @@ not depend on how the checkpoint is cut into shards.
 """
 
 import hashlib
+from collections.abc import Mapping
 
 import msgspec
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.errors import CheckpointError
 from tandem_engine.model.json_file import shown
-from tandem_engine.model.safetensors_file import StoredTensor
+from tandem_engine.model.safetensors_file import ReadableTensor, StoredTensor
 
 DIGEST_BYTES = 16
 BLOCK_BYTES = 4096
 BLOCKS_PER_TENSOR = 4
 
 
-def fingerprint(config: ModelConfig, tensors: dict[str, StoredTensor]) -> str:
+def fingerprint(config: ModelConfig, tensors: Mapping[str, ReadableTensor]) -> str:
     """Hexadecimal digest of `config`, of the name, dtype and shape of all tensors, and of samples of their bytes.
 
     Raises:
@@ -28,9 +29,9 @@ def fingerprint(config: ModelConfig, tensors: dict[str, StoredTensor]) -> str:
     """
     digest = hashlib.blake2b(msgspec.json.encode(config), digest_size=DIGEST_BYTES)
     for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(msgspec.json.encode((name, str(tensor.dtype), tensor.shape)))
-        digest.update(_sample(tensor))
+        for tensor in tensors[name].sources:
+            digest.update(msgspec.json.encode((name, str(tensor.dtype), tensor.shape)))
+            digest.update(_sample(tensor))
     return digest.hexdigest()
 
 

@@ -18,13 +18,14 @@ from tqdm import tqdm
 from tandem_engine.config import ModelConfig, ModelImpl
 from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.model.base import CausalLM
+from tandem_engine.model.checkpoint import read_fields
 from tandem_engine.model.decoder import build_decoder
 from tandem_engine.model.directory import open_directory
-from tandem_engine.model.expert_tensors import canonical_experts
-from tandem_engine.model.safetensors_file import StoredTensor
-from tandem_engine.model.shards import open_tensors
+from tandem_engine.model.quantization.scheme import read_scheme
+from tandem_engine.model.safetensors_file import ReadableTensor
 from tandem_engine.model.sharing import require_shareable
 from tandem_engine.model.stored_part import StoredPart
+from tandem_engine.model.stored_weights import open_weights
 from tandem_engine.model.tensor_names import EMBEDDING, expected_shapes, require_tensors
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.parallel.split import Split
@@ -73,7 +74,7 @@ def load_model(
         from tandem_engine.model.fallback.model import load_fallback
 
         return load_fallback(directory, config, dtype, torch.device(device), progress=progress)
-    tensors = canonical_experts(open_tensors(directory))
+    tensors = open_weights(directory, read_scheme(read_fields(directory)))
     require_tensors(config, tensors, where=directory.path)
     positions = min(context_length or config.max_position, config.max_position)
     total = sum(tensors[name].size for name in expected_shapes(config))
@@ -90,7 +91,7 @@ def load_model(
 class WeightReader:
     """Reads tensors that `require_tensors` has accepted, in the dtype and on the device of the model."""
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, ReadableTensor]
     dtype: torch.dtype
     device: torch.device
     advance: Callable[[int], object]
@@ -111,7 +112,7 @@ class WeightReader:
             self.advance(part.stored.size)
         return target
 
-    def _require_sound(self, values: torch.Tensor, tensor: StoredTensor) -> None:
+    def _require_sound(self, values: torch.Tensor, tensor: ReadableTensor) -> None:
         """Checked after the cast, which can overflow to infinity too; min and max propagate NaN."""
         least, most = (float(bound) for bound in torch.aminmax(values))
         if not (math.isfinite(least) and math.isfinite(most)):

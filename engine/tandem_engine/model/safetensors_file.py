@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -25,7 +25,49 @@ MAX_HEADER = 100_000_000
 LENGTH_FIELD = 8
 MAX_RANK = 8
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+}
+
+
+class ReadableTensor(Protocol):
+    """A tensor of a checkpoint that has not been read yet."""
+
+    @property
+    def path(self) -> Path:
+        """File that errors name."""
+        ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what `read_part` gives."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def size(self) -> int:
+        """Bytes in files."""
+        ...
+
+    @property
+    def sources(self) -> "tuple[StoredTensor, ...]":
+        """What it is made of."""
+        ...
+
+    def read_part(self, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Indices [start, stop) of dimension `dim`, in fresh memory. Raises `CheckpointError` for unusable contents."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +80,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     size: int
+
+    @property
+    def sources(self) -> "tuple[StoredTensor, ...]":
+        """Itself."""
+        return (self,)
 
     def read(self) -> torch.Tensor:
         """Read it into fresh memory.

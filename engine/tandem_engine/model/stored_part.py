@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem_engine.model.safetensors_file import StoredTensor
+from tandem_engine.model.safetensors_file import ReadableTensor
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.split import Part, Split
 
@@ -13,12 +13,12 @@ from tandem_engine.parallel.split import Part, Split
 class StoredPart:
     """A range of one dimension of a stored tensor, with zeros behind it where the split is padded."""
 
-    stored: StoredTensor
+    stored: ReadableTensor
     dim: int
     part: Part
 
     @classmethod
-    def of(cls, stored: StoredTensor, split: Split | None, group: TpGroup) -> "StoredPart":
+    def of(cls, stored: ReadableTensor, split: Split | None, group: TpGroup) -> "StoredPart":
         """What `group`'s rank holds of `stored`: all of it without a split. Biases have no inputs to split by."""
         if split is None or split.dim >= len(stored.shape):
             return cls(stored=stored, dim=0, part=Part(0, stored.shape[0], stored.shape[0]))

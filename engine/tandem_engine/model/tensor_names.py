@@ -1,17 +1,20 @@
 """The tensors a checkpoint must hold, under their Hugging Face names, and no others."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import torch
 
 from tandem_engine.config import ModelConfig, MoeConfig
 from tandem_engine.errors import CheckpointError
 from tandem_engine.model.expert_tensors import ROUTER, expert_name
 from tandem_engine.model.json_file import shown
-from tandem_engine.model.safetensors_file import StoredTensor
+from tandem_engine.model.safetensors_file import ReadableTensor
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def layer_prefix(layer: int) -> str:
@@ -29,27 +32,38 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def require_tensors(config: ModelConfig, tensors: dict[str, StoredTensor], *, where: Path) -> None:
+def require_tensors(config: ModelConfig, tensors: Mapping[str, ReadableTensor], *, where: Path) -> None:
     """Compare what the files hold with what the config implies.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, or belongs to no part of the model.
+        CheckpointError: a tensor is missing, has another shape, holds no floating-point numbers of 16 or 32 bits, or
+            belongs to no part of the model.
     """
     shapes = expected_shapes(config)
     for name, shape in shapes.items():
         stored = tensors.get(name)
         if stored is None:
             raise CheckpointError(f"the weights in {where} lack tensor {name}{_advice(name)}")
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{stored.path}: tensor {name} has shape {list(stored.shape)}; config.json implies {list(shape)}"
-            )
+        require_weights(stored, shape)
     for name, stored in tensors.items():
         if name not in shapes and not _is_redundant(name, config):
             raise CheckpointError(
                 f"{stored.path}: tensor {shown(name)} is no part of a {config.family} model as config.json "
                 "describes it; is this the config.json of another checkpoint?"
             )
+
+
+def require_weights(stored: ReadableTensor, shape: tuple[int, ...]) -> None:
+    """Raise `CheckpointError` unless `stored` holds numbers of that shape that weights can be made of."""
+    if stored.shape != shape:
+        raise CheckpointError(
+            f"{stored.path}: tensor {stored.name} has shape {list(stored.shape)}; config.json implies {list(shape)}"
+        )
+    if stored.dtype not in FLOATS:
+        raise CheckpointError(
+            f"{stored.path}: tensor {stored.name} is {str(stored.dtype).removeprefix('torch.')}; weights are float32, "
+            "bfloat16 or float16, unless config.json has a quantization_config that says how to read them"
+        )
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:

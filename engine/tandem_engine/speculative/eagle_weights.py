@@ -22,10 +22,10 @@ from tandem_engine.model.layers.linear import projection
 from tandem_engine.model.layers.norm import rms_norm
 from tandem_engine.model.layers.rotary import rotary_table
 from tandem_engine.model.loader import WeightReader
-from tandem_engine.model.safetensors_file import StoredTensor
+from tandem_engine.model.safetensors_file import ReadableTensor
 from tandem_engine.model.shards import open_tensors
 from tandem_engine.model.sharing import heads_of_rank
-from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_shapes
+from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_shapes, require_weights
 from tandem_engine.speculative.eagle import EagleHead
 
 FUSE = "fc.weight"
@@ -69,7 +69,7 @@ def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str
     )
 
 
-def _tensors(path: str) -> dict[str, StoredTensor]:
+def _tensors(path: str) -> dict[str, ReadableTensor]:
     return canonical_experts(open_tensors(open_directory(path)))
 
 
@@ -78,15 +78,12 @@ def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {FUSE: (config.hidden_size, 2 * config.hidden_size), **block}
 
 
-def _require(shapes: dict[str, tuple[int, ...]], tensors: dict[str, StoredTensor], *, where: Path) -> None:
+def _require(shapes: dict[str, tuple[int, ...]], tensors: dict[str, ReadableTensor], *, where: Path) -> None:
     for name, shape in shapes.items():
         stored = tensors.get(name)
         if stored is None:
             raise CheckpointError(f"the draft head in {where} lacks tensor {name}")
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{stored.path}: tensor {name} has shape {list(stored.shape)}; config.json implies {list(shape)}"
-            )
+        require_weights(stored, shape)
     unknown = sorted(tensors.keys() - shapes.keys())
     if unknown:
         raise CheckpointError(f"tensor {shown(unknown[0])} is no part of a draft head; {where} has it")

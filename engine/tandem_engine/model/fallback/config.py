@@ -92,7 +92,10 @@ def _refuse_unknown(fields: ConfigFields) -> None:
 
 def _refuse_unsupported(config: PreTrainedConfig, fields: ConfigFields) -> None:
     if fields.has("quantization_config"):
-        fields.refuse("quantization_config", "is not supported; use a checkpoint that is not quantised")
+        fields.refuse(
+            "quantization_config",
+            "is not supported where transformers computes the model",
+        )
     if config.is_encoder_decoder:
         fields.refuse("is_encoder_decoder", "must be false; only decoders can be served")
     if config.get_text_config(decoder=True) is not config:

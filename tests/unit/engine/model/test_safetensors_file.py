@@ -98,7 +98,7 @@ def test_a_name_that_stands_twice_is_refused(path):
 BROKEN = {
     "no object": (5, "must be described by an object"),
     "unknown dtype": (entry(0, 8, dtype="Q4_K"), "dtype 'Q4_K'"),
-    "quantised dtype": (entry(0, 8, dtype="F8_E4M3"), "dtype 'F8_E4M3'"),
+    "quantised dtype": (entry(0, 8, dtype="F8_E5M2"), "dtype 'F8_E5M2'"),
     "dtype no text": (entry(0, 8, dtype=["F32"]), "dtype ['F32']"),
     "no dtype": ({"shape": [2], "data_offsets": [0, 8]}, "dtype None"),
     "no shape": ({"dtype": "F32", "data_offsets": [0, 8]}, "shape None"),

@@ -1,0 +1,115 @@
+"""Weights as the compressed-tensors library stores them: what LLM Compressor and many published checkpoints use.
+
+    pack-quantized     weight_packed  int32 [outputs, inputs · bits / 32], of q + 2^(bits−1)
+                       weight_shape   [2]
+    int-quantized      weight         int8 [outputs, inputs]
+    float-quantized    weight         float8_e4m3fn [outputs, inputs]
+
+    weight_scale       [outputs, groups]; one group for `channel`, a single number for `tensor`
+    weight_zero_point  int8 of that shape, packed along the outputs beside packed weights; absent: symmetric
+    weight_g_idx       [inputs]; absent: groups in order
+
+    W[o, i] = (q[o, i] − z[o, g]) · s[o, g]
+
+Scales of activations are not used: activations stay in the model's dtype.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from tandem_engine.errors import CheckpointError
+from tandem_engine.model.quantization.groups import FLOATS, group_count, group_of_inputs, require, two
+from tandem_engine.model.quantization.packing import unpack
+from tandem_engine.model.safetensors_file import StoredTensor
+
+WORDS, BYTES = frozenset({torch.int32}), frozenset({torch.int8})
+INDICES = frozenset({torch.int32, torch.int64})
+WEIGHTS = BYTES | {torch.float8_e4m3fn}
+
+
+class Strategy(StrEnum):
+    """Which weights share a scale."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    GROUP = "group"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressedTensors:
+    """Implements `WeightFormat`."""
+
+    bits: int
+    packed: bool
+    strategy: Strategy
+    group_size: int
+    """−1: all inputs."""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return ("weight_packed" if self.packed else "weight", "weight_scale")
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return ("weight_shape", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point", "output_scale")
+
+    def shape(self, parts: Mapping[str, StoredTensor]) -> tuple[int, int]:
+        """See `WeightFormat.shape`."""
+        stored = parts[self.required[0]]
+        outputs, width = two(stored)
+        inputs = width * 32 // self.bits if self.packed else width
+        groups = group_count(inputs, self.group_size, stored)
+        require(parts, stored.name.rpartition(".")[2], (outputs, width), WORDS if self.packed else WEIGHTS)
+        if self.strategy is Strategy.TENSOR:
+            self._require_single(parts)
+        else:
+            require(parts, "weight_scale", (outputs, groups), FLOATS)
+            rows = -(-outputs * self.bits // 32) if self.packed else outputs
+            require(parts, "weight_zero_point", (rows, groups), WORDS if self.packed else BYTES)
+        require(parts, "weight_g_idx", (inputs,), INDICES)
+        return outputs, inputs
+
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """See `WeightFormat.values`."""
+        q, scales = self._levels(parts), self._by_row(parts["weight_scale"].float())
+        said = parts.get("weight_shape")
+        if said is not None and said.tolist() != list(q.shape):
+            raise ValueError(f"its weight_shape is {said.tolist()}, and {list(q.shape)} numbers are packed")
+        group = group_of_inputs(q.shape[1], scales.shape[1], parts.get("weight_g_idx"))
+        zeros = self._zeros(parts, len(q))
+        return (q if zeros is None else q - zeros[:, group]) * scales[:, group]
+
+    def _levels(self, parts: Mapping[str, Tensor]) -> Tensor:
+        if self.packed:
+            return unpack(parts["weight_packed"], self.bits, dim=1) - self._middle
+        return parts["weight"].float()
+
+    def _zeros(self, parts: Mapping[str, Tensor], outputs: int) -> Tensor | None:
+        stored = parts.get("weight_zero_point")
+        if stored is None:
+            return None
+        if self.packed and self.strategy is not Strategy.TENSOR:
+            return unpack(stored, self.bits, dim=0)[:outputs] - self._middle
+        return self._by_row(stored.float())
+
+    def _by_row(self, numbers: Tensor) -> Tensor:
+        """[outputs, groups], or [1, 1] for all."""
+        return numbers.reshape(1, 1) if self.strategy is Strategy.TENSOR else numbers
+
+    @property
+    def _middle(self) -> int:
+        """Packed numbers are stored without a sign, so much larger."""
+        return 1 << (self.bits - 1)
+
+    def _require_single(self, parts: Mapping[str, StoredTensor]) -> None:
+        for suffix in ("weight_scale", "weight_zero_point"):
+            tensor = parts.get(suffix)
+            if tensor is not None and tensor.shape not in ((), (1,), (1, 1)):
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}; strategy tensor in "
+                    "config.json's quantization_config implies a single number"
+                )

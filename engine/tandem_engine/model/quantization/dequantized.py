@@ -1,0 +1,100 @@
+"""Quantized matrices under the names and shapes of plain ones: whoever loads a model reads them without knowing.
+
+    tensors of the files ─▶ those of one matrix found by their suffixes, compared with each other and with the config
+                         ─▶ one `DequantizedTensor` named …weight ─▶ read: all its parts, put together in float32
+
+A matrix is put together when it is read, one at a time, and the model holds it in its own dtype: quantized
+checkpoints are served with the accuracy of their weights, and take the memory of the dtype.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem_engine.errors import CheckpointError
+from tandem_engine.model.json_file import shown
+from tandem_engine.model.quantization.interface import WeightFormat
+from tandem_engine.model.safetensors_file import ReadableTensor, StoredTensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DequantizedTensor:
+    """Implements `ReadableTensor`: a matrix that several stored tensors make."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: WeightFormat
+    parts: Mapping[str, StoredTensor]
+    """By suffix."""
+
+    @property
+    def path(self) -> Path:
+        """Of its first part."""
+        return self.parts[self.format.required[0]].path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is read."""
+        return torch.float32
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """In the order of their suffixes."""
+        return tuple(part for _, part in sorted(self.parts.items()))
+
+    @property
+    def size(self) -> int:
+        """Bytes in the files."""
+        return sum(part.size for part in self.parts.values())
+
+    def read_part(self, dim: int, start: int, stop: int) -> Tensor:
+        """See `ReadableTensor.read_part`. The whole matrix is put together first."""
+        stored = {suffix: part.read() for suffix, part in self.parts.items()}
+        try:
+            whole = self.format.values(stored)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: tensor {shown(self.name)} cannot be put together: {error}") from error
+        return whole.narrow(dim, start, stop - start)
+
+
+def dequantized(tensors: Mapping[str, StoredTensor], scheme: WeightFormat | None) -> dict[str, ReadableTensor]:
+    """`tensors` with one for each matrix of `scheme`; all others as they are.
+
+    Raises:
+        CheckpointError: a part of a matrix is missing, or does not fit the others or the config.
+    """
+    if scheme is None:
+        return dict(tensors)
+    found: dict[str, ReadableTensor] = {}
+    taken: set[str] = set()
+    for prefix in _prefixes(tensors, scheme):
+        parts = {
+            suffix: tensors[f"{prefix}.{suffix}"]
+            for suffix in (*scheme.required, *scheme.optional)
+            if f"{prefix}.{suffix}" in tensors
+        }
+        for suffix in scheme.required:
+            if suffix not in parts:
+                first = parts[scheme.required[0]]
+                raise CheckpointError(f"{first.path}: tensor {shown(first.name)} has no {prefix}.{suffix} beside it")
+        name = f"{prefix}.weight"
+        found[name] = DequantizedTensor(name=name, shape=scheme.shape(parts), format=scheme, parts=parts)
+        taken.update(f"{prefix}.{suffix}" for suffix in parts)
+    return {name: tensor for name, tensor in tensors.items() if name not in taken} | found
+
+
+def _prefixes(tensors: Mapping[str, StoredTensor], scheme: WeightFormat) -> list[str]:
+    """Of the matrices. Where a plain matrix is called as the first part is, the second one tells them apart."""
+    marker = scheme.required[1] if scheme.required[0] == "weight" else scheme.required[0]
+    prefixes = [name.removesuffix(f".{marker}") for name in tensors if name.endswith(f".{marker}")]
+    if marker == scheme.required[1]:
+        lonely = next((prefix for prefix in prefixes if f"{prefix}.weight" not in tensors), None)
+        if lonely is not None:
+            scale = tensors[f"{lonely}.{marker}"]
+            raise CheckpointError(
+                f"{scale.path}: tensor {shown(scale.name)} scales nothing: {lonely}.weight is missing"
+            )
+    return prefixes

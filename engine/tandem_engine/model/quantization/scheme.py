@@ -1,0 +1,88 @@
+"""From `quantization_config` in a config.json to the format of the weights. Everything that is not known is refused."""
+
+from collections.abc import Callable
+
+from tandem_engine.model.config_fields import ConfigFields
+from tandem_engine.model.quantization.awq import Awq
+from tandem_engine.model.quantization.compressed_tensors import CompressedTensors, Strategy
+from tandem_engine.model.quantization.fp8_blocks import Fp8Blocks
+from tandem_engine.model.quantization.gptq import Gptq
+from tandem_engine.model.quantization.interface import WeightFormat
+
+FIELD = "quantization_config"
+MAX_GROUP = 1 << 20
+MAX_BLOCK = 1 << 16
+PACKED = "pack-quantized"
+FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized")
+
+
+def read_scheme(fields: ConfigFields) -> WeightFormat | None:
+    """The format that a config.json names; None for weights as they are.
+
+    Raises:
+        CheckpointError: a method, a number of bits or an option that is not supported; names the field.
+    """
+    if not fields.has(FIELD):
+        return None
+    quantization = fields.inner(FIELD)
+    method = quantization.choice("quant_method", tuple(METHODS))
+    return METHODS[method](quantization)
+
+
+def _awq(fields: ConfigFields) -> Awq:
+    fields.choice("version", ("gemm", "GEMM"), default="gemm")
+    fields.integer("bits", least=4, most=4)
+    if not fields.flag("zero_point", default=True):
+        fields.refuse("zero_point", "must be true: weights without zero points are not supported")
+    return Awq(group_size=_group_size(fields))
+
+
+def _gptq(fields: ConfigFields) -> Gptq:
+    bits = fields.integer("bits", least=2, most=8)
+    if bits not in (2, 4, 8):
+        fields.refuse("bits", "must be 2, 4 or 8")
+    older = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), default="gptq") == "gptq"
+    return Gptq(bits=bits, group_size=_group_size(fields), zero_offset=1 if older else 0)
+
+
+def _fp8(fields: ConfigFields) -> Fp8Blocks:
+    fields.choice("fmt", ("e4m3",), default="e4m3")
+    sizes = fields.items("weight_block_size")
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_BLOCK for size in sizes):
+        fields.refuse("weight_block_size", "must be two positive integers")
+    rows, columns = (int(str(size)) for size in sizes)
+    return Fp8Blocks(rows=rows, columns=columns)
+
+
+def _compressed_tensors(fields: ConfigFields) -> CompressedTensors:
+    groups = fields.inner("config_groups")
+    if len(groups.values) != 1:
+        fields.refuse("config_groups", "must have one group: several formats in one model are not supported")
+    group = groups.inner(next(iter(groups.values)))
+    packed = fields.choice("format", FORMATS) == PACKED
+    weights = group.inner("weights")
+    kind = weights.choice("type", ("int", "float"), default="int")
+    bits = weights.integer("num_bits", least=2, most=8)
+    if bits not in ((2, 4, 8) if packed else (8,)):
+        weights.refuse("num_bits", "must be 2, 4 or 8 for packed weights, and 8 for others")
+    if packed and kind == "float":
+        weights.refuse("type", "must be int for packed weights")
+    strategy = Strategy(weights.choice("strategy", tuple(Strategy)))
+    size = _group_size(weights) if strategy is Strategy.GROUP else -1
+    return CompressedTensors(bits=bits, packed=packed, strategy=strategy, group_size=size)
+
+
+def _group_size(fields: ConfigFields) -> int:
+    """Inputs that share a scale; −1 for all of them."""
+    size = fields.integer("group_size", least=-1, most=MAX_GROUP)
+    if size == 0:
+        fields.refuse("group_size", "must be -1, for all inputs, or above 0")
+    return size
+
+
+METHODS: dict[str, Callable[[ConfigFields], WeightFormat]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+}
