@@ -26,17 +26,12 @@ from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError, not_found
 from tandem_services.common.order_token import may_order
 from tandem_services.gateway.access.authentication import PROBES, Authentication
-from tandem_services.gateway.app import (
-    Gateway,
-    boundary_of,
-    generation_routes,
-    http_error,
-    json_response,
-    operations_routes,
-)
+from tandem_services.gateway.app import boundary_of, generation_routes
 from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.canary import Canary, CanaryBody
+from tandem_services.gateway.composition import Gateway
 from tandem_services.gateway.console.routes import Console
+from tandem_services.gateway.operations import http_error, json_response, operations_routes
 from tandem_services.gateway.request_body import BodyDecoder, read_body
 
 CANARY = "/canary"
@@ -74,7 +69,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         # Who may come in is decided by the key alone: no path of this port is for users.
         access = replace(access, open_paths=OPEN_PATHS, admin_paths=None)
     routes = [
-        *operations_routes(gateway, metrics=True),
+        *operations_routes(gateway.health, gateway.registry, metrics=True),
         Route("/requests/{request_id}/explain", explain, methods=["GET"]),
         Route("/drain", begin_drain, methods=["POST"]),
         Route(CANARY, run_canary, methods=["POST"]),

@@ -1,4 +1,4 @@
-"""The gateway's composition root and its routes.
+"""The gateway's routes, put before its parts (`composition`).
 
 /v1/chat/completions /v1/completions       generation, plain ASGI: nothing between a token and its client
 /v1/responses                              the same as a chat, in the form of OpenAI's Responses API, stateless
@@ -14,14 +14,11 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -30,36 +27,24 @@ from starlette.routing import Route
 
 from tandem_engine.clock import Clock, MonotonicClock
 from tandem_engine.logs import quoted
-from tandem_services.common.errors import ApiError, not_found
+from tandem_services.common.errors import not_found
 from tandem_services.common.health import Health
-from tandem_services.common.metrics import CONTENT_TYPE, MetricFamilies, new_registry, render
-from tandem_services.common.order_token import order_token
-from tandem_services.gateway.access.access_metrics import AccessMetrics
-from tandem_services.gateway.access.authentication import Access, Authentication
-from tandem_services.gateway.access.deployment_secret import cache_secret, deployment_secret
-from tandem_services.gateway.access.key_watch import KeyWatch
+from tandem_services.gateway.access.authentication import Authentication
 from tandem_services.gateway.access.tenant_limits import Board as UsageBoard
-from tandem_services.gateway.access.tenant_limits import TenantLimits
 from tandem_services.gateway.answer import GenerationEndpoint, Planner
-from tandem_services.gateway.answer_format import encode_json
-from tandem_services.gateway.answering import Answering
 from tandem_services.gateway.boundary import RequestBoundary, identity_of
 from tandem_services.gateway.chat import ChatPlanner
 from tandem_services.gateway.completions import CompletionPlanner
+from tandem_services.gateway.composition import Gateway, build_gateway
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.embeddings import EmbeddingEndpoint
-from tandem_services.gateway.engine_client import LivenessTiming
-from tandem_services.gateway.error_responses import error_body
-from tandem_services.gateway.explain import RequestJournal
 from tandem_services.gateway.messages.count_tokens import TokenCount
 from tandem_services.gateway.messages.planner import MessagesPlanner
-from tandem_services.gateway.metrics import PREFIX, HttpMetrics
-from tandem_services.gateway.model_catalog import ModelCatalog
-from tandem_services.gateway.model_service import Fleet, ModelService, Shared, build_model_service
+from tandem_services.gateway.model_service import Fleet
 from tandem_services.gateway.openapi.document import Traits, document_route
-from tandem_services.gateway.probe_schemas import VERSION, Live, Version
-from tandem_services.gateway.request_trace import Traces, pass_on
+from tandem_services.gateway.operations import READ, http_error, json_response, operations_routes
+from tandem_services.gateway.probe_schemas import VERSION
 from tandem_services.gateway.responses.planner import ResponsesPlanner
 from tandem_services.gateway.session_routes import SessionRoutes
 from tandem_services.gateway.tokenization import Tokenization
@@ -69,137 +54,9 @@ if TYPE_CHECKING:
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MessagesPlanner.endpoint)
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
-METRICS_PATH = "/metrics"
 _OTHER_PATHS = (EmbeddingEndpoint.path, TokenCount.path, "/v1/models", "/v1/sessions")
-READ = ["GET", "HEAD"]
 LABELLED_PATHS = frozenset({*GENERATION_PATHS, *TOKENIZER_PATHS, *_OTHER_PATHS})
 """Paths that are metric labels; every other one counts as "other"."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gateway:
-    """The parts of a gateway that routes use."""
-
-    registry: CollectorRegistry
-    metrics: HttpMetrics
-    models: ModelCatalog
-    shared: Shared
-    """What its model services are lent."""
-    executor: ThreadPoolExecutor
-    answering: Answering
-    access: Access | None
-    """None: everybody may do everything."""
-    order_token: str | None
-    """What the operator brings; None without a key file of the deployment."""
-    health: Health
-    clock: Clock
-    traces: Traces
-    strict_fields: bool
-    """Requests with fields that nobody knows are refused."""
-
-    def build_service(self, fleet: Fleet) -> ModelService:
-        """One more model service, of `fleet`. Whoever makes it known to `models` starts it before."""
-        return build_model_service(fleet if self.access is not None else _unshared(fleet), self.shared)
-
-    def background(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """What runs as long as the gateway serves beside its model services, by name."""
-        if self.access is None:
-            return {}
-        return {"api keys": self.access.keys.run(), "leases of requests": self.access.limits.run()}
-
-    async def close(self) -> None:
-        """Stop what the gateway itself started. Running requests have ended."""
-        for service in self.models:
-            await service.close()
-        if self.access is not None:
-            await self.access.limits.close()
-        self.executor.shutdown(wait=False, cancel_futures=True)
-
-
-def build_gateway(
-    config: GatewayConfig,
-    fleets: Sequence[Fleet],
-    *,
-    clock: Clock,
-    health: Health,
-    usage: UsageBoard | None = None,
-    spans: "SpanExport | None" = None,
-) -> Gateway:
-    """Compose the parts. The caller owns what it passes, and closes it after the gateway. `spans`: where traces go.
-
-    `fleets` are those of `config.models`; `usage` is what all gateways share of it, None where this one is alone.
-
-    Raises `ConfigError` for a key file that is no good.
-    """
-    registry = new_registry()
-    families = MetricFamilies(registry)
-    executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
-    shared = Shared(
-        clock=clock,
-        families=families,
-        executor=executor,
-        timing=LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings),
-        turn_s=config.request_timeout_s,
-    )
-    known = fleets if config.api_keys is not None else [_unshared(fleet) for fleet in fleets]
-    models = ModelCatalog([build_model_service(fleet, shared) for fleet in known])
-    first = fleets[0]
-    secret = deployment_secret(first.context.keys, first.config.cluster)
-    health.add_check("workers", lambda: _missing_workers(models))
-    return Gateway(
-        registry=registry,
-        metrics=HttpMetrics(families),
-        models=models,
-        shared=shared,
-        executor=executor,
-        answering=Answering(
-            journal=RequestJournal(config.explain_records), clock=clock, timeout_s=config.request_timeout_s
-        ),
-        access=_access(config, registry, usage, secret, clock),
-        order_token=None if first.context.keys is None else order_token(first.context.keys),
-        health=health,
-        clock=clock,
-        traces=_traces(models, registry, spans, clock),
-        strict_fields=config.strict_fields,
-    )
-
-
-def _unshared(fleet: Fleet) -> Fleet:
-    """Without keys there is one tenant, and nothing to share out."""
-    return replace(fleet, fairness=None)
-
-
-def _traces(models: ModelCatalog, registry: CollectorRegistry, spans: "SpanExport | None", clock: Clock) -> Traces:
-    if spans is None:
-        return pass_on
-    from tandem_services.common.span_export import SpanMetrics
-    from tandem_services.gateway.request_spans import GatewayTraces
-
-    registry.register(SpanMetrics(PREFIX, spans.counts))
-    return GatewayTraces(tracer=spans.tracer, clock=clock, policies_of=models.policies_of)
-
-
-def _missing_workers(models: ModelCatalog) -> str | None:
-    """A gateway is of use as long as one of its models is served, or would be as soon as somebody asks."""
-    of_use = any(service.model.context_length or service.model.from_zero for service in models)
-    return None if of_use else "no worker is registered"
-
-
-def _access(
-    config: GatewayConfig, registry: CollectorRegistry, board: UsageBoard | None, secret: bytes, clock: Clock
-) -> Access | None:
-    if config.api_keys is None:
-        return None
-    metrics = AccessMetrics(registry)
-    keys = KeyWatch(path=config.api_keys, metrics=metrics)
-    keys.start()
-    return Access(
-        keys=keys,
-        limits=TenantLimits(clock=clock, metrics=metrics, board=board),
-        metrics=metrics,
-        cache_secret=cache_secret(secret),
-        admin_paths=(METRICS_PATH,),
-    )
 
 
 def create_app(
@@ -252,7 +109,7 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
     app.router.routes.extend(_tokenizer_routes(gateway))
     app.router.routes.extend(SessionRoutes(gateway.models).routes())
     _add_model_routes(app, gateway)
-    app.router.routes.extend(operations_routes(gateway, metrics=metrics))
+    app.router.routes.extend(operations_routes(gateway.health, gateway.registry, metrics=metrics))
     if console is not None:
         app.router.routes.extend(console.routes())
     traits = Traits(strict_fields=gateway.strict_fields, keys=gateway.access is not None, metrics=metrics)
@@ -312,38 +169,3 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         if record is None:
             raise not_found(f"No recent request has the id '{quoted(request_id)}'.", "request_id")
         return json_response(record)
-
-
-def operations_routes(gateway: Gateway, *, metrics: bool) -> list[Route]:
-    """What probes and Prometheus ask; `metrics`: with /metrics."""
-
-    async def live(_: Request) -> Response:
-        return json_response(Live())
-
-    async def ready(_: Request) -> Response:
-        report = gateway.health.report()
-        return json_response(report, report.http_status)
-
-    async def get_version(_: Request) -> Response:
-        return json_response(Version(version=VERSION))
-
-    async def get_metrics(_: Request) -> Response:
-        return Response(render(gateway.registry), headers={"content-type": CONTENT_TYPE})
-
-    answers = {"/live": live, "/ready": ready, "/health": ready, "/version": get_version}
-    if metrics:
-        answers[METRICS_PATH] = get_metrics
-    return [Route(path, answer, methods=READ) for path, answer in answers.items()]
-
-
-def json_response(document: object, status: int = 200) -> Response:
-    return Response(encode_json(document), status, media_type="application/json")
-
-
-async def http_error(request: Request, error: Exception) -> Response:
-    """Routing's own refusals (404, 405) in the shape that clients of the path expect."""
-    assert isinstance(error, HTTPException), type(error)
-    kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
-    refusal = ApiError(error.status_code, error.detail, kind=kind)
-    body = error_body(refusal, path=request.scope["path"], request_id=identity_of(request.scope).public_id)
-    return Response(body, error.status_code, error.headers, "application/json")

@@ -25,7 +25,7 @@ from tandem_engine.messages.requests import GenerateRequest, HandoffSide, attemp
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway.attempt import Attempt, AttemptFailedError
-from tandem_services.gateway.dispatch import with_handoff
+from tandem_services.gateway.engine_requests import with_handoff
 from tandem_services.gateway.explain import ChoiceRecord
 from tandem_services.gateway.model_service import ModelService
 from tandem_services.router.choice import NoWorkersError, RouteQuery, WorkerView

@@ -25,8 +25,8 @@ from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.answering import Answering, new_record, time_limit
 from tandem_services.gateway.boundary import RequestIdentity, identity_of
+from tandem_services.gateway.choice_request import ChoiceRequest
 from tandem_services.gateway.disconnect import run_until_disconnect
-from tandem_services.gateway.dispatch import ChoiceRequest
 from tandem_services.gateway.embedding_schemas import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
 from tandem_services.gateway.explain import RequestRecord
 from tandem_services.gateway.generation import Generator

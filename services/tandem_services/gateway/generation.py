@@ -13,8 +13,9 @@ from tandem_engine.clock import Clock
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.choice_request import ChoiceRequest
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece, ChoiceText
-from tandem_services.gateway.dispatch import ChoiceRequest, Dispatcher
+from tandem_services.gateway.dispatch import Dispatcher
 from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice

@@ -14,13 +14,16 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.deployment_secret import deployment_secret
 from tandem_services.gateway.checkpoint_length import checkpoint_length
+from tandem_services.gateway.choice_request import RetryPolicy
 from tandem_services.gateway.config import ModelConfig
-from tandem_services.gateway.dispatch import Dispatcher, PairChooser, RetryPolicy
+from tandem_services.gateway.dispatch import Dispatcher
 from tandem_services.gateway.engine_client import EnginePool, LivenessTiming
 from tandem_services.gateway.generation import Generator
 from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.models import ServedModel
 from tandem_services.gateway.output_dialect import OutputDialect
+from tandem_services.gateway.pair_chooser import PairChooser
+from tandem_services.gateway.placing import Placing
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.quarantine import Board as QuarantineBoard
 from tandem_services.gateway.quarantine import Quarantine
@@ -88,7 +91,7 @@ class ModelService:
         """Begin what runs as long as it serves."""
         work = {
             f"quarantine of {self.model.name}": self.dispatcher.quarantine.run(),
-            f"virtual token counters of {self.model.name}": self.dispatcher.admission.counters.run(),
+            f"virtual token counters of {self.model.name}": self.dispatcher.placing.admission.counters.run(),
         }
         self._tasks.extend(asyncio.create_task(run, name=name) for name, run in work.items())
 
@@ -97,8 +100,8 @@ class ModelService:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.dispatcher.admission.close()
-        await self.dispatcher.settle()
+        await self.dispatcher.placing.admission.close()
+        await self.dispatcher.placing.settle()
         self.engines.close()
 
 
@@ -117,14 +120,20 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         checkpoint_length=checkpoint_length(config.path) if config.from_zero else None,
     )
     engines = _engines(fleet, shared, metrics)
+    policy = _retry_policy(config)
     dispatcher = Dispatcher(
-        chooser=fleet.chooser,
+        placing=Placing(
+            chooser=fleet.chooser,
+            clock=shared.clock,
+            policy=policy,
+            metrics=metrics,
+            budget=RetryBudget(clock=shared.clock),
+            admission=_admission(fleet, shared),
+        ),
         engines=engines,
         clock=shared.clock,
-        policy=_retry_policy(config),
+        policy=policy,
         metrics=metrics,
-        budget=RetryBudget(clock=shared.clock),
-        admission=_admission(fleet, shared),
         quarantine=Quarantine(
             clock=shared.clock,
             metrics=metrics,

@@ -36,7 +36,8 @@ from tandem_services.common.listening import listen
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tracing import open_spans, require_opentelemetry
 from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.app import Gateway, api_app, build_gateway
+from tandem_services.gateway.app import api_app
+from tandem_services.gateway.composition import Gateway, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.connection import GatewayConnection
 from tandem_services.gateway.console.composition import console_of

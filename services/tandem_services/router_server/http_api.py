@@ -31,8 +31,8 @@ from tandem_services.common.bearer_token import BearerToken
 from tandem_services.common.errors import ApiError, bad_request, not_found
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, render
-from tandem_services.gateway.app import READ, http_error, json_response
 from tandem_services.gateway.boundary import RequestBoundary
+from tandem_services.gateway.operations import READ, http_error, json_response
 from tandem_services.gateway.request_body import BodyDecoder, read_body
 from tandem_services.router.choice import RouteQuery
 from tandem_services.router_server.desk import RoutingDesk

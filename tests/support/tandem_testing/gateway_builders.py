@@ -15,7 +15,8 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.app import Gateway, api_app, build_gateway
+from tandem_services.gateway.app import api_app
+from tandem_services.gateway.composition import Gateway, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.console.composition import console_of
 from tandem_services.gateway.console.fleet_document import ViewedFleet

@@ -15,7 +15,8 @@ from tandem_engine.clock import MonotonicClock
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.gateway.app import api_app, build_gateway
+from tandem_services.gateway.app import api_app
+from tandem_services.gateway.composition import build_gateway
 from tandem_services.gateway.serve import http_server as gateway_http_server
 from tandem_services.gateway.serve import listen
 from tandem_services.router.router import Router, RouterConfig

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from tandem_services.gateway.app import Gateway
+from tandem_services.gateway.composition import Gateway
 from tandem_services.gateway.console.fleet_document import GatewayFigures, ViewedFleet, fleet_document
 from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.console.shared_document import SharedDocument
@@ -15,7 +15,7 @@ def console_of(gateway: Gateway, fleets: Callable[[], Sequence[ViewedFleet]]) ->
     figures = GatewayFigures(
         health=gateway.health,
         running=lambda: journal.running,
-        waiting=lambda: sum(len(service.dispatcher.admission.queue) for service in gateway.models),
+        waiting=lambda: sum(len(service.dispatcher.placing.admission.queue) for service in gateway.models),
         traffic=lambda: traffic(journal),
     )
     return Console(

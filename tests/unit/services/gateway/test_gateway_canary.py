@@ -13,8 +13,8 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import render
 from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.app import build_gateway
 from tandem_services.gateway.canary import OUTPUT_TOKENS
+from tandem_services.gateway.composition import build_gateway
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.metric_text import metric_sum

@@ -14,7 +14,7 @@ import pytest
 from tandem_engine.clock import MonotonicClock
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.gateway.app import build_gateway
+from tandem_services.gateway.composition import build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig, ModelsSource
 from tandem_services.gateway.live_models import LiveModels
 from tandem_services.gateway.model_service import Fleet

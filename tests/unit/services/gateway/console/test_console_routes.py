@@ -10,7 +10,8 @@ import pytest
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.app import api_app, build_gateway
+from tandem_services.gateway.app import api_app
+from tandem_services.gateway.composition import build_gateway
 from tandem_services.gateway.console.assets import read_assets
 from tandem_services.gateway.console.composition import console_of
 from tandem_services.gateway.console.fleet_document import ViewedFleet

@@ -1,0 +1,53 @@
+"""What probes and Prometheus ask, on whichever port, and how every route answers with JSON."""
+
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem_services.common.errors import ApiError
+from tandem_services.common.health import Health
+from tandem_services.common.metrics import CONTENT_TYPE, render
+from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.boundary import identity_of
+from tandem_services.gateway.error_responses import error_body
+from tandem_services.gateway.probe_schemas import VERSION, Live, Version
+
+METRICS_PATH = "/metrics"
+READ = ["GET", "HEAD"]
+
+
+def operations_routes(health: Health, registry: CollectorRegistry, *, metrics: bool) -> list[Route]:
+    """What probes and Prometheus ask; `metrics`: with /metrics."""
+
+    async def live(_: Request) -> Response:
+        return json_response(Live())
+
+    async def ready(_: Request) -> Response:
+        report = health.report()
+        return json_response(report, report.http_status)
+
+    async def get_version(_: Request) -> Response:
+        return json_response(Version(version=VERSION))
+
+    async def get_metrics(_: Request) -> Response:
+        return Response(render(registry), headers={"content-type": CONTENT_TYPE})
+
+    answers = {"/live": live, "/ready": ready, "/health": ready, "/version": get_version}
+    if metrics:
+        answers[METRICS_PATH] = get_metrics
+    return [Route(path, answer, methods=READ) for path, answer in answers.items()]
+
+
+def json_response(document: object, status: int = 200) -> Response:
+    return Response(encode_json(document), status, media_type="application/json")
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """Routing's own refusals (404, 405) in the shape that clients of the path expect."""
+    assert isinstance(error, HTTPException), type(error)
+    kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+    refusal = ApiError(error.status_code, error.detail, kind=kind)
+    body = error_body(refusal, path=request.scope["path"], request_id=identity_of(request.scope).public_id)
+    return Response(body, error.status_code, error.headers, "application/json")
