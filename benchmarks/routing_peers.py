@@ -48,8 +48,8 @@ from tandem_services.router.choice import (  # noqa: E402
     Source,
     WorkerView,
 )
+from tandem_services.router.config import RouterCounters  # noqa: E402
 from tandem_services.router.policies.by_role import PolicyNames  # noqa: E402
-from tandem_services.router.router import RouterCounters  # noqa: E402
 from tandem_services.simulate.events import EventQueue  # noqa: E402
 from tandem_services.simulate.fleet import Fleet, FleetShape  # noqa: E402
 from tandem_services.simulate.redis_time import SimulatedRedis  # noqa: E402

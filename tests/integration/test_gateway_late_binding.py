@@ -14,7 +14,8 @@ from tandem_services.common.redis_client import RedisAddress
 from tandem_services.gateway.app import api_app
 from tandem_services.gateway.composition import build_gateway
 from tandem_services.gateway.serve import http_server, listen
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.config import RouterConfig
+from tandem_services.router.router import Router
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens

@@ -4,8 +4,9 @@ import pytest
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.choice import NoWorkersError, RouteQuery, Source
+from tandem_services.router.config import RouterConfig
 from tandem_services.router.keys import Keys
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.router import Router
 from tandem_services.router.session_bindings import SessionBinding, SessionBindings, SessionName
 from tandem_testing.router_builders import MODEL, PATIENT_S, Fleet, make_record
 from tandem_testing.waiting import until

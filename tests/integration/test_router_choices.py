@@ -9,7 +9,8 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import NoWorkersError, Placement, RouteQuery, Source
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.config import RouterConfig
+from tandem_services.router.router import Router
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_link, make_load, make_record
 

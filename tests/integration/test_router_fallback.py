@@ -10,8 +10,9 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
 from tandem_services.router.choice import Placement, RouteQuery, Source
+from tandem_services.router.config import RouterConfig
 from tandem_services.router.registry import WorkerState
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.router import Router
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
 

@@ -8,8 +8,9 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import RouteQuery, Source
+from tandem_services.router.config import RouterConfig
 from tandem_services.router.policies.by_role import PolicyNames
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.router import Router
 from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_record
 
 PROMPT = tuple(range(20 * PAGE))

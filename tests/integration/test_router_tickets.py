@@ -8,7 +8,8 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import RouteQuery, Source
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.config import RouterConfig
+from tandem_services.router.router import Router
 from tandem_services.router.tickets import new_ticket_id
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, make_record

@@ -11,7 +11,8 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.console.fleet_document import ViewedFleet
 from tandem_services.gateway.model_service import Fleet
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.config import RouterConfig
+from tandem_services.router.router import Router
 
 LATER_START_S = 5.0
 """A fleet that is opened while others are served waits for its Redis no longer than this; it is tried again."""

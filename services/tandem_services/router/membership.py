@@ -87,6 +87,10 @@ class Membership:
     def find(self, incarnation: str) -> WorkerRecord | None:
         return self._records.get(incarnation)
 
+    def unknown(self, incarnations: Iterable[str]) -> set[str]:
+        """Those of `incarnations` that are not in the view."""
+        return {incarnation for incarnation in incarnations if incarnation not in self._records}
+
     def candidates(self, model: str, *, prompt_tokens: int, exclude: frozenset[str]) -> list[WorkerRecord]:
         """Workers that may be offered for a prompt of this length."""
         return [

@@ -10,49 +10,45 @@
 
 import asyncio
 import logging
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 
 from tandem_engine.clock import Clock, MonotonicClock
 from tandem_engine.config import Role
-from tandem_engine.messages.block_hash import chain_hashes, chain_seed
-from tandem_engine.messages.requests import about_attempt
 from tandem_services.common.redis_client import (
     BACKGROUND_TIMEOUT_S,
-    ROUTING_TIMEOUT_S,
-    RedisAddress,
     RedisClient,
     RedisUnavailableError,
 )
 from tandem_services.common.tasks import for_ever
-from tandem_services.router.candidate import Candidate, PricedFetch
 from tandem_services.router.choice import (
     Choice,
     Claim,
     NoWorkersError,
     Placement,
-    PlannedFetch,
     Reservation,
     RouteQuery,
     Source,
     WorkerView,
 )
-from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Demand, room_needed
+from tandem_services.router.config import RouterConfig, RouterCounters
+from tandem_services.router.cost import Demand, room_needed
 from tandem_services.router.fair_board import FairBoard
-from tandem_services.router.fetching import planned_fetch
 from tandem_services.router.fleet import FleetView
-from tandem_services.router.index import BlockIndex, Routed
-from tandem_services.router.keys import HEARTBEAT_S, MAX_CHAIN_BLOCKS, RESERVATION_MS, Keys
+from tandem_services.router.held_choices import HeldChoices
+from tandem_services.router.index import BlockIndex
+from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.library import FunctionLibrary, LibrarySource, library_source
-from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
+from tandem_services.router.local import LocalRouting, OwnLoad
+from tandem_services.router.local_choices import LocalChoices
 from tandem_services.router.membership import Membership
 from tandem_services.router.newcomers import Newcomers
-from tandem_services.router.policies.by_role import PoliciesByRole, PolicyNames
+from tandem_services.router.policies.by_role import PoliciesByRole
 from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import Registry, WorkerState
-from tandem_services.router.scoring import cheapest, has_to_wait, placement_of, priced_options
+from tandem_services.router.scoring import has_to_wait
 from tandem_services.router.session_bindings import SessionBindings
+from tandem_services.router.shared_choices import SharedChoices
 from tandem_services.router.telling import TellingBudget
 from tandem_services.router.tickets import Ticket, TicketBoard
 from tandem_services.router.usage_board import UsageBoard
@@ -62,42 +58,8 @@ logger = logging.getLogger(__name__)
 MAX_RESERVED_OUTPUT = 512
 """Few requests use all of a generous max_tokens; room is reserved for no more than this many output tokens."""
 
-LOCAL_PREFILL_TOKENS = 2048
-"""A longer prompt would keep a decode worker from decoding for too long, whatever the prediction."""
-
 RETRY_AFTER_S = 2.0
 """A worker that just vanished is back, or replaced by another, after about this long at best."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterConfig:
-    redis: RedisAddress
-    cluster: str = "default"
-    local_prefill_tokens: int = LOCAL_PREFILL_TOKENS
-    """A decode worker computes a prompt alone where that is predicted to be faster and it lacks no more tokens than
-    this; 0: only when no prefill worker can."""
-    policies: PolicyNames = field(default_factory=PolicyNames)
-    """Who is left for the price to choose among, by role."""
-    exploration: float = 0.0
-    """Share of requests that go to workers at random, so that what is never chosen stays known."""
-    told_per_second: int = 0
-    """Most decisions of a second that tell what they chose from (`Choice.priced`)."""
-    routing_timeout_s: float = ROUTING_TIMEOUT_S
-    start_timeout_s: float = 30.0
-    """How long `start` waits for Redis."""
-
-
-@dataclass(kw_only=True, slots=True)
-class RouterCounters:
-    """Since start, for the metrics endpoint."""
-
-    redis: int = 0
-    local: int = 0
-    none: int = 0
-    placements: Counter[Placement] = field(default_factory=Counter)
-    rubbish: int = 0
-    """Values in Redis that made no sense (RELIABILITY E6.70)."""
-    refresh_failures: int = 0
 
 
 class Router:
@@ -129,11 +91,24 @@ class Router:
         self.fairness = FairBoard(library=FunctionLibrary(self._background, source), keys=keys)
         """What tenants have had of the fleet."""
         self._tickets = TicketBoard(client=self._routing, keys=keys)
-        self._index = BlockIndex(library=FunctionLibrary(self._routing, source), keys=keys)
         self._registry = Registry(library=FunctionLibrary(self._background, source), keys=keys)
         self._membership = Membership(clock=self._clock)
         self._own = OwnLoad(clock=self._clock)
-        self._local = LocalRouting(own=self._own, random=self._random)
+        index = BlockIndex(library=FunctionLibrary(self._routing, source), keys=keys)
+        self._held = HeldChoices(clock=self._clock, own=self._own, membership=self._membership, index=index)
+        self._shared = SharedChoices(
+            index=index,
+            membership=self._membership,
+            random=self._random,
+            refresh=self.refresh,
+            next_serial=self._held.next_serial,
+        )
+        self._local = LocalChoices(
+            routing=LocalRouting(own=self._own, random=self._random),
+            membership=self._membership,
+            random=self._random,
+            next_serial=self._held.next_serial,
+        )
         self._newcomers = Newcomers(clock=self._clock)
         self._telling = TellingBudget(clock=self._clock, per_second=config.told_per_second)
         self._policies = PoliciesByRole(
@@ -143,9 +118,6 @@ class Router:
             newcomers=self._newcomers,
             exploration=config.exploration,
         )
-        self._chosen_at: dict[int, float] = {}
-        """Choices not released yet, by serial."""
-        self._serial = 0
         self._refreshed_at = self._clock.now()
         self._refresher: asyncio.Task[None] | None = None
 
@@ -215,7 +187,7 @@ class Router:
 
     async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
         """This worker and no other, whatever else would be cheaper. Raises `NoWorkersError` when it is gone."""
-        if self._unknown({incarnation}):
+        if self._membership.unknown({incarnation}):
             await self._refresh_if_possible()
         record = self._membership.find(incarnation)
         if record is None or incarnation in self._membership.dead:
@@ -230,7 +202,7 @@ class Router:
             placement=Placement.ALONE,
             terms=(),
             matched_tokens=0,
-            reservation=Reservation(None, (claim,), self._next_serial()),
+            reservation=Reservation(None, (claim,), self._held.next_serial()),
         )
         return self._noted(choice)
 
@@ -254,24 +226,7 @@ class Router:
 
     async def release(self, choice: Choice) -> None:
         """The attempt has ended, or never began. Releasing twice counts once."""
-        reserved = self._holds_reservation(choice)
-        if self._chosen_at.pop(choice.reservation.serial, None) is None:
-            return
-        self._own.remove(choice.reservation.claims)
-        if reserved:
-            await self._give_back(choice.request_id, choice.reservation)
-
-    def _holds_reservation(self, choice: Choice) -> bool:
-        """Whether what it reserved in Redis may still count."""
-        chosen_at = self._chosen_at.get(choice.reservation.serial, float("-inf"))
-        return choice.reservation.bucket is not None and self._clock.now() - chosen_at <= RESERVATION_MS / 1000
-
-    async def _give_back(self, request_id: str, reservation: Reservation) -> None:
-        try:
-            await self._index.release(reservation)
-        except RedisUnavailableError:
-            fields = about_attempt(request_id)
-            logger.debug("reservation of %s expires by itself", request_id, extra={"fields": fields})
+        await self._held.release(choice)
 
     def _usable(self, incarnation: str) -> WorkerView | None:
         record = self._membership.find(incarnation)
@@ -301,22 +256,22 @@ class Router:
             return None
         if ticket is None:
             return None
-        if self._unknown({ticket.decode, *([ticket.prefill] if ticket.prefill else [])}):
+        if self._membership.unknown({ticket.decode, *([ticket.prefill] if ticket.prefill else [])}):
             await self._refresh_if_possible()
-        choice = ticket.choice_for(query, self._usable, self._next_serial())
+        choice = ticket.choice_for(query, self._usable, self._held.next_serial())
         if choice is None:
-            await self._give_back(query.request_id, ticket.reservation)
+            await self._held.give_back(query.request_id, ticket.reservation)
             return None
         return self._noted(choice)
 
     async def release_unredeemed(self, ticket_id: str, choice: Choice) -> None:
         """As `release`, of a choice that a ticket was issued for: what somebody redeemed is theirs to give back."""
         try:
-            redeemed = self._holds_reservation(choice) and await self._tickets.take(ticket_id) is None
+            redeemed = self._held.reserves(choice) and await self._tickets.take(ticket_id) is None
         except RedisUnavailableError:
             redeemed = True  # Nobody can tell. The reservation expires by itself.
-        if redeemed and self._chosen_at.pop(choice.reservation.serial, None) is not None:
-            self._own.remove(choice.reservation.claims)
+        if redeemed:
+            self._held.drop(choice)
         await self.release(choice)
 
     async def _find(self, query: RouteQuery) -> Choice | None:
@@ -345,101 +300,25 @@ class Router:
 
     async def _choose_in_redis(self, query: RouteQuery, *, told: bool) -> Choice | None:
         """None when Redis cannot tell: the caller decides locally."""
-        page_size = self._membership.page_size(query.model)
-        if page_size is None or not self._routing.available:
+        if not self._routing.available:
             return None
-        chain = chain_hashes(
-            query.token_ids[: page_size * MAX_CHAIN_BLOCKS], page_size, parent=chain_seed(query.cache_salt)
-        )
         try:
-            routed = await self._index.route(
-                model=query.model,
-                demand=self._demand(query),
-                page_size=page_size,
-                chain=b"".join(chain),
-                exclude=query.exclude,
-                seed=self._random.getrandbits(31),
-                told=told,
-            )
-            return None if routed is None else await self._resolve(query, routed)
+            choice = await self._shared.choose(query, self._demand(query), told=told)
         except RedisUnavailableError:
             return None
+        self.counters.redis += choice is not None
+        return choice
 
-    async def _resolve(self, query: RouteQuery, routed: Routed) -> Choice | None:
-        """Addresses of the chosen incarnations. One that registered since the last view needs a new view.
-
-        None when one of them was found dead while Redis was asked, or has no record that makes sense.
-        """
-        chosen = {incarnation for incarnation in (routed.decode, routed.prefill) if incarnation is not None}
-        if self._unknown(chosen):
-            await self.refresh()
-        for incarnation in self._unknown(chosen):
-            # Left out until the next view, so that only one request per heartbeat finds out.
-            self._membership.mark_dead(incarnation)
-        decode = self._membership.find(routed.decode)
-        prefill = None if routed.prefill is None else self._membership.find(routed.prefill)
-        if decode is None or chosen & self._membership.dead:
-            return None
-        self.counters.redis += 1
-        return Choice(
-            request_id=query.request_id,
-            decode=decode.view,
-            prefill=None if prefill is None else prefill.view,
-            source=Source.REDIS,
-            placement=placement_of(decode.view.role, paired=routed.prefill is not None, degraded=routed.degraded),
-            terms=routed.terms,
-            matched_tokens=routed.matched_tokens,
-            fetch=self._fetch_of(query, routed),
-            priced=routed.priced,
-            reservation=replace(routed.reservation, serial=self._next_serial()),
-        )
-
-    def _fetch_of(self, query: RouteQuery, routed: Routed) -> PlannedFetch | None:
-        """None, too, when the source is not known here: without its address nothing can be asked of it."""
-        if routed.fetch is None:
-            return None
-        computing = self._membership.find(routed.prefill or routed.decode)
-        source = self._membership.find(routed.fetch.source)
-        if computing is None or source is None:
-            return None
-        fetch = PricedFetch(source=source.view, tokens=routed.fetch.tokens, seconds=routed.fetch.seconds)
-        candidate = Candidate(view=computing.view, load=computing.load, matched=routed.matched_tokens, fetch=fetch)
-        return planned_fetch(candidate, self._demand(query))
+    def _choose_locally(self, query: RouteQuery, *, told: bool) -> Choice | None:
+        choice = self._local.choose(query, self._demand(query), told=told)
+        self.counters.local += choice is not None
+        return choice
 
     async def _refresh_if_possible(self) -> None:
         try:
             await self.refresh()
         except RedisUnavailableError:
             self.counters.refresh_failures += 1
-
-    def _unknown(self, incarnations: set[str]) -> set[str]:
-        return {incarnation for incarnation in incarnations if self._membership.find(incarnation) is None}
-
-    def _choose_locally(self, query: RouteQuery, *, told: bool) -> Choice | None:
-        demand = self._demand(query)
-        records = self._membership.candidates(query.model, prompt_tokens=demand.prompt_tokens, exclude=query.exclude)
-        options = self._local.options(records, demand, self._first_block(query)) if records else []
-        option = cheapest(options, self._random)
-        if option is None:
-            return None
-        self.counters.local += 1
-        return Choice(
-            request_id=query.request_id,
-            decode=option.decode.view,
-            prefill=None if option.prefill is None else option.prefill.view,
-            source=Source.LOCAL,
-            placement=option.placement,
-            terms=option.terms,
-            matched_tokens=0,
-            fetch=planned_fetch(option.computing, demand),
-            priced=priced_options(options, option) if told else None,
-            reservation=Reservation(None, claims_of(option, demand), self._next_serial()),
-        )
-
-    def _first_block(self, query: RouteQuery) -> bytes | None:
-        page_size = self._membership.page_size(query.model) or 1
-        first = chain_hashes(query.token_ids[:page_size], page_size, parent=chain_seed(query.cache_salt))
-        return first[0] if first else None
 
     def _demand(self, query: RouteQuery) -> Demand:
         return Demand(
@@ -451,17 +330,8 @@ class Router:
     def _noted(self, choice: Choice) -> Choice:
         """`choice`, which its caller will release."""
         self.counters.placements[choice.placement] += 1
-        rates = {}
-        for claim in choice.reservation.claims:
-            record = self._membership.find(claim.incarnation)
-            rates[claim.incarnation] = record.load.prefill_rate if record else ASSUMED_PREFILL_RATE
-        self._own.add(choice.reservation.claims, rates)
-        self._chosen_at[choice.reservation.serial] = self._clock.now()
+        self._held.add(choice)
         return choice
-
-    def _next_serial(self) -> int:
-        self._serial += 1
-        return self._serial
 
     async def _refresh_for_ever(self) -> None:
         # A view that stops refreshing would go unnoticed until workers are gone.

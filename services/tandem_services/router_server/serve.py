@@ -35,7 +35,8 @@ from tandem_services.gateway.output_dialect import OutputDialect
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.serve import GatewayServer, listen
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.config import RouterConfig
+from tandem_services.router.router import Router
 from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
 from tandem_services.router_server.desk import Chooser, RoutingDesk
 from tandem_services.router_server.endpoints import GatewayEndpoints, HostPort

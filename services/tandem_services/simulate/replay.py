@@ -18,9 +18,10 @@ from typing import Protocol
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import Choice, NoWorkersError, Placement, RouteQuery
+from tandem_services.router.config import RouterConfig, RouterCounters
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.policies.by_role import PolicyNames
-from tandem_services.router.router import Router, RouterConfig, RouterCounters
+from tandem_services.router.router import Router
 from tandem_services.simulate.autoscaling import Autoscaling, ScalingCosts
 from tandem_services.simulate.events import EventQueue
 from tandem_services.simulate.fleet import MODEL, Fleet, FleetShape

@@ -19,7 +19,8 @@ from tandem_services.gateway.app import api_app
 from tandem_services.gateway.composition import build_gateway
 from tandem_services.gateway.serve import http_server as gateway_http_server
 from tandem_services.gateway.serve import listen
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.config import RouterConfig
+from tandem_services.router.router import Router
 from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
 from tandem_services.router_server.serve import RouterServer, build_router_server, http_server
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of
