@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.prefix_counters import PrefixCounters
 from tandem_engine.disaggregation.stage import HandoffStage
+from tandem_engine.memory.page_copy import CopyKind
 from tandem_engine.messages.control import EngineStats, PrefixFetchStats
 from tandem_engine.scheduler.scheduler import Scheduler
 
@@ -83,6 +84,7 @@ def engine_stats(
         disk_cached_tokens_total=stats.disk_cached_tokens_total,
         host_pages=0 if host is None else host.pool.num_pages,
         host_pages_used=0 if host is None else host.pool.num_pages - host.tier.pages.available,
+        host_load_pages_per_s=memory.copies.pages_per_s(CopyKind.HOST_TO_DEVICE) or 0.0,
         stored_blocks=0 if host is None else host.stored_blocks,
         swapped=stats.swapped,
         swapped_out_total=stats.swapped_out_total,

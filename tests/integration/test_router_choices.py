@@ -48,6 +48,7 @@ async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):
     assert (choice.prefill.worker_id, choice.decode.worker_id) == ("p", "d")
     assert {term.name for term in choice.terms} == {
         "prefix_fetch",
+        "host_load",
         "prefill_queue",
         "prefill_compute",
         "prefill_stall",

@@ -66,6 +66,24 @@ async def test_every_option_is_told_with_its_price_the_chosen_one_first(fleet, r
         assert option.predicted_s == pytest.approx(sum(term.seconds for term in option.terms))
 
 
+async def test_what_of_a_match_is_in_host_memory_is_told_and_priced(fleet, router):
+    """A copy from host memory takes its time: of two that have all of it, the one whose device has it is chosen."""
+    load = make_load(host_token_s=1e-4)
+    on_device, in_host = make_record("device", load=load), make_record("host", load=load)
+    await fleet.join(router, on_device, in_host)
+    chain = chain_of(PROMPT)
+    await fleet.cache(on_device, chain)
+    await fleet.cache(in_host, chain, in_host=12)
+    choice = await router.choose(query())
+    alone = [option for option in choice.priced.options if option.prefill is None]
+    cheap, dear = sorted(alone, key=lambda option: option.predicted_s)
+    assert cheap is choice.priced.options[0]
+    assert (cheap.decode, cheap.matched_tokens, cheap.matched_host_tokens) == ("device@1", 20 * PAGE, 0)
+    assert (dear.decode, dear.matched_tokens, dear.matched_host_tokens) == ("host@1", 20 * PAGE, 12 * PAGE)
+    assert {term.name: term.seconds for term in dear.terms}["host_load"] == pytest.approx(12 * PAGE * 1e-4)
+    await router.release(choice)
+
+
 async def test_a_fetch_that_an_option_would_begin_with_is_told(fleet, router):
     home = make_record("home", Role.PREFILL, load=make_load(queue_tokens=100_000, prefill_rate=10_000))
     await fleet.join(router, home, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))

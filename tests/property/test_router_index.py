@@ -48,10 +48,16 @@ def server():
 class Member:
     record: WorkerRecord
     blocks: int
+    in_host: int
+    """Of the blocks, the last so many."""
 
     @property
     def matched(self) -> int:
         return min(self.blocks * PAGE, len(PROMPT))
+
+    @property
+    def host_tokens(self) -> int:
+        return self.matched - min((self.blocks - self.in_host) * PAGE, len(PROMPT))
 
 
 loads = st.builds(
@@ -64,6 +70,7 @@ loads = st.builds(
     max_sequences=st.sampled_from([1, 64]),
     token_bytes=st.sampled_from([0.0, 1e5]),
     transfer_rate=st.sampled_from([1e8, 1e10]),
+    host_token_s=st.sampled_from([0.0, 0.0, 1e-5, 1e-2]),
 )
 
 
@@ -81,19 +88,18 @@ links = st.lists(
 
 @st.composite
 def fleets(draw: st.DrawFn) -> list[Member]:
-    return [
-        Member(
-            make_record(
-                f"w{number}",
-                draw(st.sampled_from(Role)),
-                load=draw(loads),
-                links=draw(links),
-                compat_hash=draw(st.sampled_from(["a", "b"])),
-            ),
-            draw(st.sampled_from([0, 0, 1, 2, 30, 61, len(CHAIN)])),
+    fleet = []
+    for number in range(draw(st.integers(1, 6))):
+        record = make_record(
+            f"w{number}",
+            draw(st.sampled_from(Role)),
+            load=draw(loads),
+            links=draw(links),
+            compat_hash=draw(st.sampled_from(["a", "b"])),
         )
-        for number in range(draw(st.integers(1, 6)))
-    ]
+        blocks = draw(st.sampled_from([0, 0, 1, 2, 30, 61, len(CHAIN)]))
+        fleet.append(Member(record, blocks, draw(st.sampled_from([0, 0, 1, blocks // 2, blocks])) if blocks else 0))
+    return fleet
 
 
 def computing_s(computing: Member, source: Member | None) -> float:
@@ -103,6 +109,7 @@ def computing_s(computing: Member, source: Member | None) -> float:
     missing = max(1, len(PROMPT) - (source or computing).matched)
     work = missing * (1 + waiting + FOLLOWERS)
     ready = load.queue_tokens / load.prefill_rate
+    copying = computing.host_tokens * load.host_token_s * (1 + waiting + FOLLOWERS)
     if source is not None:
         there = source.record.load
         turn = min(there.queue_tokens, TURN_TOKENS) / there.prefill_rate + (there.step_s if there.sequences else 0.0)
@@ -110,7 +117,7 @@ def computing_s(computing: Member, source: Member | None) -> float:
         moving = lacking * moving_s(source, computing)
         ready = max(ready, FETCH_S + FETCH_TURNS * turn + moving)
         work += lacking * COPY_FOLLOWERS
-    return ready + work / load.prefill_rate
+    return ready + copying + work / load.prefill_rate
 
 
 def sources(fleet: list[Member], computing: Member) -> list[Member]:
@@ -177,7 +184,7 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
         workers = Fleet(server)
         for member in fleet:
             await workers.beat(member.record)
-            await workers.cache(member.record, CHAIN[: member.blocks])
+            await workers.cache(member.record, CHAIN[: member.blocks], in_host=member.in_host)
         routed = await workers.index.route(
             model=MODEL,
             demand=DEMAND,
@@ -206,6 +213,16 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
         assert routed.fetch.tokens == source.matched > computing.matched
         assert computing_s(computing, source) < computing_s(computing, None)
     check_told(routed.priced, choice, expected, told=told)
+    check_tiers(routed.priced, fleet)
+
+
+def check_tiers(priced: PricedOptions | None, fleet: list[Member]) -> None:
+    """Of every option it is told how much of its match is in host memory alone, at either end."""
+    members = {member.record.view.incarnation: member for member in fleet}
+    for option in () if priced is None else priced.options:
+        computing, decode = members[option.prefill or option.decode], members[option.decode]
+        assert (option.matched_tokens, option.matched_host_tokens) == (computing.matched, computing.host_tokens)
+        assert (option.decode_matched_tokens, option.decode_matched_host_tokens) == (decode.matched, decode.host_tokens)
 
 
 def check_told(priced: PricedOptions | None, chosen: tuple[str | None, str], expected: dict, *, told: bool) -> None:
@@ -230,7 +247,14 @@ def check_told(priced: PricedOptions | None, chosen: tuple[str | None, str], exp
 def test_the_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
     expected = allowed(fleet)
     candidates = [
-        Candidate(view=m.record.view, load=m.record.load, matched=m.matched, links=m.record.link_rates) for m in fleet
+        Candidate(
+            view=m.record.view,
+            load=m.record.load,
+            matched=m.matched,
+            in_host=m.host_tokens,
+            links=m.record.link_rates,
+        )
+        for m in fleet
     ]
     found = options(candidates, DEMAND, Random(seed))
     option = cheapest(found, Random(seed))
@@ -243,4 +267,6 @@ def test_the_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
     assert choice in expected, f"{choice} is not allowed"
     assert expected[choice] <= min(expected.values()) + 3 * TIE_S
     assert option.cost == pytest.approx(expected[choice], abs=1e-9)
-    check_told(priced_options(found, option), choice, expected, told=True)
+    priced = priced_options(found, option)
+    check_told(priced, choice, expected, told=True)
+    check_tiers(priced, fleet)

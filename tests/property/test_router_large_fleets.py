@@ -40,11 +40,18 @@ def drawn_load(random: Random) -> Load:
         max_sequences=64,
         token_bytes=random.choice([1e3, 1e5]),
         transfer_rate=random.uniform(1e8, 1e10),
+        host_token_s=random.choice([0.0, 0.0, random.uniform(1e-6, 1e-3)]),
     )
 
 
-def drawn_fleet(random: Random) -> list[tuple[WorkerRecord, int]]:
-    """Workers, and how many blocks of the prompt each has: a few the same, or each another share, or most of it."""
+def drawn_host_part(random: Random, blocks: int) -> int:
+    """How many of a worker's blocks are in host memory alone."""
+    return random.choice([0, 0, random.randint(0, blocks)])
+
+
+def drawn_fleet(random: Random) -> list[tuple[WorkerRecord, int, int]]:
+    """Workers, how many blocks of the prompt each has (a few the same, or each another share, or most of it), and how
+    many of these are in host memory alone."""
     count, roles = random.randrange(5, 25), random.choice(ROLES)
     least = random.choice([0, 0, 40])
     shares = random.sample(range(least, len(CHAIN) + 1), min(count, len(CHAIN) + 1 - least)) + [0] * count
@@ -54,7 +61,8 @@ def drawn_fleet(random: Random) -> list[tuple[WorkerRecord, int]]:
         peers = random.sample(range(count), 4)
         links = tuple(LinkReport(peer=f"w{peer}@1", bytes_per_s=random.uniform(1e6, 1e10)) for peer in peers)
         record = make_record(f"w{number}", random.choice(roles), load=drawn_load(random), links=links)
-        fleet.append((record, shares[number] if number < cached else 0))
+        blocks = shares[number] if number < cached else 0
+        fleet.append((record, blocks, drawn_host_part(random, blocks)))
     return fleet
 
 
@@ -66,22 +74,28 @@ async def test_redis_chooses_as_if_it_had_looked_at_everybody(server, seeds):
         demand = Demand(prompt_tokens=len(PROMPT), output_tokens=64, local_prefill_tokens=random.choice([16, 300]))
         server.command("FLUSHALL")
         async with Fleet.of(server) as workers:
-            for record, blocks in fleet:
+            for record, blocks, in_host in fleet:
                 await workers.beat(record)
-                await workers.cache(record, CHAIN[:blocks])
+                await workers.cache(record, CHAIN[:blocks], in_host=in_host)
             routed = await workers.index.route(
                 model=MODEL, demand=demand, page_size=PAGE, chain=b"".join(CHAIN), exclude=frozenset(), seed=seed
             )
         candidates = [
-            Candidate(view=record.view, load=record.load, matched=blocks * PAGE, links=record.link_rates)
-            for record, blocks in fleet
+            Candidate(
+                view=record.view,
+                load=record.load,
+                matched=blocks * PAGE,
+                in_host=in_host * PAGE,
+                links=record.link_rates,
+            )
+            for record, blocks, in_host in fleet
         ]
         option = select(candidates, demand, Random(seed))
         assert (routed is None) is (option is None)
         if routed is None or option is None:
             continue
         assert sum(term.seconds for term in routed.terms) == pytest.approx(option.cost, abs=2e-4), f"seed {seed}"
-        known = {record.view.incarnation: blocks * PAGE for record, blocks in fleet}
+        known = {record.view.incarnation: blocks * PAGE for record, blocks, _ in fleet}
         assert routed.matched_tokens == known[routed.prefill or routed.decode]
 
 

@@ -198,6 +198,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Host pages there are; 0 without a hierarchical cache and swap space."""
     host_pages_used: int = 0
     """By cached blocks and swapped requests."""
+    host_load_pages_per_s: float = 0.0
+    """Recent rate at which pages come back from host memory; 0 before any has."""
     stored_blocks: int = 0
     """Blocks in files."""
     swapped: int = 0

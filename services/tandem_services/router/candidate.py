@@ -24,7 +24,9 @@ class Candidate:
     view: WorkerView
     load: Load
     matched: int
-    """Prompt tokens in its prefix cache."""
+    """Prompt tokens in its prefix cache, in device or host memory."""
+    in_host: int = 0
+    """Of them, those in host memory alone."""
     links: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second of its writes by the receiver's incarnation; 0 for a broken link."""
     fetch: PricedFetch | None = None

@@ -78,9 +78,14 @@ class PricedOption(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Sum of the terms. The lowest was chosen, at random of those that are equal."""
     terms: tuple[ScoreTerm, ...]
     matched_tokens: int
-    """Prompt tokens predicted to be cached on the worker that would compute the prompt."""
+    """Prompt tokens predicted to be cached on the worker that would compute the prompt, on its device or in its host
+    memory."""
     decode_matched_tokens: int
     """Those on the decode worker: a pair need not move them."""
+    matched_host_tokens: int = 0
+    """Of `matched_tokens`, those in host memory alone."""
+    decode_matched_host_tokens: int = 0
+    """Of `decode_matched_tokens`, those in host memory alone."""
     fetch: PricedPrefix | None
 
 

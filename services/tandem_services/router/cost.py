@@ -4,11 +4,12 @@ Redis decides with the Lua twin, the local fallback with this one, and a propert
 
     prefix_fetch     what bringing a cached prefix from another worker to that one takes beyond its queue, where that
                      pays: messages + turns of the other's loop + KV bytes that it lacks / rate of the link
+    host_load        prompt tokens that it has in host memory alone × seconds to copy one to the device
     prefill_queue    tokens queued and reserved / prefill rate of the worker that computes the prompt
     prefill_compute  prompt tokens that it has neither cached nor fetched, at least one / its prefill rate
-    prefill_stall    prefill_compute × the sequences that wait for it: those that decode on that worker, on a decode
-                     worker one that will come, and everywhere those that will come later (FOLLOWERS); for tokens that
-                     are fetched, only those whose blocks they push out of the cache (COPY_FOLLOWERS)
+    prefill_stall    (prefill_compute + host_load) × the sequences that wait for them: those that decode on that worker,
+                     on a decode worker one that will come, and everywhere those that will come later (FOLLOWERS); for
+                     tokens that are fetched, only those whose blocks they push out of the cache (COPY_FOLLOWERS)
     transfer         of a pair: handoff messages + KV bytes that the decode worker lacks / rate of the link between them
     decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
     decode_room      NO_ROOM_S when the sequence would have to wait for others to end
@@ -74,6 +75,8 @@ class Load:
     token_bytes: float = 0.0
     transfer_rate: float = ASSUMED_TRANSFER_RATE
     """Bytes per second of its writes to a peer for which it has no figure: the median of those it has."""
+    host_token_s: float = 0.0
+    """Seconds to copy one token's KV back from host memory; 0 where that has not been measured, or there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +110,11 @@ def prefill_compute_s(load: Load, matched: int, demand: Demand) -> float:
 
 def prefill_stall_s(load: Load, role: Role, matched: int, demand: Demand) -> float:
     return prefill_compute_s(load, matched, demand) * waiting_sequences(load, role)
+
+
+def host_load_s(load: Load, tokens: int) -> float:
+    """To bring `tokens` cached tokens from host memory back to the device. Forwards wait for it as for computing."""
+    return tokens * load.host_token_s
 
 
 def copy_s(load: Load, tokens: int) -> float:

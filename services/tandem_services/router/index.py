@@ -33,6 +33,10 @@ class UpdateKind(StrEnum):
     STORED = "S"
     REMOVED = "R"
     CLEARED = "C"
+    HOST_ALONE = "H"
+    """What is stored is in host memory, and not on the device."""
+    ON_DEVICE = "D"
+    """What was in host memory alone no longer is: the device has it, or nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,9 @@ class _RouteReply(msgspec.Struct, frozen=True, kw_only=True):
         prefill: str | None = None
         degraded: bool
         matched: int
+        in_host: int
         decode_matched: int
+        decode_in_host: int
         fetch: tuple[str, int, float] | None = None
         terms: dict[str, float]
 
@@ -77,7 +83,9 @@ class _RouteReply(msgspec.Struct, frozen=True, kw_only=True):
                 predicted_s=sum(self.terms.values()),
                 terms=_terms(self.terms),
                 matched_tokens=self.matched,
+                matched_host_tokens=self.in_host,
                 decode_matched_tokens=self.decode_matched,
+                decode_matched_host_tokens=self.decode_in_host,
                 fetch=None if self.fetch is None else PricedPrefix(*self.fetch),
             )
 
@@ -137,7 +145,7 @@ class BlockIndex:
         """Apply `updates` in order. A CLEARED first makes `builds_on` irrelevant."""
         reply = await self.library.call(
             "apply_kv_events",
-            (self.keys.blocks(incarnation), self.keys.cursor(incarnation)),
+            (self.keys.blocks(incarnation), self.keys.cursor(incarnation), self.keys.host_blocks(incarnation)),
             builds_on,
             revision,
             *(update.pack() for update in updates),

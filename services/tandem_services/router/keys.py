@@ -10,7 +10,8 @@ deployment share a slot and one Function may touch them.
     fenced               ZSET  incarnation → when its sentence may be forgotten
     meta                 HASH  epoch, generation, deployment, last_call, swept_at, amnesty_until
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
-    cursor:<incarnation> STR   revision of the last index update that was applied to the set above
+    host:<incarnation>   SET   those of them that are in host memory alone, not on the device
+    cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
     links:<incarnation>  STR   lines of a receiver's incarnation, a space and the seconds to move one token's KV to it
     quarantine           ZSET  digest of a request that kills workers → when it may be forgotten
     usage:<tenant>       HASH  requests and tokens of one API key's last minute, by second (scripts/usage.lua)
@@ -120,6 +121,9 @@ class Keys:
 
     def blocks(self, incarnation: str) -> str:
         return f"{self.prefix}blocks:{incarnation}"
+
+    def host_blocks(self, incarnation: str) -> str:
+        return f"{self.prefix}host:{incarnation}"
 
     def cursor(self, incarnation: str) -> str:
         return f"{self.prefix}cursor:{incarnation}"

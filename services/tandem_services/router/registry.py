@@ -219,6 +219,7 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
         "room_tokens": load.room_tokens,
         "max_sequences": load.max_sequences,
         "token_bytes": load.token_bytes,
+        "host_token_s": load.host_token_s,
         "transfer_bytes_per_s": load.transfer_rate,
         "links": msgspec.json.encode(record.links).decode(),
     }
@@ -248,6 +249,7 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             room_tokens=_measure(fields, "room_tokens"),
             max_sequences=_positive(_measure(fields, "max_sequences")),
             token_bytes=_measure(fields, "token_bytes"),
+            host_token_s=_measure(fields, "host_token_s") if "host_token_s" in fields else 0.0,
             transfer_rate=_measure(fields, "transfer_bytes_per_s") or ASSUMED_TRANSFER_RATE,
         )
         links = _links(fields.get("links", "[]"))

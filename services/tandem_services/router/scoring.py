@@ -173,13 +173,16 @@ def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_wh
     return bool(group.prefills) and 0 < cost.uncached(decode.matched, demand) <= allowed
 
 
-def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float, float]:
-    load, known = candidate.load, candidate.known
+def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float, float, float]:
+    load, known, role = candidate.load, candidate.known, candidate.view.role
+    copying = cost.host_load_s(load, candidate.in_host)
+    stall = cost.prefill_stall_s(load, role, known, demand) + copying * cost.waiting_sequences(load, role)
     return (
         0.0 if candidate.fetch is None else cost.fetch_wait_s(candidate.fetch.seconds, load),
+        copying,
         cost.prefill_queue_s(load),
         cost.prefill_compute_s(load, known, demand),
-        cost.prefill_stall_s(load, candidate.view.role, known, demand) + cost.copy_s(load, candidate.fetched),
+        stall + cost.copy_s(load, candidate.fetched),
     )
 
 
@@ -191,11 +194,12 @@ def _terms(
     computing: Candidate, token_seconds: float | None, decode: Candidate, demand: Demand
 ) -> tuple[ScoreTerm, ...]:
     """`token_seconds`: of the link between the two; None when there is nothing to move."""
-    fetch, queue, compute, stall = _prefill(computing, demand)
+    fetch, copying, queue, compute, stall = _prefill(computing, demand)
     load, room = _decode(decode, demand)
     transfer = 0.0 if token_seconds is None else cost.transfer_s(token_seconds, decode.matched, demand)
     return (
         ScoreTerm("prefix_fetch", fetch),
+        ScoreTerm("host_load", copying),
         ScoreTerm(PREFILL_QUEUE, queue),
         ScoreTerm("prefill_compute", compute),
         ScoreTerm("prefill_stall", stall),
@@ -213,6 +217,8 @@ def _priced(option: Option) -> PricedOption:
         predicted_s=option.cost,
         terms=option.terms,
         matched_tokens=option.computing.matched,
+        matched_host_tokens=option.computing.in_host,
         decode_matched_tokens=option.decode.matched,
+        decode_matched_host_tokens=option.decode.in_host,
         fetch=None if fetch is None else PricedPrefix(fetch.source.incarnation, fetch.tokens, fetch.seconds),
     )

@@ -9,8 +9,8 @@
    older revision than the one acknowledged, makes a replay due.
 5. An update whose answer was lost is repeated under the same revision, so it counts once.
 
-The index says what a worker has, not in which tier. A block counts while device or host memory has it: it enters
-with the first of the two and leaves with the last (`elsewhere`). Blocks in files alone do not count.
+A block counts while device or host memory has it: it enters with the first of the two and leaves with the last
+(`elsewhere`). The index is also told which blocks are in host memory alone. Blocks in files alone do not count.
 """
 
 import asyncio
@@ -179,14 +179,24 @@ class IndexFeed:
                 self._clear()
             case BlockStored(tier=Tier.DISK) | BlockRemoved(tier=Tier.DISK):
                 return
-            case BlockStored(elsewhere=True) | BlockRemoved(elsewhere=True):
+            case BlockStored(tier=Tier.HOST, elsewhere=True) | BlockRemoved(tier=Tier.HOST, elsewhere=True):
                 return
-            case BlockStored(hashes=hashes):
-                self._pending.extend(_chunks(UpdateKind.STORED, hashes))
-                self._pending_hashes += len(hashes)
-            case BlockRemoved(hashes=hashes):
-                self._pending.extend(_chunks(UpdateKind.REMOVED, hashes))
-                self._pending_hashes += len(hashes)
+            case BlockStored(hashes=hashes, elsewhere=True):
+                self._send_later(UpdateKind.ON_DEVICE, hashes)
+            case BlockRemoved(hashes=hashes, elsewhere=True):
+                self._send_later(UpdateKind.HOST_ALONE, hashes)
+            case BlockStored(hashes=hashes, tier=tier):
+                self._send_later(UpdateKind.STORED, hashes)
+                if tier is Tier.HOST:
+                    self._send_later(UpdateKind.HOST_ALONE, hashes)
+            case BlockRemoved(hashes=hashes, tier=tier):
+                self._send_later(UpdateKind.REMOVED, hashes)
+                if tier is Tier.HOST:
+                    self._send_later(UpdateKind.ON_DEVICE, hashes)
+
+    def _send_later(self, kind: UpdateKind, hashes: tuple[bytes, ...]) -> None:
+        self._pending.extend(_chunks(kind, hashes))
+        self._pending_hashes += len(hashes)
 
     def _clear(self) -> None:
         """What is queued before a CLEARED is moot. It thereby always comes first in its update."""

@@ -168,6 +168,8 @@ def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
     rates = [link.bytes_per_s for link in stats.links if link.bytes_per_s > 0.0]
     if rates:
         load.transfer_rate = median(rates)
+    if stats.host_load_pages_per_s > 0.0:
+        load.host_token_s = 1.0 / (stats.host_load_pages_per_s * page_size)
     load.room_tokens = (stats.free_pages + stats.evictable_pages) * page_size
     return load
 

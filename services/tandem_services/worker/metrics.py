@@ -44,6 +44,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_swapped", "Requests whose KV is in host memory.", lambda s: s.swapped),
     ("host_pages", "Pages of host memory for KV.", lambda s: s.host_pages),
     ("host_pages_used", "Pages of host memory with cached blocks or swapped requests.", lambda s: s.host_pages_used),
+    ("host_load_pages_per_second", "KV pages that come back from host memory.", lambda s: s.host_load_pages_per_s),
     ("stored_blocks", "KV blocks in files.", lambda s: s.stored_blocks),
     ("gen_throughput", "Output tokens per second, over the last report's span.", lambda s: s.output_tokens_per_s),
     ("cache_hit_rate", "Share of prompt tokens found in the prefix cache since start, 0 to 1.", _hit_rate),

@@ -70,6 +70,7 @@ def priced_options_of(prefill: str | None, decode: str, *, others: int, more: in
             predicted_s=1.5,
             terms=terms,
             matched_tokens=64,
+            matched_host_tokens=48,
             decode_matched_tokens=64,
             fetch=PricedPrefix("p@1", 128, 0.25),
         )

@@ -105,10 +105,12 @@ class Fleet:
             await self.beat(record)
         await router.refresh()
 
-    async def cache(self, record: WorkerRecord, hashes: list[bytes]) -> None:
-        """Make the index say that the worker holds exactly these blocks."""
+    async def cache(self, record: WorkerRecord, hashes: list[bytes], *, in_host: int = 0) -> None:
+        """Make the index say that the worker holds exactly these blocks, the last `in_host` in host memory alone."""
         updates = [IndexUpdate(UpdateKind.CLEARED), IndexUpdate(UpdateKind.STORED, tuple(hashes))]
-        revision = abs(hash(tuple(hashes))) % (1 << 40) + 1
+        if in_host:
+            updates.append(IndexUpdate(UpdateKind.HOST_ALONE, tuple(hashes[-in_host:])))
+        revision = abs(hash((*hashes, in_host))) % (1 << 40) + 1
         outcome = await self.index.apply(record.view.incarnation, updates, builds_on=-1, revision=revision)
         assert outcome in {Applied.APPLIED, Applied.REPEATED}, outcome
 

@@ -68,7 +68,7 @@ def _candidates(candidates: Record) -> Iterator[str]:
         (
             "→ " + _workers(option) if number == 0 else "  " + _workers(option),
             seconds(option["predicted_s"]),
-            count(option["matched_tokens"]),
+            _cached(option),
             count(option["fetch"]["tokens"]) if option["fetch"] else "-",
             *(seconds(_term(option, name)) if _term(option, name) else "-" for name in shown),
         )
@@ -79,6 +79,11 @@ def _candidates(candidates: Record) -> Iterator[str]:
         yield f"    {line}"
     if candidates["more"]:
         yield f"      and {candidates['more']} more, dearer than these"
+
+
+def _cached(option: Record) -> str:
+    in_host = option.get("matched_host_tokens", 0)
+    return count(option["matched_tokens"]) + (f" ({count(in_host)} host)" if in_host else "")
 
 
 def _term(option: Record, name: str) -> float:

@@ -4,7 +4,7 @@
 local function retire(state, incarnation)
   redis.call('HDEL', state.fleet, incarnation)
   redis.call('UNLINK', state.prefix .. 'blocks:' .. incarnation, state.prefix .. 'cursor:' .. incarnation,
-    state.prefix .. 'links:' .. incarnation)
+    state.prefix .. 'host:' .. incarnation, state.prefix .. 'links:' .. incarnation)
   redis.call('ZADD', state.fenced, state.now + FENCED_MEMORY_MS, incarnation)
   redis.call('PEXPIRE', state.fenced, FENCED_MEMORY_MS)
   local worker_id = worker_of(incarnation)
@@ -100,6 +100,7 @@ local function write_lease(state, args, incarnation, worker_id, number)
   redis.call('PEXPIRE', described, LEASE_MS)
   redis.call('PEXPIRE', state.prefix .. 'blocks:' .. incarnation, INDEX_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'cursor:' .. incarnation, INDEX_TTL_MS)
+  redis.call('PEXPIRE', state.prefix .. 'host:' .. incarnation, INDEX_TTL_MS)
   write_links(state.prefix .. 'links:' .. incarnation, args[8])
   for _, key in ipairs({state.fleet, state.owner, state.meta}) do
     redis.call('PEXPIRE', key, FLEET_TTL_MS)

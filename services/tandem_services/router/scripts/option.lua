@@ -21,7 +21,8 @@ local function described(option, query)
   local source = computing.source
   return {
     decode = decode.incarnation, prefill = option.prefill and option.prefill.incarnation,
-    degraded = option.degraded or false, matched = computing.matched, decode_matched = decode.matched,
+    degraded = option.degraded or false, matched = computing.matched, in_host = computing.in_host,
+    decode_matched = decode.matched, decode_in_host = decode.in_host,
     fetch = source and {source.incarnation, computing.known, computing.fetch_s} or nil,
     terms = terms_of(option, query),
   }
@@ -44,7 +45,7 @@ end
 -- The cheapest `most` of what was not chosen, in no order, and how many more there were.
 local function passed_over(groups, choice, query, most)
   local found, told = {}, {}
-  for _, group in pairs(groups) do add_others(found, group, choice) end
+  for _, group in ipairs(groups) do add_others(found, group, choice) end
   for i, option in ipairs(shortlist(found, 'cost', most)) do told[i] = described(option, query) end
   return {told, #found - #told}
 end

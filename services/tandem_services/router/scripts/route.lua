@@ -1,8 +1,8 @@
 -- One routing decision: match, price, choose, reserve. One round trip, atomic, so that a burst through
 -- many gateways sees each other's reservations.
 
--- `tokens_at` tells how many prompt tokens the first so many named blocks of the chain are, `position_before` how many
--- named blocks there are in the first so many tokens.
+-- `tokens_at` has how many prompt tokens the first so many named blocks of the chain are, `position_before` tells how
+-- many named blocks there are in the first so many tokens.
 local function read_query(state, args)
   local exclude = {}
   for i = 11, #args do exclude[args[i]] = true end
@@ -10,14 +10,16 @@ local function read_query(state, args)
   local chain, blocks = args[8], tonumber(args[9])
   local named = math.min(math.floor(#chain / DIGEST_BYTES), MAX_NAMED_BLOCKS)
   local floor, min = math.floor, math.min
+  local look, search, on_device = chain_search(state, chain)
   return {
     model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
     block_size = block_size, local_prefill_tokens = tonumber(args[6]), named = named,
-    search = chain_search(state, chain), others = tonumber(args[10]), exclude = exclude,
-    tokens_at = function(position)
-      if position == 0 then return 0 end
-      return min(prompt_tokens, floor(position * blocks / named) * block_size)
-    end,
+    look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude,
+    tokens_at = setmetatable({[0] = 0}, {__index = function(known, position)
+      local tokens = min(prompt_tokens, floor(position * blocks / named) * block_size)
+      known[position] = tokens
+      return tokens
+    end}),
     position_before = function(tokens)
       if tokens <= 0 then return 0 end
       return floor(tokens / block_size / blocks * named)
@@ -25,50 +27,18 @@ local function read_query(state, args)
   }
 end
 
--- Prefill ends and decode ends of one compat hash: workers of different hashes are never paired.
-local function group_of(groups, compat)
-  local group = groups[compat]
-  if not group then
-    group = {members = {}, prefills = {}, decodes = {}}
-    groups[compat] = group
-  end
-  return group
-end
-
-local function add(group, worker)
-  local role = worker.role
-  group.members[#group.members + 1] = worker
-  if role ~= ROLE_DECODE then group.prefills[#group.prefills + 1] = worker end
-  if role ~= ROLE_PREFILL then group.decodes[#group.decodes + 1] = worker end
-end
-
--- By compat hash, workers of the model that can hold the prompt. What they have of it is not known yet.
-local function eligible(state, query)
-  local groups = {}
-  local prompt_tokens, block_size, exclude, named = query.prompt_tokens, query.block_size, query.exclude, query.named
-  for worker in live_workers(state) do
-    if worker.model == query.model and worker.context_length > prompt_tokens and not exclude[worker.incarnation] then
-      -- Pages of another size than the chain's cannot match.
-      worker.low, worker.high = 0, worker.page_size == block_size and named or 0
-      add(group_of(groups, worker.compat), worker)
-    end
-  end
-  return groups
-end
-
 -- Ends that a good pair can be made of: cheap by themselves and over the links that they typically have.
 local function promising(group, query)
   local least, prompt_tokens, typical = missing_after(group.longest, query), query.prompt_tokens, math.huge
-  local sending, receiving = {}, {}
-  for i, worker in ipairs(group.prefills) do sending[i] = worker.compute_s + least * worker.transfer_token_s end
-  local prefills = lowest(group.prefills, sending, function(worker, bound)
+  for _, worker in ipairs(group.prefills) do worker.floor_s = worker.compute_s + least * worker.transfer_token_s end
+  local prefills = lowest(group.prefills, function(worker, bound)
     local sent_s = least * worker.transfer_token_s
     local enough = enough_to_compute(worker, bound - sent_s, group, query)
     return settled_beyond(enough, worker, group, query) and worker.compute_s + sent_s
   end)
   for _, prefill in ipairs(prefills) do typical = math.min(typical, prefill.transfer_token_s) end
-  for i, worker in ipairs(group.decodes) do receiving[i] = worker.hold_s + worker.missing * typical end
-  local decodes = lowest(group.decodes, receiving, function(worker, bound)
+  for _, worker in ipairs(group.decodes) do worker.floor_s = worker.hold_s + worker.missing * typical end
+  local decodes = lowest(group.decodes, function(worker, bound)
     local enough = prompt_tokens - (bound - worker.hold_s) / typical
     return settled_beyond(enough, worker, group, query) and worker.hold_s + worker.missing * typical
   end)
@@ -102,12 +72,13 @@ end
 
 -- Whoever may cost no more than TIE_S above the cheapest is settled.
 local function best_alone(group, query)
-  local floors, best, huge, any = {}, math.huge, math.huge, false
-  for i, worker in ipairs(group.decodes) do
-    floors[i], any = worker.alone and worker.alone_s or huge, any or worker.alone
+  local decodes, first = group.decodes, false
+  for i = 1, #decodes do
+    local worker = decodes[i]
+    if worker.alone and (not first or worker.alone_s < first.alone_s) then first = worker end
   end
-  if not any then return nil end
-  local first, able = lowest_positions(floors, 1)[1], {}
+  if not first then return nil end
+  local able, best = {}, math.huge
   local function take(worker)
     local enough = enough_to_compute(worker, best + TIE_S - worker.hold_s, group, query)
     if settled_beyond(enough, worker, group, query) and worker.alone then
@@ -115,9 +86,10 @@ local function best_alone(group, query)
       if worker.alone_s < best then best = worker.alone_s end
     end
   end
-  if first then take(group.decodes[first]) end
-  for i, worker in ipairs(group.decodes) do
-    if i ~= first and worker.alone and floors[i] <= best + TIE_S then take(worker) end
+  take(first)
+  for i = 1, #decodes do
+    local worker = decodes[i]
+    if worker ~= first and worker.alone and worker.alone_s <= best + TIE_S then take(worker) end
   end
   return #able > 0 and alone(cheapest(able, 'alone_s'), group) or nil
 end
@@ -126,10 +98,10 @@ end
 local function options(groups, query)
   local found = {}
   query.any_whole = false
-  for _, group in pairs(groups) do
+  for _, group in ipairs(groups) do
     query.any_whole = query.any_whole or (#group.prefills > 0 and #group.decodes > 0)
   end
-  for _, group in pairs(groups) do
+  for _, group in ipairs(groups) do
     price_group(group, query)
     if query.others > 0 then
       for _, worker in ipairs(group.members) do settle(worker, group, query) end
@@ -174,7 +146,7 @@ local function route_and_reserve(keys, args)
   local state = open(keys, args)
   math.randomseed(tonumber(args[7]))
   local query = read_query(state, args)
-  local groups = eligible(state, query)
+  local groups = eligible(current_fleet(state), query)
   local found = options(groups, query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
   local choice = cheapest(found, 'cost')

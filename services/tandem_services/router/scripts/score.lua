@@ -2,9 +2,11 @@
 -- test holds the two together.
 --
 --   prefix_fetch     what bringing a prefix from another worker takes beyond the queue, where that pays (fetch.lua)
+--   host_load        prompt tokens in host memory alone × seconds to copy one to the device
 --   prefill_queue    (tokens queued + reserved) × seconds per token
 --   prefill_compute  prompt tokens neither cached nor fetched × seconds per token; one at least is always computed
---   prefill_stall    prefill_compute × sequences that wait for it, now and later; what fetched tokens push out
+--   prefill_stall    prefill_compute and host_load × sequences that wait for them, now and later; what fetched tokens
+--                    push out
 --   transfer         handoff messages + prompt tokens that the decode worker lacks × seconds to move one
 --   decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
 --   decode_room      NO_ROOM_S when the sequence would have to wait for others to end
@@ -33,26 +35,16 @@ local function fetch_wait(worker, fetch_s)
   return math.max(0, fetch_s - worker.queue_s)
 end
 
--- What the worker costs as either end, with `matched` tokens cached and nothing fetched. `known_s` is all but its queue
--- of what it costs as the end that computes.
-local function price(worker, matched, query)
-  local missing = query.prompt_tokens - matched
-  if missing < 1 then missing = 1 end
-  local known_s, hold_s = missing * worker.work_s, worker.load_s
-  local compute_s = worker.queue_s + known_s
-  if worker.full or query.room_tokens > worker.room_tokens then hold_s = hold_s + NO_ROOM_S end
-  worker.matched, worker.missing, worker.known, worker.fetch_s, worker.source = matched, missing, matched, 0, false
-  worker.known_s, worker.compute_s, worker.hold_s, worker.alone_s = known_s, compute_s, hold_s, compute_s + hold_s
-end
-
 -- `token_s` of a pair: seconds to move one token over the link between its ends.
 local function terms_of(choice, query)
   local decode = choice.decode
   local computing = choice.prefill or decode
   local compute = missing_after(computing.known, query) * computing.token_s
+  local copying = computing.back_s / (1 + computing.waiting)
   return {
-    prefix_fetch = fetch_wait(computing, computing.fetch_s), prefill_queue = computing.queue_s, prefill_compute = compute,
-    prefill_stall = compute * computing.waiting + (computing.known - computing.matched) * computing.copy_s,
+    prefix_fetch = fetch_wait(computing, computing.fetch_s), host_load = copying, prefill_queue = computing.queue_s, prefill_compute = compute,
+    prefill_stall = (compute + copying) * computing.waiting
+      + (computing.known - computing.matched) * computing.copy_s,
     transfer = choice.prefill and transfer(decode, choice.token_s) or 0,
     decode_load = decode.load_s, decode_room = decode.hold_s - decode.load_s,
   }

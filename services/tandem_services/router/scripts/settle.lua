@@ -11,29 +11,54 @@ local function may_serve_alone(worker, group, query)
     or (#group.prefills > 0 and worker.missing <= query.local_prefill_tokens)
 end
 
--- Price `worker` of `group` with `matched` prompt tokens cached, and the fetch by which it computes for less.
-local function price_in_group(worker, matched, group, query)
-  price(worker, matched, query)
-  worker.alone = worker.role ~= ROLE_PREFILL and may_serve_alone(worker, group, query)
-  if worker.alone or worker.role ~= ROLE_DECODE then
-    for i = 1, #group.sources do consider(worker, group.sources[i], query) end
+-- Price `worker` of `group` as either end, with `matched` prompt tokens cached, and with the fetch by which it computes
+-- for less. `known_s` is what it costs as the end that computes, but for its queue and what it copies from host memory.
+local function price(worker, matched, group, query)
+  local missing, hold_s, role, sources = query.prompt_tokens - matched, worker.load_s, worker.role, group.sources
+  if missing < 1 then missing = 1 end
+  local known_s = missing * worker.work_s
+  local compute_s = worker.queue_s + worker.back_s + known_s
+  if worker.full or query.room_tokens > worker.room_tokens then hold_s = hold_s + NO_ROOM_S end
+  worker.matched, worker.missing, worker.known, worker.fetch_s, worker.source = matched, missing, matched, 0, false
+  worker.known_s, worker.compute_s, worker.hold_s, worker.alone_s = known_s, compute_s, hold_s, compute_s + hold_s
+  worker.alone = role ~= ROLE_PREFILL and may_serve_alone(worker, group, query)
+  if worker.alone or role ~= ROLE_DECODE then
+    -- The longest first.
+    for i = 1, #sources do
+      if sources[i].matched <= matched then break end
+      consider(worker, sources[i], query)
+    end
   end
 end
 
--- Who has most of the prompt, exactly, and everybody's lowest price.
-local function price_group(group, query)
-  local members, tokens_at = group.members, query.tokens_at
-  local sources = longest_matches(members, query.search)
-  for i = 1, #sources do sources[i].matched = tokens_at(sources[i].low) end
-  group.sources, group.longest = sources, sources[1] and sources[1].matched or 0
-  for i = 1, #members do price_in_group(members[i], tokens_at(members[i].high), group, query) end
+-- Whether copies from host memory add nothing to the price of `worker`, of which it is known how much it has.
+local function copies_nothing(worker)
+  return worker.low == 0 or host_token_s(worker) == 0
 end
 
--- Find out what `worker` has of the prompt, and its price.
+-- Who has most of the prompt, exactly, and everybody's lowest price: nothing has to be copied from host memory.
+local function price_group(group, query)
+  local members, tokens_at = group.members, query.tokens_at
+  local sources = longest_matches(members, query)
+  for i = 1, #sources do sources[i].matched = tokens_at[sources[i].low] end
+  group.sources, group.longest = sources, sources[1] and sources[1].matched or 0
+  for i = 1, #members do
+    local worker = members[i]
+    price(worker, tokens_at[worker.high], group, query)
+    worker.settled = worker.low == worker.high and query.others == 0 and copies_nothing(worker)
+  end
+end
+
+-- Find out what `worker` has of the prompt and where, and its price.
 local function settle(worker, group, query)
-  query.search(worker, worker.low, worker.high)
-  local matched = query.tokens_at(worker.low)
-  if matched ~= worker.matched then price_in_group(worker, matched, group, query) end
+  query.search(worker, 0)
+  local matched = query.tokens_at[worker.low]
+  if query.others > 0 or not copies_nothing(worker) then
+    worker.in_host = matched - query.tokens_at[query.on_device(worker)]
+    worker.back_s = worker.in_host * host_token_s(worker) * (1 + worker.waiting)
+  end
+  if matched ~= worker.matched or worker.back_s > 0 then price(worker, matched, group, query) end
+  worker.settled = true
 end
 
 -- Prompt tokens of which a worker must have more than this to cost less than `bound` seconds as the end that computes:
@@ -47,69 +72,72 @@ end
 
 -- Settle `worker` if it has more than `enough` prompt tokens, as far as one look tells. False if it has not.
 local function settled_beyond(enough, worker, group, query)
-  if worker.low == worker.high then return true end
+  if worker.settled then return true end
   local least = query.position_before(enough)
   if least >= worker.low and least < worker.high then
-    query.search(worker, least, least + 1)
-    if query.tokens_at(worker.high) <= enough then return false end
+    query.look(worker, least + 1)
+    if query.tokens_at[worker.high] <= enough then return false end
   end
   settle(worker, group, query)
   return true
 end
 
--- Positions of the `most` lowest of `values`, lowest first, infinite ones left out. Looked at from anywhere on, so that
--- which of equals is left to chance.
-local function lowest_positions(values, most)
-  local count, short, huge = #values, {}, math.huge
-  local start = math.random(count)
-  for step = 1, count do
-    local position = (start + step) % count + 1
-    local value, place = values[position], #short
-    if value < huge and (place < most or value < values[short[place]]) then
-      if place == most then place = place - 1 end
+-- Positions of the `most` lowest of the first `count` of `values`, lowest first, infinite ones left out. Looked at from
+-- anywhere on, so that which of equals is left to chance.
+local function lowest_positions(values, count, most)
+  local short, places, bound, huge = {}, 0, math.huge, math.huge
+  local position = math.random(count)
+  for _ = 1, count do
+    position = position % count + 1
+    local value = values[position]
+    if value < bound then
+      local place = places
+      if place == most then place = place - 1 else places = places + 1 end
       while place > 0 and value < values[short[place]] do
         short[place + 1] = short[place]
         place = place - 1
       end
       short[place + 1] = position
+      bound = places == most and values[short[most]] or huge
     end
   end
   return short
 end
 
--- The PAIR_ENDS of `workers` with the lowest cost, lowest first. None costs less than its value of `floors`;
--- `look(worker, bound)` settles it and tells its cost, or nil when that is not below `bound`.
-local function lowest(workers, floors, look)
-  local short, costs, looked, known = {}, {}, {}, {}
+local floors, settled_floors = {}, {} -- of the workers of one list, made once for all decisions
+
+-- The PAIR_ENDS of `workers` with the lowest cost, lowest first. None costs less than its `floor_s`;
+-- `look(worker, bound)` settles it and tells its cost, or false when that is not below `bound`.
+local function lowest(workers, look)
+  local count, short, costs, looked, settled, huge = #workers, {}, {}, {}, 0, math.huge
+  for position = 1, count do
+    local worker = workers[position]
+    local floor_s = worker.floor_s
+    floors[position], settled_floors[position] = floor_s, huge
+    if worker.settled then
+      settled_floors[position], settled = floor_s, settled + 1
+    end
+  end
   local function take(position)
-    local worker, place, bound = workers[position], #short, math.huge
+    local place, bound = #short, huge
     if place == PAIR_ENDS then bound = costs[place] end
     looked[position] = true
-    local cost = floors[position] < bound and look(worker, bound)
+    local cost = floors[position] < bound and look(workers[position], bound)
     if not cost or cost >= bound then return end
     if place == PAIR_ENDS then place = place - 1 end
     while place > 0 and cost < costs[place] do
       short[place + 1], costs[place + 1] = short[place], costs[place]
       place = place - 1
     end
-    short[place + 1], costs[place + 1] = worker, cost
+    short[place + 1], costs[place + 1] = workers[position], cost
   end
   -- Of those that are settled already, then of all, the best first, so that little is left to look at.
-  local unknown, huge = false, math.huge
-  for position = 1, #workers do
-    local worker = workers[position]
-    if worker.low == worker.high then
-      known[position] = floors[position]
-    else
-      known[position], unknown = huge, true
-    end
-  end
-  for _, position in ipairs(lowest_positions(known, PAIR_ENDS)) do take(position) end
-  if not unknown then return short end
-  for _, position in ipairs(lowest_positions(floors, PAIR_ENDS)) do
+  for _, position in ipairs(lowest_positions(settled_floors, count, PAIR_ENDS)) do take(position) end
+  if settled == count then return short end
+  for _, position in ipairs(lowest_positions(floors, count, PAIR_ENDS)) do
     if not looked[position] then take(position) end
   end
-  for position = 1, #floors do
+  for position = 1, count do
     if not looked[position] and (#short < PAIR_ENDS or floors[position] < costs[PAIR_ENDS]) then take(position) end
   end
   return short

@@ -1,8 +1,4 @@
--- Workers as a routing decision sees them: decoded rows of the fleet, with what each costs by itself.
---
--- Most rows are the same in the next decision, and to compare one takes a small part of what decoding it does. So
--- decoded workers are kept, by key prefix and incarnation, and decoded again when the row or the time has changed: what is
--- kept is never older than Redis, whatever happens to Redis, and the library forgets it when it is loaded again.
+-- A worker as a routing decision sees it: its decoded row, and what it costs by itself. fleet.lua keeps them.
 
 local BEAT_BYTES = 16 -- of a row: the end of its lease and the time of its report, new with each heartbeat
 
@@ -25,72 +21,59 @@ local function reserved_load(row, now, report_ms)
   return queue_tokens, sequences, room_tokens, from, till
 end
 
--- A worker that is live and offered, by its row at `now`; else nil. `from` and `till` bound the time for which it holds.
--- The comparisons with math.huge and 0 also refuse NaN.
-local function decode_row(prefix, incarnation, row, now)
-  if not well_sized(row) then return nil end
-  local lease_ms, report_ms, role, offered, page_size, context_length, model, compat,
-    queue_tokens, token_s, sequences, step_s, room_tokens, max_sequences, transfer_token_s = struct.unpack(ROW, row)
-  if offered ~= 1 or not (lease_ms >= now and lease_ms <= now + LEASE_MS) then return nil end
-  if not (queue_tokens >= 0 and token_s >= 0 and sequences >= 0 and step_s >= 0 and transfer_token_s >= 0
-      and queue_tokens + token_s + sequences + step_s + transfer_token_s < math.huge) then return nil end
-  local queued, added, taken, from, till = reserved_load(row, now, report_ms)
-  queue_tokens, sequences, room_tokens = queue_tokens + queued, sequences + added, room_tokens - taken
-  local waiting = waiting_sequences(role, sequences)
-  -- The lines after the first four are filled in for each query; named here, so that the table is allocated once.
-  local beat = string.sub(row, 1, BEAT_BYTES)
+-- What of a worker the fleet is grouped by: whoever changes in one of these is somebody else to a decision.
+local function kind_of(role, page_size, context_length, model, compat)
+  return struct.pack('<BI4I4c8c16', role, page_size, context_length, model, compat)
+end
+
+-- A worker that nothing is known of but its name.
+local function unread_worker(prefix, incarnation)
+  -- Named here, so that the table is allocated once. The last two lines are filled in for each decision.
   return {
-    incarnation = incarnation, row = row, beat = beat, from = math.max(from, lease_ms - LEASE_MS), till = math.min(till, lease_ms + 1),
-    blocks = prefix .. 'blocks:' .. incarnation, links = prefix .. 'links:' .. incarnation, role = role,
-    page_size = page_size, context_length = context_length, model = model, compat = compat, room_tokens = room_tokens,
-    full = sequences >= max_sequences, token_s = token_s, transfer_token_s = transfer_token_s,
-    queue_s = queue_tokens * token_s, turn_s = turn(queue_tokens, token_s, sequences, step_s), waiting = waiting,
-    work_s = token_s * (1 + waiting), copy_s = token_s * COPY_FOLLOWERS, load_s = sequences * step_s,
-    low = 0, high = 0, matched = 0, missing = 0, known = 0, fetch_s = 0, source = false, alone = false,
-    known_s = 0, compute_s = 0, hold_s = 0, alone_s = 0, read_links = false,
+    incarnation = incarnation, described = prefix .. 'worker:' .. (worker_of(incarnation) or ''),
+    blocks = prefix .. 'blocks:' .. incarnation, host_blocks = prefix .. 'host:' .. incarnation,
+    links = prefix .. 'links:' .. incarnation, read_links = false, read_host_token_s = false,
+    row = false, beat = false, from = math.huge, till = -math.huge, live = false, kind = false,
+    role = 0, page_size = 0, context_length = 0, model = '', compat = '', room_tokens = 0, full = false,
+    token_s = 0, transfer_token_s = 0, queue_s = 0, turn_s = 0, waiting = 0, work_s = 0, copy_s = 0, load_s = 0,
+    low = 0, high = 0, settled = false, in_host = 0, matched = 0, missing = 0, known = 0, fetch_s = 0, source = false, alone = false,
+    back_s = 0, known_s = 0, compute_s = 0, hold_s = 0, alone_s = 0, floor_s = 0,
   }
 end
 
-local MAX_FLEETS = 8
-local fleets, fleet_count = {}, 0
-local NOBODY = {row = false}
-
-local function decoded_fleet(prefix, rows)
-  local fleet = fleets[prefix]
-  if not fleet then
-    if fleet_count == MAX_FLEETS then fleets, fleet_count = {}, 0 end
-    fleet, fleet_count = {workers = {}, count = 0}, fleet_count + 1
-    fleets[prefix] = fleet
+-- Make `worker` what `row` says at `now`: live and offered or not, and for how long that holds. The comparisons with
+-- math.huge and 0 also refuse NaN.
+local function read_row(worker, row, now)
+  worker.row, worker.live, worker.till = row, false, -math.huge
+  if not well_sized(row) then return end
+  local lease_ms, report_ms, role, offered, page_size, context_length, model, compat,
+    queue_tokens, token_s, sequences, step_s, room_tokens, max_sequences, transfer_token_s = struct.unpack(ROW, row)
+  if offered ~= 1 or not (lease_ms >= now and lease_ms <= now + LEASE_MS) then return end
+  if not (queue_tokens >= 0 and token_s >= 0 and sequences >= 0 and step_s >= 0 and transfer_token_s >= 0
+      and queue_tokens + token_s + sequences + step_s + transfer_token_s < math.huge) then return end
+  local queued, added, taken, from, till = reserved_load(row, now, report_ms)
+  queue_tokens, sequences, room_tokens = queue_tokens + queued, sequences + added, room_tokens - taken
+  local waiting, beat = waiting_sequences(role, sequences), string.sub(row, 1, BEAT_BYTES)
+  -- Links and what else is known of a worker are written with the row, by heartbeats only.
+  if worker.beat ~= beat then
+    worker.beat, worker.read_links, worker.read_host_token_s = beat, false, false
+    worker.kind = kind_of(role, page_size, context_length, model, compat)
   end
-  -- Mostly of incarnations that have gone.
-  if fleet.count > #rows + 64 then fleet.workers, fleet.count = {}, 0 end
-  return fleet
+  worker.live, worker.from, worker.till = true, math.max(from, lease_ms - LEASE_MS), math.min(till, lease_ms + 1)
+  worker.role, worker.page_size, worker.context_length, worker.model = role, page_size, context_length, model
+  worker.compat, worker.room_tokens, worker.full = compat, room_tokens, sequences >= max_sequences
+  worker.token_s, worker.transfer_token_s = token_s, transfer_token_s
+  worker.queue_s, worker.turn_s = queue_tokens * token_s, turn(queue_tokens, token_s, sequences, step_s)
+  worker.waiting, worker.work_s = waiting, token_s * (1 + waiting)
+  worker.copy_s, worker.load_s = token_s * COPY_FOLLOWERS, sequences * step_s
 end
 
--- decode_row, by what is known of the fleet.
-local function worker_of_row(fleet, prefix, incarnation, row, now)
-  local worker = fleet.workers[incarnation]
-  if worker and worker.row == row and now >= worker.from and now < worker.till then return worker end
-  if not worker then fleet.count = fleet.count + 1 end
-  local decoded = decode_row(prefix, incarnation, row, now)
-  -- Links are written with the row, by heartbeats only.
-  if decoded and worker and worker.beat == decoded.beat then decoded.read_links = worker.read_links end
-  fleet.workers[incarnation] = decoded or NOBODY
-  return decoded
-end
-
--- Iterates over the live and offered workers of `state`.
-local function live_workers(state)
-  local rows = redis.call('HGETALL', state.fleet)
-  local prefix, now, i = state.prefix, state.now, -1
-  local fleet = decoded_fleet(prefix, rows)
-  return function()
-    while true do
-      i = i + 2
-      local incarnation = rows[i]
-      if not incarnation then return nil end
-      local worker = worker_of_row(fleet, prefix, incarnation, rows[i + 1], now)
-      if worker then return worker end
-    end
+-- Seconds to copy one token's KV from its host memory to its device; 0 where that has not been measured.
+local function host_token_s(worker)
+  if not worker.read_host_token_s then
+    local told = redis.pcall('HGET', worker.described, 'host_token_s')
+    local figure = type(told) == 'string' and tonumber(told) or 0
+    worker.read_host_token_s = figure > 0 and figure <= BROKEN_TOKEN_S and figure or 0
   end
+  return worker.read_host_token_s
 end

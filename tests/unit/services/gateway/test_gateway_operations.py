@@ -129,7 +129,9 @@ async def test_explain_tells_what_a_choice_was_made_from(pair):
         "predicted_s": 1.5,
         "terms": [{"name": "decode_load", "seconds": 0.5}, {"name": "prefill_compute", "seconds": 1.0}],
         "matched_tokens": 64,
+        "matched_host_tokens": 48,
         "decode_matched_tokens": 64,
+        "decode_matched_host_tokens": 0,
         "fetch": {"source": "p@1", "tokens": 128, "seconds": 0.25},
     }
 

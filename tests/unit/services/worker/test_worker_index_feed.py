@@ -20,6 +20,7 @@ class IndexInMemory:
 
     def __init__(self, answers: Sequence[str] = ()) -> None:
         self.blocks: set[bytes] = set()
+        self.in_host: set[bytes] = set()
         self.revision = -1
         self.answers = list(answers)
         self.calls: list[int] = []
@@ -46,11 +47,15 @@ class IndexInMemory:
         for update in updates:
             match update.kind:
                 case UpdateKind.CLEARED:
-                    self.blocks = set()
+                    self.blocks, self.in_host = set(), set()
                 case UpdateKind.STORED:
                     self.blocks |= set(update.hashes)
                 case UpdateKind.REMOVED:
                     self.blocks -= set(update.hashes)
+                case UpdateKind.HOST_ALONE:
+                    self.in_host |= set(update.hashes)
+                case UpdateKind.ON_DEVICE:
+                    self.in_host -= set(update.hashes)
         self.revision = revision
         return Applied.APPLIED
 
@@ -136,6 +141,40 @@ async def test_a_block_counts_while_device_or_host_memory_has_it():
     del engine.blocks[block(1)]
     engine.publish(BlockRemoved(hashes=(block(1),), tier=Tier.HOST))
     await settle(engine, index)
+
+
+HELD = (Tier.DEVICE, Tier.HOST)
+moves = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(HELD)), min_size=1, max_size=30)
+
+
+@given(moves=moves, replay_after=st.integers(0, 30))
+@settings(max_examples=100, deadline=None)
+def test_the_index_knows_what_is_in_host_memory_alone(moves, replay_after):
+    """Each move stores a block in a tier, or removes it from there, marked as the engine's tiers mark it."""
+
+    async def scenario() -> None:
+        index = IndexInMemory()
+        engine = Engine(index)
+        held: dict[Tier, set[bytes]] = {tier: set() for tier in HELD}
+        for step, (number, tier) in enumerate(moves):
+            other = HELD[1 - HELD.index(tier)]
+            here, elsewhere = block(number) in held[tier], block(number) in held[other]
+            held[tier] ^= {block(number)}
+            kind = BlockRemoved if here else BlockStored
+            engine.publish(kind(hashes=(block(number),), tier=tier, elsewhere=elsewhere))
+            if step == replay_after:
+                on_device, in_host = held[Tier.DEVICE], held[Tier.HOST]
+                engine.publish(
+                    AllCleared(),
+                    BlockStored(hashes=tuple(on_device)),
+                    BlockStored(hashes=tuple(in_host & on_device), tier=Tier.HOST, elsewhere=True),
+                    BlockStored(hashes=tuple(in_host - on_device), tier=Tier.HOST),
+                )
+        engine.blocks = dict.fromkeys(held[Tier.DEVICE] | held[Tier.HOST])
+        await settle(engine, index)
+        assert index.in_host == held[Tier.HOST] - held[Tier.DEVICE]
+
+    asyncio.run(scenario())
 
 
 async def test_an_index_left_behind_by_somebody_else_is_cleared_first():

@@ -52,6 +52,19 @@ def test_a_report_that_changes_the_state_says_so_that_the_registry_hears_at_once
     assert monitor.update(idle_stats())
 
 
+def test_the_rate_of_copies_from_host_memory_is_told_by_the_token(monitor):
+    ready = ready_message("w1@1")
+
+    def told() -> float:
+        return describe(config(), ready, monitor, health_endpoint="").load.host_token_s
+
+    assert told() == 0.0
+    monitor.update(idle_stats())
+    assert told() == 0.0
+    monitor.update(idle_stats(host_load_pages_per_s=500.0))
+    assert told() == pytest.approx(1 / (500 * ready.geometry.page_size))
+
+
 def test_an_idle_engine_need_not_turn(monitor, clock):
     report_for(monitor, clock, 60, loop_count=7)
     assert monitor.state is WorkerState.READY

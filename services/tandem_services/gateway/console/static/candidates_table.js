@@ -39,7 +39,8 @@ function candidateRow(option, chosen, most, words) {
 /** @param {any} option */
 function cached(option) {
   const fetched = option.fetch ? `, ${format.count(option.fetch.tokens)} with those of ${option.fetch.source}` : "";
-  return `${format.count(option.matched_tokens)} tokens cached${fetched}`;
+  const inHost = option.matched_host_tokens ? ` (${format.count(option.matched_host_tokens)} in host memory)` : "";
+  return `${format.count(option.matched_tokens)} tokens cached${inHost}${fetched}`;
 }
 
 /** @param {any[]} terms @param {Record<string, string>} words */

@@ -24,6 +24,7 @@ const SOURCES = { redis: "with the shared index", local: "from this gateway's la
 /** @type {Record<string, string>} */
 const TERMS = {
   prefix_fetch: "bring a cached prefix",
+  host_load: "copy from host memory",
   prefill_queue: "wait behind other prompts",
   prefill_compute: "compute the prompt",
   prefill_stall: "what that holds up",

@@ -186,7 +186,7 @@ async def test_a_timeline_shows_what_workers_were_chosen_from(see):
         await sight.shows("Chosen from")
         rows = await sight.watched.page.locator(".candidates tbody tr").all_inner_texts()
         assert [row.split()[0] for row in rows] == ["solo@1", "other-0@1", "other-1@1"]
-        assert "64 tokens cached, 128 with those of p@1, compute the prompt 1 s" in rows[1]
+        assert "64 tokens cached (48 in host memory), 128 with those of p@1, compute the prompt 1 s" in rows[1]
         assert "3 others, dearer than these" in await sight.text(".candidates")
         await sight.is_sound()
 
