@@ -1,7 +1,8 @@
 """What happened to recent requests, for `GET /v1/requests/{id}/explain` and for one log line each.
 
 A record is made when a request is accepted and filled while it runs, so that a request can be explained
-before it ends. Records are bounded in number; the oldest is dropped. They hold no text and no addresses.
+before it ends. Records are bounded in number; the oldest is dropped. They hold no text and no addresses. Nothing
+in them leads back to them, so that garbage collections need not look at the thousands that are kept (`gc=False`).
 """
 
 import logging
@@ -18,7 +19,7 @@ from tandem_services.router.choice import Choice, PlannedFetch, PricedOptions, S
 logger = logging.getLogger(__name__)
 
 
-class PredictedFetch(msgspec.Struct, frozen=True, kw_only=True):
+class PredictedFetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the router expected of a prefix fetch."""
 
     source: str
@@ -27,7 +28,7 @@ class PredictedFetch(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class AttemptRecord(msgspec.Struct, kw_only=True):
+class AttemptRecord(msgspec.Struct, kw_only=True, gc=False):
     """One attempt at one choice. Workers are named by incarnation."""
 
     decode: str
@@ -55,7 +56,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     """running, finished, stopped, moved, refused, or why it failed."""
 
 
-class ChoiceRecord(msgspec.Struct, kw_only=True):
+class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     """One choice of a request. Durations are seconds; None until known."""
 
     index: int
@@ -106,7 +107,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
             self.transfer = output.transfer
 
 
-class RequestRecord(msgspec.Struct, kw_only=True):
+class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
     """One request of a client, with all its choices."""
 
     request_id: str

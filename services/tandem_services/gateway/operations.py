@@ -32,7 +32,7 @@ def operations_routes(health: Health, registry: CollectorRegistry, *, metrics: b
         return json_response(Version(version=VERSION))
 
     async def get_metrics(_: Request) -> Response:
-        return Response(render(registry), headers={"content-type": CONTENT_TYPE})
+        return Response(await render(registry), headers={"content-type": CONTENT_TYPE})
 
     answers = {"/live": live, "/ready": ready, "/health": ready, "/version": get_version}
     if metrics:

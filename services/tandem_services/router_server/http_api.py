@@ -207,7 +207,7 @@ def _operations_routes(health: Health, registry: CollectorRegistry) -> list[Rout
         return json_response({"version": version("tandem")})
 
     async def metrics(_: Request) -> Response:
-        return Response(render(registry), headers={"content-type": CONTENT_TYPE})
+        return Response(await render(registry), headers={"content-type": CONTENT_TYPE})
 
     answers = {"/live": live, "/ready": ready, "/health": ready, "/version": get_version, "/metrics": metrics}
     return [Route(path, answer, methods=READ) for path, answer in answers.items()]

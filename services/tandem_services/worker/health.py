@@ -77,7 +77,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         del request
-        return Response(render(probes.registry), media_type=CONTENT_TYPE)
+        return Response(await render(probes.registry), media_type=CONTENT_TYPE)
 
     async def audit(request: Request) -> Response:
         del request

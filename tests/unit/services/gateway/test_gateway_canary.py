@@ -60,7 +60,7 @@ async def test_through_a_named_pair(rack, tokenizer):
         assert report["passed"], report
         assert (report["prefill"], report["decode"], report["tokens"]) == ("p1", "d1", OUTPUT_TOKENS)
         assert report["pages"] > 0
-        text = render(gateway.registry).decode()
+        text = (await render(gateway.registry)).decode()
     received = {engine.worker_id: len(engine.received) for engine in rack.engines}
     assert received == {"p0": 0, "p1": 1, "d0": 0, "d1": 1}
     assert metric_sum(text, "tandem_gateway_choices_total") == 0, "it is nobody's request"

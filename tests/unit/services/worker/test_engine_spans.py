@@ -144,15 +144,15 @@ def test_an_error_and_what_led_to_it(collector):
     )
 
 
-def test_what_was_sent_and_what_was_lost_is_counted(collector):
+async def test_what_was_sent_and_what_was_lost_is_counted(collector):
     traces = WorkerTraces(TracingConfig(endpoint=collector.url))
     registry = new_registry()
     registry.register(traces)
-    assert b"trace" not in render(registry), "it is not open"
+    assert b"trace" not in await render(registry), "it is not open"
     traces.record(EndedRequests(requests=(ALONE,), lost=0))
     traces.open(incarnation="w1@7", model="mini")
     traces.record(EndedRequests(requests=(ALONE,), lost=3))
     traces.close(within_s=30.0)
-    text = render(registry).decode()
+    text = (await render(registry)).decode()
     assert 'tandem_worker_trace_spans_total{outcome="exported"} 4.0' in text
     assert "tandem_worker_trace_requests_unreported_total 3.0" in text
