@@ -2,7 +2,8 @@
 
 1. The engine numbers its batches. A missing number means a lost message: ask for a replay, and ignore
    everything until it begins (with `AllCleared`).
-2. Events are queued and sent in bounded, paced updates, each naming the revision it builds on.
+2. Events are queued and sent in bounded, paced updates, each naming the revision it builds on. A replay begins slowly:
+   when Redis was lost all workers begin theirs in the same moment, and decisions are to get through.
 3. Redis away: the queue waits, up to a bound; beyond it the queue is dropped and a replay is due, which the
    engine is not bothered with before Redis answers again.
 4. Redis back, wiped or not: an update that does not fit (GAP), or a heartbeat that finds the index at an
@@ -32,6 +33,9 @@ CHUNK_HASHES = 1_000
 
 PACE_S = 0.05
 """Between two updates of one worker: at most 20,000 blocks a second, also in a replay (B3.16: back in 30 s)."""
+
+RAMP = 8
+"""The first pause of a replay is so many times `PACE_S`, each one after it half as long as the one before."""
 
 RETRY_S = 0.5
 """Before sending again what Redis did not answer."""
@@ -81,6 +85,8 @@ class IndexFeed:
     _pending_hashes: int = 0
     _sent: _Update | None = None
     _next_revision: int = 1
+    _since_clear: int = 0
+    """Updates that were acknowledged since the index was last cleared."""
     _awaiting_replay: bool = False
     _ask_at: float = 0.0
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -152,13 +158,21 @@ class IndexFeed:
             return
         if self._sent is update:
             self._settle(update, outcome)
-        await asyncio.sleep(PACE_S)
+        await asyncio.sleep(self.pause_s)
+
+    @property
+    def pause_s(self) -> float:
+        """Before the next update."""
+        if self._pending_hashes <= CHUNK_HASHES:
+            return PACE_S
+        return PACE_S * max(RAMP >> max(self._since_clear - 1, 0), 1)
 
     def _settle(self, update: _Update, outcome: Applied) -> None:
         if outcome is Applied.GAP:
             self.lose("the index is at another revision than this worker")
             return
         self.acknowledged = update.revision
+        self._since_clear += 1
         self._sent = None
 
     def _take(self) -> _Update:
@@ -203,6 +217,7 @@ class IndexFeed:
         self._pending.clear()
         self._pending.append(IndexUpdate(UpdateKind.CLEARED))
         self._pending_hashes = 0
+        self._since_clear = 0
         self._sent = None
 
 

@@ -260,6 +260,27 @@ async def test_large_caches_go_in_bounded_updates():
     assert max(index.calls) <= CHUNK_HASHES
 
 
+async def test_a_replay_begins_slowly_and_what_is_new_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(index_feed, "PACE_S", 1)
+    pauses = []
+
+    async def noted(seconds: float, sleep=asyncio.sleep) -> None:
+        if seconds:
+            pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(index_feed.asyncio, "sleep", noted)
+    index = IndexInMemory()
+    engine = Engine(index)
+    engine.store(*(block(n) for n in range(9 * CHUNK_HASHES)))
+    await settle(engine, index)
+    assert pauses[:5] == [8, 4, 2, 1, 1]
+    del pauses[:]
+    engine.store(block(-1 % (1 << 64)))
+    await settle(engine, index)
+    assert set(pauses) <= {1}
+
+
 async def test_the_queue_is_bounded_while_redis_is_away(monkeypatch):
     monkeypatch.setattr(index_feed, "MAX_PENDING_HASHES", 10)
     monkeypatch.setattr(index_feed, "CHUNK_HASHES", 5)
