@@ -1,9 +1,14 @@
 -- The live workers of a fleet, grouped as decisions need them.
 --
--- Most rows are the same in the next decision, and to compare one takes a small part of what decoding it does. So
--- decoded workers and their groups are kept, by key prefix, and a row is decoded again when its bytes or the time has
--- changed: what is kept is never older than Redis, whatever happens to Redis, and the library forgets it when it is
--- loaded again. Groups are made again when somebody comes, goes or becomes another.
+-- To read all rows costs as much as all looks into the index, and decisions come by the thousand between two heartbeats.
+-- So decoded workers and their groups are kept between calls, by key prefix, as long as they are what Redis has:
+--
+--   every heartbeat and every view that a gateway takes writes `last_call` and, when somebody comes or goes,
+--   `generation`, whichever release does it; then all rows are read again, and decoded where their bytes have changed
+--   reservations of this library are kept as they are written; those of another release are seen with the next heartbeat
+--   a row is decoded again when one of its reservations begins or ceases to count, or its lease ends
+--
+-- The library forgets what it kept when it is loaded again: after a failover or a restart.
 
 local MAX_FLEETS = 8
 local fleets, fleet_count = {}, 0
@@ -12,10 +17,24 @@ local function kept_fleet(prefix)
   local fleet = fleets[prefix]
   if not fleet then
     if fleet_count == MAX_FLEETS then fleets, fleet_count = {}, 0 end
-    fleet, fleet_count = {workers = {}, fields = 0, models = {}}, fleet_count + 1
+    fleet, fleet_count = {workers = {}, count = 0, models = {}, stamp = false, from = 0, till = 0}, fleet_count + 1
     fleets[prefix] = fleet
   end
   return fleet
+end
+
+-- The rows of the fleet may have changed.
+local function doubt_fleet(prefix)
+  if fleets[prefix] then fleets[prefix].stamp = false end
+end
+
+-- The row of one worker was `before` and is `row` now.
+local function keep_row(prefix, incarnation, before, row, now)
+  local fleet = fleets[prefix]
+  local worker = fleet and fleet.workers[incarnation]
+  if not worker or worker.row ~= before then return doubt_fleet(prefix) end
+  read_row(worker, row, now)
+  fleet.from, fleet.till = math.max(fleet.from, worker.from), math.min(fleet.till, worker.till)
 end
 
 -- Prefill ends and decode ends of one compat hash: workers of different hashes are never paired. A worker that does
@@ -32,38 +51,60 @@ local function add_to_group(groups, worker)
   group.shortest = math.min(group.shortest, worker.context_length)
 end
 
--- By model and compat hash, everybody of `rows` who is live. Nobody else is kept.
-local function regroup(fleet, rows)
-  local workers, models = {}, {}
-  for i = 1, #rows, 2 do
-    local worker = fleet.workers[rows[i]]
-    workers[rows[i]] = worker
+-- By model and compat hash, everybody who is live.
+local function regroup(fleet)
+  local models = {}
+  for _, worker in pairs(fleet.workers) do
     if worker.live then
       models[worker.model] = models[worker.model] or {}
       add_to_group(models[worker.model], worker)
     end
   end
-  fleet.workers, fleet.models, fleet.fields = workers, models, #rows
+  fleet.models = models
+end
+
+-- Decode the rows that `now` makes others. True if somebody became another, or came, or went by that.
+local function reread(fleet, now)
+  local changed, from, till = false, -math.huge, math.huge
+  for _, worker in pairs(fleet.workers) do
+    if now < worker.from or now >= worker.till then
+      local live, kind = worker.live, worker.kind
+      read_row(worker, worker.row, now)
+      changed = changed or live ~= worker.live or kind ~= worker.kind
+    end
+    if worker.live then
+      from, till = math.max(from, worker.from), math.min(till, worker.till)
+    else
+      till = math.min(till, now + RESERVATION_BUCKET_MS)
+    end
+  end
+  fleet.from, fleet.till = from, till
+  return changed
+end
+
+-- Take over all rows. True if somebody came or went.
+local function take_rows(fleet, prefix, rows)
+  local workers, before, changed = {}, fleet.workers, fleet.count * 2 ~= #rows
+  for i = 1, #rows, 2 do
+    local worker = before[rows[i]]
+    if not worker then worker, changed = unread_worker(prefix, rows[i]), true end
+    if worker.row ~= rows[i + 1] then worker.row, worker.till = rows[i + 1], -math.huge end
+    workers[rows[i]] = worker
+  end
+  fleet.workers, fleet.count = workers, #rows / 2
+  return changed
 end
 
 -- The fleet as Redis has it now.
 local function current_fleet(state)
-  local rows = redis.call('HGETALL', state.fleet)
-  local prefix, now, fleet = state.prefix, state.now, kept_fleet(state.prefix)
-  local workers, changed = fleet.workers, fleet.fields ~= #rows
-  for i = 1, #rows, 2 do
-    local worker, row = workers[rows[i]], rows[i + 1]
-    if not worker then
-      worker, changed = unread_worker(prefix, rows[i]), true
-      workers[rows[i]] = worker
-    end
-    if worker.row ~= row or now < worker.from or now >= worker.till then
-      local live, kind = worker.live, worker.kind
-      read_row(worker, row, now)
-      changed = changed or live ~= worker.live or kind ~= worker.kind
-    end
+  local fleet, now, changed = kept_fleet(state.prefix), state.now, false
+  local stamp = meta_stamp(state)
+  if fleet.stamp ~= stamp or fleet.count ~= state.count then
+    changed = take_rows(fleet, state.prefix, redis.call('HGETALL', state.fleet))
+    fleet.stamp, fleet.till = stamp, -math.huge
   end
-  if changed then regroup(fleet, rows) end
+  if now < fleet.from or now >= fleet.till then changed = reread(fleet, now) or changed end
+  if changed then regroup(fleet) end
   return fleet
 end
 

@@ -20,6 +20,7 @@ end
 -- recognised by the missing epoch.
 local function touch(state, epoch_seed)
   local last = meta_number(state, 'last_call')
+  doubt_fleet(state.prefix)
   redis.call('HSET', state.meta, 'last_call', state.now)
   if not redis.call('HGET', state.meta, 'epoch') then
     redis.call('HSET', state.meta, 'epoch', epoch_seed, 'generation', 1)

@@ -120,13 +120,19 @@ local function claims_of(choice, query)
   return {{choice.prefill, missing, 0, query.prompt_tokens}, {choice.decode, 0, 1, query.room_tokens}}
 end
 
+-- Change the reservation of one bucket in the row of a worker.
+local function write_reservation(state, incarnation, row, bucket, queue, sequences, room)
+  local changed = with_reservation(row, state.now, bucket, queue, sequences, room)
+  redis.call('HSET', state.fleet, incarnation, changed)
+  keep_row(state.prefix, incarnation, row, changed, state.now)
+end
+
 local function reserve(state, claims)
   local bucket = state.now - state.now % RESERVATION_BUCKET_MS
   for _, claim in ipairs(claims) do
     local worker = claim[1]
-    redis.call('HSET', state.fleet, worker.incarnation,
-      with_reservation(worker.row, state.now, bucket, claim[2], claim[3], claim[4]))
     claim[1] = worker.incarnation
+    write_reservation(state, worker.incarnation, worker.row, bucket, claim[2], claim[3], claim[4])
   end
   return {bucket = bucket, claims = claims}
 end
@@ -150,11 +156,14 @@ local function route_and_reserve(keys, args)
   local found = options(groups, query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
   local choice = cheapest(found, 'cost')
-  return cmsgpack.pack({
+  local reply = {
     status = 'chosen', chosen = described(choice, query),
     passed_over = query.others > 0 and passed_over(groups, choice, query, query.others) or nil,
-    reservation = reserve(state, claims_of(choice, query)), dropped = state.dropped,
-  })
+    dropped = state.dropped,
+  }
+  -- From here on workers are what they are with this request.
+  reply.reservation = reserve(state, claims_of(choice, query))
+  return cmsgpack.pack(reply)
 end
 
 -- release: take back a reservation, when the attempt ended before the worker reported it. What no longer
@@ -165,8 +174,8 @@ local function release(keys, args)
   for i = 3, #args, 4 do
     local row = redis.call('HGET', state.fleet, args[i])
     if row and well_sized(row) then
-      redis.call('HSET', state.fleet, args[i], with_reservation(row, state.now, tonumber(args[2]),
-        -tonumber(args[i + 1]), -tonumber(args[i + 2]), -tonumber(args[i + 3])))
+      write_reservation(state, args[i], row, tonumber(args[2]),
+        -tonumber(args[i + 1]), -tonumber(args[i + 2]), -tonumber(args[i + 3]))
     end
   end
   return 1

@@ -42,7 +42,8 @@ local function terms_of(choice, query)
   local compute = missing_after(computing.known, query) * computing.token_s
   local copying = computing.back_s / (1 + computing.waiting)
   return {
-    prefix_fetch = fetch_wait(computing, computing.fetch_s), host_load = copying, prefill_queue = computing.queue_s, prefill_compute = compute,
+    prefix_fetch = fetch_wait(computing, computing.fetch_s), host_load = copying, prefill_queue = computing.queue_s,
+    prefill_compute = compute,
     prefill_stall = (compute + copying) * computing.waiting
       + (computing.known - computing.matched) * computing.copy_s,
     transfer = choice.prefill and transfer(decode, choice.token_s) or 0,

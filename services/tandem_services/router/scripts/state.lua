@@ -31,19 +31,25 @@ local function open(keys, args)
   for i, key in ipairs(keys) do
     dropped = dropped + drop_unless(key, EXPECTED_TYPES[i])
   end
-  if redis.call('HLEN', keys[1]) > MAX_WORKERS then
+  local count = redis.call('HLEN', keys[1])
+  if count > MAX_WORKERS then
     redis.call('UNLINK', keys[1])
-    dropped = dropped + 1
+    dropped, count = dropped + 1, 0
   end
   if dropped > 0 then lost_entries(keys[4]) end
   return {
     fleet = keys[1], owner = keys[2], fenced = keys[3], meta = keys[4],
-    prefix = args[1], now = now_ms(), dropped = dropped,
+    prefix = args[1], now = now_ms(), dropped = dropped, count = count,
   }
 end
 
 local function meta_number(state, field)
   return tonumber(redis.call('HGET', state.meta, field) or '') or 0
+end
+
+-- Another one after each heartbeat, whichever release has carried it out, and when somebody comes or goes.
+local function meta_stamp(state)
+  return (redis.call('HGET', state.meta, 'last_call') or '') .. ' ' .. (redis.call('HGET', state.meta, 'generation') or '')
 end
 
 local function worker_of(incarnation)
