@@ -14,7 +14,7 @@ local function digests_of(chain)
   end})
 end
 
--- Three functions on workers:
+-- Digests by position, and three functions on workers:
 --   look(worker, position)   looks at one named block, which is not known of yet
 --   search(worker, least)    until the worker is known to have no more than `least`, or exactly what it has
 --   on_device(worker)        how much of its match, which is known, is on the device
@@ -74,5 +74,5 @@ local function chain_search(state, chain)
     end
     return first - 1
   end
-  return look, search, on_device
+  return digests, look, search, on_device
 end

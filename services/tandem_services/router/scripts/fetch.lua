@@ -24,38 +24,46 @@ local function links_of(from)
   return from.read_links
 end
 
--- Have `worker` fetch from `source`, which has more of the prompt, if that is cheaper than what it would do so far.
-local function consider(worker, source, query)
-  local tokens = source.matched
-  local moved = tokens - worker.matched
-  local known_s = missing_after(tokens, query) * worker.work_s + moved * worker.copy_s
-  if known_s >= worker.known_s then return end
-  local token_s = links_of(source)[worker.incarnation] or source.transfer_token_s
-  local seconds = FETCH_S + FETCH_TURNS * source.turn_s + moved * token_s
-  if seconds > worker.queue_s then known_s = known_s + seconds - worker.queue_s end
-  if known_s < worker.known_s then
-    local compute_s = worker.queue_s + worker.back_s + known_s
-    worker.known, worker.fetch_s, worker.source, worker.known_s = tokens, seconds, source, known_s
-    worker.compute_s, worker.alone_s = compute_s, compute_s + worker.hold_s
+-- What `worker`, which has `matched` prompt tokens cached and computes the rest for `known_s` seconds by itself, costs if
+-- it fetches where that is cheaper: seconds but for its queue and its copies from host memory, the source, and what the
+-- fetch takes; without a fetch `known_s`, false and 0. While a fetch lasts, the queue gets shorter.
+local function cheapest_fetch(worker, matched, known_s, group, query)
+  local sources, tokens_of, missing_of = group.sources, group.source_tokens, group.source_missing
+  local work_s, copy_s, queue_s, chosen, chosen_s = worker.work_s, worker.copy_s, worker.queue_s, false, 0
+  for i = 1, #tokens_of do
+    local moved = tokens_of[i] - matched
+    if moved <= 0 then break end -- the longest come first
+    local cost = missing_of[i] * work_s + moved * copy_s
+    if cost < known_s then
+      local source = sources[i]
+      local token_s = links_of(source)[worker.incarnation] or source.transfer_token_s
+      local seconds = FETCH_S + FETCH_TURNS * source.turn_s + moved * token_s
+      if seconds > queue_s then cost = cost + seconds - queue_s end
+      if cost < known_s then known_s, chosen, chosen_s = cost, source, seconds end
+    end
   end
+  return known_s, chosen, chosen_s
 end
 
 -- The PAIR_ENDS of `workers` that have most of the chain, exactly, the longest match first. Of all others it is known
 -- that they have no more than the last of them, which takes a single look for most: one just beyond that.
 local function longest_matches(workers, query)
-  local look, search, block_size, named = query.look, query.search, query.block_size, query.named
-  local count, found, least = #workers, {}, 0
+  local search, digests, block_size, named = query.search, query.digests, query.block_size, query.named
+  local pcall, count, found, least = redis.pcall, #workers, {}, 0
   local at = math.random(count)
   for _ = 1, count do
     at = at % count + 1
     local worker = workers[at]
     -- Pages of another size than the chain's cannot match.
-    worker.low, worker.high = 0, worker.page_size == block_size and named or 0
-    worker.settled, worker.in_host, worker.back_s = false, 0, 0
-    if worker.high > least then
-      look(worker, least + 1)
+    local low, high = 0, worker.page_size == block_size and named or 0
+    if high > least then
+      local held = pcall('SISMEMBER', worker.blocks, digests[least + 1])
+      if held == 0 then high = least elseif held == 1 then low = least + 1 end
+    end
+    worker.low, worker.high = low, high
+    if high > least then
+      search(worker, least)
       if worker.low > least then
-        search(worker, least)
         local place = #found
         if place == PAIR_ENDS then place = place - 1 end
         while place > 0 and worker.low > found[place].low do

@@ -21,9 +21,10 @@ local function described(option, query)
   local source = computing.source
   return {
     decode = decode.incarnation, prefill = option.prefill and option.prefill.incarnation,
-    degraded = option.degraded or false, matched = computing.matched, in_host = computing.in_host,
-    decode_matched = decode.matched, decode_in_host = decode.in_host,
-    fetch = source and {source.incarnation, computing.known, computing.fetch_s} or nil,
+    degraded = option.degraded or false, matched = computing.matched, decode_matched = decode.matched,
+    -- Found out for all that are told.
+    in_host = query.others > 0 and computing.in_host or 0, decode_in_host = query.others > 0 and decode.in_host or 0,
+    fetch = source and {source.incarnation, source.matched, computing.fetch_s} or nil,
     terms = terms_of(option, query),
   }
 end

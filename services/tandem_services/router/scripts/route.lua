@@ -10,11 +10,11 @@ local function read_query(state, args)
   local chain, blocks = args[8], tonumber(args[9])
   local named = math.min(math.floor(#chain / DIGEST_BYTES), MAX_NAMED_BLOCKS)
   local floor, min = math.floor, math.min
-  local look, search, on_device = chain_search(state, chain)
+  local digests, look, search, on_device = chain_search(state, chain)
   return {
     model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
     block_size = block_size, local_prefill_tokens = tonumber(args[6]), named = named,
-    look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude,
+    digests = digests, look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude,
     tokens_at = setmetatable({[0] = 0}, {__index = function(known, position)
       local tokens = min(prompt_tokens, floor(position * blocks / named) * block_size)
       known[position] = tokens
@@ -27,18 +27,22 @@ local function read_query(state, args)
   }
 end
 
+local sending, receiving = {}, {} -- seconds of the ends of one group, made once for all decisions
+
 -- Ends that a good pair can be made of: cheap by themselves and over the links that they typically have.
 local function promising(group, query)
   local least, prompt_tokens, typical = missing_after(group.longest, query), query.prompt_tokens, math.huge
-  for _, worker in ipairs(group.prefills) do worker.floor_s = worker.compute_s + least * worker.transfer_token_s end
-  local prefills = lowest(group.prefills, function(worker, bound)
+  local ends = group.prefills
+  for i = 1, #ends do sending[i] = ends[i].compute_s + least * ends[i].transfer_token_s end
+  local prefills = lowest(ends, sending, function(worker, bound)
     local sent_s = least * worker.transfer_token_s
     local enough = enough_to_compute(worker, bound - sent_s, group, query)
     return settled_beyond(enough, worker, group, query) and worker.compute_s + sent_s
   end)
   for _, prefill in ipairs(prefills) do typical = math.min(typical, prefill.transfer_token_s) end
-  for _, worker in ipairs(group.decodes) do worker.floor_s = worker.hold_s + worker.missing * typical end
-  local decodes = lowest(group.decodes, function(worker, bound)
+  ends = group.decodes
+  for i = 1, #ends do receiving[i] = ends[i].hold_s + ends[i].missing * typical end
+  local decodes = lowest(ends, receiving, function(worker, bound)
     local enough = prompt_tokens - (bound - worker.hold_s) / typical
     return settled_beyond(enough, worker, group, query) and worker.hold_s + worker.missing * typical
   end)
@@ -115,7 +119,7 @@ end
 -- {worker, queue tokens, sequences, room tokens} for each worker of the choice.
 local function claims_of(choice, query)
   local computing = choice.prefill or choice.decode
-  local missing = missing_after(computing.known, query)
+  local missing = missing_after(known_to(computing), query)
   if not choice.prefill then return {{choice.decode, missing, 1, query.room_tokens}} end
   return {{choice.prefill, missing, 0, query.prompt_tokens}, {choice.decode, 0, 1, query.room_tokens}}
 end

@@ -35,17 +35,23 @@ local function fetch_wait(worker, fetch_s)
   return math.max(0, fetch_s - worker.queue_s)
 end
 
+-- Prompt tokens that `worker` need not compute.
+local function known_to(worker)
+  return worker.source and worker.source.matched or worker.matched
+end
+
 -- `token_s` of a pair: seconds to move one token over the link between its ends.
 local function terms_of(choice, query)
   local decode = choice.decode
   local computing = choice.prefill or decode
-  local compute = missing_after(computing.known, query) * computing.token_s
+  local known = known_to(computing)
+  local compute = missing_after(known, query) * computing.token_s
   local copying = computing.back_s / (1 + computing.waiting)
   return {
-    prefix_fetch = fetch_wait(computing, computing.fetch_s), host_load = copying, prefill_queue = computing.queue_s,
-    prefill_compute = compute,
+    prefix_fetch = computing.source and fetch_wait(computing, computing.fetch_s) or 0, host_load = copying,
+    prefill_queue = computing.queue_s, prefill_compute = compute,
     prefill_stall = (compute + copying) * computing.waiting
-      + (computing.known - computing.matched) * computing.copy_s,
+      + (known - computing.matched) * computing.copy_s,
     transfer = choice.prefill and transfer(decode, choice.token_s) or 0,
     decode_load = decode.load_s, decode_room = decode.hold_s - decode.load_s,
   }

@@ -6,29 +6,30 @@
 
 -- A decode worker computes the prompt itself when no more than that is missing, or when nobody else could.
 -- One that no prefill worker can hand to, while others have some, differs from the rest of the fleet, and waits.
-local function may_serve_alone(worker, group, query)
-  return worker.role == ROLE_BOTH or not query.any_whole
-    or (#group.prefills > 0 and worker.missing <= query.local_prefill_tokens)
+local function may_serve_alone(role, missing, group, query)
+  return role == ROLE_BOTH or not query.any_whole
+    or (#group.prefills > 0 and missing <= query.local_prefill_tokens)
 end
 
--- Price `worker` of `group` as either end, with `matched` prompt tokens cached, and with the fetch by which it computes
--- for less. `known_s` is what it costs as the end that computes, but for its queue and what it copies from host memory.
+-- Price `worker` of `group` with `matched` prompt tokens cached: `hold_s` and `missing` as the end that decodes,
+-- `compute_s` as the end that computes, with the fetch by which it does so for less, and `alone_s` as both.
 local function price(worker, matched, group, query)
-  local missing, hold_s, role, sources = query.prompt_tokens - matched, worker.load_s, worker.role, group.sources
+  local missing, role, hold_s, is_alone = query.prompt_tokens - matched, worker.role, 0, false
   if missing < 1 then missing = 1 end
-  local known_s = missing * worker.work_s
-  local compute_s = worker.queue_s + worker.back_s + known_s
-  if worker.full or query.room_tokens > worker.room_tokens then hold_s = hold_s + NO_ROOM_S end
-  worker.matched, worker.missing, worker.known, worker.fetch_s, worker.source = matched, missing, matched, 0, false
-  worker.known_s, worker.compute_s, worker.hold_s, worker.alone_s = known_s, compute_s, hold_s, compute_s + hold_s
-  worker.alone = role ~= ROLE_PREFILL and may_serve_alone(worker, group, query)
-  if worker.alone or role ~= ROLE_DECODE then
-    -- The longest first.
-    for i = 1, #sources do
-      if sources[i].matched <= matched then break end
-      consider(worker, sources[i], query)
-    end
+  worker.matched, worker.source = matched, false
+  if role ~= ROLE_PREFILL then
+    hold_s, is_alone = worker.load_s, may_serve_alone(role, missing, group, query)
+    if worker.full or query.room_tokens > worker.room_tokens then hold_s = hold_s + NO_ROOM_S end
+    worker.hold_s, worker.missing, worker.alone = hold_s, missing, is_alone
+    if role == ROLE_DECODE and not is_alone then return end
   end
+  local known_s = missing * worker.work_s
+  if group.longest > matched then
+    known_s, worker.source, worker.fetch_s = cheapest_fetch(worker, matched, known_s, group, query)
+  end
+  local compute_s = worker.queue_s + worker.back_s + known_s
+  worker.compute_s = compute_s
+  if is_alone then worker.alone_s = compute_s + hold_s end
 end
 
 -- Whether copies from host memory add nothing to the price of `worker`, of which it is known how much it has.
@@ -38,14 +39,21 @@ end
 
 -- Who has most of the prompt, exactly, and everybody's lowest price: nothing has to be copied from host memory.
 local function price_group(group, query)
-  local members, tokens_at = group.members, query.tokens_at
+  local members, tokens_at, told = group.members, query.tokens_at, query.others > 0
   local sources = longest_matches(members, query)
-  for i = 1, #sources do sources[i].matched = tokens_at[sources[i].low] end
-  group.sources, group.longest = sources, sources[1] and sources[1].matched or 0
+  local tokens_of, missing_of = {}, {}
+  for i = 1, #sources do
+    local matched = tokens_at[sources[i].low]
+    sources[i].matched, tokens_of[i], missing_of[i] = matched, matched, missing_after(matched, query)
+  end
+  group.sources, group.source_tokens, group.source_missing = sources, tokens_of, missing_of
+  group.longest = tokens_of[1] or 0
   for i = 1, #members do
     local worker = members[i]
-    price(worker, tokens_at[worker.high], group, query)
-    worker.settled = worker.low == worker.high and query.others == 0 and copies_nothing(worker)
+    local low, high = worker.low, worker.high
+    if worker.back_s > 0 then worker.back_s = 0 end
+    price(worker, tokens_at[high], group, query)
+    worker.settled = low == high and not told and (low == 0 or copies_nothing(worker))
   end
 end
 
@@ -53,6 +61,7 @@ end
 local function settle(worker, group, query)
   query.search(worker, 0)
   local matched = query.tokens_at[worker.low]
+  worker.in_host = 0
   if query.others > 0 or not copies_nothing(worker) then
     worker.in_host = matched - query.tokens_at[query.on_device(worker)]
     worker.back_s = worker.in_host * host_token_s(worker) * (1 + worker.waiting)
@@ -104,41 +113,43 @@ local function lowest_positions(values, count, most)
   return short
 end
 
-local floors, settled_floors = {}, {} -- of the workers of one list, made once for all decisions
+local known = {} -- floors of the settled workers of one list, made once for all decisions
 
--- The PAIR_ENDS of `workers` with the lowest cost, lowest first. None costs less than its `floor_s`;
+-- The PAIR_ENDS of `workers` with the lowest cost, lowest first. None costs less than its value of `floors`;
 -- `look(worker, bound)` settles it and tells its cost, or false when that is not below `bound`.
-local function lowest(workers, look)
+local function lowest(workers, floors, look)
   local count, short, costs, looked, settled, huge = #workers, {}, {}, {}, 0, math.huge
+  local bound = huge -- what the last of a whole list costs
   for position = 1, count do
-    local worker = workers[position]
-    local floor_s = worker.floor_s
-    floors[position], settled_floors[position] = floor_s, huge
-    if worker.settled then
-      settled_floors[position], settled = floor_s, settled + 1
+    if workers[position].settled then
+      known[position], settled = floors[position], settled + 1
+    else
+      known[position] = huge
     end
   end
   local function take(position)
-    local place, bound = #short, huge
-    if place == PAIR_ENDS then bound = costs[place] end
     looked[position] = true
     local cost = floors[position] < bound and look(workers[position], bound)
     if not cost or cost >= bound then return end
+    local place = #short
     if place == PAIR_ENDS then place = place - 1 end
     while place > 0 and cost < costs[place] do
       short[place + 1], costs[place + 1] = short[place], costs[place]
       place = place - 1
     end
     short[place + 1], costs[place + 1] = workers[position], cost
+    bound = costs[PAIR_ENDS] or huge
   end
   -- Of those that are settled already, then of all, the best first, so that little is left to look at.
-  for _, position in ipairs(lowest_positions(settled_floors, count, PAIR_ENDS)) do take(position) end
-  if settled == count then return short end
+  if settled > 0 then
+    for _, position in ipairs(lowest_positions(known, count, PAIR_ENDS)) do take(position) end
+    if settled == count then return short end
+  end
   for _, position in ipairs(lowest_positions(floors, count, PAIR_ENDS)) do
     if not looked[position] then take(position) end
   end
   for position = 1, count do
-    if not looked[position] and (#short < PAIR_ENDS or floors[position] < costs[PAIR_ENDS]) then take(position) end
+    if floors[position] < bound and not looked[position] then take(position) end
   end
   return short
 end

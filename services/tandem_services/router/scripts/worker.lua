@@ -28,7 +28,7 @@ end
 
 -- A worker that nothing is known of but its name.
 local function unread_worker(prefix, incarnation)
-  -- Named here, so that the table is allocated once. The last three lines are filled in for each decision.
+  -- Named here, so that the table is allocated once. The last two lines are filled in for each decision.
   return {
     incarnation = incarnation, described = prefix .. 'worker:' .. (worker_of(incarnation) or ''),
     blocks = prefix .. 'blocks:' .. incarnation, host_blocks = prefix .. 'host:' .. incarnation,
@@ -36,9 +36,8 @@ local function unread_worker(prefix, incarnation)
     row = false, beat = false, from = math.huge, till = -math.huge, live = false, kind = false,
     role = 0, page_size = 0, context_length = 0, model = '', compat = '', room_tokens = 0, full = false,
     token_s = 0, transfer_token_s = 0, queue_s = 0, turn_s = 0, waiting = 0, work_s = 0, copy_s = 0, load_s = 0,
-    low = 0, high = 0, settled = false, in_host = 0, matched = 0, missing = 0, known = 0,
-    fetch_s = 0, source = false, alone = false,
-    back_s = 0, known_s = 0, compute_s = 0, hold_s = 0, alone_s = 0, floor_s = 0,
+    low = 0, high = 0, settled = false, in_host = 0, back_s = 0, matched = 0, missing = 0,
+    source = false, fetch_s = 0, alone = false, compute_s = 0, hold_s = 0, alone_s = 0,
   }
 end
 
