@@ -8,10 +8,11 @@ from tandem_services.router.cost import Demand
 from tandem_services.router.index import Routed
 from tandem_services.simulate.events import EventQueue
 from tandem_services.simulate.redis_time import DAY_MS, SimulatedRedis
-from tandem_testing.router_builders import MODEL, PAGE, make_link, make_load, make_record
+from tandem_testing.router_builders import MODEL, PAGE, Fleet, make_link, make_load, make_record
 
 DEMAND = Demand(prompt_tokens=1000, output_tokens=16, local_prefill_tokens=2048)
 FIRST, SECOND = make_record("first"), make_record("second")
+ROUTE = {"model": MODEL, "demand": DEMAND, "page_size": PAGE, "chain": b"", "exclude": frozenset(), "seed": 1}
 
 
 @pytest.fixture
@@ -119,3 +120,44 @@ async def test_a_fleet_that_changes_all_its_workers_is_followed(simulated):
         for name in names:
             await simulated.registry.deregister(f"{name}@1")
     assert await route(simulated) is None
+
+
+def redis_ms(server) -> int:
+    _, _, seconds, _, microseconds, _ = server.command("TIME").split("\r\n")
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def next_millisecond(server) -> None:
+    """Heartbeats are told apart by the time of Redis."""
+    began = redis_ms(server)
+    while redis_ms(server) == began:
+        pass
+
+
+async def test_what_another_release_writes_is_seen(server):
+    """Gateways of two releases share the rows, and each keeps what it has decoded."""
+    async with Fleet.of(server) as ours:
+        theirs = Fleet(server, SWEEP_STEP=63)
+
+        async def decided(fleet: Fleet, *, by) -> Routed | None:
+            return await fleet.index.route(**{**ROUTE, "exclude": only(by)})
+
+        await ours.beat(FIRST)
+        assert queue_s(await decided(ours, by=FIRST)) == 0.0
+        await theirs.beat(SECOND)
+        assert queue_s(await decided(ours, by=SECOND)) == 0.0
+        assert await decided(theirs, by=SECOND) is not None
+        next_millisecond(server)
+        # Its reservation, and ours, after the next heartbeat of anybody.
+        await theirs.beat(FIRST, report_age_s=1.0)
+        assert queue_s(await decided(ours, by=SECOND)) == pytest.approx(2.0)
+        await theirs.close()
+
+
+async def test_what_was_reserved_and_given_back_is_seen_without_a_heartbeat(server):
+    async with Fleet.of(server) as fleet:
+        await fleet.beat(FIRST)
+        routed = [await fleet.index.route(**ROUTE) for _ in range(3)]
+        assert [queue_s(each) for each in routed] == pytest.approx([0.0, 1.0, 2.0])
+        await fleet.index.release(routed[0].reservation)
+        assert queue_s(await fleet.index.route(**ROUTE)) == pytest.approx(2.0)

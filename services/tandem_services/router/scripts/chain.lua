@@ -4,26 +4,35 @@
 -- set is wrong the answer is a wrong hint, never more. Of a worker, `low` of the named blocks are known to be there and
 -- more than `high` are known not to be.
 
--- Digests by position, cut from the chain when they are first looked at, for all sets.
-local function digests_of(chain)
-  local sub = string.sub
-  return setmetatable({}, {__index = function(cut, position)
-    local digest = sub(chain, position * DIGEST_BYTES - DIGEST_BYTES + 1, position * DIGEST_BYTES)
-    cut[position] = digest
-    return digest
-  end})
+-- Digests by position, cut from the chain of the decision `cut_for` when they are first looked at. Made once for all
+-- decisions: tables that grow cost more than what is put into them.
+local cut, cut_for, decisions = {}, {}, 0
+for position = 1, MAX_NAMED_BLOCKS do
+  cut[position], cut_for[position] = '', 0
 end
 
--- Digests by position, and three functions on workers:
+local WRONG_HINTS = 2 -- in a row, after which the end of the last match is no hint for the next one
+
+-- Four functions:
+--   digest(position)         of one named block
 --   look(worker, position)   looks at one named block, which is not known of yet
 --   search(worker, least)    until the worker is known to have no more than `least`, or exactly what it has
 --   on_device(worker)        how much of its match, which is known, is on the device
 local function chain_search(state, chain)
-  local pcall, floor, digests = redis.pcall, math.floor, digests_of(chain)
-  local last = 0 -- where the match before has ended: workers mostly share the same prefix
+  decisions = decisions + 1
+  local pcall, sub, decision = redis.pcall, string.sub, decisions
+  local last, wrong = 0, 0 -- where a match before has ended: workers mostly share the same prefix
+
+  local function digest(position)
+    if cut_for[position] ~= decision then
+      cut[position] = sub(chain, position * DIGEST_BYTES - DIGEST_BYTES + 1, position * DIGEST_BYTES)
+      cut_for[position] = decision
+    end
+    return cut[position]
+  end
 
   local function look(worker, position)
-    local held = pcall('SISMEMBER', worker.blocks, digests[position])
+    local held = pcall('SISMEMBER', worker.blocks, digest(position))
     if held == 0 then
       worker.high = position - 1
     elseif held == 1 then
@@ -38,14 +47,15 @@ local function chain_search(state, chain)
     local key, low, high = worker.blocks, worker.low, worker.high
     while low < high and high > least do
       local position
-      if last > low and last <= high then
+      if wrong == WRONG_HINTS or last < low or last > high then
+        position = (low + high + 1) / 2
+        position = position - position % 1
+      elseif last > low then
         position = last
-      elseif last == low then
-        position = low + 1
       else
-        position = floor((low + high + 1) / 2)
+        position = low + 1
       end
-      local held = pcall('SISMEMBER', key, digests[position])
+      local held = pcall('SISMEMBER', key, digest(position))
       if held == 1 then
         low = position
       elseif held == 0 then
@@ -55,7 +65,12 @@ local function chain_search(state, chain)
         low, high = 0, 0
       end
     end
-    if low == high and low > 0 then last = low end
+    if low == last then
+      wrong = 0
+    elseif low == high and low > 0 then
+      if last > 0 and wrong < WRONG_HINTS then wrong = wrong + 1 end
+      if last == 0 or wrong == WRONG_HINTS then last = low end
+    end
     worker.low, worker.high = low, high
   end
 
@@ -63,10 +78,10 @@ local function chain_search(state, chain)
   -- a path is its end, so the device has the beginning of a match.
   local function on_device(worker)
     local first, last, key = 1, worker.low, worker.host_blocks
-    if last == 0 or pcall('SISMEMBER', key, digests[last]) ~= 1 then return last end
+    if last == 0 or pcall('SISMEMBER', key, digest(last)) ~= 1 then return last end
     while first < last do
-      local position = floor((first + last) / 2)
-      if pcall('SISMEMBER', key, digests[position]) == 1 then
+      local position = math.floor((first + last) / 2)
+      if pcall('SISMEMBER', key, digest(position)) == 1 then
         last = position
       else
         first = position + 1
@@ -74,5 +89,5 @@ local function chain_search(state, chain)
     end
     return first - 1
   end
-  return digests, look, search, on_device
+  return digest, look, search, on_device
 end

@@ -24,22 +24,35 @@ local function links_of(from)
   return from.read_links
 end
 
+-- What is the same of a source for whoever fetches from it: tokens that need not be computed then, those that do, links
+-- from there, what it costs to move a token to whom it has no figure, and seconds whatever is moved. In lists of their
+-- own, as each is looked at for every worker.
+local function sources_of(matches, query)
+  local sources = {workers = matches, tokens = {}, missing = {}, links = {}, token_s = {}, begin_s = {}}
+  for i, source in ipairs(matches) do
+    sources.tokens[i], sources.missing[i] = source.matched, missing_after(source.matched, query)
+    sources.links[i], sources.token_s[i] = links_of(source), source.transfer_token_s
+    sources.begin_s[i] = FETCH_S + FETCH_TURNS * source.turn_s
+  end
+  return sources
+end
+
 -- What `worker`, which has `matched` prompt tokens cached and computes the rest for `known_s` seconds by itself, costs if
 -- it fetches where that is cheaper: seconds but for its queue and its copies from host memory, the source, and what the
 -- fetch takes; without a fetch `known_s`, false and 0. While a fetch lasts, the queue gets shorter.
-local function cheapest_fetch(worker, matched, known_s, group, query)
-  local sources, tokens_of, missing_of = group.sources, group.source_tokens, group.source_missing
-  local work_s, copy_s, queue_s, chosen, chosen_s = worker.work_s, worker.copy_s, worker.queue_s, false, 0
-  for i = 1, #tokens_of do
-    local moved = tokens_of[i] - matched
+local function cheapest_fetch(worker, matched, known_s, sources)
+  local tokens, missing, links = sources.tokens, sources.missing, sources.links
+  local token_s, begin_s = sources.token_s, sources.begin_s
+  local incarnation, work_s, copy_s, queue_s = worker.incarnation, worker.work_s, worker.copy_s, worker.queue_s
+  local chosen, chosen_s = false, 0
+  for i = 1, #tokens do
+    local moved = tokens[i] - matched
     if moved <= 0 then break end -- the longest come first
-    local cost = missing_of[i] * work_s + moved * copy_s
+    local cost = missing[i] * work_s + moved * copy_s
     if cost < known_s then
-      local source = sources[i]
-      local token_s = links_of(source)[worker.incarnation] or source.transfer_token_s
-      local seconds = FETCH_S + FETCH_TURNS * source.turn_s + moved * token_s
+      local seconds = begin_s[i] + moved * (links[i][incarnation] or token_s[i])
       if seconds > queue_s then cost = cost + seconds - queue_s end
-      if cost < known_s then known_s, chosen, chosen_s = cost, source, seconds end
+      if cost < known_s then known_s, chosen, chosen_s = cost, sources.workers[i], seconds end
     end
   end
   return known_s, chosen, chosen_s
@@ -48,7 +61,7 @@ end
 -- The PAIR_ENDS of `workers` that have most of the chain, exactly, the longest match first. Of all others it is known
 -- that they have no more than the last of them, which takes a single look for most: one just beyond that.
 local function longest_matches(workers, query)
-  local search, digests, block_size, named = query.search, query.digests, query.block_size, query.named
+  local search, digest, block_size, named = query.search, query.digest, query.block_size, query.named
   local pcall, count, found, least = redis.pcall, #workers, {}, 0
   local at = math.random(count)
   for _ = 1, count do
@@ -57,7 +70,7 @@ local function longest_matches(workers, query)
     -- Pages of another size than the chain's cannot match.
     local low, high = 0, worker.page_size == block_size and named or 0
     if high > least then
-      local held = pcall('SISMEMBER', worker.blocks, digests[least + 1])
+      local held = pcall('SISMEMBER', worker.blocks, digest(least + 1))
       if held == 0 then high = least elseif held == 1 then low = least + 1 end
     end
     worker.low, worker.high = low, high

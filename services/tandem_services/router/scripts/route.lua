@@ -10,11 +10,11 @@ local function read_query(state, args)
   local chain, blocks = args[8], tonumber(args[9])
   local named = math.min(math.floor(#chain / DIGEST_BYTES), MAX_NAMED_BLOCKS)
   local floor, min = math.floor, math.min
-  local digests, look, search, on_device = chain_search(state, chain)
+  local digest, look, search, on_device = chain_search(state, chain)
   return {
     model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
     block_size = block_size, local_prefill_tokens = tonumber(args[6]), named = named,
-    digests = digests, look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude,
+    digest = digest, look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude,
     tokens_at = setmetatable({[0] = 0}, {__index = function(known, position)
       local tokens = min(prompt_tokens, floor(position * blocks / named) * block_size)
       known[position] = tokens

@@ -25,7 +25,7 @@ local function price(worker, matched, group, query)
   end
   local known_s = missing * worker.work_s
   if group.longest > matched then
-    known_s, worker.source, worker.fetch_s = cheapest_fetch(worker, matched, known_s, group, query)
+    known_s, worker.source, worker.fetch_s = cheapest_fetch(worker, matched, known_s, group.sources)
   end
   local compute_s = worker.queue_s + worker.back_s + known_s
   worker.compute_s = compute_s
@@ -40,14 +40,9 @@ end
 -- Who has most of the prompt, exactly, and everybody's lowest price: nothing has to be copied from host memory.
 local function price_group(group, query)
   local members, tokens_at, told = group.members, query.tokens_at, query.others > 0
-  local sources = longest_matches(members, query)
-  local tokens_of, missing_of = {}, {}
-  for i = 1, #sources do
-    local matched = tokens_at[sources[i].low]
-    sources[i].matched, tokens_of[i], missing_of[i] = matched, matched, missing_after(matched, query)
-  end
-  group.sources, group.source_tokens, group.source_missing = sources, tokens_of, missing_of
-  group.longest = tokens_of[1] or 0
+  local matches = longest_matches(members, query)
+  for _, source in ipairs(matches) do source.matched = tokens_at[source.low] end
+  group.sources, group.longest = sources_of(matches, query), matches[1] and matches[1].matched or 0
   for i = 1, #members do
     local worker = members[i]
     local low, high = worker.low, worker.high
