@@ -15,6 +15,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -56,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "tandem-gateway"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+TURN_S = 0.0005
+"""A thread that renders a long chat gives the interpreter back to the event loop within this time, instead of 5 ms."""
 
 
 def serve(config: GatewayConfig) -> int:
@@ -213,6 +217,7 @@ async def _serve(
         # What is there now stays. Else every full collection walks all of it, and all streams wait.
         gc.collect()
         gc.freeze()
+        sys.setswitchinterval(min(TURN_S, sys.getswitchinterval()))
         async with (
             _following(config, gateway, live),
             _admin_server(gateway, server, config, admin_listener, console),
