@@ -3,8 +3,8 @@
 All keys start with `tandem:{cluster}:`. The braces are a hash tag, so on a Redis Cluster all keys of one
 deployment share a slot and one Function may touch them.
 
-    fleet                HASH  incarnation → routing row (scripts/fleet_row.lua) with its reservations: one read
-                               per routing decision
+    fleet                HASH  incarnation → routing row (scripts/fleet_row.lua) with its reservations: read as a whole
+                               by the first routing decision after a heartbeat
     owner                HASH  worker_id → the incarnation that holds the name
     worker:<worker_id>   HASH  the same worker for people and for the operator, readable fields
     fenced               ZSET  incarnation → when its sentence may be forgotten
