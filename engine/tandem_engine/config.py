@@ -98,6 +98,15 @@ class ModelImpl(StrEnum):
     """The model code of transformers, with attention over our pages."""
 
 
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"
+    """The safetensors files of the model directory."""
+    DUMMY = "dummy"
+    """Nowhere: random numbers of the shapes that config.json implies, to measure speed and memory."""
+
+
 class Activation(StrEnum):
     """Of the gate in a feed-forward block."""
 
@@ -573,6 +582,7 @@ class EngineConfig:
 
     model_path: str
     model_impl: ModelImpl = ModelImpl.AUTO
+    load_format: LoadFormat = LoadFormat.AUTO
     dtype: str = "auto"
     """auto (the checkpoint's), float32 or bfloat16."""
     device: str = "cpu"

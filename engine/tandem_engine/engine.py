@@ -182,6 +182,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         context_length=context_length,
         progress=progress,
         group=parallel.forward,
+        load_format=config.load_format,
     )
     scheduler = replace(config.scheduler, context_length=context_length)
     folder = Path(config.model_path)
@@ -208,7 +209,7 @@ def _vocabulary(folder: Path, facts: ModelConfig) -> GuidanceVocabulary | None:
 
 def require_loadable(config: EngineConfig) -> ModelConfig:
     """What the checkpoint says of itself. Raises what `load` would, before any weights are read."""
-    facts = read_model_config(config.model_path, impl=config.model_impl)
+    facts = read_model_config(config.model_path, impl=config.model_impl, load_format=config.load_format)
     require_shareable(facts, config.parallel.tp_size)
     _context_length(config, facts)
     return facts

@@ -13,6 +13,7 @@ from tandem_engine.config import (
     EngineConfig,
     GrammarConfig,
     HostConfig,
+    LoadFormat,
     ModelImpl,
     OperationConfig,
     ParallelConfig,
@@ -90,6 +91,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("engine")
     add_model_impl_flag(group)
+    group.add_argument(
+        "--load-format",
+        choices=[kind.value for kind in LoadFormat],
+        default=LoadFormat.AUTO.value,
+        help="where weights come from. auto: the model's safetensors files; dummy: random numbers, to measure the "
+        "speed and memory of a model from its config.json alone (default auto)",
+    )
     group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
@@ -495,6 +503,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model_path=args.model,
         model_impl=ModelImpl(args.model_impl),
+        load_format=LoadFormat(args.load_format),
         dtype=args.dtype,
         device=args.device,
         threads=args.threads,

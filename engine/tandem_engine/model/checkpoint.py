@@ -3,6 +3,7 @@
     config.json ─────────────▶ fields with bounds ─▶ family ─▶ ModelConfig ─▶ fingerprint
     generation_config.json ──▶ end-of-sequence ids ──────────────┘                ▲
     *.safetensors ───────────▶ headers, checked; samples of the data ─────────────┘
+                               (none with random weights)
 
 The files are parsed here, by our own code, with a bound on every number: nothing in a checkpoint is
 executed, `auto_map` is ignored, and there is no switch that changes this. A model that transformers shall
@@ -12,8 +13,8 @@ compute is read by `fallback`, after the same checks of its weight files.
 from dataclasses import replace
 from pathlib import Path
 
-from tandem_engine.config import ModelConfig, ModelImpl
-from tandem_engine.errors import CheckpointError
+from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl
+from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.directory import ModelDirectory, open_directory
 from tandem_engine.model.eos import read_eos
@@ -29,21 +30,29 @@ MAX_CONFIG = 1 << 20
 """Bytes of a config.json."""
 
 
-def read_model_config(path: str | Path, *, impl: ModelImpl = ModelImpl.TANDEM) -> ModelConfig:
+def read_model_config(
+    path: str | Path, *, impl: ModelImpl = ModelImpl.TANDEM, load_format: LoadFormat = LoadFormat.AUTO
+) -> ModelConfig:
     """Read the model directory `path`: its config, and its weight files as far as identity needs it.
 
     Args:
         impl: who shall compute the model; `auto` leaves it to transformers when we do not know the architecture.
+        load_format: without weight files, the identity is the config's.
 
     Raises:
+        ConfigError: transformers is to compute a model without weights.
         CheckpointError: anything is absent, malformed, out of bounds, unsupported or inconsistent. The
             message names the file and the field or tensor.
     """
     directory = open_directory(path)
     fields = read_fields(directory)
     if impl is ModelImpl.TRANSFORMERS or (impl is ModelImpl.AUTO and find_family(fields) is None):
+        if load_format is LoadFormat.DUMMY:
+            raise ConfigError("--load-format dummy works with models that Tandem computes itself")
         return _read_fallback(directory, fields)
     config = parse_config(directory)
+    if load_format is LoadFormat.DUMMY:
+        return replace(config, fingerprint=fingerprint(config, {}))
     tensors = open_weights(directory, read_scheme(fields))
     require_tensors(config, tensors, where=directory.path)
     return replace(config, fingerprint=fingerprint(config, tensors))

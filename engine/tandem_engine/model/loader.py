@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tandem_engine.config import ModelConfig, ModelImpl
+from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl
 from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_fields
 from tandem_engine.model.decoder import build_decoder
 from tandem_engine.model.directory import open_directory
+from tandem_engine.model.dummy_weights import DummyWeights
 from tandem_engine.model.quantization.scheme import read_scheme
 from tandem_engine.model.safetensors_file import ReadableTensor
 from tandem_engine.model.sharing import require_shareable
@@ -54,6 +55,7 @@ def load_model(
     context_length: int | None = None,
     progress: bool = True,
     group: TpGroup | None = None,
+    load_format: LoadFormat = LoadFormat.AUTO,
 ) -> CausalLM:
     """Load the weights in `path`, the directory that `config` was read from.
 
@@ -61,6 +63,7 @@ def load_model(
         context_length: positions that will be used at most; None for all that the model can have.
         progress: show a bar on standard error when that is a terminal.
         group: the ranks that share the model; this one reads its part alone. None reads all.
+        load_format: with `dummy`, no weight file is opened.
 
     Raises:
         ConfigError: the ranks of `group` cannot share this model evenly.
@@ -74,9 +77,12 @@ def load_model(
         from tandem_engine.model.fallback.model import load_fallback
 
         return load_fallback(directory, config, dtype, torch.device(device), progress=progress)
+    positions = min(context_length or config.max_position, config.max_position)
+    if load_format is LoadFormat.DUMMY:
+        dummy = DummyWeights(shapes=expected_shapes(config), dtype=dtype, device=torch.device(device), group=group)
+        return build_decoder(config, dummy, positions=positions)
     tensors = open_weights(directory, read_scheme(read_fields(directory)))
     require_tensors(config, tensors, where=directory.path)
-    positions = min(context_length or config.max_position, config.max_position)
     total = sum(tensors[name].size for name in expected_shapes(config))
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="loading weights", disable=None if progress else True

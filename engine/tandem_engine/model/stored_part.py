@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem_engine.model.safetensors_file import ReadableTensor
 from tandem_engine.parallel.group import TpGroup
-from tandem_engine.parallel.split import Part, Split
+from tandem_engine.parallel.split import Part, Split, part_of, shape_of_part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,17 +19,14 @@ class StoredPart:
 
     @classmethod
     def of(cls, stored: ReadableTensor, split: Split | None, group: TpGroup) -> "StoredPart":
-        """What `group`'s rank holds of `stored`: all of it without a split. Biases have no inputs to split by."""
-        if split is None or split.dim >= len(stored.shape):
-            return cls(stored=stored, dim=0, part=Part(0, stored.shape[0], stored.shape[0]))
-        part = split.part(stored.shape[split.dim], rank=group.rank, size=group.size)
-        return cls(stored=stored, dim=split.dim, part=part)
+        """What `group`'s rank holds of `stored`."""
+        dim, part = part_of(stored.shape, split, rank=group.rank, size=group.size)
+        return cls(stored=stored, dim=dim, part=part)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Padding included."""
-        shape = self.stored.shape
-        return (*shape[: self.dim], self.part.length, *shape[self.dim + 1 :])
+        return shape_of_part(self.stored.shape, self.dim, self.part)
 
     def read_into(self, target: Tensor) -> None:
         """Fill `target`, of this shape. Raises `CheckpointError` as `StoredTensor.read` does."""

@@ -54,3 +54,18 @@ def share_of(runs: int, size: int) -> int | None:
     if runs % size == 0:
         return runs // size
     return 1 if size % runs == 0 else None
+
+
+def part_of(shape: tuple[int, ...], split: Split | None, *, rank: int, size: int) -> tuple[int, Part]:
+    """The dimension in which a tensor of `shape` is cut, and the part of it that rank `rank` of `size` holds.
+
+    All of it without a split, and of a bias, which has no inputs to split by.
+    """
+    if split is None or split.dim >= len(shape):
+        return 0, Part(0, shape[0], shape[0])
+    return split.dim, split.part(shape[split.dim], rank=rank, size=size)
+
+
+def shape_of_part(shape: tuple[int, ...], dim: int, part: Part) -> tuple[int, ...]:
+    """Of a tensor of `shape` cut in dimension `dim`, padding included."""
+    return (*shape[:dim], part.length, *shape[dim + 1 :])
