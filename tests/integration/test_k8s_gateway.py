@@ -90,7 +90,7 @@ async def test_a_conversation_is_held_and_its_request_explained(deployment):
     lines = out.splitlines()
     assert lines[0].startswith(f"{record.request_id} · mock · /v1/chat/completions · 200 · ")
     assert "attempt 1: solo, alone, chosen by local" in out
-    assert re.search(r"^ +other-0 +1\.5 s +64 +128 +500 ms +1\.0 s$", out, re.MULTILINE)
+    assert re.search(r"^ +other-0 +1\.5 s +64 \(48 host\) +128 +500 ms +1\.0 s$", out, re.MULTILINE)
     assert "→ solo" in out
     assert lines[-1] == "      and 2 more, dearer than these"
     status, out, _ = await deployment.run("explain", record.request_id, "-o", "json", key=key_of("root"))
