@@ -65,7 +65,7 @@ class Alignment(NamedTuple):
     """int32 [blocks]"""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def count_kernel(experts, counts, num_pairs, BLOCK: tl.constexpr):
     """counts[e] = pairs that chose e; program e."""
     expert = tl.program_id(0)
@@ -76,7 +76,7 @@ def count_kernel(experts, counts, num_pairs, BLOCK: tl.constexpr):
     tl.store(counts + expert, tl.sum(total, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def place_kernel(
     experts,
     counts,
@@ -111,7 +111,7 @@ def place_kernel(
         tl.store(pairs + place + row, tl.full((ROWS,), num_pairs, tl.int32), mask=place + row < (first + mine) * ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_kernel(
     x,
     weight,
@@ -154,7 +154,7 @@ def gate_up_kernel(
         tl.store(target, product.to(dtype), mask=live_row[:, None] & live_output[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def down_kernel(
     inner,
     weight,

@@ -41,7 +41,7 @@ def normalised(x, squares, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr,
     return x * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x,
     delta,

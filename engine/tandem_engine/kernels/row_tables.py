@@ -29,7 +29,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """By bytes, the widest first."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def resolve_kernel(table, input_ids, rows, out, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < count
@@ -39,7 +39,7 @@ def resolve_kernel(table, input_ids, rows, out, count, BLOCK: tl.constexpr):
     tl.store(out + i, tl.where(unknown, tl.load(table + row, mask=unknown, other=0), token), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def publish_kernel(table, rows, token_ids, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < count
