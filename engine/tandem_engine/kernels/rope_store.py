@@ -136,9 +136,10 @@ def rotate_store_kernel(
     NORM: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     SCALED: tl.constexpr,
+    STORE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Heads of one tile of one token, see the module."""
+    """Heads of one tile of one token, see the module. Without STORE there is q alone."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_TILES: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     KV_TILES: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
@@ -149,7 +150,7 @@ def rotate_store_kernel(
             q + token * q_stride, rotated_q + token * (Q_HEADS * SIZE), k_scales, weight, cos + angle, sin + angle,
             head, head < Q_HEADS, eps, SIZE, SIZE, ROTARY, HALF_WIDTH, REST_WIDTH, NORM, ROUND_FIRST, False,
         )  # fmt: skip
-    else:
+    elif STORE:
         slot = tl.load(slots + token)
         if slot >= 0:
             place = (slot // PAGE) * page_stride + (slot % PAGE) * SIZE
@@ -193,9 +194,7 @@ def rotate_and_store(
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, *, norm: HeadNorm | None = None) -> Tensor:
     """Heads x [T, H, D] as `rotate_and_store` makes them of q, where nothing is stored yet."""
-    nowhere = x[:, :, None]
-    place = _Place(x, x, nowhere, nowhere, x, 0, None)
-    return _launch(x, cos, signed_sin, place, norm, triton.cdiv(x.shape[1], TILE))
+    return _launch(x, cos, signed_sin, None, norm, triton.cdiv(x.shape[1], TILE))
 
 
 class _Place(NamedTuple):
@@ -210,32 +209,33 @@ class _Place(NamedTuple):
     scales: KvScales | None
 
 
-def _launch(q: Tensor, cos: Tensor, sin: Tensor, place: _Place, norm: HeadNorm | None, tiles: int) -> Tensor:
+def _launch(q: Tensor, cos: Tensor, sin: Tensor, place: _Place | None, norm: HeadNorm | None, tiles: int) -> Tensor:
     rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not len(q):
         return rotated
     require_heads(q)
     assert cos.stride() == sin.stride() == (cos.stride(0), 1), f"angles of strides {cos.stride()}, {sin.stride()}"
+    nowhere = _Place(q, q, q[:, :, None], q, q, 0, None)
+    k, v, keys, values, slots, page_stride, scales = place or nowhere
     constants = rotate_store_constants(
         q.shape[1],
-        place.keys.shape,
+        keys.shape,
         rotary=cos.shape[1],
         norm=norm is not None,
         round_first=norm is not None and norm.weight.dtype == q.dtype,
-        scaled=place.scales is not None,
+        scaled=scales is not None,
+        store=place is not None,
     )
     rotate_store_kernel[(len(q), tiles)](
-        q, place.k, place.v, rotated, place.keys, place.values, place.slots, cos, sin,
-        q if norm is None else norm.weight, *(place.scales or (q, q)),
-        q.stride(0), place.k.stride(0), place.v.stride(0), cos.stride(0), place.page_stride,
-        0.0 if norm is None else norm.eps,
+        q, k, v, rotated, keys, values, slots, cos, sin, q if norm is None else norm.weight, *(scales or (q, q)),
+        q.stride(0), k.stride(0), v.stride(0), cos.stride(0), page_stride, 0.0 if norm is None else norm.eps,
         **constants, num_warps=warps_of(constants["HALF_WIDTH"]), enable_fp_fusion=False,
     )  # fmt: skip
     return rotated
 
 
 def rotate_store_constants(
-    q_heads: int, pool: torch.Size, *, rotary: int, norm: bool, round_first: bool, scaled: bool
+    q_heads: int, pool: torch.Size, *, rotary: int, norm: bool, round_first: bool, scaled: bool, store: bool
 ) -> dict[str, int | bool]:
     """What `rotate_store_kernel` is compiled for; `pool` is the shape of one layer's keys."""
     size = pool[3]
@@ -247,4 +247,5 @@ def rotate_store_constants(
         "REST_WIDTH": triton.next_power_of_2(max(1, size - rotary)),
         "NORM": norm,
         "ROUND_FIRST": round_first,
+        "STORE": store,
     } | store_constants(pool, scaled=scaled)

@@ -257,14 +257,22 @@ def compile_rotation_and_store() -> None:
             num_warps=store_kv.warps_of(128),
         ).assert_fits()  # fmt: skip
     rotation_compiles(32, llama[1], "*fp8e4nv:16", norm=False, scaled=True, arch=HOPPER)
+    for arch in ARCHITECTURES:
+        rotation_compiles(40, (9, 40, 1, 128), "*bf16:16", norm=False, scaled=False, arch=arch, store=False)
 
 
-def rotation_compiles(heads: int, pool: tuple[int, ...], stored: str, *, norm: bool, scaled: bool, arch: int) -> None:
+def rotation_compiles(
+    heads: int, pool: tuple[int, ...], stored: str, *, norm: bool, scaled: bool, arch: int, store: bool = True
+) -> None:
+    """Where nothing is stored, there are no slots, either."""
     constants = rope_store.rotate_store_constants(
-        heads, pool, rotary=128, norm=norm, round_first=True, scaled=scaled
+        heads, pool, rotary=128, norm=norm, round_first=True, scaled=scaled, store=store
     )  # fmt: skip
+    signature = rotation_signature(rope_store.rotate_store_kernel, stored)
+    if not store:
+        signature["slots"] = stored
     compile_kernel(
-        rope_store.rotate_store_kernel, rotation_signature(rope_store.rotate_store_kernel, stored), constants,
+        rope_store.rotate_store_kernel, signature, constants,
         arch=arch,
         num_warps=store_kv.warps_of(constants["HALF_WIDTH"]),
         enable_fp_fusion=False,
