@@ -25,14 +25,18 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The converter knows tokenizers by a hash and refuses others; ours splits as Qwen2's does.
+# The converter knows tokenizers by a hash and refuses others; ours splits as Qwen2's does. It looks for a sentencepiece
+# file first, with a library that need not be there.
 _CONVERT = """\
 import runpy, sys
 from pathlib import Path
 source, checkpoint, kind, target = sys.argv[1:]
 sys.path[:0] = [source, str(Path(source, "gguf-py"))]
 from conversion import base
+def no_sentencepiece(self):
+    raise FileNotFoundError
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
+base.TextModel._set_vocab_sentencepiece = no_sentencepiece
 sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outtype", kind, "--outfile", target]
 runpy.run_path(str(Path(source, "convert_hf_to_gguf.py")), run_name="__main__")
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 from peers.machine import descendants
 from tandem_engine.ipc.parent import die_with_parent
 
-MARK = "TANDEM_PEERS_RUN"
+MARK = "PEERS_RUN"
 GRACE_S = 10.0
 
 
@@ -39,7 +39,11 @@ def _born(pid: int | str) -> str | None:
 def start(
     argv: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None, pipes: bool = False
 ) -> "subprocess.Popen[bytes]":
-    """Start it in a session of its own; what it says goes to `log`, its standard output to a pipe with `pipes`."""
+    """Start it; what it says goes to `log`, its standard output to a pipe with `pipes`.
+
+    A Ctrl-C is ours alone: it has a group of its own. Not a session: Linux shares cores out between sessions first, so
+    that the priority with which all of this was started would be lost.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         return subprocess.Popen(
@@ -48,7 +52,7 @@ def start(
             stdout=subprocess.PIPE if pipes else out,
             stderr=out,
             env={**os.environ, **(environment or {}), MARK: own_mark()},
-            start_new_session=True,
+            process_group=0,
             preexec_fn=die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
         )
 

@@ -35,6 +35,7 @@ KNOWN = {
     "TANDEM_TORCH": "read by set-up: cpu or cuda build of torch",
     "TANDEM_VENV": "read by set-up: folder of the virtual environment",
     "TANDEM_KUBE_HOME": "read by tests: where Kubernetes is built and kept",
+    "TANDEM_PEERS_HOME": "read by benchmarks: where other engines, models and their logs are kept",
     "TANDEM_KUBE_REQUIRED": "read by tests: without Kubernetes they fail instead of being skipped",
     "TANDEM_HELM_HOME": "read by tests: where the Helm library is kept",
     "TANDEM_HELM_PYTHON": "read by set-up of Helm: a Python of 3.12 or later",
