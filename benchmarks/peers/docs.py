@@ -20,7 +20,7 @@ END = "<!-- end of what peers.docs writes -->"
 def write_docs(results: Results, root: Path = ROOT) -> None:
     """Raises `ValueError` when docs/benchmarks.md lacks a mark."""
     page = root / "docs" / "benchmarks.md"
-    text = replaced(page.read_text("utf-8"), markdown(results))
+    text = replaced(page.read_text("utf-8"), f"{markdown(results)}\n![how many times faster](benchmarks/peers.svg)")
     write(results, root / "docs" / "benchmarks" / "peers.json")
     plot(results, root / "docs" / "benchmarks" / "peers.svg")
     page.write_text(text, "utf-8")

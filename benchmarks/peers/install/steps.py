@@ -11,7 +11,7 @@ from rich.console import Console
 from peers.home import venv_python
 from peers.processes import tail
 
-CONSOLE = Console(stderr=True, highlight=False)
+CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class NotInstalledError(RuntimeError):
