@@ -16,7 +16,14 @@ from typing import NoReturn
 from tandem_engine.config import ModelImpl, Role
 from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
-from tandem_engine.flags import add_engine_flags, add_model_impl_flag, engine_config, non_negative_int, positive_int
+from tandem_engine.flags import (
+    add_device_flag,
+    add_engine_flags,
+    add_model_impl_flag,
+    engine_config,
+    non_negative_int,
+    positive_int,
+)
 from tandem_engine.logs import LogFormat, configure_logging
 
 
@@ -77,6 +84,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser("verify", help="compare with transformers", allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="PATH")
     add_model_impl_flag(parser)
+    add_device_flag(parser)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=positive_int, metavar="N")
     parser.add_argument("--json", action="store_true")
@@ -89,6 +97,7 @@ def _verify(args: argparse.Namespace) -> int:
     return run_verify(
         args.model,
         impl=ModelImpl(args.model_impl),
+        device=args.device,
         quick=args.quick,
         as_json=args.json,
         tp_size=args.tensor_parallel_size,

@@ -1,4 +1,8 @@
-"""Functions compiled by numba, their code kept on disk where that is possible."""
+"""Functions compiled by numba, their code kept on disk where that is possible.
+
+An engine on a GPU needs few of them, and none of those often: where numba is not installed they are interpreted, and
+give the same results. The kernels of an engine on a CPU are nothing without it (`attention.cpu`).
+"""
 
 import hashlib
 import logging
@@ -7,7 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numba
+try:
+    import numba
+except ModuleNotFoundError:
+    numba = None
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +24,8 @@ def compiled(function: Callable[..., Any], *, nogil: bool = True, **options: Any
 
     `nogil`: let the interpreter lock go meanwhile. To get it back can take as long as another thread's turn.
     """
+    if numba is None:
+        return function
     try:
         return numba.njit(cache=True, nogil=nogil, **options)(function)
     except RuntimeError as error:

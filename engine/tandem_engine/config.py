@@ -5,6 +5,7 @@ comes from flags. Nothing below reads the environment or argv.
 """
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -21,6 +22,8 @@ MAX_LOOKUP_TOKENS = 32
 
 DEFAULT_KV_BYTES = 512 << 20
 """For KV pages on a CPU when no flag says anything: enough to try things out, and nothing to measure for."""
+DEVICES = re.compile(r"cpu|cuda(:\d{1,3})?")
+"""What `--device` takes."""
 DEFAULT_ACCELERATOR_SHARE = 0.88
 """The rest is for what a device's libraries take beside torch."""
 
@@ -567,6 +570,27 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GraphConfig:
+    """Decode steps that a GPU runs again without being told each operation. Names follow SGLang flags."""
+
+    enabled: bool = True
+    max_rows: int = 0
+    """Of the largest graph, a token of output each; 0 is what `--max-running-requests` can need, within bounds."""
+    sizes: tuple[int, ...] = ()
+    """Rows of each graph; () is a few up to the largest."""
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 0:
+            raise ConfigError(f"--cuda-graph-max-bs must be at least 1, got {self.max_rows}")
+        if self.sizes and min(self.sizes) < 1:
+            raise ConfigError(f"--cuda-graph-bs must be numbers of at least 1, got {min(self.sizes)}")
+        if self.sizes and self.max_rows and min(self.sizes) > self.max_rows:
+            raise ConfigError(
+                f"--cuda-graph-max-bs {self.max_rows} leaves none of --cuda-graph-bs {' '.join(map(str, self.sizes))}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OperationConfig:
     """What an operator may ask of a running engine, and where its files go."""
 
@@ -584,7 +608,7 @@ class EngineConfig:
     model_impl: ModelImpl = ModelImpl.AUTO
     load_format: LoadFormat = LoadFormat.AUTO
     dtype: str = "auto"
-    """auto (the checkpoint's), float32 or bfloat16."""
+    """auto (the checkpoint's; bfloat16 on a GPU), float32 or bfloat16."""
     device: str = "cpu"
     threads: int = 0
     """Intra-op threads on a CPU, shared by all ranks; 0 leaves torch's choice."""
@@ -596,9 +620,12 @@ class EngineConfig:
     speculative: SpecConfig = field(default_factory=SpecConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)
     operation: OperationConfig = field(default_factory=OperationConfig)
 
     def __post_init__(self) -> None:
+        if not DEVICES.fullmatch(self.device):
+            raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {self.device!r}")
         policy = self.scheduler.schedule_policy
         if policy.by_prefix and not self.cache.enable_prefix_cache:
             raise ConfigError(

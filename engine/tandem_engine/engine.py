@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import torch
 
-from tandem_engine.attention.cpu import CpuAttention
 from tandem_engine.clock import Clock, MonotonicClock
 from tandem_engine.config import (
     DEFAULT_CONTEXT,
@@ -37,14 +36,15 @@ from tandem_engine.disaggregation.ranks.peers import PeerInputs, RankedPeers
 from tandem_engine.disaggregation.ranks.transport import RankedTransport, RankNews, RankPlace
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.errors import BusyError, CheckpointError, ConfigError, EngineError
-from tandem_engine.executor.faults import FaultyForward
-from tandem_engine.executor.forward_thread import Forward, ForwardThread, InlineExecutor
-from tandem_engine.executor.interface import HiddenObserver
+from tandem_engine.executor.faults import LosesResults
+from tandem_engine.executor.forward_thread import Forward
+from tandem_engine.executor.graphs import graph_sizes
+from tandem_engine.executor.interface import HiddenObserver, Runner
 from tandem_engine.executor.memory_meter import meter_for
+from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, RunnerParts, Settle, platform_for
 from tandem_engine.executor.profiler import StepProfiler
-from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.executor.self_test import SelfTestReport, self_test
-from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.generation import Generation, Generations
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.memory.allocator import PageAllocator
@@ -55,11 +55,11 @@ from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.host.pool import HostPool
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.no_cache import NoPrefixCache
-from tandem_engine.memory.page_copy import Copier, PageCopier
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.prefix_cache import PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.rows import ReqToTokenPool
+from tandem_engine.memory.sizing import SMALLEST_POOL
 from tandem_engine.messages.control import EngineStats, KvGeometry, PauseMode
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Peer
@@ -70,6 +70,7 @@ from tandem_engine.model.loader import load_model, resolve_dtype
 from tandem_engine.model.sharing import heads_of_rank, require_shareable
 from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Agreement
+from tandem_engine.parallel.devices import device_of_rank, require_device
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.parallel.inputs import (
     Abort,
@@ -92,7 +93,6 @@ from tandem_engine.reload import Reloaded, WeightsReload
 from tandem_engine.sampling.grammar.compiler import GrammarCompiler, NoGrammars
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
 from tandem_engine.sampling.grammar.guidance.vocabulary import GuidanceVocabulary
-from tandem_engine.sampling.sampler import Sampler
 from tandem_engine.scheduler.lockstep import AgreedClock, AgreedInputs, DirectInputs, Inputs
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
@@ -112,7 +112,6 @@ if TYPE_CHECKING:
 
 LAYOUT_VERSION = 2
 """Of `KvPool`, [page, layer, kv, kv_head, slot, head_dim], and of the digests of its pages."""
-Executor: TypeAlias = ForwardThread | InlineExecutor
 
 MODEL_REPLACED = Finish(
     reason=FinishReason.ERROR, error="the model's weights were replaced", code="model_replaced", retryable=True
@@ -166,12 +165,13 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
     parallel = parallel or Parallel()
     assert parallel.size == config.parallel.tp_size, f"{parallel.size} ranks for {config.parallel}"
     facts = require_loadable(config)
+    config = replace(config, device=device_of_rank(config.device, parallel.rank))
     read_draft(config.speculative, target=facts, target_path=config.model_path)
     context_length = _context_length(config, facts)
     threads = max(1, (config.threads or torch.get_num_threads()) // parallel.size)
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
     torch.set_num_threads(1)
-    dtype = resolve_dtype(config.dtype, facts)
+    dtype = resolve_dtype(config.dtype, facts, device=config.device)
     meter = meter_for(config.device)
     before = meter.used()
     model = load_model(
@@ -209,6 +209,7 @@ def _vocabulary(folder: Path, facts: ModelConfig) -> GuidanceVocabulary | None:
 
 def require_loadable(config: EngineConfig) -> ModelConfig:
     """What the checkpoint says of itself. Raises what `load` would, before any weights are read."""
+    require_device(config.device, ranks=config.parallel.tp_size)
     facts = read_model_config(config.model_path, impl=config.model_impl, load_format=config.load_format)
     require_shareable(facts, config.parallel.tp_size)
     _context_length(config, facts)
@@ -233,7 +234,7 @@ class Engine:
         config: EngineConfig,
         pool: KvPool,
         memory: KvMemory,
-        runner: ModelRunner,
+        runner: Runner,
         executor: Executor,
         joint: JointWork,
         agreement: Agreement,
@@ -283,11 +284,13 @@ class Engine:
         *,
         sink: Sink | None = None,
         port: EnginePort | None = None,
+        platform: Platform | None = None,
     ) -> Self:
         """Assemble an engine around `loaded`; `config` may differ from the one it was loaded with.
 
         `sink` receives outputs; without one, `generate` gathers them. `port` gives it peers, and NIXL
         unless the transport is `none`. Of several ranks only the first has a port, and all transfer KV.
+        `platform` computes its steps; None takes that of the device.
 
         Raises:
             ConfigError: the pool does not fit the memory or cannot hold two pages, or a port is taken.
@@ -295,15 +298,25 @@ class Engine:
         """
         geometry = _geometry(loaded, config)
         draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
-        pool = _sized_pool(geometry, config, loaded, draft)
-        host_pool = _host_pool(pool, config.cache)
-        target = _target(loaded, config, pool)
+        platform = platform or platform_for(loaded.config.device)
+        pool = _sized_pool(geometry, config, loaded, draft, platform)
+        host_pool = _host_pool(pool, config.cache, platform)
+        target = _target(loaded, config, pool, platform)
         states = keep_states(draft, target)
-        runner = _runner(loaded, pool, config, states)
-        copier = PageCopier(pool, host_pool)
-        joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
-        executor = _executor(_forward(runner, config, joint), config.scheduler, loaded.threads, copier)
         agreement = Agreement(loaded.parallel.schedule)
+        parts = _runner_parts(loaded, pool, config, states, graphs=True)
+        runner = platform.runner(replace(parts, agree_time=lambda seconds: agreement.share(seconds, float)))
+        joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
+        executor = platform.executor(
+            ExecutorParts(
+                runner=runner,
+                settle=_settle(runner, config),
+                joint=joint,
+                overlap=config.scheduler.enable_overlap,
+                threads=loaded.threads,
+                host_pool=host_pool,
+            )
+        )
         copies = CopyQueue(submit=executor.copy, least=None if loaded.parallel.size == 1 else agreement.least)
         memory = _memory(pool, config, copies, _host_memory(host_pool, copies, config.cache, geometry))
         generations = Generations()
@@ -749,12 +762,17 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sized_pool(geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, draft: Draft | None) -> KvPool:
+def _sized_pool(
+    geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, draft: Draft | None, platform: Platform
+) -> KvPool:
     """As large as the memory allows, with the draft's share of every page."""
     beside = 0 if draft is None else draft.page_bytes(geometry.page_size, loaded.dtype)
 
+    def parts_over(pages: int, *, graphs: bool) -> RunnerParts:
+        return _runner_parts(loaded, _pool(geometry, config, loaded.dtype, pages=pages), config, None, graphs=graphs)
+
     def forward_over(pages: int) -> Forward:
-        return _runner(loaded, _pool(geometry, config, loaded.dtype, pages=pages), config, None).forward
+        return platform.runner(parts_over(pages, graphs=False)).forward
 
     footprint = Footprint(
         weight_bytes=loaded.weight_bytes,
@@ -762,6 +780,7 @@ def _sized_pool(geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel,
         host_page_bytes=geometry.page_bytes,
         threads=loaded.threads,
         forward_over=forward_over,
+        graph_bytes=lambda: platform.graph_bytes(parts_over(SMALLEST_POOL, graphs=True)),
     )
     plan = plan_pool(config, footprint, loaded.parallel)
     return _pool(geometry, config, loaded.dtype, pages=plan.pages)
@@ -779,12 +798,12 @@ def _pool(geometry: KvGeometry, config: EngineConfig, dtype: torch.dtype, *, pag
     )
 
 
-def _host_pool(pool: KvPool, config: CacheConfig) -> HostPool | None:
+def _host_pool(pool: KvPool, config: CacheConfig, platform: Platform) -> HostPool | None:
     if not config.host.enabled:
         return None
     cached = config.host.cache_pages(device_pages=pool.num_pages, page_bytes=pool.page_bytes)
     swapped = config.host.swap_pages(pool.page_bytes)
-    return HostPool(num_pages=cached + swapped, page_bytes=pool.page_bytes)
+    return platform.host_pool(num_pages=cached + swapped, page_bytes=pool.page_bytes)
 
 
 def _host_memory(
@@ -807,7 +826,7 @@ def _memory(pool: KvPool, config: EngineConfig, copies: CopyQueue, host: HostMem
     page_size = pool.page_size
     limits = config.scheduler
     return KvMemory(
-        rows=ReqToTokenPool(_rows(limits), -(-limits.context_length // page_size) + 1),
+        rows=ReqToTokenPool(_rows(limits), _max_pages(limits, page_size)),
         allocator=PageAllocator(pool.num_pages, copies),
         cache=_prefix_cache(config.cache, host),
         page_size=page_size,
@@ -821,38 +840,48 @@ def _rows(limits: SchedulerConfig) -> int:
     return 2 * limits.max_running_requests
 
 
+def _max_pages(limits: SchedulerConfig, page_size: int) -> int:
+    """Of one request, the token that may be computed too many included."""
+    return -(-limits.context_length // page_size) + 1
+
+
 def _prefix_cache(config: CacheConfig, host: HostMemory | None) -> PrefixCache:
     if host is not None and host.cache is not None:
         return host.cache
     return RadixCache(config.page_size) if config.enable_prefix_cache else NoPrefixCache()
 
 
-def _runner(loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: HiddenObserver | None) -> ModelRunner:
-    return ModelRunner(
+def _runner_parts(
+    loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: HiddenObserver | None, *, graphs: bool
+) -> RunnerParts:
+    limits, spec = config.scheduler, config.speculative
+    most = limits.max_running_requests * (1 if spec.algorithm is None else 1 + spec.num_draft_tokens)
+    return RunnerParts(
         model=loaded.model,
         pool=pool,
-        backend=CpuAttention(
-            pool,
-            num_heads=heads_of_rank(loaded.model_config, loaded.parallel.size).query,
-            specs=loaded.model.attention,
-        ),
-        sampler=Sampler(),
-        future_map=FutureMap(_rows(config.scheduler)),
+        num_heads=heads_of_rank(loaded.model_config, loaded.parallel.size).query,
+        rows=_rows(limits),
         observer=observer,
         group=loaded.parallel.forward,
+        max_pages=_max_pages(limits, pool.page_size),
+        graph_sizes=graph_sizes(config.graphs, most=most) if graphs else (),
     )
 
 
-def _forward(runner: ModelRunner, config: EngineConfig, joint: JointWork) -> Forward:
-    """A step fails on all ranks or on none."""
-    compute: Forward = runner.forward
+def _settle(runner: Runner, config: EngineConfig) -> Settle:
+    """What the host makes of each step's results."""
+    changes: list[Settle] = []
     if config.speculative.algorithm is not None:
-        compute = VerifiedForward(model=runner, verifier=ChainVerifier()).forward
+        changes.append(VerifiedForward(model=runner, verifier=ChainVerifier()).accepted)
     if config.scheduler.force_fault_every:
-        compute = FaultyForward(compute, every=config.scheduler.force_fault_every)
-    if joint.group.size == 1:
-        return compute
-    return lambda batch: joint.run(lambda: compute(batch))
+        changes.append(LosesResults(every=config.scheduler.force_fault_every))
+
+    def settle(batch: ForwardBatch, result: ForwardResult) -> ForwardResult:
+        for change in changes:
+            result = change(batch, result)
+        return result
+
+    return settle
 
 
 def _inputs(
@@ -870,14 +899,7 @@ def _inputs(
     )
 
 
-def _executor(forward: Forward, config: SchedulerConfig, threads: int, copier: Copier) -> Executor:
-    if config.enable_overlap:
-        return ForwardThread(forward, copier=copier, threads=threads)
-    torch.set_num_threads(threads)
-    return InlineExecutor(forward, copier=copier)
-
-
-def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool) -> Target:
+def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool, platform: Platform) -> Target:
     """What a draft is made for."""
     return Target(
         model=loaded.model,
@@ -891,6 +913,8 @@ def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool) -> Target:
         context_length=config.scheduler.context_length,
         max_text=config.scheduler.chunked_prefill_size,
         group=loaded.parallel.forward,
+        platform=platform,
+        graph_sizes=graph_sizes(config.graphs, most=config.scheduler.max_running_requests),
     )
 
 

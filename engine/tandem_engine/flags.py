@@ -8,10 +8,12 @@ import argparse
 import math
 
 from tandem_engine.config import (
+    DEVICES,
     CacheConfig,
     DisaggConfig,
     EngineConfig,
     GrammarConfig,
+    GraphConfig,
     HostConfig,
     LoadFormat,
     ModelImpl,
@@ -83,6 +85,45 @@ def add_model_impl_flag(parser: "argparse._ActionsContainer") -> None:
     )
 
 
+def add_device_flag(parser: "argparse._ActionsContainer") -> None:
+    """Add `--device`, which `verify` has too."""
+    parser.add_argument(
+        "--device",
+        type=device_name,
+        default="cpu",
+        metavar="{cpu,cuda,cuda:N}",
+        help="where the model runs: cuda is the first GPU that the process sees; with several ranks each has one, from "
+        "the one named upwards (default cpu)",
+    )
+
+
+def device_name(text: str) -> str:
+    """argparse type: a device that engines run on."""
+    if not DEVICES.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
+    return text
+
+
+def _add_graph_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--cuda-graph-max-bs",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="rows of the largest decode step that a GPU replays as a graph; a draft counts as a row (default: what "
+        "--max-running-requests can need, at most 256)",
+    )
+    group.add_argument(
+        "--cuda-graph-bs",
+        type=positive_int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="rows of each graph (default 1, 2, 4, 8, then every 8th to 64, 16th to 256)",
+    )
+    group.add_argument("--disable-cuda-graph", action="store_true", help="queue every operation of every step")
+
+
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag of `EngineConfig` except the model and the role."""
     cache = CacheConfig()
@@ -102,9 +143,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="weights and KV (default: the checkpoint's)",
+        help="weights and KV (default: the checkpoint's; bfloat16 on a GPU)",
     )
-    group.add_argument("--device", choices=("cpu",), default="cpu", help="where the model runs (default cpu)")
+    add_device_flag(group)
+    _add_graph_flags(group)
     group.add_argument(
         "--threads",
         type=non_negative_int,
@@ -547,6 +589,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             compile_timeout=args.grammar_compile_timeout,
             cache_size=args.grammar_cache_size,
         ),
+        graphs=GraphConfig(
+            enabled=not args.disable_cuda_graph,
+            max_rows=args.cuda_graph_max_bs,
+            sizes=tuple(args.cuda_graph_bs),
+        ),
         operation=OperationConfig(torch_profiler_dir=args.torch_profiler_dir, crash_dump_folder=args.crash_dump_folder),
     )
 
@@ -561,7 +608,9 @@ def engine_argv(args: argparse.Namespace) -> list[str]:
         if value == action.default:
             continue
         argv.append(action.option_strings[0])
-        if action.nargs != 0:
+        if isinstance(value, list):
+            argv += map(str, value)
+        elif action.nargs != 0:
             argv.append(str(value))
     return argv
 

@@ -34,6 +34,8 @@ class Footprint:
     threads: int
     forward_over: Callable[[int], Forward]
     """A forward of the model over a pool of its own with so many pages."""
+    graph_bytes: Callable[[], int] = lambda: 0
+    """Measures what captured steps will take."""
 
 
 def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) -> MemoryPlan:
@@ -42,7 +44,9 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
     Raises `ConfigError` when pages, or one request of the context length, do not fit.
     """
     meter, cache = meter_for(config.device), _share_of_rank(config, parallel)
-    activations = _measure(config, footprint, meter) if cache.mem_fraction_static else None
+    measured = cache.mem_fraction_static > 0
+    activations = _measure(config, footprint, meter) if measured else None
+    graphs = footprint.graph_bytes() if measured else 0
     agreement = Agreement(parallel.schedule)
     # Whoever has loaded first sees memory that others are about to take: what the last one sees is there.
     [available] = agreement.least([meter.available()])
@@ -54,6 +58,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
             used=meter.used(),
             weights=footprint.weight_bytes,
             activations=activations,
+            graphs=graphs,
         ),
         page_bytes=footprint.page_bytes,
         context_length=config.scheduler.context_length,
@@ -79,7 +84,7 @@ def _share_of_rank(config: EngineConfig, parallel: Parallel) -> CacheConfig:
 
 def _ranks_on_one_memory(config: EngineConfig, parallel: Parallel) -> int:
     """Those on a CPU divide it; on accelerators each has its own."""
-    return parallel.size if config.device == "cpu" else 1
+    return parallel.size if torch.device(config.device).type == "cpu" else 1
 
 
 def _measure(config: EngineConfig, footprint: Footprint, meter: MemoryMeter) -> int:

@@ -21,6 +21,7 @@ import torch
 
 from tandem_engine.engine import Engine, load
 from tandem_engine.errors import EngineError
+from tandem_engine.parallel.devices import device_of_rank
 from tandem_engine.parallel.meeting_place import remove
 from tandem_engine.parallel.rank_processes import RankOrder, announce
 from tandem_engine.parallel.torch_group import join_ranks
@@ -68,7 +69,7 @@ def _follow(order: RankOrder) -> None:
         store,
         rank=order.rank,
         size=config.parallel.tp_size,
-        device=torch.device(config.device),
+        device=torch.device(device_of_rank(config.device, order.rank)),
         timeout_s=config.parallel.timeout,
     )
     loaded = load(config, progress=False, parallel=parallel)

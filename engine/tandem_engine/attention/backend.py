@@ -34,6 +34,34 @@ class AttentionPlan(Protocol):
         ...
 
 
+class GraphPlan(AttentionPlan, Protocol):
+    """Attention of decodes whose inputs have a place of their own, so that a graph can run it for any of them.
+
+    As made it is a step of padding alone: each row has one token, in the dummy page, and writes there (T38, T39).
+    """
+
+    @property
+    def page_table(self) -> Tensor:
+        """[rows, max_pages] int32"""
+        ...
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """[rows] int32"""
+        ...
+
+    @property
+    def slots(self) -> Tensor:
+        """[rows] int64, `out_cache_loc`"""
+        ...
+
+    def load(self, batch: ForwardBatch) -> None:
+        """Copy in a step of as many sequences as rows, one token each, on the device. Nothing of an earlier step
+        remains that any row would read.
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
     """Attention over one `KvPool`. Called by the thread that runs forwards."""
 
@@ -43,4 +71,12 @@ class AttentionBackend(Protocol):
 
     def warm_up(self) -> None:
         """Compile or load what `plan` will need, so that no request waits for it. Touches no page."""
+        ...
+
+
+class GraphBackend(AttentionBackend, Protocol):
+    """A backend for devices that run steps by graphs."""
+
+    def graph_plan(self, max_rows: int, max_pages: int) -> GraphPlan:
+        """A plan for decodes of `max_rows` sequences, each of at most `max_pages` pages."""
         ...

@@ -53,8 +53,46 @@ class TorchReferencePlan:
         return side[slots // self.pool.page_size, :, slots % self.pool.page_size].float()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchGraphPlan:
+    """Implements `GraphPlan`: every row attends over all the tokens that it might have, most of them masked."""
+
+    pool: KvPool
+    specs: Ordered[AttentionSpec]
+    page_table: Tensor
+    seq_lens: Tensor
+    slots: Tensor
+
+    def load(self, batch: ForwardBatch) -> None:
+        """See `GraphPlan.load`."""
+        self.page_table.zero_()
+        self.page_table[:, : batch.page_table.shape[1]].copy_(batch.page_table)
+        self.seq_lens.copy_(batch.seq_lens)
+        self.slots.copy_(batch.out_cache_loc)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionPlan.__call__`."""
+        self.pool.store(layer, k, v, self.slots)
+        spec, page_size = self.specs[layer], self.pool.page_size
+        # [rows, max_pages, kv_heads, page_size, D] to [rows, tokens, heads, D]
+        group = q.shape[1] // k.shape[1]
+        keys, values = (
+            part[self.page_table.long()].transpose(2, 3).flatten(1, 2).float().repeat_interleave(group, dim=2)
+            for part in self.pool.key_value(layer)
+        )
+        scores = torch.einsum("rhd,rshd->rhs", q.float(), keys) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        position = torch.arange(self.page_table.shape[1] * page_size, device=q.device)
+        seen = position < self.seq_lens[:, None]
+        if spec.window is not None:
+            seen &= position >= self.seq_lens[:, None] - spec.window
+        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
+        return torch.einsum("rhs,rshd->rhd", weights, values).to(q.dtype).flatten(1)
+
+
 class TorchReferenceBackend:
-    """Implements `AttentionBackend`."""
+    """Implements `GraphBackend`. Nothing of it waits for a device: lengths are looked at on the host."""
 
     def __init__(self, pool: KvPool, *, specs: Ordered[AttentionSpec]) -> None:
         """`specs`: one for each layer of the pool."""
@@ -65,14 +103,26 @@ class TorchReferenceBackend:
         page_size = self._pool.page_size
         sequences = []
         start = 0
-        for index, extend_len in enumerate(batch.extend_lens.tolist()):
-            positions = torch.arange(int(batch.seq_lens[index]), device=batch.page_table.device)
-            pages = batch.page_table[index, positions // page_size].long()
+        lengths = zip(batch.host.extend_lens.tolist(), batch.host.seq_lens.tolist(), strict=True)
+        for index, (extend_len, seq_len) in enumerate(lengths):
+            positions = torch.arange(seq_len, device=batch.page_table.device)
+            pages = batch.page_table[index].long().index_select(0, positions // page_size)
             slots = pages * page_size + positions % page_size
             sequences.append(Sequence(start=start, stop=start + extend_len, slots=slots))
             start += extend_len
         return TorchReferencePlan(
             pool=self._pool, specs=self._specs, out_cache_loc=batch.out_cache_loc, sequences=tuple(sequences)
+        )
+
+    def graph_plan(self, max_rows: int, max_pages: int) -> TorchGraphPlan:
+        """See `GraphBackend.graph_plan`."""
+        device = self._pool.data.device
+        return TorchGraphPlan(
+            pool=self._pool,
+            specs=self._specs,
+            page_table=torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device),
+            seq_lens=torch.ones(max_rows, dtype=torch.int32, device=device),
+            slots=torch.zeros(max_rows, dtype=torch.int64, device=device),
         )
 
     def warm_up(self) -> None:

@@ -5,15 +5,11 @@ OUT_OF_MEMORY   the step was too large together: smaller ones may fit, so they a
 DEVICE_LOST     the device's context is gone; every later step would fail too, whoever is in it
 """
 
-from collections.abc import Callable
 from enum import Enum
-from typing import TypeAlias
 
 import torch
 
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
-
-Forward: TypeAlias = Callable[[ForwardBatch], ForwardResult]
 
 
 class StepFault(Enum):
@@ -39,22 +35,20 @@ class DeviceLostError(Exception):
 
 
 class ForcedFaultError(Exception):
-    """Raised on purpose, by `FaultyForward`."""
+    """Raised on purpose, by `LosesResults`."""
 
 
-class FaultyForward:
-    """Tests only: computes every step, and then loses the result of every n-th one with company in it.
+class LosesResults:
+    """Tests only: loses the result of every n-th step with company in it, once it is computed.
 
     A sequence that runs alone is spared, so that requests tried apart come to their ends.
     """
 
-    def __init__(self, forward: Forward, *, every: int) -> None:
-        self._forward = forward
+    def __init__(self, *, every: int) -> None:
         self._every = every
         self._steps = 0
 
-    def __call__(self, batch: ForwardBatch) -> ForwardResult:
-        result = self._forward(batch)
+    def __call__(self, batch: ForwardBatch, result: ForwardResult) -> ForwardResult:
         self._steps += 1
         if self._steps % self._every == 0 and batch.num_sequences > 1:
             raise ForcedFaultError(f"step {batch.step} was made to fail")

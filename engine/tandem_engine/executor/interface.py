@@ -16,8 +16,34 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tandem_engine.attention.backend import AttentionBackend
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.memory.page_copy import CopyReport, PageCopy
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.base import CausalLM
+
+
+class Runner(Protocol):
+    """Computes steps over one pool."""
+
+    model: CausalLM
+    """May be replaced by another of the same architecture, while no step is in flight."""
+    pool: KvPool
+
+    @property
+    def backend(self) -> AttentionBackend: ...
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
+        """Run `batch`, and wait for what it comes to."""
+        ...
+
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """Run the model alone: KV is written, nothing is sampled. float32 [R, vocab] on the host."""
+        ...
+
+    def record(self, batch: ForwardBatch, token_ids: Tensor) -> None:
+        """Let requests with a history have the tokens [S, K] that they got, −1 behind a shorter run (T42)."""
+        ...
 
 
 class HiddenObserver(Protocol):

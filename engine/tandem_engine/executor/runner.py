@@ -18,7 +18,7 @@ from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.pooled import sum_pooled
-from tandem_engine.forward.runs import drafts_ahead, over_runs, sampled_tokens
+from tandem_engine.forward.runs import drafts_ahead, over_runs, wanted_tokens
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import Attend, CausalLM
 from tandem_engine.parallel.group import SingleRank, TpGroup
@@ -103,7 +103,7 @@ class ModelRunner:
         attend: Attend = self.backend.plan(batch)
         if batch.kv_progress is not None:
             attend = _telling(attend, batch.kv_progress)
-        wanted = _wanted_tokens(batch)
+        wanted = wanted_tokens(batch)
         if self._observer is None:
             return self.model.forward(input_ids, batch.positions, attend, wanted)
         everything = torch.arange(batch.num_tokens, device=input_ids.device)
@@ -132,12 +132,3 @@ def _without_marks(token_ids: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         return token_ids, ()
     unsound = token_ids < 0
     return token_ids.masked_fill(unsound, 0), tuple(unsound.nonzero().squeeze(1).tolist())
-
-
-def _wanted_tokens(batch: ForwardBatch) -> Tensor:
-    """Indices of the tokens whose hidden states are needed, among the step's tokens."""
-    sampled = sampled_tokens(batch)
-    if not batch.prompt_positions and not batch.pooled:
-        return sampled
-    scored = (positions.tokens for positions in batch.prompt_positions)
-    return torch.cat((sampled, *scored, *(pooled.tokens for pooled in batch.pooled)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.errors import CheckpointError
-from tandem_engine.executor.runner import ModelRunner
+from tandem_engine.executor.interface import Runner
 from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.memory.pool import KvPool
@@ -43,7 +43,7 @@ class SelfTestReport:
 
 @torch.inference_mode()
 def self_test(
-    runner: ModelRunner,
+    runner: Runner,
     *,
     pages: Sequence[PageId],
     page_size: int,
@@ -112,7 +112,7 @@ def _no_sampling() -> SamplingBatch:
     )
 
 
-def _best_time(runner: ModelRunner, batch: ForwardBatch) -> float:
+def _best_time(runner: Runner, batch: ForwardBatch) -> float:
     """Seconds of the fastest of `REPEATS` runs."""
     seconds = []
     for _ in range(REPEATS):
@@ -123,8 +123,9 @@ def _best_time(runner: ModelRunner, batch: ForwardBatch) -> float:
 
 
 def _save(pool: KvPool, pages: Sequence[PageId]) -> Tensor:
-    return pool.data[list(pages)]
+    return torch.stack([pool.data[page] for page in pages])
 
 
 def _restore(pool: KvPool, pages: Sequence[PageId], data: Tensor) -> None:
-    pool.data[list(pages)] = data
+    for page, values in zip(pages, data, strict=True):
+        pool.data[page] = values

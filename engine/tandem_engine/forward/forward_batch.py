@@ -107,6 +107,13 @@ class ForwardBatch:
     """[S] drafts among the last tokens of each sampling sequence; () when there are none in the step."""
     kv_progress: KvProgress | None = None
     """Told of each layer whose KV is written, when somebody sends pages meanwhile."""
+    on_host: "ForwardBatch | None" = None
+    """The same step as host tensors, when these are on a device: whoever looks at those waits for the device (T5)."""
+
+    @property
+    def host(self) -> "ForwardBatch":
+        """The step as tensors that can be looked at."""
+        return self if self.on_host is None else self.on_host
 
     @property
     def num_tokens(self) -> int:

@@ -26,11 +26,15 @@ class FutureMap:
         max_rows: rows besides padding; the largest usable `req_pool_idx`.
         debug: poison what was read, and assert that nothing is read twice or before it was published.
             Costs a device sync per step.
+        queued: compute by operations of torch alone, as on any device but a CPU.
     """
 
-    def __init__(self, max_rows: int, *, device: torch.device | str = "cpu", debug: bool = False) -> None:
+    def __init__(
+        self, max_rows: int, *, device: torch.device | str = "cpu", debug: bool = False, queued: bool = False
+    ) -> None:
         self._tokens = torch.full((max_rows + 1,), _CONSUMED, dtype=torch.int64, device=device)
-        self._on_host = self._tokens.numpy() if self._tokens.device.type == "cpu" else None
+        on_host = self._tokens.device.type == "cpu" and not queued
+        self._on_host = self._tokens.numpy() if on_host else None
         """The same memory."""
         self._debug = debug
 

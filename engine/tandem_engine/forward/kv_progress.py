@@ -11,7 +11,7 @@ Layers are written in order, for all tokens of the step at once. A step that rai
 its pages hold means nothing, and whoever sent some of it sends those pages again.
 
 On a CPU `wrote` is called between two layers and is right at once. On a device it is called when the layer's work
-is queued: then an event is recorded behind it, and only the event is believed.
+is queued, with an event recorded behind it, and only the event is believed.
 """
 
 from collections import deque
@@ -30,11 +30,7 @@ Wake = Callable[[], None]
 
 
 class Event(Protocol):
-    """`torch.cuda.Event`, as far as it is used here."""
-
-    def record(self) -> None:
-        """Behind what the current stream has queued."""
-        ...
+    """A place in the queue of a stream: `torch.cuda.Event` once it is recorded, as far as it is used here."""
 
     def query(self) -> bool:
         """Whether the stream got there."""
@@ -49,10 +45,8 @@ class _Queued(NamedTuple):
 class KvProgress:
     """One step's progress. Written by the thread that computes, read by the one that transfers."""
 
-    def __init__(self, clock: Clock, make_event: Callable[[], Event] | None = None) -> None:
-        """`make_event`: where work is queued on a stream, `torch.cuda.Event`."""
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._make_event = make_event
         self._queued: deque[_Queued] = deque()
         self._written = 0
         self._outcome: int | None = None
@@ -69,14 +63,12 @@ class KvProgress:
             self._written = self._queued.popleft().layer + 1
         return self._written if self._outcome is None else self._outcome
 
-    def wrote(self, layer: int) -> None:
-        """KV of `layer` is written, on a stream as soon as what is queued has run."""
-        if self._make_event is None:
+    def wrote(self, layer: int, behind: Event | None = None) -> None:
+        """KV of `layer` is written; on a stream, as soon as that got to `behind`."""
+        if behind is None:
             self._written = layer + 1
-            return
-        event = self._make_event()
-        event.record()
-        self._queued.append(_Queued(layer, event))
+        else:
+            self._queued.append(_Queued(layer, behind))
 
     def on_end(self, wake: Wake) -> None:
         """Have `wake` called when the step is over, at once if it is. By any thread, and perhaps twice."""

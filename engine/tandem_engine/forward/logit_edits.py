@@ -27,9 +27,10 @@ class History:
     """req_pool_idx"""
     slot: int | None
     """Place of its counts; None when only its last tokens matter."""
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int] | Tensor
     """() when no prompt token is penalised."""
-    output_ids: Sequence[int]
+    output_ids: Sequence[int] | Tensor
+    """A tensor, int64 [N], once it is where logits are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

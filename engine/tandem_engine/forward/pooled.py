@@ -1,8 +1,11 @@
 """Hidden states that embeddings are made of: which ones a step is asked for, and their sum."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from tandem_engine.forward.outcome import Outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,3 +40,16 @@ def sum_pooled(hidden: torch.Tensor, wanted: tuple[PooledTokens, ...]) -> tuple[
         PooledSum(sequence=pooled.sequence, first=pooled.first, count=len(rows), total=rows.double().sum(dim=0).cpu())
         for pooled, rows in zip(wanted, parts, strict=True)
     )
+
+
+def queue_pooled(hidden: torch.Tensor, wanted: tuple[PooledTokens, ...]) -> Outcome[tuple[PooledSum, ...]]:
+    """As `sum_pooled`, where nobody waits for the sums."""
+    parts = torch.split(hidden, [len(pooled.tokens) for pooled in wanted]) if wanted else ()
+
+    def read(totals: Sequence[torch.Tensor]) -> tuple[PooledSum, ...]:
+        return tuple(
+            PooledSum(sequence=pooled.sequence, first=pooled.first, count=len(pooled.tokens), total=total.clone())
+            for pooled, total in zip(wanted, totals, strict=True)
+        )
+
+    return Outcome(tuple(rows.double().sum(dim=0) for rows in parts), read)

@@ -26,6 +26,17 @@ def sampled_tokens(batch: ForwardBatch) -> Tensor:
     return last.repeat_interleave(runs) - behind
 
 
+def wanted_tokens(batch: ForwardBatch) -> Tensor:
+    """Indices among the step's tokens of those whose hidden states are needed: sampled after, then predicting wanted
+    prompt tokens, then to be pooled.
+    """
+    sampled = sampled_tokens(batch)
+    if not batch.prompt_positions and not batch.pooled:
+        return sampled
+    scored = (positions.tokens for positions in batch.prompt_positions)
+    return torch.cat((sampled, *scored, *(pooled.tokens for pooled in batch.pooled)))
+
+
 def over_runs(batch: ForwardBatch) -> SamplingBatch:
     """The sampling of `batch` with its edits by row, [R], as the other columns are."""
     sampling = batch.sampling

@@ -6,10 +6,13 @@
     settle step N: its tokens become known
     fill `bitmask` row by row, `release`       ─────▶   `wait`, mask the logits, sample
 
+On a device nobody waits: what samples is queued `when_released`, by the scheduler thread itself.
+
 So a grammar costs the wait for the end of settlement, not the overlap (T45). Whoever opens masks releases them
 whatever happens: rows forbid nothing until they are filled, and the token of a request that has ended is dropped.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Self
@@ -36,6 +39,7 @@ class TokenMasks:
     bitmask: torch.Tensor
     """[G, words] int32 on the host, see `sampling.grammar.backend.Bits`. Not to be read before `wait`."""
     _released: Event = field(default_factory=Event)
+    _then: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
     def open(cls, rows: tuple[int, ...], words: int) -> Self:
@@ -45,6 +49,15 @@ class TokenMasks:
     def release(self) -> None:
         """The bitmask is final. Idempotent."""
         self._released.set()
+        while self._then:
+            self._then.pop(0)()
+
+    def when_released(self, then: Callable[[], None]) -> None:
+        """Have `then` called by `release`, at once if that was. Called by the thread that releases."""
+        if self._released.is_set():
+            then()
+        else:
+            self._then.append(then)
 
     def wait(self) -> torch.Tensor:
         """The bitmask, once it is final."""

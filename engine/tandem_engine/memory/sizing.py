@@ -37,6 +37,8 @@ class MemoryFacts:
     weights: int
     activations: int | None
     """Peak of the largest step; None when it was not measured."""
+    graphs: int = 0
+    """Of captured steps, which stay beside the weights; 0 where there are none, or when it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,12 +115,13 @@ class MemoryPlan:
         facts = self.facts
         activations = "not measured" if facts.activations is None else _gib(facts.activations)
         below = f"host cache {_gib(self.host_cache)}, swap space {_gib(self.swap)}"
+        graphs = f"graphs {_gib(facts.graphs)}, " if facts.graphs else ""
         ours = (
             f"memory {_gib(facts.total)}: weights {_gib(facts.weights)}, process {_gib(facts.used - facts.weights)}, "
-            f"activations {activations}, KV {_gib(self.kv_bytes)} ({self.pages} pages, "
+            f"activations {activations}, {graphs}KV {_gib(self.kv_bytes)} ({self.pages} pages, "
             f"{(self.pages - 1) * self.page_size} tokens)"
         )
-        free = facts.available - self.kv_bytes - (facts.activations or 0)
+        free = facts.available - self.kv_bytes - (facts.activations or 0) - facts.graphs
         if self.beside_pool:
             return f"{ours}, {below}, free {_gib(free - self.host_cache - self.swap)}"
         return f"{ours}, free {_gib(free)}; of host memory: {below}"
@@ -172,9 +175,10 @@ def _from_fraction(
 ) -> int:
     assert facts.activations is not None, "a fraction is divided by measurement"
     fraction, cost = cache.mem_fraction_static, page_bytes + host.per_page
-    fixed = facts.used + facts.activations + host.fixed
+    beside = facts.activations + facts.graphs + host.fixed
+    fixed = facts.used + beside
     # Others may have taken what this share promises.
-    left = min(int(facts.total * fraction) - fixed, facts.available - facts.activations - host.fixed)
+    left = min(int(facts.total * fraction) - fixed, facts.available - beside)
     least = ceil(context_length / cache.page_size) + 1
     needed = ceil(least * cost)
     if left >= needed:
@@ -185,11 +189,12 @@ def _from_fraction(
     if fraction < enough <= LARGEST_FRACTION:
         fixes.append(f"raise --mem-fraction-static to {enough:g}")
     fixes += _less_host_memory(host, left + host.fixed - least * page_bytes, least)
-    beside = f" with {host.flags}" if host.counts else ""
+    with_host = f" with {host.flags}" if host.counts else ""
+    graphs = f", graphs ({_gib(facts.graphs)})" if facts.graphs else ""
     raise ConfigError(
-        f"one request of --context-length {context_length} needs {_gib(needed)} of KV pages{beside}; "
+        f"one request of --context-length {context_length} needs {_gib(needed)} of KV pages{with_host}; "
         f"--mem-fraction-static {fraction:g} of {_gib(facts.total)} leaves {_gib(max(0, left))} after weights and "
-        f"process ({_gib(facts.used)}) and the largest step ({_gib(facts.activations)})"
+        f"process ({_gib(facts.used)}){graphs} and the largest step ({_gib(facts.activations)})"
         f"{f' and fixed host memory ({_gib(host.fixed)})' if host.fixed else ''}, with {_gib(facts.available)} "
         f"available: {' or '.join(fixes or ['free memory of this machine, or serve a smaller model'])}"
     )

@@ -10,8 +10,8 @@ The parts are plain frozen objects that hold tensors. At the sizes that run on a
 of operations of a few microseconds, to which the bookkeeping of `nn.Module` would add a good part.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from tandem_engine.config import ModelConfig, MoeConfig, RopeConfig
 from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.model.base import Attend
 from tandem_engine.model.expert_tensors import ROUTER, expert_name
-from tandem_engine.model.fused.stack import FusedStack, fuse, fuse_head
 from tandem_engine.model.layers.activation import gated
 from tandem_engine.model.layers.attention import SelfAttention
 from tandem_engine.model.layers.embedding import TokenEmbedding
@@ -35,6 +34,9 @@ from tandem_engine.model.sharing import Heads, heads_of_rank
 from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, has_experts, layer_prefix
 from tandem_engine.model.weights import Weights, column_parallel, head, row_parallel, token_embedding
 from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY, Split
+
+if TYPE_CHECKING:
+    from tandem_engine.model.fused.stack import FusedStack
 
 
 class Tokenwise(Protocol):
@@ -70,7 +72,7 @@ class Decoder:
     blocks: tuple[Block, ...]
     norm: Norm
     lm_head: Projection
-    fused: FusedStack | None = None
+    fused: "FusedStack | None" = None
     """Computes small steps of small models in one call."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
@@ -121,18 +123,33 @@ def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> D
     blocks = tuple(builder.block(layer) for layer in range(config.num_layers))
     norm = rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm)
     embedding = token_embedding(table, weights.group, scale=config.embedding_scale)
-    fused = fuse(config, weights, embedding=embedding, blocks=blocks, rotary=rotary[0], norm=norm, specs=specs)
-    lm_head = head(scores, config.vocab_size, weights.group)
-    return Decoder(
+    decoder = Decoder(
         config=config,
         attention=specs,
         embedding=embedding,
         rotary=rotary,
         blocks=blocks,
         norm=norm,
-        lm_head=lm_head if fused is None else fuse_head(lm_head),
-        fused=fused,
+        lm_head=head(scores, config.vocab_size, weights.group),
     )
+    return _fused(decoder, weights) if weights.device.type == "cpu" else decoder
+
+
+def _fused(decoder: Decoder, weights: Weights) -> Decoder:
+    """With the kernel for its small steps, if that covers the model."""
+    # Only an engine on a CPU needs numba.
+    from tandem_engine.model.fused.stack import fuse, fuse_head
+
+    fused = fuse(
+        decoder.config,
+        weights,
+        embedding=decoder.embedding,
+        blocks=decoder.blocks,
+        rotary=decoder.rotary[0],
+        norm=decoder.norm,
+        specs=decoder.attention,
+    )
+    return decoder if fused is None else replace(decoder, lm_head=fuse_head(decoder.lm_head), fused=fused)
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:

@@ -34,13 +34,14 @@ from tandem_engine.parallel.split import Split
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_dtype(requested: str, config: ModelConfig) -> torch.dtype:
-    """The dtype of weights, activations and KV for the flag `--dtype`.
+def resolve_dtype(requested: str, config: ModelConfig, *, device: str = "cpu") -> torch.dtype:
+    """The dtype of weights, activations and KV for the flag `--dtype`: auto is the checkpoint's, bfloat16 on a GPU.
 
     Raises:
         ConfigError: `requested` is neither auto nor a supported dtype.
     """
-    name = config.dtype if requested == "auto" else requested
+    auto = config.dtype if torch.device(device).type == "cpu" else "bfloat16"
+    name = auto if requested == "auto" else requested
     if name not in DTYPES:
         raise ConfigError(f"--dtype must be auto, {', '.join(DTYPES)}, got {requested}")
     return DTYPES[name]

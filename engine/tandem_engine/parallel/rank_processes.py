@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import FileStore, Store
 from tandem_engine.config import EngineConfig
 from tandem_engine.errors import RankLostError
 from tandem_engine.logs import configured_format
+from tandem_engine.parallel.devices import device_of_rank
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.parallel.meeting_place import meeting_place
@@ -191,7 +192,7 @@ def _meet(others: RankProcesses, order: RankOrder) -> Parallel:
         store,
         rank=order.rank,
         size=config.parallel.tp_size,
-        device=torch.device(config.device),
+        device=torch.device(device_of_rank(config.device, order.rank)),
         timeout_s=config.parallel.timeout,
         failure=others.failure,
     )

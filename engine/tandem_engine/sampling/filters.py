@@ -43,15 +43,22 @@ def keep_thresholds(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
     return thresholds
 
 
+def queued_thresholds(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """As `keep_thresholds`, without a look at any value: sorts the whole vocabulary, of rows without a filter too."""
+    top_k = top_k.where(top_k < logits.shape[1], 0)
+    ranked = (top_k > 0) | (top_p < 1.0)
+    cut = _rank_largest(logits.sort(dim=1, descending=True).values, top_k, top_p.double(), _mass(logits)).thresholds
+    return min_p.log().maximum(cut.where(ranked, -torch.inf))
+
+
 def _rank(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Thresholds of top-k and top-p, sorting no more of the vocabulary than they need."""
     vocab_size = logits.shape[1]
-    # Σ exp(logits), whose largest term is 1. Not by `sum`, which splits a lone row over threads.
-    mass = logits.log_softmax(dim=1).amax(dim=1).neg().double().exp()
+    mass = _mass(logits)
     width = max(FIRST_RANKED if bool((top_p < 1.0).any()) else 1, int(top_k.max()) + 1)
     while width < vocab_size:
         ranking = _rank_largest(logits.topk(width, dim=1).values, top_k, top_p, mass)
-        if ranking.complete:
+        if bool(ranking.complete.all()):
             return ranking.thresholds
         width *= WIDEN
     return _rank_largest(logits.sort(dim=1, descending=True).values, top_k, top_p, mass).thresholds
@@ -59,8 +66,8 @@ def _rank(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 class Ranking(NamedTuple):
     thresholds: Tensor
-    complete: bool
-    """False when a threshold may lie below the tokens that were looked at."""
+    complete: Tensor
+    """bool [R]: False where the threshold may lie below the tokens that were looked at."""
 
 
 def _rank_largest(logits: Tensor, top_k: Tensor, top_p: Tensor, mass: Tensor) -> Ranking:
@@ -77,4 +84,9 @@ def _rank_largest(logits: Tensor, top_k: Tensor, top_p: Tensor, mass: Tensor) ->
     thresholds = logits.gather(1, last[:, None]).where(by_p[:, None], kth).squeeze(1)
     # Ties with the k-th count towards top-p: all of them must be in sight.
     complete = torch.where(limited, logits[:, -1] < kth.squeeze(1), sums[:, -1] >= wanted)
-    return Ranking(thresholds, bool((complete | ~by_p).all()))
+    return Ranking(thresholds, complete | ~by_p)
+
+
+def _mass(logits: Tensor) -> Tensor:
+    """[R] float64 Σ exp(logits), whose largest term is 1. Not by `sum`, which splits a lone row over threads."""
+    return logits.log_softmax(dim=1).amax(dim=1).neg().double().exp()

@@ -57,8 +57,8 @@ class PenaltyRows:
     def load(
         self,
         slot: int,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Tensor,
+        output_ids: Sequence[int] | Tensor,
         *,
         vocab_size: int,
         device: torch.device | str = "cpu",
@@ -66,8 +66,8 @@ class PenaltyRows:
         """Make `slot` know these tokens and no others."""
         if slot >= self.capacity:
             self._grow(slot + 1, vocab_size, device)
-        outputs = torch.tensor(output_ids, dtype=torch.int64, device=device)
-        prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=device)
+        outputs = torch.as_tensor(output_ids, dtype=torch.int64, device=device)
+        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64, device=device)
         seen = torch.unique(torch.cat((prompt, outputs)))
         self._make_room(len(seen))
         self._forget(slot)

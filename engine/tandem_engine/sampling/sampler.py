@@ -68,7 +68,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         """Token ids [R] of rows that all sample, by the Gumbel-max rule over the tokens their filters keep."""
-        scaled = _scale(logits, sampling.temperature)
+        scaled = scale(logits, sampling.temperature)
         noise = RowNoise(self._vocabulary(scaled), sampling.seed, sampling.position)
         thresholds = keep_thresholds(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
         if thresholds is None:
@@ -119,7 +119,7 @@ def _only(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
     )
 
 
-def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
+def scale(logits: Tensor, temperature: Tensor) -> Tensor:
     """Divide by the temperature with the largest moved to 0 first, so that no temperature overflows it."""
     largest = logits.amax(dim=1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
     return (logits - largest) / temperature[:, None]

@@ -24,11 +24,11 @@ class TokenTails:
     def __init__(self) -> None:
         self._tails = torch.empty(0, TAIL, dtype=torch.int64)
 
-    def load(self, row: int, output_ids: Sequence[int], *, device: torch.device | str = "cpu") -> None:
+    def load(self, row: int, output_ids: Sequence[int] | Tensor, *, device: torch.device | str = "cpu") -> None:
         """Make `row` know the end of this output and nothing before."""
         if row >= len(self._tails):
             self._grow(row + 1, device)
-        tail = torch.tensor(output_ids[-TAIL:], dtype=torch.int64, device=device)
+        tail = torch.as_tensor(output_ids[-TAIL:], dtype=torch.int64, device=device)
         self._tails[row] = _NOTHING
         self._tails[row, TAIL - len(tail) :] = tail
 

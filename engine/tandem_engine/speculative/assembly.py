@@ -10,11 +10,9 @@ from pathlib import Path
 
 import torch
 
-from tandem_engine.attention.cpu import CpuAttention
 from tandem_engine.config import ModelConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.errors import CheckpointError, ConfigError
-from tandem_engine.executor.runner import ModelRunner
-from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.executor.platform import OnStreams, Platform, RunnerParts
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
@@ -60,6 +58,9 @@ class Target:
     """Tokens that a draft model may catch up with in one step."""
     group: TpGroup
     """The ranks that share the model. Each has the whole draft, and all take rank 0's guesses (T53)."""
+    platform: Platform
+    graph_sizes: tuple[int, ...] = ()
+    """Of decodes, which guesses behind the first are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,16 +142,18 @@ def _model_proposer(
 
 def _draft_model(draft: Draft, target: Target, positions: int) -> DraftModel:
     pool, model = _pool(draft, target), _load(draft, target, positions)
-    backend = CpuAttention(pool, num_heads=draft.config.num_heads, specs=model.attention)
-    backend.warm_up()
-    runner = ModelRunner(
-        model=model,
-        pool=pool,
-        backend=backend,
-        sampler=Sampler(),
-        future_map=FutureMap(target.rows),
-        group=target.group,
+    runner = target.platform.runner(
+        RunnerParts(
+            model=model,
+            pool=pool,
+            num_heads=draft.config.num_heads,
+            rows=target.rows,
+            group=target.group,
+            max_pages=-(-target.context_length // target.page_size) + 1,
+            graph_sizes=target.graph_sizes,
+        )
     )
+    runner.backend.warm_up()
     return DraftModel(runner.forward)
 
 
@@ -167,7 +170,12 @@ def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) ->
             f"--speculative-algorithm EAGLE shares the embedding of the model, and a {target.model.config.family} "
             "model does not give it away; use DRAFT or NGRAM"
         )
-    backend = CpuAttention(_pool(draft, target), num_heads=draft.config.num_heads, specs=attention_specs(draft.config))
+    if isinstance(target.platform, OnStreams):
+        raise ConfigError(
+            "--speculative-algorithm EAGLE needs --device cpu; use DRAFT or NGRAM, or serve without drafts"
+        )
+    specs = attention_specs(draft.config)
+    backend = target.platform.attention(_pool(draft, target), draft.config.num_heads, specs)
     backend.warm_up()
     return EagleDrafter(
         head=load_head(draft.path, draft.config, dtype=target.dtype, device=target.device, positions=positions),

@@ -64,8 +64,13 @@ class VerifiedForward:
     verifier: Verifier
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
-        """Run `batch`, and keep the accepted run of every sequence: ids, logprobs and history alike (T42, T50)."""
-        result = self.model.forward(batch)
+        """Run `batch`, and keep the accepted run of every sequence."""
+        return self.accepted(batch, self.model.forward(batch))
+
+    def accepted(self, batch: ForwardBatch, result: ForwardResult) -> ForwardResult:
+        """Of what `batch`, on the host, came to, the accepted run of every sequence: ids, logprobs and history alike
+        (T42, T50). Before the next step is launched, which must know that history.
+        """
         if not batch.draft_lens:
             return result
         accept_lens = self.verifier.verify(DraftTokens(drafts_of(batch)), result.next_token_ids).accept_lens

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 from tqdm import tqdm
 
-from tandem_engine.config import CacheConfig, EngineConfig, ModelImpl, SchedulerConfig
+from tandem_engine.config import CacheConfig, EngineConfig, GraphConfig, ModelImpl, SchedulerConfig
 from tandem_engine.engine import Engine, LoadedModel, load
 from tandem_engine.messages.kv_events import Tier
 from tandem_engine.model.sharing import can_share, require_shareable
@@ -31,12 +31,14 @@ from tandem_engine.verify.pair import Pair
 from tandem_engine.verify.path import Path
 from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_engine.verify.prompts import make_prompts
-from tandem_engine.verify.ranks import Alone, EngineMaker, ThreadRanks
+from tandem_engine.verify.ranks import Alone, EngineMaker, PlatformMaker, ThreadRanks, platform_of_device
 from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
 from tandem_engine.verify.threaded import Threaded
 
 STAGGER_STEPS = 3
 DEFAULT_RANKS = 2
+GRAPH_ROWS = (2, 8, 32)
+"""Of the graphs of each path's engines, on a device with graphs: some steps fill one, most are padded."""
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,13 +64,21 @@ class Verification:
     max_tokens: int
     edited: Sequence[ReferenceOutput] = ()
     """For the paths whose requests edit their logits, one for each of `references`."""
+    platform: PlatformMaker = platform_of_device
+    """For paths on one rank."""
     ranks: dict[tuple[str, int], ThreadRanks] = field(default_factory=dict)
     """For paths on several ranks, by side and number; loaded when the first of them runs."""
 
     def run(self, path: Path) -> PathResult:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
         began = time.perf_counter()
-        config = replace(self.model.config, cache=path.cache, scheduler=path.scheduler, speculative=path.speculative)
+        config = replace(
+            self.model.config,
+            cache=path.cache,
+            scheduler=path.scheduler,
+            speculative=path.speculative,
+            graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS),
+        )
         if path.restart:
             return self._restarted(path, config, began)
         if path.disaggregated or path.drained or path.fetched:
@@ -79,7 +89,7 @@ class Verification:
         if path.threaded:
             with Threaded.build(self.model, config) as threaded:
                 return self._compare(path, threaded.generate, (threaded.engine,), began)
-        with Engine.build(self.model, config) as engine:
+        with self._maker("sender", 1).engine(config) as engine:
             generate = generate_on(engine, pause=path.pause)
             return self._compare(path, in_turns(generate) if path.sessions else generate, (engine,), began)
 
@@ -114,7 +124,7 @@ class Verification:
 
     def _maker(self, side: str, size: int) -> EngineMaker:
         if size == 1:
-            return Alone(model=self.model)
+            return Alone(model=self.model, platform=self.platform)
         if (side, size) not in self.ranks:
             self.ranks[side, size] = ThreadRanks.load(self.model.config, size)
         return self.ranks[side, size]
@@ -124,9 +134,9 @@ class Verification:
         with TemporaryDirectory(prefix="tandem-verify-") as folder:
             host = replace(path.cache.host, storage_dir=folder)
             config = replace(config, cache=replace(path.cache, host=host))
-            with Engine.build(self.model, config) as first:
+            with self._maker("sender", 1).engine(config) as first:
                 self._warm_up(path, generate_on(first))
-            with Engine.build(self.model, config) as second:
+            with self._maker("sender", 1).engine(config) as second:
                 return self._compare(replace(path, repeat=False), generate_on(second), (second,), began)
 
     def _warm_up(self, path: Path, generate: Generate) -> None:
@@ -180,6 +190,8 @@ def _unmet(path: Path, cached: int, retractions: int, accepted: int, faults: int
         return "no draft was accepted"
     if path.expects_faults and faults == 0:
         return "no step raised"
+    if faults and not path.expects_faults:
+        return f"{faults} steps raised; the log says what"
     return None
 
 
@@ -207,14 +219,17 @@ def run_verify(
     model_path: str,
     *,
     impl: ModelImpl = ModelImpl.AUTO,
+    device: str = "cpu",
     quick: bool,
     as_json: bool,
     tp_size: int | None = None,
 ) -> int:
     """Entry point of the command; returns the exit status. Raises `EngineError`.
 
-    `tp_size`: how many ranks share the model in the tensor-parallel paths; 1 leaves these out, None takes
-    `DEFAULT_RANKS` where the model can be shared by so many.
+    Args:
+        device: where Tandem computes; transformers always does on a CPU.
+        tp_size: how many ranks share the model in the tensor-parallel paths; 1 leaves these out, None takes
+            `DEFAULT_RANKS` where the model can be shared by so many.
     """
     import torch
     import transformers
@@ -223,13 +238,15 @@ def run_verify(
         model_path=model_path,
         model_impl=impl,
         dtype="float32",
+        device=device,
         cache=CacheConfig(),
         scheduler=SchedulerConfig(audit_every_step=True),
     )
     model = load(config, progress=not as_json)
     facts = model.model.config
     if tp_size is None:
-        tp_size = DEFAULT_RANKS if can_share(facts, DEFAULT_RANKS) else 1
+        # Threads of one process, which share one device.
+        tp_size = DEFAULT_RANKS if can_share(facts, DEFAULT_RANKS) and device == "cpu" else 1
     require_shareable(facts, tp_size)
     prompts = make_prompts(model_path, facts.vocab_size, quick=quick)
     reference = TransformersReference(model_path)
@@ -254,7 +271,8 @@ def run_verify(
         longest=longest,
         num_prompts=len(references),
         quick=quick,
-        drafts=DraftPaths(itself=model_path, head=_head_of(model_path)),
+        drafts=DraftPaths(itself=model_path, head=_head_of(model_path) if device == "cpu" else None),
+        graphs=device != "cpu",
     )
     paths += on_ranks(paths, tp_size, quick=quick)
     verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens, edited=edited)

@@ -46,6 +46,8 @@ class Path:
     """Ranks that share the model."""
     receiver_tp_size: int = 1
     """The same of the engine that decodes, or that requests are left to."""
+    graphs: bool = True
+    """Decode by graphs, where the device has them."""
     expects_cached: bool = False
     expects_retraction: bool = False
     expects_faults: bool = False

@@ -9,6 +9,7 @@ from tandem_engine.verify.path import Path
 from tandem_engine.verify.tier_paths import tier_paths, with_drafts
 
 CHOICES = 3
+WITHOUT_GRAPHS = "mixed, staggered, no graphs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +23,18 @@ class DraftPaths:
 
 
 def make_paths(
-    *, context_length: int, longest: int, num_prompts: int, quick: bool, drafts: DraftPaths | None = None
+    *,
+    context_length: int,
+    longest: int,
+    num_prompts: int,
+    quick: bool,
+    drafts: DraftPaths | None = None,
+    graphs: bool = False,
 ) -> list[Path]:
-    """All paths for prompts whose prompt + output is at most `longest` tokens; speculative ones with `drafts`."""
+    """All paths for prompts whose prompt + output is at most `longest` tokens; speculative ones with `drafts`.
+
+    `graphs`: the device has them, so there is a path without.
+    """
     plain = SchedulerConfig(
         context_length=context_length,
         chunked_prefill_size=4096,
@@ -60,6 +70,8 @@ def make_paths(
         Path(name="disaggregated, layer by layer", cache=cold, scheduler=mixed, disaggregated=True, push_layers=1),
         Path(name="edited: mixed, staggered", cache=warm, scheduler=mixed, stagger=True, edited=True),
     ]
+    if graphs:
+        paths.append(Path(name=WITHOUT_GRAPHS, cache=warm, scheduler=mixed, stagger=True, graphs=False))
     tiers = tier_paths(cache=warm, short=tight, scheduler=mixed, quick=quick)
     paths += tiers
     speculative = [] if drafts is None else _speculative(drafts, warm, mixed, longest, num_prompts)

@@ -4,7 +4,7 @@ What is computed and exchanged is what rank processes compute and exchange (`lau
 once for all paths, and no path waits for processes to start. Rank 0 is the caller's thread.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -15,9 +15,18 @@ from torch._C._distributed_c10d import HashStore
 
 from tandem_engine.config import EngineConfig, ParallelConfig
 from tandem_engine.engine import Engine, EnginePort, LoadedModel, load
+from tandem_engine.executor.platform import Platform
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.torch_group import join_ranks
 from tandem_engine.scheduler.stream import Sink, discard
+
+PlatformMaker = Callable[[], Platform | None]
+"""What each engine's steps run on; None is what its device says."""
+
+
+def platform_of_device() -> Platform | None:
+    """A `PlatformMaker`: whatever is served."""
+    return None
 
 
 class EngineMaker(Protocol):
@@ -35,11 +44,12 @@ class Alone:
     """An `EngineMaker` of engines without further ranks."""
 
     model: LoadedModel
+    platform: PlatformMaker = platform_of_device
 
     def engine(
         self, config: EngineConfig, *, sink: Sink | None = None, port: EnginePort | None = None
     ) -> AbstractContextManager[Engine]:
-        return Engine.build(self.model, config, sink=sink, port=port)
+        return Engine.build(self.model, config, sink=sink, port=port, platform=self.platform())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

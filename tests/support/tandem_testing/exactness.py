@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem_engine.config import EngineConfig, ModelImpl
-from tandem_engine.engine import load
+from tandem_engine.engine import LoadedModel, load
 from tandem_engine.verify.command import Verification
 from tandem_engine.verify.compare import PathResult
-from tandem_engine.verify.paths import make_paths, on_ranks
+from tandem_engine.verify.edited import edits_against
+from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_engine.verify.prompts import make_prompts
+from tandem_engine.verify.ranks import PlatformMaker, platform_of_device
 from tandem_engine.verify.reference import TransformersReference
 
 CHUNKED, CACHED, MIXED, RETRACTED = "chunked by 7, overlap", "prefix-cached", "mixed, staggered", "retracted (forced)"
@@ -22,15 +24,36 @@ UNEQUAL = ("disaggregated over NIXL, 1 to 2 ranks", "disaggregated over NIXL, 2 
 def run_paths(checkpoint: Path, names: Sequence[str], *, impl: ModelImpl = ModelImpl.AUTO) -> list[PathResult]:
     """Results of the named paths, in their order; prompts are some tokens to some ninety."""
     model = load(EngineConfig(model_path=str(checkpoint), model_impl=impl, dtype="float32"), progress=False)
-    facts = model.model_config
-    prompts = make_prompts(str(checkpoint), facts.vocab_size, quick=True)
-    reference = TransformersReference(str(checkpoint))
+    return run_paths_of(model, names)
+
+
+def run_paths_of(
+    model: LoadedModel, names: Sequence[str], *, platform: PlatformMaker = platform_of_device, every: int = 1
+) -> list[PathResult]:
+    """As `run_paths`, of a model that is loaded, on engines of `platform`, with one prompt in `every` so many."""
+    checkpoint, facts = model.config.model_path, model.model_config
+    prompts = make_prompts(checkpoint, facts.vocab_size, quick=True)
+    reference = TransformersReference(checkpoint)
+    eos = frozenset(facts.eos_token_ids)
     references = [
-        reference.generate(prompt, prompts.max_tokens, frozenset(facts.eos_token_ids), ignore_eos=True)
-        for prompt in prompts.prompts
+        reference.generate(prompt, prompts.max_tokens, eos, ignore_eos=True) for prompt in prompts.prompts[::every]
     ]
     longest = max(len(prompt) for prompt in prompts.prompts) + prompts.max_tokens
-    paths = make_paths(context_length=longest + 1, longest=longest, num_prompts=len(references), quick=False)
+    paths = make_paths(
+        context_length=longest + 1,
+        longest=longest,
+        num_prompts=len(references),
+        quick=False,
+        drafts=DraftPaths(itself=checkpoint),
+        graphs=True,
+    )
     by_name = {path.name: path for path in [*paths, *on_ranks(paths, 2, quick=True)]}
-    verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens)
+    edited = [
+        reference.generate(each.prompt, prompts.max_tokens, eos, ignore_eos=True, edits=edits_against(each.token_ids))
+        for each in references
+        if any(by_name[name].edited for name in names)
+    ]
+    verification = Verification(
+        model=model, references=references, max_tokens=prompts.max_tokens, edited=edited, platform=platform
+    )
     return [verification.run(by_name[name]) for name in names]

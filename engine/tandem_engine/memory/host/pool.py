@@ -18,8 +18,11 @@ GIB = 1 << 30
 class HostPool:
     """Pages of `page_bytes` each in the memory of this machine. Written by copies and by reads from storage."""
 
-    def __init__(self, *, num_pages: int, page_bytes: int) -> None:
-        """Raises `ConfigError` when the machine does not have the memory."""
+    def __init__(self, *, num_pages: int, page_bytes: int, pinned: bool = False) -> None:
+        """`pinned`: for copies to and from a GPU that nobody waits for. It takes the memory at once.
+
+        Raises `ConfigError` when the machine does not have the memory.
+        """
         wanted, installed = num_pages * page_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if wanted > installed:
             raise ConfigError(
@@ -31,6 +34,8 @@ class HostPool:
         # Zeros come from calloc: a page costs physical memory when it is first written, not here.
         self.data = torch.zeros(num_pages, page_bytes, dtype=torch.uint8)
         self._buffer = self.data.numpy().reshape(-1).data
+        if pinned:
+            _pin(self.data)
 
     def bytes_view(self) -> torch.Tensor:
         """The bytes of all pages: uint8 [num_pages, page_bytes]."""
@@ -39,3 +44,14 @@ class HostPool:
     def page_bytes_of(self, page: HostPageId) -> memoryview:
         """The bytes of one page, to be read or written in place."""
         return self._buffer[page * self.page_bytes : (page + 1) * self.page_bytes]
+
+
+def _pin(data: torch.Tensor) -> None:
+    """Have the driver know the memory of `data`. torch's own pinned memory comes in powers of two."""
+    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(driver.cudaHostRegister(data.data_ptr(), data.nbytes, 0))
+    if status != 0:
+        raise ConfigError(
+            f"{data.nbytes / GIB:.1f} GiB of host memory for --hicache-size, --hicache-ratio and --swap-space cannot "
+            f"be pinned (CUDA error {status}): lower them, or raise the limit of locked memory (ulimit -l)"
+        )

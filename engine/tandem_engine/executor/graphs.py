@@ -1,0 +1,230 @@
+"""Steps that a device runs again without being told each operation: CUDA graphs of decodes.
+
+    capture   once per number of rows, the largest first, in one pool of memory that all of them share: a graph's
+              intermediate tensors lie where another's do, and only one runs at a time
+    replay    the smallest that has room; rows behind the step's read and write the dummy page (T38, T39)
+
+A graph repeats what was captured with the addresses that were captured. Inputs therefore have a place of their own
+for each size, filled before each replay and never left with what an earlier step had: a step is padded to the whole
+size on the host, and metadata is that of the padded step (T40). Numbers that Python had when a graph was captured stay
+as they were.
+
+A run of drafts is as many rows as it has tokens (`forward.step_inputs.as_decodes`), so verification needs no graphs
+of its own. Steps that do not fit, prompts above all, run as they are queued.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from tandem_engine.attention.backend import GraphBackend, GraphPlan
+from tandem_engine.config import GraphConfig, ModelConfig, ModelImpl
+from tandem_engine.executor.interface import HiddenObserver
+from tandem_engine.executor.memory_meter import MemoryMeter
+from tandem_engine.executor.streams import CudaStreams, StreamName
+from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.forward.step_inputs import StepInputs
+from tandem_engine.model.base import CausalLM
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WARM_UPS = 2
+"""Runs before a capture: libraries allocate workspaces and kernels are compiled at first use, which a graph may not."""
+MOST_ROWS = 256
+"""Of a graph, when no flag says more. A larger step keeps a device busy for longer than it takes to queue."""
+GIB = 1 << 30
+
+
+class Captured(Protocol):
+    """`torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None:
+        """Queue what was captured on the stream that is on."""
+        ...
+
+
+class GraphCapturer(Protocol):
+    """Makes graphs whose intermediate memory is shared. None of them may be replayed while another runs."""
+
+    def capture(self, run: Callable[[], T]) -> tuple[Captured, T]:
+        """The graph of what `run` queues, and what it returns: tensors that each replay writes anew."""
+        ...
+
+
+class CudaGraphCapturer:
+    """Implements `GraphCapturer` on the forward stream of a GPU."""
+
+    def __init__(self, streams: CudaStreams) -> None:
+        self._streams = streams
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], T]) -> tuple[Captured, T]:
+        with self._streams.on(StreamName.FORWARD):
+            for _ in range(WARM_UPS):
+                run()
+        self._streams.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, NIXL's for one, may talk to the device meanwhile.
+        with torch.cuda.graph(
+            graph,
+            pool=self._pool,
+            stream=self._streams.stream(StreamName.FORWARD),
+            capture_error_mode="thread_local",
+        ):
+            outputs = run()
+        return graph, outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """What a decode step computes with, all of it for as long as its graphs live."""
+
+    model: CausalLM
+    backend: GraphBackend
+    future_map: FutureMap
+    observer: HiddenObserver | None
+    device: torch.device
+    max_pages: int
+    """Of one sequence."""
+
+    def of(self, model: CausalLM) -> "Decoding":
+        """The same by other weights."""
+        return replace(self, model=model)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step has computed of its model."""
+
+    hidden: Tensor
+    """[W, hidden_size] of the tokens wanted"""
+    logits: Tensor
+    """float32 [R, vocab], of the first of them"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeGraph:
+    """A decode of so many rows."""
+
+    rows: int
+    input_ids: Tensor
+    """[rows] int64, as are the next two: where the graph reads them."""
+    positions: Tensor
+    token_rows: Tensor
+    plan: GraphPlan
+    graph: Captured
+    computed: Computed
+    """Where the graph writes it."""
+
+    def replay(self, inputs: StepInputs) -> Computed:
+        """Queue the step `inputs`, which was padded to `rows`. The answer is good until the next replay."""
+        batch = inputs.batch
+        assert batch.num_tokens == self.rows, f"a step of {batch.num_tokens} rows for a graph of {self.rows}"
+        self.input_ids.copy_(batch.input_ids)
+        self.positions.copy_(batch.positions)
+        self.token_rows.copy_(inputs.token_rows)
+        self.plan.load(batch)
+        self.graph.replay()
+        return Computed(self.computed.hidden[: inputs.sampled], self.computed.logits[: inputs.sampled])
+
+
+class DecodeGraphs:
+    """Graphs of several sizes."""
+
+    def __init__(self, graphs: Iterable[DecodeGraph]) -> None:
+        self._graphs = sorted(graphs, key=lambda graph: graph.rows)
+        self._rows = [graph.rows for graph in self._graphs]
+
+    def fitting(self, rows: int) -> DecodeGraph | None:
+        """The smallest with room for `rows`, if there is one."""
+        place = bisect_left(self._rows, rows)
+        return self._graphs[place] if place < len(self._graphs) else None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self._rows)
+
+
+@torch.inference_mode()
+def capture_decodes(
+    capturer: GraphCapturer, decoding: Decoding, sizes: Sequence[int], *, meter: MemoryMeter
+) -> DecodeGraphs:
+    """Capture every size, which takes seconds, with a bar on a terminal; one line says how long and how much."""
+    began, before = time.perf_counter(), meter.available()
+    bar = tqdm(sorted(sizes, reverse=True), desc="capturing graphs", unit="graph", disable=None)
+    graphs = DecodeGraphs([capture_decode(capturer, decoding, rows) for rows in bar])
+    taken = max(0, before - meter.available())
+    logger.info(
+        "graphs of decodes for %s rows: captured in %.1f s, %.2f GiB",
+        ", ".join(map(str, graphs.sizes)),
+        time.perf_counter() - began,
+        taken / GIB,
+    )
+    return graphs
+
+
+@torch.inference_mode()
+def capture_decode(capturer: GraphCapturer, decoding: Decoding, rows: int) -> DecodeGraph:
+    """The graph of a decode of so many rows. Runs some, of padding alone."""
+    input_ids, positions, token_rows = torch.zeros(3, rows, dtype=torch.int64, device=decoding.device).unbind(0)
+    every = torch.arange(rows, device=decoding.device)
+    plan = decoding.backend.graph_plan(rows, decoding.max_pages)
+
+    def run() -> Computed:
+        ids = decoding.future_map.resolve(input_ids, token_rows)
+        hidden = decoding.model.forward(ids, positions, plan, every)
+        if decoding.observer is not None:
+            decoding.observer.observe(hidden, plan.slots)
+        return Computed(hidden, decoding.model.logits(hidden))
+
+    graph, computed = capturer.capture(run)
+    return DecodeGraph(
+        rows=rows,
+        input_ids=input_ids,
+        positions=positions,
+        token_rows=token_rows,
+        plan=plan,
+        graph=graph,
+        computed=computed,
+    )
+
+
+@torch.inference_mode()
+def measure_graphs(capturer: GraphCapturer, decoding: Decoding, sizes: Sequence[int], *, meter: MemoryMeter) -> int:
+    """Bytes that graphs of `sizes` will take: of the largest, and of a further one in the same pool for each other."""
+    if not sizes:
+        return 0
+    kept, free = [], [meter.available()]
+    for rows in sorted(sizes, reverse=True)[:2]:
+        kept.append(capture_decode(capturer, decoding, rows))
+        free.append(meter.available())
+    largest, *further = (max(0, before - after) for before, after in pairwise(free))
+    return largest + sum(further) * (len(sizes) - 1)
+
+
+def graph_sizes(config: GraphConfig, *, most: int) -> tuple[int, ...]:
+    """Numbers of rows to capture, ascending, where steps have `most` rows of decodes at the most."""
+    if not config.enabled:
+        return ()
+    largest = min(config.max_rows or MOST_ROWS, most)
+    if config.sizes:
+        return tuple(sorted({rows for rows in config.sizes if rows <= (config.max_rows or rows)}))
+    steps = (*(1, 2, 4), *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32))
+    return (*(rows for rows in steps if rows < largest), largest)
+
+
+def can_capture(config: ModelConfig) -> bool:
+    """Whether a step of the model can be queued from start to end: experts are sorted by looking at who chose them,
+    and of models of transformers nobody knows.
+    """
+    return config.moe is None and config.impl is not ModelImpl.TRANSFORMERS

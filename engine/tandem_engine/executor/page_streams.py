@@ -1,0 +1,83 @@
+"""Copies of whole pages on a stream of their own, beside the steps and yet in order with them.
+
+    to host     `pages` waits for the steps launched before, whose bytes it reads
+    to device   the same: a step launched before may still write a page that is given out again (T77)
+    a step      waits for a copy only if it names one of its pages, be it to read what came or to write what goes
+
+So the order is that of the calls, as `memory.page_copy` promises, and a step of other requests computes meanwhile.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from tandem_engine.executor.stream_executor import Queued
+from tandem_engine.executor.streams import DeviceStreams, StreamName
+from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.kv_progress import Event
+from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy, Pages
+
+MILLISECOND = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A copy between device and host."""
+
+    pages: frozenset[int]
+    """Of the device."""
+    event: Event
+    """Behind it."""
+
+
+class PageStreams:
+    """Copies of pages between a pool on a device and, if there is one, pinned host memory. Scheduler thread only."""
+
+    def __init__(self, streams: DeviceStreams, device: Pages, host: Pages | None = None) -> None:
+        self._streams = streams
+        self._device = device.bytes_view()
+        self._host = None if host is None else host.bytes_view()
+        self._in_flight: list[InFlight] = []
+
+    def enqueue(self, copy: PageCopy) -> Queued[CopyReport]:
+        """Queue `copy` behind all that was queued before."""
+        between = copy.kind is CopyKind.DEVICE_TO_DEVICE
+        if between:
+            self.wait_for({*copy.source, *copy.target})
+        else:
+            self._streams.wait(StreamName.PAGES, self._streams.record(StreamName.FORWARD))
+        stream = StreamName.FORWARD if between else StreamName.PAGES
+        began = self._streams.record(stream, timed=True)
+        source, target = self._ends(copy.kind)
+        with self._streams.on(stream):
+            for origin, destination in zip(copy.source, copy.target, strict=True):
+                target[destination].copy_(source[origin], non_blocking=True)
+        ended = self._streams.record(stream, timed=True)
+        if not between:
+            on_device = copy.source if copy.kind is CopyKind.DEVICE_TO_HOST else copy.target
+            self._in_flight.append(InFlight(frozenset(on_device), ended))
+
+        def report() -> CopyReport:
+            return CopyReport(pages=len(copy.source), seconds=began.elapsed_time(ended) * MILLISECOND)
+
+        return Queued(ended.query, report)
+
+    def before(self, batch: ForwardBatch) -> None:
+        """Have the forward stream wait for copies of pages that `batch`, on the host, names."""
+        if self._in_flight:
+            copied = (page for pair in batch.page_copies for page in pair)
+            self.wait_for({*np.unique(batch.page_table.numpy()).tolist(), *copied})
+
+    def wait_for(self, pages: set[int]) -> None:
+        """Have the forward stream wait for copies of any of `pages`."""
+        self._in_flight = [copy for copy in self._in_flight if not copy.event.query()]
+        for copy in self._in_flight:
+            if not copy.pages.isdisjoint(pages):
+                self._streams.wait(StreamName.FORWARD, copy.event)
+
+    def _ends(self, kind: CopyKind) -> tuple[Tensor, Tensor]:
+        if kind is CopyKind.DEVICE_TO_DEVICE:
+            return self._device, self._device
+        assert self._host is not None, f"{kind.value} without host pages"
+        return (self._device, self._host) if kind is CopyKind.DEVICE_TO_HOST else (self._host, self._device)

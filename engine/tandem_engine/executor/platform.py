@@ -1,0 +1,235 @@
+"""What an engine's steps run on, and so all that differs between a CPU and a GPU.
+
+    OnHost       a thread beside the scheduler's, the CPU's attention, memory that is just memory
+    OnStreams    streams, graphs, pinned memory; CUDA, or in tests a CPU that behaves like it
+
+Whoever builds an engine asks `platform_for` once. Below it nobody asks what a device is, but layers of a model, where
+they are built.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+
+from tandem_engine.attention.backend import AttentionBackend, GraphBackend
+from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
+from tandem_engine.executor.graphs import (
+    CudaGraphCapturer,
+    DecodeGraphs,
+    Decoding,
+    GraphCapturer,
+    can_capture,
+    capture_decodes,
+    measure_graphs,
+)
+from tandem_engine.executor.interface import HiddenObserver, Runner
+from tandem_engine.executor.memory_meter import MemoryMeter, meter_for
+from tandem_engine.executor.page_streams import PageStreams
+from tandem_engine.executor.runner import ModelRunner
+from tandem_engine.executor.stream_executor import Queued, StreamExecutor
+from tandem_engine.executor.stream_runner import StreamRunner
+from tandem_engine.executor.streams import CudaStreams, DeviceStreams, StreamName
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.page_copy import PageCopier
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.base import CausalLM
+from tandem_engine.parallel.group import SingleRank, TpGroup
+from tandem_engine.parallel.joint import JointWork
+from tandem_engine.sampling.sampler import Sampler
+
+T = TypeVar("T")
+
+Settle = Callable[[ForwardBatch, ForwardResult], ForwardResult]
+"""What the host makes of a step's results, before anybody else sees them."""
+AttentionMaker = Callable[[KvPool, int, Sequence[AttentionSpec]], GraphBackend]
+"""Of a pool, for so many query heads, with one spec for each layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerParts:
+    """What a runner is made of, wherever it runs."""
+
+    model: CausalLM
+    pool: KvPool
+    num_heads: int
+    """Query heads of this rank."""
+    rows: int
+    """Largest `req_pool_idx`."""
+    observer: HiddenObserver | None = None
+    group: TpGroup = field(default_factory=SingleRank)
+    max_pages: int = 0
+    """Of one sequence."""
+    graph_sizes: tuple[int, ...] = ()
+    """Rows of decodes that are captured, on a device with graphs."""
+    agree_time: Callable[[float], float] = float
+    """Makes the seconds of a step equal on all ranks; on a device whose steps are queued."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorParts:
+    """What an executor does with the steps of a runner."""
+
+    runner: Runner
+    settle: Settle
+    joint: JointWork
+    overlap: bool
+    threads: int
+    host_pool: HostPool | None
+
+
+class Platform(Protocol):
+    """One kind of device."""
+
+    def attention(self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
+        """Attention over `pool`."""
+        ...
+
+    def host_pool(self, *, num_pages: int, page_bytes: int) -> HostPool:
+        """Host memory that pages are copied to."""
+        ...
+
+    def runner(self, parts: RunnerParts) -> Runner:
+        """A runner, ready to run."""
+        ...
+
+    def graph_bytes(self, parts: RunnerParts) -> int:
+        """Memory that a runner of `parts` will take for graphs."""
+        ...
+
+    def executor(self, parts: ExecutorParts) -> "Executor":
+        """What runs the steps of `parts.runner`."""
+        ...
+
+
+Executor = ForwardThread | InlineExecutor | StreamExecutor
+
+
+class OnHost:
+    """Implements `Platform` for a CPU."""
+
+    def attention(self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
+        # Only an engine on a CPU needs numba.
+        from tandem_engine.attention.cpu import CpuAttention
+
+        return CpuAttention(pool, num_heads=num_heads, specs=specs)
+
+    def host_pool(self, *, num_pages: int, page_bytes: int) -> HostPool:
+        return HostPool(num_pages=num_pages, page_bytes=page_bytes)
+
+    def runner(self, parts: RunnerParts) -> Runner:
+        return ModelRunner(
+            model=parts.model,
+            pool=parts.pool,
+            backend=self.attention(parts.pool, parts.num_heads, parts.model.attention),
+            sampler=Sampler(),
+            future_map=FutureMap(parts.rows),
+            observer=parts.observer,
+            group=parts.group,
+        )
+
+    def graph_bytes(self, parts: RunnerParts) -> int:  # noqa: ARG002 - no graphs
+        return 0
+
+    def executor(self, parts: ExecutorParts) -> Executor:
+        """With one rank a step is called without a word between."""
+        joint, settle, runner = parts.joint, parts.settle, parts.runner
+        copier = PageCopier(runner.pool, parts.host_pool)
+
+        def compute(batch: ForwardBatch) -> ForwardResult:
+            return settle(batch, runner.forward(batch))
+
+        forward = compute if joint.group.size == 1 else lambda batch: joint.run(lambda: compute(batch))
+        if parts.overlap:
+            return ForwardThread(forward, copier=copier, threads=parts.threads)
+        torch.set_num_threads(parts.threads)
+        return InlineExecutor(forward, copier=copier)
+
+
+class OnStreams:
+    """Implements `Platform` for a device with streams."""
+
+    def __init__(self, *, streams: DeviceStreams, capturer: GraphCapturer, attention: AttentionMaker) -> None:
+        self.streams = streams
+        self._capturer = capturer
+        self._attention = attention
+
+    def attention(self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
+        return self._attention(pool, num_heads, specs)
+
+    def host_pool(self, *, num_pages: int, page_bytes: int) -> HostPool:
+        return HostPool(num_pages=num_pages, page_bytes=page_bytes, pinned=self.streams.device.type == "cuda")
+
+    def runner(self, parts: RunnerParts) -> StreamRunner:
+        """Graphs are captured here: it takes seconds."""
+        with self.streams.on(StreamName.FORWARD):
+            decoding = self._decoding(parts)
+        runner = StreamRunner(
+            model=parts.model,
+            pool=parts.pool,
+            backend=decoding.backend,
+            future_map=decoding.future_map,
+            streams=self.streams,
+            observer=parts.observer,
+            group=parts.group,
+        )
+        runner.agree_time = parts.agree_time
+        self.streams.synchronize()
+        if parts.graph_sizes and can_capture(parts.model.config):
+            runner.capture(lambda model: self._capture(model, decoding, parts.graph_sizes))
+        return runner
+
+    def graph_bytes(self, parts: RunnerParts) -> int:
+        if not parts.graph_sizes or not can_capture(parts.model.config):
+            return 0
+        with self.streams.on(StreamName.FORWARD):
+            decoding = self._decoding(parts)
+            return measure_graphs(self._capturer, decoding, parts.graph_sizes, meter=self._meter())
+
+    def executor(self, parts: ExecutorParts) -> Executor:
+        """Both modes queue; without overlap the loop settles a step before it launches the next."""
+        joint, settle, runner = parts.joint, parts.settle, parts.runner
+        assert isinstance(runner, StreamRunner), f"{type(runner).__name__} does not queue its steps"
+        pages = PageStreams(self.streams, runner.pool, parts.host_pool)
+        runner.before = pages.before
+
+        def enqueue(batch: ForwardBatch) -> Queued[ForwardResult]:
+            return joint.run(lambda: runner.enqueue(batch)).then(lambda result: settle(batch, result))
+
+        return StreamExecutor(enqueue, copier=pages.enqueue, streams=self.streams)
+
+    def _decoding(self, parts: RunnerParts) -> Decoding:
+        device = self.streams.device
+        return Decoding(
+            model=parts.model,
+            backend=self._attention(parts.pool, parts.num_heads, parts.model.attention),
+            future_map=FutureMap(parts.rows, device=device, queued=True),
+            observer=parts.observer,
+            device=device,
+            max_pages=parts.max_pages,
+        )
+
+    def _capture(self, model: CausalLM, decoding: Decoding, sizes: Sequence[int]) -> DecodeGraphs:
+        with self.streams.on(StreamName.FORWARD):
+            return capture_decodes(self._capturer, decoding.of(model), sizes, meter=self._meter())
+
+    def _meter(self) -> MemoryMeter:
+        return meter_for(self.streams.device)
+
+
+def platform_for(device: str) -> Platform:
+    """Of a device that `require_device` has accepted."""
+    if device == "cpu":
+        return OnHost()
+    streams = CudaStreams(torch.device(device))
+    return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=gpu_attention)
+
+
+def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> GraphBackend:  # noqa: ARG001
+    """The reference by torch: exact, and slow."""
+    return TorchReferenceBackend(pool, specs=specs)

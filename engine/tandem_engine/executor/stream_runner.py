@@ -1,0 +1,263 @@
+"""One step from start to end on a device with streams: queued at once, finished on the host.
+
+    on the host     what follows from lengths and flags (`forward.step_inputs`), then one copy of it all
+    queued          resolve ─▶ model, by a graph if one fits ─▶ logits ─▶ sample ─▶ publish, record ─▶ copy to host
+    later           `finish` reads the copies
+
+It is to streams what `runner` is to a thread, and gives the same results. Nothing in it looks at the device before
+`finish` (T5). In a step with a grammar sampling is queued when its masks are released, which the scheduler does right
+after settling the step before (T45): the model is on its way by then.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tandem_engine.attention.backend import GraphBackend
+from tandem_engine.executor.graphs import Computed, DecodeGraph, DecodeGraphs
+from tandem_engine.executor.interface import HiddenObserver
+from tandem_engine.executor.stream_executor import Queued, StreamFuture
+from tandem_engine.executor.streams import DeviceStreams, Download, StreamName, TimedEvent, download, upload
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult, PromptScores, SampledLogprobs
+from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.forward.kv_progress import KvProgress
+from tandem_engine.forward.outcome import Outcome
+from tandem_engine.forward.pooled import PooledSum, queue_pooled
+from tandem_engine.forward.step_inputs import StepInputs, all_sampled, step_inputs
+from tandem_engine.forward.tensor_tree import tensors_of, with_tensors
+from tandem_engine.forward.token_masks import TokenMasks
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.base import Attend, CausalLM
+from tandem_engine.parallel.group import SingleRank, TpGroup
+from tandem_engine.sampling.queued_logprobs import queue_prompt_scores
+from tandem_engine.sampling.queued_sampler import QueuedSampler
+
+MILLISECOND = 1e-3
+
+Capture = Callable[[CausalLM], DecodeGraphs]
+AgreeTime = Callable[[float], float]
+Before = Callable[[ForwardBatch], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """What the host will know of a step."""
+
+    logprobs: Outcome[tuple[SampledLogprobs | None, ...]]
+    scores: Outcome[tuple[PromptScores, ...]]
+    pooled: Outcome[tuple[PooledSum, ...]]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.logprobs.tensors, *self.scores.tensors, *self.pooled.tensors)
+
+
+class StreamRunner:
+    """Queues batches in the order they come. Scheduler thread only, under `torch.inference_mode`."""
+
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        pool: KvPool,
+        backend: GraphBackend,
+        future_map: FutureMap,
+        streams: DeviceStreams,
+        observer: HiddenObserver | None = None,
+        group: TpGroup | None = None,
+    ) -> None:
+        """`observer`, `group`: see `ModelRunner`."""
+        self.pool = pool
+        self.backend = backend
+        self.streams = streams
+        self.sampler = QueuedSampler()
+        self.future_map = future_map
+        self.agree_time: AgreeTime = float
+        """Makes the seconds of a step equal on all ranks. Called once for each, when it is finished."""
+        self.before: Before = lambda _: None
+        """Called with each batch before any of it is queued."""
+        self._model = model
+        self._observer = observer
+        self._group = group or SingleRank()
+        self._capture: Capture | None = None
+        self._graphs = DecodeGraphs(())
+
+    @property
+    def model(self) -> CausalLM:
+        return self._model
+
+    @model.setter
+    def model(self, model: CausalLM) -> None:
+        """Other weights lie elsewhere: their graphs are captured anew."""
+        self._model = model
+        if self._capture is not None:
+            self.capture(self._capture)
+
+    def capture(self, capture: Capture) -> None:
+        """Run steps that fit by the graphs that `capture` makes, now and for other weights."""
+        self._capture = capture
+        # Their memory first: two sets at a time may be too much.
+        self._graphs = DecodeGraphs(())
+        self._graphs = capture(self._model)
+
+    def enqueue(self, batch: ForwardBatch) -> Queued[ForwardResult]:
+        """Queue `batch`, on the host: KV is written, sampled tokens are published to their rows and copied back."""
+        if batch.num_tokens == 0:
+            return Queued(lambda: True, lambda: ForwardResult(step=batch.step, next_token_ids=()))
+        self.before(batch)
+        graph, inputs = self._prepare(batch)
+        began = self.streams.record(StreamName.FORWARD, timed=True)
+        with self.streams.on(StreamName.FORWARD):
+            computed = self._compute(inputs, graph)
+        step = QueuedStep(runner=self, inputs=inputs, computed=computed, began=began)
+        if batch.sampling.masks is None:
+            step.sample(None)
+        else:
+            batch.sampling.masks.when_released(partial(step.sample_when_filled, batch.sampling.masks))
+        return Queued(step.arrived, step.finish)
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
+        """Queue `batch` and wait for it. Not for steps that are served."""
+        return StreamFuture(self.enqueue(batch)).result()
+
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """See `Runner.logits`."""
+        graph, inputs = self._prepare(batch)
+        with self.streams.on(StreamName.FORWARD):
+            logits = self._compute(inputs, graph).logits
+        copies = download(self.streams, (logits,))
+        return StreamFuture(Queued(copies.arrived, lambda: copies.tensors[0])).result()
+
+    def record(self, batch: ForwardBatch, token_ids: Tensor) -> None:
+        """See `ModelRunner.record`; all of it on the host."""
+        edits = batch.sampling.edits
+        if edits is None:
+            return
+        told = (replace(edits, histories=()), token_ids)
+        # Called while a result is read, by whoever asked for it.
+        with torch.inference_mode():
+            edits, token_ids = with_tensors(told, upload(self.streams, tensors_of(told)))
+            with self.streams.on(StreamName.FORWARD):
+                self.sampler.editor.record(edits, token_ids)
+
+    def queue_results(
+        self, inputs: StepInputs, computed: Computed, masks: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Answers]:
+        """Queue all that follows the model: the tokens [R] of the step, and what else is asked of it."""
+        hidden = computed.hidden
+        scored = len(hidden) - sum(len(pooled.tokens) for pooled in inputs.batch.pooled)
+        sampled = self.sampler.sample(computed.logits, inputs, masks)
+        answers = Answers(
+            logprobs=sampled.logprobs,
+            scores=queue_prompt_scores(
+                hidden[inputs.sampled : scored], inputs.batch.prompt_positions, self._model.logits
+            ),
+            pooled=queue_pooled(hidden[scored:], inputs.batch.pooled),
+        )
+        # Rank 0's count, should ranks ever differ (T52).
+        token_ids = self._group.broadcast(sampled.token_ids)
+        if inputs.publish_rows is not None:
+            sound = token_ids.clamp(min=0)
+            self.future_map.publish(inputs.publish_rows, sound)
+            self.sampler.record(inputs, sound[:, None])
+        return token_ids, answers
+
+    def _prepare(self, batch: ForwardBatch) -> tuple[DecodeGraph | None, StepInputs]:
+        """The graph for `batch`, if one fits, and what is to be computed, on the device."""
+        graph = self._graphs.fitting(batch.num_tokens) if all_sampled(batch) else None
+        on_host = step_inputs(batch, pad_to=None if graph is None else graph.rows)
+        inputs = with_tensors(on_host, upload(self.streams, tensors_of(on_host)))
+        return graph, replace(inputs, batch=replace(inputs.batch, on_host=on_host.batch))
+
+    def _compute(self, inputs: StepInputs, graph: DecodeGraph | None) -> Computed:
+        if inputs.page_copies is not None:
+            self.pool.copy_pages_of(*inputs.page_copies)
+        if graph is not None:
+            return graph.replay(inputs)
+        batch = inputs.batch
+        input_ids = self.future_map.resolve(batch.input_ids, inputs.token_rows)
+        attend: Attend = self.backend.plan(batch)
+        if batch.kv_progress is not None:
+            attend = self._telling(attend, batch.kv_progress)
+        hidden = self._hidden(input_ids, batch, attend, inputs.wanted)
+        return Computed(hidden, self._model.logits(hidden[: inputs.sampled]))
+
+    def _hidden(self, input_ids: Tensor, batch: ForwardBatch, attend: Attend, wanted: Tensor) -> Tensor:
+        if self._observer is None:
+            return self._model.forward(input_ids, batch.positions, attend, wanted)
+        everything = torch.arange(batch.num_tokens, device=input_ids.device)
+        hidden = self._model.forward(input_ids, batch.positions, attend, everything)
+        self._observer.observe(hidden, batch.out_cache_loc)
+        return hidden.index_select(0, wanted)
+
+    def _telling(self, attend: Attend, progress: KvProgress) -> Attend:
+        """`attend`, with an event behind each layer's KV (T70)."""
+
+        def attend_and_tell(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            gathered = attend(layer, q, k, v)
+            progress.wrote(layer, self.streams.record(StreamName.FORWARD))
+            return gathered
+
+        return attend_and_tell
+
+
+@dataclass(kw_only=True, slots=True)
+class QueuedStep:
+    """A step on its way."""
+
+    runner: StreamRunner
+    inputs: StepInputs
+    computed: Computed
+    began: TimedEvent
+    ended: TimedEvent | None = None
+    answers: Answers | None = None
+    results: Download | None = None
+    """None until sampling is queued."""
+    error: Exception | None = None
+    """That queueing it raised, when it was queued behind the launch."""
+
+    def sample(self, masks: tuple[Tensor, Tensor] | None) -> None:
+        """Queue what follows the model, up to the copies for the host."""
+        streams = self.runner.streams
+        with streams.on(StreamName.FORWARD):
+            token_ids, self.answers = self.runner.queue_results(self.inputs, self.computed, masks)
+        self.ended = streams.record(StreamName.FORWARD, timed=True)
+        self.results = download(streams, (token_ids, *self.answers.tensors))
+
+    def sample_when_filled(self, masks: TokenMasks) -> None:
+        """`sample`, with `masks`, which are final. Whoever asks for the result hears of an error."""
+        try:
+            with torch.inference_mode():
+                on_host = (torch.tensor(masks.rows), masks.wait())
+                rows, bitmask = upload(self.runner.streams, on_host)
+                self.sample((rows, bitmask))
+        except Exception as error:  # noqa: BLE001 - called by who fills masks, and has no part in it
+            self.error = error
+
+    def arrived(self) -> bool:
+        """See `Queued.arrived`."""
+        if self.error is not None:
+            raise self.error
+        return self.results is not None and self.results.arrived()
+
+    def finish(self) -> ForwardResult:
+        """See `Queued.finish`."""
+        assert self.results is not None, "a step is finished once it has arrived"
+        assert self.answers is not None, "a step is finished once it has arrived"
+        assert self.ended is not None, "a step is finished once it has arrived"
+        answers, (token_ids, *rest) = self.answers, self.results.tensors
+        first, second = len(answers.logprobs.tensors), len(answers.logprobs.tensors) + len(answers.scores.tensors)
+        tokens = token_ids.tolist()
+        unsound = tuple(row for row, token in enumerate(tokens) if token < 0)
+        return ForwardResult(
+            step=self.inputs.batch.step,
+            next_token_ids=tuple(max(0, token) for token in tokens) if unsound else tuple(tokens),
+            logprobs=answers.logprobs.read(rest[:first]),
+            prompt_scores=answers.scores.read(rest[first:second]),
+            pooled=answers.pooled.read(rest[second:]),
+            unsound=unsound,
+            compute_s=self.runner.agree_time(self.began.elapsed_time(self.ended) * MILLISECOND),
+        )

@@ -1,0 +1,167 @@
+"""All that a device must be told of a step, worked out on the host before anything is queued.
+
+    ForwardBatch, on the host ─▶ `step_inputs` ─▶ `StepInputs` ─▶ one copy ─▶ the same on the device
+
+What follows from lengths, lists and flags is decided here, where they can be looked at: once a step is queued, a look
+at any of its tensors would wait for the device (T5). A step whose tokens are all sampled after, which decodes and runs
+of drafts are, can also be written as `as_decodes`: every token a decode of its own, padded to a number of rows that
+a graph was captured for.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
+from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.future_map import token_rows
+from tandem_engine.forward.logit_edits import History, LogitEdits, TokenSets
+from tandem_engine.forward.runs import drafts_ahead, over_runs, wanted_tokens
+from tandem_engine.names import DUMMY_PAGE, PADDING_ROW
+
+NO_NUMBERS = torch.empty(0)
+NO_IDS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """One step. Tensors are all on the host, or all on the device."""
+
+    batch: ForwardBatch
+    """Padded, when `padding` is not 0."""
+    token_rows: Tensor
+    """[T] req_pool_idx of each token."""
+    wanted: Tensor
+    """[R + scored + pooled] tokens whose hidden states are needed, see `runs.wanted_tokens`."""
+    sampled: int
+    """R: as many of `wanted` are sampled after."""
+    publish_rows: Tensor | None
+    """[S] req_pool_idx of what is sampled; None where nobody can say yet which token is a sequence's last."""
+    sampling: SamplingBatch
+    """By row of logits. Without parameters when all are greedy, and without masks, which come later."""
+    recorded: LogitEdits | None
+    """By sequence: whose tokens are to be remembered once they are sampled."""
+    suppressed: TokenSets | None
+    """`sampling.suppress` as pairs."""
+    ahead: Tensor | None
+    """See `runs.drafts_ahead`."""
+    filtered: bool
+    """Some row has top-k, top-p or min-p."""
+    page_copies: Tensor | None
+    """[2, N] sources and targets of `ForwardBatch.page_copies`."""
+    padding: int = 0
+    """Rows behind those of the step."""
+
+
+def step_inputs(batch: ForwardBatch, *, pad_to: int | None = None) -> StepInputs:
+    """What `batch`, on the host, needs. `pad_to`: as decodes, padded to so many rows; only for what `all_sampled`."""
+    assert batch.on_host is None, "a step is prepared from its host tensors"
+    wanted = wanted_tokens(batch)
+    sampling = over_runs(batch)
+    runs = len(batch.sample_index) + sum(batch.draft_lens)
+    view = batch if pad_to is None else as_decodes(batch, pad_to)
+    return StepInputs(
+        batch=replace(view, sampling=NO_SAMPLING),
+        token_rows=token_rows(view),
+        wanted=wanted,
+        sampled=runs,
+        publish_rows=batch.rows[batch.sample_index] if runs and not batch.draft_lens else None,
+        sampling=_for_device(sampling),
+        recorded=None if batch.sampling.edits is None else replace(batch.sampling.edits, histories=()),
+        suppressed=_pairs(sampling.suppress),
+        ahead=drafts_ahead(batch),
+        filtered=not sampling.all_greedy and _is_filtered(sampling),
+        page_copies=torch.tensor(list(zip(*batch.page_copies, strict=True))) if batch.page_copies else None,
+        padding=0 if pad_to is None else pad_to - batch.num_tokens,
+    )
+
+
+def all_sampled(batch: ForwardBatch) -> bool:
+    """Whether every token of the step is sampled after, and nothing else is asked of it while it computes."""
+    return (
+        len(batch.sample_index) + sum(batch.draft_lens) == batch.num_tokens
+        and not batch.prompt_positions
+        and not batch.pooled
+        and batch.kv_progress is None
+    )
+
+
+def as_decodes(batch: ForwardBatch, rows: int) -> ForwardBatch:
+    """Every token of `batch`, at most `rows`, as a decode; behind them rows that write to the dummy page and read one
+    token of it, so that no softmax is over nothing (T38, T39). Lengths are those of the padded step (T40).
+
+    All tokens of a run of drafts are stored before any attends, so one that is a decode of its own sees those before.
+    """
+    lens = batch.extend_lens.numpy()
+    sequence = np.repeat(np.arange(len(lens)), lens)
+    behind = (np.cumsum(lens) - 1)[sequence] - np.arange(len(sequence))
+    seq_lens = _padded(batch.seq_lens.numpy()[sequence] - behind, rows, fill=1)
+    table = np.full((rows, batch.page_table.shape[1]), DUMMY_PAGE, dtype=np.int32)
+    table[: len(sequence)] = batch.page_table.numpy()[sequence]
+    return replace(
+        batch,
+        mode=ForwardMode.DECODE,
+        input_ids=_padded(batch.input_ids.numpy(), rows),
+        positions=_padded(batch.positions.numpy(), rows),
+        out_cache_loc=_padded(batch.out_cache_loc.numpy(), rows),
+        rows=_padded(batch.rows.numpy()[sequence], rows, fill=PADDING_ROW),
+        seq_lens=seq_lens,
+        extend_lens=torch.ones(rows, dtype=torch.int64),
+        page_table=torch.from_numpy(table),
+        num_extend=0,
+        sample_index=torch.arange(rows),
+        draft_lens=(),
+    )
+
+
+NO_SAMPLING = SamplingBatch(
+    temperature=NO_NUMBERS,
+    top_k=NO_IDS,
+    top_p=NO_NUMBERS,
+    min_p=NO_NUMBERS,
+    seed=NO_IDS,
+    position=NO_IDS,
+    all_greedy=True,
+)
+
+
+def _padded(values: "np.ndarray[tuple[int], np.dtype[np.int64]]", rows: int, *, fill: int = 0) -> Tensor:
+    padded = np.full(rows, fill, dtype=np.int64)
+    padded[: len(values)] = values
+    return torch.from_numpy(padded)
+
+
+def _for_device(sampling: SamplingBatch) -> SamplingBatch:
+    edits = _tensors_alone(sampling.edits)
+    if sampling.all_greedy:
+        return replace(NO_SAMPLING, edits=edits, logprobs=sampling.logprobs)
+    return replace(sampling, edits=edits, suppress=(), masks=None)
+
+
+def _tensors_alone(edits: LogitEdits | None) -> LogitEdits | None:
+    """With the token lists of histories as tensors too."""
+    if edits is None or not edits.histories:
+        return edits
+    return replace(edits, histories=tuple(_history(history) for history in edits.histories))
+
+
+def _history(history: History) -> History:
+    return replace(
+        history,
+        prompt_ids=torch.tensor(history.prompt_ids, dtype=torch.int64),
+        output_ids=torch.tensor(history.output_ids, dtype=torch.int64),
+    )
+
+
+def _pairs(suppress: tuple[tuple[int, ...], ...]) -> TokenSets | None:
+    pairs = [(row, token) for row, ids in enumerate(suppress) for token in ids]
+    if not pairs:
+        return None
+    index, token_ids = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+    return TokenSets(index=index, token_ids=token_ids)
+
+
+def _is_filtered(sampling: SamplingBatch) -> bool:
+    return bool(((sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)).any())

@@ -1,0 +1,31 @@
+"""Devices by name: which one a rank computes on, and whether it is there."""
+
+import torch
+
+from tandem_engine.errors import ConfigError
+
+
+def device_of_rank(device: str, rank: int) -> str:
+    """`cpu` for all ranks; of GPUs each rank has its own, from the one that is named, or the first, upwards."""
+    named = torch.device(device)
+    return device if named.type == "cpu" else f"{named.type}:{(named.index or 0) + rank}"
+
+
+def require_device(device: str, *, ranks: int = 1) -> None:
+    """Raise `ConfigError` unless `device`, as `--device` takes it, and those of the other ranks can compute here."""
+    if device == "cpu":
+        return
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"--device {device} needs a build of torch with CUDA, and this is {torch.__version__}: install one "
+            "(TANDEM_TORCH=cuda make up), or serve with --device cpu"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device {device}: this process sees no GPU (nvidia-smi lists those of the machine, CUDA_VISIBLE_DEVICES "
+            "those of a process); serve with --device cpu"
+        )
+    last, count = torch.device(device_of_rank(device, ranks - 1)).index or 0, torch.cuda.device_count()
+    if last >= count:
+        wanted = f"--device {device}" if ranks == 1 else f"--device {device} with --tensor-parallel-size {ranks}"
+        raise ConfigError(f"{wanted} needs GPU {last}, and this process sees {count}, numbered from 0")

@@ -1,0 +1,66 @@
+"""Engines on the device twin: the streams, graphs and samplers of a GPU, checked on a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.config import EngineConfig
+from tandem_engine.engine import LoadedModel, load
+from tandem_engine.executor.platform import OnStreams, RunnerParts
+from tandem_engine.executor.stream_runner import StreamRunner
+from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.model.fused import stack
+from tandem_testing.device_twin import TwinStreams
+from tandem_testing.graph_tape import TapeCapturer
+
+
+class TwinPlatform(OnStreams):
+    """A `Platform` whose device is the twin."""
+
+    streams: TwinStreams
+
+    def __init__(self, *, looks: int = 2) -> None:
+        streams = TwinStreams(looks=looks)
+        self.capturer = TapeCapturer(streams)
+        super().__init__(
+            streams=streams,
+            capturer=self.capturer,
+            attention=lambda pool, _, specs: TorchReferenceBackend(pool, specs=specs),
+        )
+
+    def runner(self, parts: RunnerParts) -> StreamRunner:
+        self._adopt(parts)
+        return super().runner(parts)
+
+    def graph_bytes(self, parts: RunnerParts) -> int:
+        self._adopt(parts)
+        return super().graph_bytes(parts)
+
+    def host_pool(self, *, num_pages: int, page_bytes: int) -> HostPool:
+        pool = super().host_pool(num_pages=num_pages, page_bytes=page_bytes)
+        memory = self.streams.know(pool.data)
+        memory.pinned = memory.shared = True
+        return pool
+
+    @property
+    def replays(self) -> int:
+        """Of all graphs."""
+        return sum(tape.replays for tape in self.capturer.tapes)
+
+    def _adopt(self, parts: RunnerParts) -> None:
+        self.streams.adopt(parts.model)
+        self.streams.adopt(parts.pool.data, shared=True)
+
+
+def load_for_twin(checkpoint: Path, **config: object) -> LoadedModel:
+    """Load as for a device: without the CPU's fused step, which no stream could run."""
+    with without_fused_steps():
+        return load(EngineConfig(model_path=str(checkpoint), dtype="float32", **config), progress=False)
+
+
+@contextmanager
+def without_fused_steps() -> Iterator[None]:
+    with patch.object(stack, "fuse", lambda *_, **__: None):
+        yield
