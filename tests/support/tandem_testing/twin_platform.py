@@ -8,6 +8,7 @@ from unittest.mock import patch
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import LoadedModel, load
+from tandem_engine.executor.graphs import Decoding
 from tandem_engine.executor.platform import OnStreams, RunnerParts
 from tandem_engine.executor.stream_runner import StreamRunner
 from tandem_engine.memory.host.pool import HostPool
@@ -43,6 +44,17 @@ class TwinPlatform(OnStreams):
         memory = self.streams.know(pool.data)
         memory.pinned = memory.shared = True
         return pool
+
+    def decoding_of(self, runner: StreamRunner) -> Decoding:
+        """What a step of `runner` decodes with."""
+        return Decoding(
+            model=runner.model,
+            backend=runner.backend,
+            future_map=runner.future_map,
+            observer=None,
+            device=self.streams.device,
+            max_pages=4,
+        )
 
     @property
     def replays(self) -> int:

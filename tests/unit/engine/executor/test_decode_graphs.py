@@ -1,0 +1,157 @@
+"""Graphs of decodes: which one runs, what it reads, and what padding does."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tandem_engine.config import GraphConfig, ModelImpl, MoeConfig
+from tandem_engine.errors import ConfigError
+from tandem_engine.executor.graphs import can_capture, graph_sizes, measure_graphs
+from tandem_engine.executor.streams import StreamName
+from tandem_engine.forward.step_inputs import as_decodes
+from tandem_engine.names import DUMMY_PAGE
+from tandem_testing.device_twin import HostWaitError, reachable
+from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, Seq, make_batch
+from tandem_testing.stream_builders import Beside
+from tandem_testing.toy_model import ToyModel
+
+PAGES = {row: [10 * row + place for place in (1, 2)] for row in range(1, 6)}
+
+
+def decodes(count: int, *, seq_len: int = 17, token: int = 5):
+    return make_batch(
+        [
+            Seq(seq_len=seq_len + row, decode=True, pages=PAGES[row], row=row, input_ids=[token + row])
+            for row in range(1, count + 1)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "most", "sizes"),
+    [
+        (GraphConfig(), 1, (1,)),
+        (GraphConfig(), 6, (1, 2, 4, 6)),
+        (GraphConfig(), 64, (1, 2, 4, *range(8, 65, 8))),
+        (GraphConfig(max_rows=20), 64, (1, 2, 4, 8, 16, 20)),
+        (GraphConfig(sizes=(3, 1, 9)), 64, (1, 3, 9)),
+        (GraphConfig(sizes=(3, 1, 9), max_rows=4), 64, (1, 3)),
+        (GraphConfig(enabled=False), 64, ()),
+    ],
+)
+def test_sizes(config, most, sizes):
+    assert graph_sizes(config, most=most) == sizes
+
+
+def test_no_graph_is_larger_than_a_few_hundred_rows_unless_asked_for():
+    assert graph_sizes(GraphConfig(), most=4096)[-1] == 256
+    assert graph_sizes(GraphConfig(max_rows=512), most=4096)[-3:] == (448, 480, 512)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_rows": -1}, {"sizes": (0, 4)}, {"sizes": (8, 16), "max_rows": 4}], ids=["max", "sizes", "both"]
+)
+def test_impossible_sizes_are_refused(settings):
+    with pytest.raises(ConfigError, match="--cuda-graph"):
+        GraphConfig(**settings)
+
+
+def test_the_smallest_with_room_runs_and_larger_steps_run_without():
+    both = Beside(graph_sizes=(1, 2, 4))
+    largest, middle, smallest = both.platform.capturer.tapes
+    for count in (1, 2, 3, 4, 5):
+        with torch.inference_mode():
+            assert (
+                both.streams.forward(decodes(count)).next_token_ids == both.host.forward(decodes(count)).next_token_ids
+            )
+    assert (smallest.replays, middle.replays, largest.replays) == (1, 1, 2)
+
+
+def test_the_largest_is_captured_first():
+    tapes = Beside(graph_sizes=(1, 2, 4)).platform.capturer.tapes
+    rows = [tape.operations[0][1][0].shape[0] for tape in tapes]
+    assert rows == [4, 2, 1]
+
+
+@torch.inference_mode()
+def test_nothing_of_a_larger_step_before_is_left():
+    both = Beside(graph_sizes=(4,))
+    for batch in (decodes(4, seq_len=28), decodes(1), decodes(2, seq_len=3), decodes(4)):
+        assert both.streams.forward(batch).next_token_ids == both.host.forward(batch).next_token_ids
+    assert both.platform.replays == 4
+
+
+@torch.inference_mode()
+def test_padding_writes_to_the_dummy_page_alone():  # T38, T39
+    both = Beside(graph_sizes=(4,))
+    before = both.streams.pool.data.clone()
+    both.streams.forward(decodes(1))
+    changed = (both.streams.pool.data != before).flatten(1).any(dim=1).nonzero().squeeze(1).tolist()
+    assert set(changed) <= {DUMMY_PAGE, PAGES[1][1]}
+    assert PAGES[1][1] in changed
+    assert bool(both.streams.pool.data[DUMMY_PAGE].isfinite().all())
+
+
+def test_padding_comes_before_metadata():  # T40
+    padded = as_decodes(decodes(2), 4)
+    assert padded.seq_lens.tolist() == [18, 19, 1, 1]
+    assert padded.page_table[2:].unique().tolist() == [DUMMY_PAGE]
+    assert padded.out_cache_loc[2:].tolist() == [0, 0]
+    assert padded.num_sequences == padded.num_tokens == 4
+
+
+def test_a_graph_reads_only_what_lives_as_long_as_it():
+    both = Beside(graph_sizes=(1, 2))
+    lasting = {tensor.untyped_storage()._cdata for tensor in reachable(both.streams)}
+    for tape in both.platform.capturer.tapes:
+        assert tape.inputs() <= lasting
+
+
+@torch.inference_mode()
+def test_other_weights_are_captured_anew():
+    both = Beside(graph_sizes=(2,))
+    model = ToyModel.random()
+    model.head = torch.randn(NUM_HEADS * HEAD_DIM, 97, generator=torch.Generator().manual_seed(9))
+    both.platform.streams.adopt(model)
+    both.streams.model = both.host.model = model
+    assert both.streams.forward(decodes(2)).next_token_ids == both.host.forward(decodes(2)).next_token_ids
+    assert [tape.replays for tape in both.platform.capturer.tapes] == [0, 1]
+
+
+class LookingModel(ToyModel):
+    def logits(self, hidden):
+        return super().logits(hidden) * (1.0 if bool(hidden.isfinite().all()) else 0.0)
+
+
+def test_a_model_that_looks_at_the_device_cannot_be_captured():
+    toy = ToyModel.random()
+    with pytest.raises(HostWaitError):
+        Beside(model=LookingModel(embedding=toy.embedding, position=toy.position, head=toy.head), graph_sizes=(1,))
+
+
+def test_experts_and_models_of_transformers_are_queued_step_by_step():
+    plain = ToyModel.random().config
+    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalise=True)
+    assert can_capture(plain)
+    assert not can_capture(replace(plain, moe=moe))
+    assert not can_capture(replace(plain, impl=ModelImpl.TRANSFORMERS))
+
+
+class FallingMemory:
+    """Free bytes as they are asked for."""
+
+    def __init__(self, *free: int) -> None:
+        self._free = iter(free)
+
+    def available(self) -> int:
+        return next(self._free)
+
+
+def test_memory_of_all_graphs_is_told_from_the_two_largest():
+    both = Beside(graph_sizes=(4,))
+    decoding = both.platform.decoding_of(both.streams)
+    meter = FallingMemory(1000, 400, 380)
+    with both.platform.streams.on(StreamName.FORWARD):
+        assert measure_graphs(both.platform.capturer, decoding, (1, 2, 4, 8), meter=meter) == 600 + 3 * 20
+    assert measure_graphs(both.platform.capturer, decoding, (), meter=FallingMemory()) == 0

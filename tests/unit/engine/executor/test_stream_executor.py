@@ -1,0 +1,146 @@
+"""Futures that look at the device themselves, and pages that are copied beside steps."""
+
+import pytest
+import torch
+
+from tandem_engine.executor.page_streams import PageStreams
+from tandem_engine.executor.stream_executor import Queued, StreamExecutor, StreamFuture
+from tandem_engine.executor.streams import StreamName
+from tandem_engine.forward.forward_batch import ForwardResult
+from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.page_copy import CopyKind, PageCopy
+from tandem_testing.device_twin import TwinStreams
+from tandem_testing.forward_builders import Seq, make_batch, make_pool
+
+BATCH = make_batch([Seq(seq_len=2, decode=True, pages=[3], row=1, input_ids=[5])])
+
+
+class Step:
+    """Arrives when the test says so."""
+
+    def __init__(self) -> None:
+        self.there = False
+        self.finished = 0
+        self.error: Exception | None = None
+
+    def arrived(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.there
+
+    def finish(self) -> ForwardResult:
+        self.finished += 1
+        return ForwardResult(step=7, next_token_ids=(1,))
+
+    @property
+    def queued(self) -> Queued[ForwardResult]:
+        return Queued(self.arrived, self.finish)
+
+
+def test_a_future_is_done_when_its_step_has_arrived_and_finished_once_when_asked():
+    step, seen = Step(), []
+    future = StreamFuture(step.queued)
+    future.add_done_callback(lambda done: seen.append(done.result().step))
+    assert not future.done()
+    step.there = True
+    assert future.done()
+    assert (step.finished, seen) == (0, [])
+    assert future.exception() is None
+    assert (future.result().step, future.result().step, step.finished, seen) == (7, 7, 1, [7])
+
+
+def test_waiting_for_a_step_ends_after_the_time_given():
+    future = StreamFuture(Step().queued)
+    with pytest.raises(TimeoutError):
+        future.exception(timeout=0.0)
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.01)
+    assert not future.done()
+
+
+def test_what_the_device_raises_is_delivered_by_the_future():
+    step = Step()
+    future = StreamFuture(step.queued)
+    step.error = torch.AcceleratorError("an illegal memory access was encountered")
+    assert future.done()
+    assert future.exception() is step.error
+
+
+def test_what_reading_a_result_raises_is_delivered_by_the_future():
+    def broken(_: ForwardResult) -> ForwardResult:
+        raise ValueError("no")
+
+    step = Step()
+    step.there = True
+    future = StreamFuture(step.queued.then(broken))
+    assert isinstance(future.exception(), ValueError)
+
+
+def executor(enqueue) -> StreamExecutor:
+    return StreamExecutor(enqueue, copier=lambda _: pytest.fail("no copies"), streams=TwinStreams())
+
+
+def test_what_launching_raises_is_delivered_by_the_future_and_the_executor_goes_on():
+    step = Step()
+    step.there = True
+    answers = iter([RuntimeError("no"), step.queued])
+
+    def enqueue(_: object) -> Queued[ForwardResult]:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    runs = executor(enqueue)
+    assert isinstance(runs.launch(BATCH).exception(), RuntimeError)
+    assert runs.launch(BATCH).result().step == 7
+
+
+def test_nothing_is_launched_after_shutdown():
+    runs = executor(lambda _: Step().queued)
+    runs.shutdown()
+    runs.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        runs.launch(BATCH)
+
+
+def batch_on(*pages: int):
+    return make_batch([Seq(seq_len=2, decode=True, pages=pages, row=1, input_ids=[5])])
+
+
+@torch.inference_mode()
+def test_a_step_waits_for_copies_of_its_own_pages_alone(monkeypatch):
+    streams, pool = TwinStreams(looks=1000), make_pool()
+    host = HostPool(num_pages=4, page_bytes=pool.page_bytes)
+    streams.adopt(pool.data, shared=True)
+    memory = streams.know(host.data)
+    memory.pinned = memory.shared = True
+    waits = []
+    monkeypatch.setattr(streams, "wait", lambda stream, event: waits.append((stream, event)))
+    pages = PageStreams(streams, pool, host)
+    pages.enqueue(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[7, 9], target=[0, 1]))
+    assert [stream for stream, _ in waits] == [StreamName.PAGES]
+    pages.before(batch_on(3, 4))
+    assert len(waits) == 1
+    pages.before(batch_on(3, 9))
+    assert [stream for stream, _ in waits[1:]] == [StreamName.FORWARD]
+
+
+@torch.inference_mode()
+def test_pages_go_to_the_host_and_come_back_elsewhere():
+    streams, pool = TwinStreams(), make_pool()
+    host = HostPool(num_pages=4, page_bytes=pool.page_bytes)
+    streams.adopt(pool.data, shared=True)
+    memory = streams.know(host.data)
+    memory.pinned = memory.shared = True
+    pages = PageStreams(streams, pool, host)
+    before = pool.data.clone()
+    kinds = CopyKind.DEVICE_TO_HOST, CopyKind.HOST_TO_DEVICE, CopyKind.DEVICE_TO_DEVICE
+    copies = [PageCopy(kind=kind, source=[a, b], target=[c, d]) for kind, (a, b, c, d) in zip(
+        kinds, ((7, 9, 2, 0), (2, 0, 20, 21), (20, 30, 30, 31)), strict=True
+    )]  # fmt: skip
+    reports = [StreamFuture(pages.enqueue(copy)).result() for copy in copies]
+    assert [report.pages for report in reports] == [2, 2, 2]
+    assert all(report.seconds > 0 for report in reports)
+    for target, source in ((20, 7), (21, 9), (30, 7), (31, 7)):
+        assert torch.equal(pool.data[target], before[source])
