@@ -8,7 +8,7 @@ CHAOS_ARGS ?=
 BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit test-kube verify bench bench-peers chaos console-shots clients images e2e clean
+.PHONY: help up test setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos console-shots clients images e2e clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -40,6 +40,9 @@ test-kube: setup ## Tests against a real Kubernetes control plane and with Helm;
 	@tools/kube/setup.sh
 	@PIP="$(BIN)/python -m pip" tools/helm/setup.sh
 	TANDEM_KUBE_REQUIRED=1 $(BIN)/python -m pytest tests/kube tests/charts $(ARGS)
+
+gpu: ## Tests and benchmarks on a GPU, in one go; without one it says what is left out
+	@tools/gpu.sh $(ARGS)
 
 format: setup ## Format and fix what ruff can
 	$(BIN)/ruff check --fix .

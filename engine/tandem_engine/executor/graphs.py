@@ -160,10 +160,10 @@ def capture_decodes(
     capturer: GraphCapturer, decoding: Decoding, sizes: Sequence[int], *, meter: MemoryMeter
 ) -> DecodeGraphs:
     """Capture every size, which takes seconds, with a bar on a terminal; one line says how long and how much."""
-    began, before = time.perf_counter(), meter.available()
+    began, before = time.perf_counter(), meter.used()
     bar = tqdm(sorted(sizes, reverse=True), desc="capturing graphs", unit="graph", disable=None)
     graphs = DecodeGraphs([capture_decode(capturer, decoding, rows) for rows in bar])
-    taken = max(0, before - meter.available())
+    taken = max(0, meter.used() - before)
     logger.info(
         "graphs of decodes for %s rows: captured in %.1f s, %.2f GiB",
         ", ".join(map(str, graphs.sizes)),
@@ -204,11 +204,11 @@ def measure_graphs(capturer: GraphCapturer, decoding: Decoding, sizes: Sequence[
     """Bytes that graphs of `sizes` will take: of the largest, and of a further one in the same pool for each other."""
     if not sizes:
         return 0
-    kept, free = [], [meter.available()]
+    kept, used = [], [meter.used()]
     for rows in sorted(sizes, reverse=True)[:2]:
         kept.append(capture_decode(capturer, decoding, rows))
-        free.append(meter.available())
-    largest, *further = (max(0, before - after) for before, after in pairwise(free))
+        used.append(meter.used())
+    largest, *further = (max(0, after - before) for before, after in pairwise(used))
     return largest + sum(further) * (len(sizes) - 1)
 
 

@@ -121,12 +121,14 @@ class CudaMeter:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def used(self) -> int:
-        return int(torch.cuda.memory_allocated(self.device))
+        """What torch's allocator has, that of graphs included; not what the driver takes for a process."""
+        torch.cuda.empty_cache()
+        return int(torch.cuda.memory_reserved(self.device))
 
     def peak_growth(self, run: Callable[[], object]) -> int:
         gc.collect()
         torch.cuda.synchronize(self.device)
-        before = self.used()
+        before = int(torch.cuda.memory_allocated(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
         run()
         torch.cuda.synchronize(self.device)

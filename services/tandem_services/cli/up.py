@@ -119,7 +119,7 @@ def plan(args: argparse.Namespace) -> Plan:
         args.dtype = "float32"
     args.model = str(model)
     args.role = "both"
-    engine_config(args)
+    share = engine_config(args).cache.for_device(args.device).mem_fraction_static
     if tracing_of(args) is not None:
         require_opentelemetry()
     port = args.port or free_port(args.host)
@@ -134,8 +134,8 @@ def plan(args: argparse.Namespace) -> Plan:
         workers=workers,
         # Two engines with as many threads as cores each fight over them: OpenMP spins.
         threads=args.threads or max(1, (os.cpu_count() or 1) // len(workers)),
-        # They share one memory; each measures for itself and knows nothing of the others.
-        mem_fraction_static=args.mem_fraction_static and round(args.mem_fraction_static / len(workers), 4),
+        # They share one memory, a GPU's too; each measures for itself and knows nothing of the others.
+        mem_fraction_static=round(share / len(workers), 4) if share else None,
     )
 
 

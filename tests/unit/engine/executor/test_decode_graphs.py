@@ -138,20 +138,20 @@ def test_experts_and_models_of_transformers_are_queued_step_by_step():
     assert not can_capture(replace(plain, impl=ModelImpl.TRANSFORMERS))
 
 
-class FallingMemory:
-    """Free bytes as they are asked for."""
+class RisingMemory:
+    """Bytes of the process as they are asked for."""
 
-    def __init__(self, *free: int) -> None:
-        self._free = iter(free)
+    def __init__(self, *used: int) -> None:
+        self._used = iter(used)
 
-    def available(self) -> int:
-        return next(self._free)
+    def used(self) -> int:
+        return next(self._used)
 
 
 def test_memory_of_all_graphs_is_told_from_the_two_largest():
     both = Beside(graph_sizes=(4,))
     decoding = both.platform.decoding_of(both.streams)
-    meter = FallingMemory(1000, 400, 380)
+    meter = RisingMemory(1000, 1600, 1620)
     with both.platform.streams.on(StreamName.FORWARD):
         assert measure_graphs(both.platform.capturer, decoding, (1, 2, 4, 8), meter=meter) == 600 + 3 * 20
-    assert measure_graphs(both.platform.capturer, decoding, (), meter=FallingMemory()) == 0
+    assert measure_graphs(both.platform.capturer, decoding, (), meter=RisingMemory()) == 0

@@ -1,5 +1,7 @@
 """Where the memory goes, and what is said when it does not go around."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem_engine.config import CacheConfig, HostConfig
@@ -154,3 +156,13 @@ def test_host_memory_that_does_not_fit_beside_the_pool_is_refused_with_what_woul
         plan(cache, facts())
     for accepted in fitting:
         assert plan(accepted, facts()).pages > 1
+
+
+def test_graphs_are_counted_beside_the_largest_step():
+    cache = CacheConfig(mem_fraction_static=0.8)
+    without = plan(cache, facts())
+    graphs = replace(facts(), graphs=GIB)
+    assert without.pages - plan(cache, graphs).pages == GIB // without.page_bytes
+    assert "graphs 1.00 GiB" in str(plan(cache, graphs))
+    with pytest.raises(ConfigError, match=r"graphs \(6.00 GiB\) and the largest step"):
+        plan(cache, replace(facts(), graphs=6 * GIB))

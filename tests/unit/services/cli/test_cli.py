@@ -194,6 +194,13 @@ def test_a_share_of_the_memory_is_divided_among_the_workers(tmp_path) -> None:
     assert plan(asked).mem_fraction_static == 0.3
 
 
+def test_workers_that_share_a_gpu_divide_what_one_would_take(tmp_path) -> None:
+    asked = args("--device", "cuda", "--port", "0", "--run-dir", str(tmp_path))
+    assert plan(asked).mem_fraction_static == round(0.88 / 2, 4)
+    asked = args("--device", "cuda:1", "--num-pages", "64", "--port", "0", "--run-dir", str(tmp_path))
+    assert plan(asked).mem_fraction_static is None
+
+
 @pytest.mark.parametrize(
     ("argv", "passed_on", "greeted"),
     [

@@ -1,0 +1,161 @@
+"""The engine on a real GPU: exactness, graphs, no waiting, memory, and two roles on one card."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, GraphConfig, HostConfig, SchedulerConfig
+from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.errors import ConfigError
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.scheduler.stream import discard
+from tandem_engine.verify.paths import WITHOUT_GRAPHS
+from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, HOST, MIXED, RETRACTED, SWAPPED, run_paths_of
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl")
+
+DEVICE = "cuda"
+ALONE = [
+    CHUNKED,
+    CACHED,
+    MIXED,
+    WITHOUT_GRAPHS,
+    RETRACTED,
+    "edited: mixed, staggered",
+    SWAPPED,
+    HOST,
+    "n-gram drafts",
+    "drafts by the model itself",
+    "every fifth step raises",
+]
+HANDED_OVER = [DISAGGREGATED, "disaggregated, layer by layer", "drained mid-stream", "prefix fetched over NIXL"]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma2", "llama-llama3-rope"])
+def checkpoint(request, tmp_path_factory) -> Path:
+    return write_tiny_checkpoint(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> LoadedModel:
+    return load(EngineConfig(model_path=str(checkpoint), dtype="float32", device=DEVICE), progress=False)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """CUDA raises where the host would wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def config_of(model: LoadedModel, **changes: object) -> EngineConfig:
+    settings = {
+        "cache": CacheConfig(page_size=16, num_pages=128),
+        "scheduler": SchedulerConfig(context_length=256, max_running_requests=8, audit_every_step=False),
+        "disagg": DisaggConfig(transport="none"),
+        **changes,
+    }
+    return replace(model.config, **settings)
+
+
+def requests(count: int, *, tokens: int = 40) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            rid=f"r{index}",
+            input_ids=tuple(range(3 + index, 20 + 5 * index)),
+            sampling=SamplingParams(
+                max_tokens=tokens,
+                ignore_eos=True,
+                temperature=0.0 if index % 2 else 0.9,
+                top_p=1.0 if index % 3 else 0.8,
+                seed=index,
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+def outputs(model: LoadedModel, config: EngineConfig) -> list[tuple[int, ...]]:
+    with Engine.build(model, config) as engine:
+        return [generation.token_ids for generation in engine.generate(requests(6), steps_between=2)]
+
+
+def test_every_path_of_one_engine_gives_the_tokens_of_transformers(model):
+    results = run_paths_of(model, ALONE)
+    assert {result.path: result.difference for result in results} == dict.fromkeys(ALONE)
+
+
+@needs_nixl
+def test_two_engines_on_one_card_hand_over_by_nixl(model):
+    results = run_paths_of(model, HANDED_OVER)
+    assert {result.path: result.difference for result in results} == dict.fromkeys(HANDED_OVER)
+
+
+def test_outputs_are_the_same_with_graphs_and_without(model):
+    assert outputs(model, config_of(model)) == outputs(model, config_of(model, graphs=GraphConfig(enabled=False)))
+
+
+def test_two_runs_give_the_same_to_the_bit(model):
+    assert outputs(model, config_of(model)) == outputs(model, config_of(model))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@torch.inference_mode()
+def test_nothing_waits_for_the_device_while_requests_decode(model, graphs):
+    config = config_of(model, graphs=GraphConfig(enabled=graphs))
+    with Engine.build(model, config, sink=discard) as engine:
+        for request in requests(6):
+            engine.add(request)
+        for _ in range(12):
+            engine.step()
+        with no_waiting():
+            for _ in range(16):
+                engine.step()
+        assert engine.scheduler.stats().engine_errors_total == 0
+        while not engine.idle:
+            engine.step()
+
+
+@pytest.mark.parametrize("host", [HostConfig(enable_cache=True, size_bytes=64 << 20), HostConfig()])
+def test_an_engine_stays_within_its_share_of_the_card(model, host):
+    share = 0.2
+    cache = CacheConfig(page_size=16, mem_fraction_static=share, host=host)
+    with Engine.build(model, config_of(model, cache=cache)) as engine:
+        engine.generate(requests(6))
+        total = torch.cuda.mem_get_info()[1]
+        assert torch.cuda.memory_reserved() <= share * total
+        assert engine.total_pages > 128
+
+
+def test_a_share_that_holds_nothing_is_refused_with_what_would(model):
+    cache = CacheConfig(page_size=16, mem_fraction_static=1e-5)
+    with pytest.raises(ConfigError, match="raise --mem-fraction-static"):
+        Engine.build(model, config_of(model, cache=cache))
+
+
+def test_a_gpu_that_is_not_there_is_refused(checkpoint):
+    count = torch.cuda.device_count()
+    with pytest.raises(ConfigError, match=f"needs GPU {count}"):
+        load(EngineConfig(model_path=str(checkpoint), device=f"cuda:{count}"), progress=False)
+
+
+def test_bfloat16_is_what_auto_means(checkpoint):
+    loaded = load(EngineConfig(model_path=str(checkpoint), device=DEVICE), progress=False)
+    assert loaded.dtype is torch.bfloat16
+    with Engine.build(loaded, config_of(loaded)) as engine:
+        assert engine.self_test().decode_step_s > 0
+        assert all(len(generation.token_ids) == 40 for generation in engine.generate(requests(6)))

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Tests and benchmarks of the GPU path (docs/gpu.md). Without a GPU it says in one line what is left out, and succeeds.
+#
+#   TANDEM_PYTHON=python3   an interpreter that has torch and what docs/gpu.md lists (default that of TANDEM_VENV)
+#   tools/gpu.sh ARGS…      for benchmarks/gpu/run.py
+#
+# Nothing is installed, for a machine with a GPU may have no way to.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${TANDEM_PYTHON:-${TANDEM_VENV:-.venv}/bin/python}
+"$python" -c 'import torch' 2>/dev/null || {
+    echo "gpu: $python has no torch: run TANDEM_TORCH=cuda make setup, or set TANDEM_PYTHON" >&2
+    exit 1
+}
+why=$("$python" -c 'import torch
+if not torch.cuda.is_available():
+    print("torch", torch.__version__, "sees no GPU" if torch.version.cuda else "is a build without CUDA")')
+if [ -n "$why" ]; then
+    echo "gpu: skipped tests/gpu and benchmarks/gpu: $why"
+    exit 0
+fi
+
+export PYTHONPATH="engine:services:operator:tests/support${PYTHONPATH:+:$PYTHONPATH}"
+if "$python" -c 'import pytest' 2>/dev/null; then
+    # Not the configuration of all tests: it wants plug-ins that these do not need.
+    "$python" -m pytest -c /dev/null --rootdir . -p no:cacheprovider --import-mode=importlib --noconftest -ra \
+        -o markers='gpu: needs a CUDA device' tests/gpu
+else
+    echo "gpu: skipped tests/gpu: $python has no pytest"
+fi
+
+if [ -f benchmarks/gpu/run.py ]; then
+    "$python" benchmarks/gpu/run.py "$@"
+else
+    echo "gpu: skipped benchmarks/gpu: there is no benchmarks/gpu/run.py"
+fi
