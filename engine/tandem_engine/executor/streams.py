@@ -104,7 +104,9 @@ class CudaStreams:
         self._streams[stream].wait_event(event)
 
     def host_memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        # Pinned by the context of the current device, which need not be this one.
+        with torch.cuda.device(self.device):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def device_memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -12,7 +12,7 @@ import torch
 
 from tandem_engine.config import ModelConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.errors import CheckpointError, ConfigError
-from tandem_engine.executor.platform import OnStreams, Platform, RunnerParts
+from tandem_engine.executor.platform import Platform, RunnerParts
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
@@ -169,10 +169,6 @@ def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) ->
         raise ConfigError(
             f"--speculative-algorithm EAGLE shares the embedding of the model, and a {target.model.config.family} "
             "model does not give it away; use DRAFT or NGRAM"
-        )
-    if isinstance(target.platform, OnStreams):
-        raise ConfigError(
-            "--speculative-algorithm EAGLE needs --device cpu; use DRAFT or NGRAM, or serve without drafts"
         )
     specs = attention_specs(draft.config)
     backend = target.platform.attention(_pool(draft, target), draft.config.num_heads, specs)

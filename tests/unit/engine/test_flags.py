@@ -9,6 +9,7 @@ from tandem_engine.config import (
     CacheConfig,
     DisaggConfig,
     EngineConfig,
+    GraphConfig,
     HostConfig,
     ParallelConfig,
     PreemptionMode,
@@ -264,8 +265,31 @@ def test_speculation_is_off_by_default_and_its_flags_reach_the_config() -> None:
         (["--speculative-algorithm", "EAGLE"], "EAGLE needs --speculative-draft-model-path"),
         (["--speculative-draft-model-path", "x"], "DRAFT or EAGLE alone, which is not given"),
         (["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "x"], "which is NGRAM"),
+        (
+            ["--device", "cuda", "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "x"],
+            "EAGLE needs --device cpu, got cuda: use DRAFT or NGRAM",
+        ),
     ],
 )
 def test_a_speculative_setting_that_cannot_work_names_its_flag(argv, named) -> None:
     with pytest.raises(ConfigError, match=named):
         engine_config(parse(*argv))
+
+
+def test_flags_of_a_gpu_reach_the_config_and_a_child_process() -> None:
+    args = parse("--cuda-graph-bs", "1", "4", "16", "--device", "cuda:2", "--cuda-graph-max-bs", "16")
+    for each in (args, parse(*engine_argv(args))):
+        config = engine_config(each)
+        assert config.device == "cuda:2"
+        assert config.graphs == GraphConfig(sizes=(1, 4, 16), max_rows=16)
+    assert not engine_config(parse("--disable-cuda-graph")).graphs.enabled
+
+
+@pytest.mark.parametrize("value", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "cuda:1000", ""])
+def test_a_device_that_is_none_is_refused(value, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse("--device", value)
+    assert stopped.value.code == 2
+    assert "must be cpu, cuda or cuda:N" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--device must be cpu, cuda or cuda:N"):
+        EngineConfig(model_path="x", device=value)
