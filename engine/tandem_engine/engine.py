@@ -607,7 +607,9 @@ class Engine:
         return answer
 
     def _load_replacement(self, path: str) -> LoadedModel:
-        config = replace(self._loaded_with, model_path=path)
+        # A configuration names the device of rank 0.
+        device = device_of_rank(self._loaded_with.device, -self._parallel.rank)
+        config = replace(self._loaded_with, model_path=path, device=device)
         loaded = load(config, progress=False, parallel=self._parallel)
         self._require_same_architecture(loaded)
         return loaded

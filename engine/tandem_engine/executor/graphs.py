@@ -56,6 +56,10 @@ class Captured(Protocol):
 class GraphCapturer(Protocol):
     """Makes graphs whose intermediate memory is shared. None of them may be replayed while another runs."""
 
+    def new_pool(self) -> None:
+        """What is captured from now on shares memory among itself, and with nothing captured before."""
+        ...
+
     def capture(self, run: Callable[[], T]) -> tuple[Captured, T]:
         """The graph of what `run` queues, and what it returns: tensors that each replay writes anew."""
         ...
@@ -66,6 +70,10 @@ class CudaGraphCapturer:
 
     def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def new_pool(self) -> None:
+        # One whose graphs have all gone may not be used again.
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], T]) -> tuple[Captured, T]:
@@ -160,6 +168,7 @@ def capture_decodes(
     capturer: GraphCapturer, decoding: Decoding, sizes: Sequence[int], *, meter: MemoryMeter
 ) -> DecodeGraphs:
     """Capture every size, which takes seconds, with a bar on a terminal; one line says how long and how much."""
+    capturer.new_pool()
     began, before = time.perf_counter(), meter.used()
     bar = tqdm(sorted(sizes, reverse=True), desc="capturing graphs", unit="graph", disable=None)
     graphs = DecodeGraphs([capture_decode(capturer, decoding, rows) for rows in bar])
@@ -204,6 +213,7 @@ def measure_graphs(capturer: GraphCapturer, decoding: Decoding, sizes: Sequence[
     """Bytes that graphs of `sizes` will take: of the largest, and of a further one in the same pool for each other."""
     if not sizes:
         return 0
+    capturer.new_pool()
     kept, used = [], [meter.used()]
     for rows in sorted(sizes, reverse=True)[:2]:
         kept.append(capture_decode(capturer, decoding, rows))

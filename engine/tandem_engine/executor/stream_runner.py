@@ -210,7 +210,8 @@ class QueuedStep:
 
     runner: StreamRunner
     inputs: StepInputs
-    computed: Computed
+    computed: Computed | None
+    """Until sampling is queued: by then nobody on the host needs it."""
     began: TimedEvent
     ended: TimedEvent | None = None
     answers: Answers | None = None
@@ -221,9 +222,11 @@ class QueuedStep:
 
     def sample(self, masks: tuple[Tensor, Tensor] | None) -> None:
         """Queue what follows the model, up to the copies for the host."""
-        streams = self.runner.streams
+        streams, computed = self.runner.streams, self.computed
+        assert computed is not None, "a step is sampled once"
+        self.computed = None
         with streams.on(StreamName.FORWARD):
-            token_ids, self.answers = self.runner.queue_results(self.inputs, self.computed, masks)
+            token_ids, self.answers = self.runner.queue_results(self.inputs, computed, masks)
         self.ended = streams.record(StreamName.FORWARD, timed=True)
         self.results = download(streams, (token_ids, *self.answers.tensors))
 

@@ -6,7 +6,10 @@ from tandem_engine.errors import ConfigError
 
 
 def device_of_rank(device: str, rank: int) -> str:
-    """`cpu` for all ranks; of GPUs each rank has its own, from the one that is named, or the first, upwards."""
+    """`cpu` for all ranks; of GPUs each rank has its own, from the one that is named, or the first, upwards.
+
+    With the rank negated, from that of a rank back to that of rank 0.
+    """
     named = torch.device(device)
     return device if named.type == "cpu" else f"{named.type}:{(named.index or 0) + rank}"
 

@@ -52,6 +52,9 @@ class TapeCapturer:
     streams: TwinStreams
     tapes: list[Tape] = field(default_factory=list)
 
+    def new_pool(self) -> None:
+        """Each tape has memory of its own."""
+
     def capture(self, run: Callable[[], T]) -> tuple[Tape, T]:
         tape = Tape(self.streams)
         with self.streams.on(StreamName.FORWARD):

@@ -6,6 +6,7 @@ Every page can be used; there is no dummy page, for nothing on the device ever r
 """
 
 import os
+import weakref
 
 import torch
 
@@ -36,6 +37,7 @@ class HostPool:
         self._buffer = self.data.numpy().reshape(-1).data
         if pinned:
             _pin(self.data)
+            weakref.finalize(self, _unpin, self.data).atexit = False
 
     def bytes_view(self) -> torch.Tensor:
         """The bytes of all pages: uint8 [num_pages, page_bytes]."""
@@ -55,3 +57,8 @@ def _pin(data: torch.Tensor) -> None:
             f"{data.nbytes / GIB:.1f} GiB of host memory for --hicache-size, --hicache-ratio and --swap-space cannot "
             f"be pinned (CUDA error {status}): lower them, or raise the limit of locked memory (ulimit -l)"
         )
+
+
+def _unpin(data: torch.Tensor) -> None:
+    """Before its memory is anybody else's."""
+    torch.cuda.cudart().cudaHostUnregister(data.data_ptr())  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from tandem_engine.parallel.devices import device_of_rank, require_device
 )
 def test_each_rank_has_a_gpu_of_its_own(device, rank, own):
     assert device_of_rank(device, rank) == own
+    assert device_of_rank(own, -rank) == device_of_rank(device, 0)
 
 
 def test_a_cpu_is_always_there():
