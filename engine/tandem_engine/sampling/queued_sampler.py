@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem_engine.forward.forward_batch import SampledLogprobs, SamplingBatch
 from tandem_engine.forward.outcome import Outcome, nothing
 from tandem_engine.forward.step_inputs import StepInputs
+from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.sampling.filters import queued_thresholds
 from tandem_engine.sampling.noise import gumbel, token_hashes
 from tandem_engine.sampling.queued_editor import QueuedEditor
@@ -41,18 +42,23 @@ class QueuedSampler:
         """logits [R, V] float32, left as they are. `inputs` on their device; `masks` as in `QueuedEditor.edit`."""
         sampling = inputs.sampling
         edited = self.editor.edit(logits, sampling.edits, inputs.suppressed, masks=masks, ahead=inputs.ahead)
-        best, token_ids = edited.max(dim=1)
-        if not sampling.all_greedy:
-            drawn = self._draw(edited, sampling, filtered=inputs.filtered)
-            token_ids = torch.where(sampling.temperature > 0.0, drawn, token_ids)
+        make = _choose_by_kernels if by_triton(logits.device) else self._choose
+        token_ids = make(edited, sampling, filtered=inputs.filtered)
         logprobs: Outcome[tuple[SampledLogprobs | None, ...]] = nothing(())
         if sampling.logprobs:
-            logprobs = queue_sampled(logits, token_ids, sampling.logprobs)
-        return QueuedSample(token_ids=token_ids.where(best < torch.inf, UNSOUND), logprobs=logprobs)
+            logprobs = queue_sampled(logits, token_ids.clamp(min=0), sampling.logprobs)
+        return QueuedSample(token_ids=token_ids, logprobs=logprobs)
 
     def record(self, inputs: StepInputs, token_ids: Tensor) -> None:
         """See `LogitEditor.record`."""
         self.editor.record(inputs.recorded, token_ids)
+
+    def _choose(self, logits: Tensor, sampling: SamplingBatch, *, filtered: bool) -> Tensor:
+        best, token_ids = logits.max(dim=1)
+        if not sampling.all_greedy:
+            drawn = self._draw(logits, sampling, filtered=filtered)
+            token_ids = torch.where(sampling.temperature > 0.0, drawn, token_ids)
+        return token_ids.where(best < torch.inf, UNSOUND)
 
     def _draw(self, logits: Tensor, sampling: SamplingBatch, *, filtered: bool) -> Tensor:
         """[R] by the Gumbel-max rule over what the filters keep. What greedy rows get here means nothing."""
@@ -67,3 +73,19 @@ class QueuedSampler:
         if len(self._hashes) != logits.shape[1] or self._hashes.device != logits.device:
             self._hashes = token_hashes(torch.arange(logits.shape[1], device=logits.device))
         return self._hashes
+
+
+def _choose_by_kernels(logits: Tensor, sampling: SamplingBatch, *, filtered: bool) -> Tensor:  # noqa: ARG001
+    """The same by Triton, which needs no sort and tells rows with filters by itself."""
+    from tandem_engine.kernels.sampling import sample
+
+    return sample(
+        logits,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        position=sampling.position,
+        all_greedy=sampling.all_greedy,
+    )
