@@ -32,6 +32,7 @@ from tandem_engine.executor.memory_meter import MemoryMeter
 from tandem_engine.executor.streams import CudaStreams, StreamName
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.step_inputs import StepInputs
+from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.model.base import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -233,8 +234,8 @@ def graph_sizes(config: GraphConfig, *, most: int) -> tuple[int, ...]:
     return (*(rows for rows in steps if rows < largest), largest)
 
 
-def can_capture(config: ModelConfig) -> bool:
-    """Whether a step of the model can be queued from start to end: experts are sorted by looking at who chose them,
-    and of models of transformers nobody knows.
+def can_capture(config: ModelConfig, device: torch.device) -> bool:
+    """Whether a step of the model can be queued from start to end. Without kernels for them, experts are sorted by a
+    look at who chose them; and of models of transformers nobody knows.
     """
-    return config.moe is None and config.impl is not ModelImpl.TRANSFORMERS
+    return (config.moe is None or by_triton(device)) and config.impl is not ModelImpl.TRANSFORMERS

@@ -180,12 +180,12 @@ class OnStreams:
         )
         runner.agree_time = parts.agree_time
         self.streams.synchronize()
-        if parts.graph_sizes and can_capture(parts.model.config):
+        if parts.graph_sizes and can_capture(parts.model.config, self.streams.device):
             runner.capture(lambda model: self._capture(model, decoding, parts.graph_sizes))
         return runner
 
     def graph_bytes(self, parts: RunnerParts) -> int:
-        if not parts.graph_sizes or not can_capture(parts.model.config):
+        if not parts.graph_sizes or not can_capture(parts.model.config, self.streams.device):
             return 0
         with self.streams.on(StreamName.FORWARD):
             decoding = self._decoding(parts)

@@ -130,12 +130,14 @@ def test_a_model_that_looks_at_the_device_cannot_be_captured():
         Beside(model=LookingModel(embedding=toy.embedding, position=toy.position, head=toy.head), graph_sizes=(1,))
 
 
-def test_experts_and_models_of_transformers_are_queued_step_by_step():
+def test_models_that_may_look_at_the_device_are_not_captured():
     plain = ToyModel.random().config
     moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalise=True)
-    assert can_capture(plain)
-    assert not can_capture(replace(plain, moe=moe))
-    assert not can_capture(replace(plain, impl=ModelImpl.TRANSFORMERS))
+    here, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert can_capture(plain, here)
+    assert not can_capture(replace(plain, moe=moe), here)
+    assert can_capture(replace(plain, moe=moe), gpu), "its experts are a kernel"
+    assert not can_capture(replace(plain, impl=ModelImpl.TRANSFORMERS), gpu)
 
 
 class RisingMemory:
