@@ -202,7 +202,7 @@ def _learnt(role: RoleName, load: Load, now: int, wanted: int, memory: Memory, c
     if wanted < now:
         return lesson.went_down(Reduction(at, wanted, window.peak(at, window_s), window.busiest(at, window_s)))
     if wanted > now:
-        trial_s = window_s + config.bounds(role).targets.clear_seconds
+        trial_s = config.scale_up_window_s + config.bounds(role).targets.clear_seconds
         return lesson.went_up(at, now, _arrivals(role, load), trial_s)
     return lesson
 

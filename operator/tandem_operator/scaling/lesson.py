@@ -10,8 +10,8 @@ need alone would take the third away and bring it back for ever.
     refuted                  ─▶ down to m only for a need that is smaller than y by more than the tolerance
     that one holds           ─▶ forgotten
 
-The trial lasts as long as the evidence did and a backlog may take to be cleared: then the effect has shown itself. A
-load that has grown meanwhile, by what comes per second, says nothing against m.
+The trial lasts as long as a backlog may take to be cleared, and more to be wanted: by then the effect has shown itself.
+A load that has grown meanwhile, by what comes per second, says nothing against m.
 """
 
 from dataclasses import dataclass, replace
