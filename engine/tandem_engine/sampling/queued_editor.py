@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.logit_edits import LogitEdits, TokenSets
+from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.sampling.queued_penalties import CountedPenalties
 from tandem_engine.sampling.token_tails import TokenTails
 
@@ -35,23 +36,37 @@ class QueuedEditor:
         if edits is None and suppressed is None and masks is None:
             return logits
         edits = edits or _NO_EDITS
-        logits = logits.clone()
         self._load(edits, logits)
-        if edits.penalties is not None:
-            self.penalties.apply(logits, edits.penalties, ahead)
-        if masks is not None:
-            _apply_masks(logits, *masks)
+        logits = self._edit_rows(logits, edits, masks, ahead)
         if edits.biases is not None:
+            # A bias does not lift what is not allowed: behind that it does what it does before.
             logits.index_put_((edits.biases.index, edits.biases.token_ids), edits.biases.values, accumulate=True)
-        unedited = logits
-        if edits.allowed is not None:
-            logits = _keep_only(logits, edits.allowed)
-            unedited = logits.clone()
+        unedited = logits if edits.allowed is None else logits.clone()
         _forbid(logits, edits.forbidden)
         if edits.bad_words is not None:
             self.tails.forbid(logits, edits.bad_words, ahead)
         _forbid(logits, suppressed)
         return logits if edits.allowed is None else _restore_if_empty(logits, unedited, edits.allowed)
+
+    def _edit_rows(
+        self, logits: Tensor, edits: LogitEdits, masks: tuple[Tensor, Tensor] | None, ahead: Tensor | None
+    ) -> Tensor:
+        """A copy, with what touches whole rows: penalties, grammars, allowed tokens."""
+        if by_triton(logits.device):
+            from tandem_engine.sampling.on_device import edit_rows, penalties_by_row
+
+            counted = (
+                None
+                if edits.penalties is None
+                else penalties_by_row(edits.penalties, *self.penalties.tables, logits, ahead)
+            )
+            return edit_rows(logits, penalties=counted, masks=masks, allowed=edits.allowed)
+        logits = logits.clone()
+        if edits.penalties is not None:
+            self.penalties.apply(logits, edits.penalties, ahead)
+        if masks is not None:
+            _apply_masks(logits, *masks)
+        return logits if edits.allowed is None else _keep_only(logits, edits.allowed)
 
     def record(self, edits: LogitEdits | None, token_ids: Tensor) -> None:
         """See `LogitEditor.record`."""

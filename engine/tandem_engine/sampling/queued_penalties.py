@@ -20,6 +20,11 @@ class CountedPenalties:
         self._in_prompt = torch.empty(0, 0, dtype=torch.bool)
         """[C, V]"""
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Counts in outputs, int32 [C, V], and what prompts have, bool [C, V]."""
+        return self._counts, self._in_prompt
+
     def load(self, history: History, logits: Tensor) -> None:
         """Make its slot know the tokens of `history`, tensors on the device of `logits` [S, V], and no others."""
         slot, outputs, prompt = history.slot, history.output_ids, history.prompt_ids

@@ -77,15 +77,6 @@ class QueuedSampler:
 
 def _choose_by_kernels(logits: Tensor, sampling: SamplingBatch, *, filtered: bool) -> Tensor:  # noqa: ARG001
     """The same by Triton, which needs no sort and tells rows with filters by itself."""
-    from tandem_engine.kernels.sampling import sample
+    from tandem_engine.sampling.on_device import sample_rows
 
-    return sample(
-        logits,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        position=sampling.position,
-        all_greedy=sampling.all_greedy,
-    )
+    return sample_rows(logits, sampling)

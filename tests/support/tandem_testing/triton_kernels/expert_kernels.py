@@ -8,16 +8,17 @@ from torch import Tensor
 
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind
-from tandem_engine.kernels import dispatch, fused_moe
+from tandem_engine.kernels import fused_moe
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model import decoder
+from tandem_engine.model.fused import stack
 from tandem_engine.model.layers import activation as cpu_activation
 from tandem_engine.model.layers.linear import Linear
 from tandem_engine.model.layers.moe import Choice, Expert, SparseFeedForward
 from tandem_testing.forward_builders import Seq, make_batch
 from tandem_testing.random_weights import RandomWeights, small_config
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
-from tandem_testing.triton_kernels.tensors import random_floats, to_device, units_apart
+from tandem_testing.triton_kernels.tensors import kernels_on, random_floats, to_device, units_apart
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
@@ -63,7 +64,7 @@ def check_decoders_of_kernels_are_those_of_layers(device: str) -> None:
     for fields in ({"qk_norm": True}, gemma | {"embedding_scale": 32**0.5}, {"moe": experts}):
         config = small_config(**small, **fields)
         expected, stored = logits_of(config, "cpu")
-        with kernels_on(device):
+        with layers_by_kernels(device):
             found, written = logits_of(config, device)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(written, stored, rtol=1e-4, atol=1e-4)
@@ -71,14 +72,15 @@ def check_decoders_of_kernels_are_those_of_layers(device: str) -> None:
 
 
 @contextmanager
-def kernels_on(device: str) -> Iterator[None]:
+def layers_by_kernels(device: str) -> Iterator[None]:
     """Have layers that are built for `device` be kernels, and no compiled call in their place."""
-    devices, fuse = dispatch.TRITON_DEVICES, decoder.fuse
-    dispatch.TRITON_DEVICES, decoder.fuse = devices | {torch.device(device).type}, lambda *_, **__: None
+    fuse = stack.fuse
+    stack.fuse = lambda *_, **__: None
     try:
-        yield
+        with kernels_on(device):
+            yield
     finally:
-        dispatch.TRITON_DEVICES, decoder.fuse = devices, fuse
+        stack.fuse = fuse
 
 
 def logits_of(config: ModelConfig, device: str) -> tuple[Tensor, Tensor]:

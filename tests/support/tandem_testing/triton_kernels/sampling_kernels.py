@@ -17,10 +17,14 @@ from tandem_engine.sampling import on_device
 from tandem_engine.sampling.editor import LogitEditor
 from tandem_engine.sampling.grammar.bitmask import apply_masks
 from tandem_engine.sampling.penalties import PenaltyRows
+from tandem_engine.sampling.queued_sampler import QueuedSampler
 from tandem_engine.sampling.sampler import Sampler
+from tandem_testing.edit_builders import make_edits, make_request, settled
 from tandem_testing.forward_builders import make_sampling
+from tandem_testing.queued_sampling import PARAMS, both, random_sampling
+from tandem_testing.queued_sampling import random_logits as random_step
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
-from tandem_testing.triton_kernels.tensors import to_device
+from tandem_testing.triton_kernels.tensors import kernels_on, to_device
 
 VOCAB = 9001
 """Several parts and blocks of every kernel, and none of them whole."""
@@ -154,6 +158,22 @@ def check_logprobs_of_chosen_tokens(device: str) -> None:
     scaled = logits.double() / temperatures.where(temperatures > 0, 1.0)[:, None]
     expected = scaled.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
     assert (sampling.chosen_logprobs(logits, tokens, temperatures) - expected).abs().max() <= 1e-5
+
+
+def check_a_queued_sampler_of_kernels_is_the_sampler(device: str) -> None:
+    """Step after step, with every edit, and under the masks of grammars."""
+    with kernels_on(device):
+        host, queued = Sampler(), QueuedSampler()
+        requests = [make_request(row + 1, params, outputs=[3, 9]) for row, params in enumerate(PARAMS)]
+        edits = make_edits(requests)
+        for seed in (1, 2, 3):
+            suppress = ((), (4, 5), (), (), (), (1,))
+            both(random_step(seed), random_sampling(seed, edits=edits, suppress=suppress), host, queued, device=device)
+            edits = settled(edits)
+        masks = TokenMasks.open((1, 4), 9)
+        masks.bitmask.copy_(torch.randint(-(2**31), 2**31, (2, 9), generator=torch.Generator().manual_seed(1)))
+        masks.release()
+        both(random_step(4), random_sampling(4, masks=masks), Sampler(), QueuedSampler(), device=device)
 
 
 def penalties_agree(device: str, *, rows: int, vocab: int) -> None:

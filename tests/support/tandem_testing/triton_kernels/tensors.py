@@ -1,10 +1,14 @@
-"""Tensors of checks: random ones, those of a batch on another device, and how far two of them are apart."""
+"""Tensors of checks: random ones, those of a batch on another device, how far two are apart, who computes them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tandem_engine.kernels import dispatch
 
 MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
@@ -29,3 +33,14 @@ def to_device(value: Any, device: str) -> Any:
     """A dataclass with its tensors on `device`."""
     parts = {field.name: getattr(value, field.name) for field in fields(value)}
     return replace(value, **{name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)})
+
+
+@contextmanager
+def kernels_on(device: str) -> Iterator[None]:
+    """Have what lies on `device` be computed by kernels."""
+    devices = dispatch.TRITON_DEVICES
+    dispatch.TRITON_DEVICES = devices | {torch.device(device).type}
+    try:
+        yield
+    finally:
+        dispatch.TRITON_DEVICES = devices
