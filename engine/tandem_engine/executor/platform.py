@@ -15,7 +15,6 @@ import torch
 
 from tandem_engine.attention.backend import AttentionBackend, GraphBackend
 from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
 from tandem_engine.executor.graphs import (
     CudaGraphCapturer,
@@ -230,6 +229,9 @@ def platform_for(device: str) -> Platform:
     return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=gpu_attention)
 
 
-def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> GraphBackend:  # noqa: ARG001
-    """The reference by torch: exact, and slow."""
-    return TorchReferenceBackend(pool, specs=specs)
+def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> GraphBackend:
+    """Kernels."""
+    # Only an engine on a device needs Triton.
+    from tandem_engine.attention.triton_backend import TritonBackend
+
+    return TritonBackend(pool, num_heads=num_heads, specs=specs)

@@ -9,7 +9,7 @@ from tandem_engine.verify.command import Verification
 from tandem_engine.verify.compare import PathResult
 from tandem_engine.verify.edited import edits_against
 from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
-from tandem_engine.verify.prompts import make_prompts
+from tandem_engine.verify.prompts import PromptSet, make_prompts
 from tandem_engine.verify.ranks import PlatformMaker, platform_of_device
 from tandem_engine.verify.reference import TransformersReference
 
@@ -28,11 +28,16 @@ def run_paths(checkpoint: Path, names: Sequence[str], *, impl: ModelImpl = Model
 
 
 def run_paths_of(
-    model: LoadedModel, names: Sequence[str], *, platform: PlatformMaker = platform_of_device, every: int = 1
+    model: LoadedModel,
+    names: Sequence[str],
+    *,
+    platform: PlatformMaker = platform_of_device,
+    every: int = 1,
+    prompts: PromptSet | None = None,
 ) -> list[PathResult]:
     """As `run_paths`, of a model that is loaded, on engines of `platform`, with one prompt in `every` so many."""
     checkpoint, facts = model.config.model_path, model.model_config
-    prompts = make_prompts(checkpoint, facts.vocab_size, quick=True)
+    prompts = prompts or make_prompts(checkpoint, facts.vocab_size, quick=True)
     reference = TransformersReference(checkpoint)
     eos = frozenset(facts.eos_token_ids)
     references = [

@@ -7,14 +7,17 @@ Triton wants at launch.
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 AMPERE, HOPPER = 80, 90
 ARCHITECTURES = (AMPERE, HOPPER)
@@ -94,6 +97,40 @@ def compile_kernel(
         shared_bytes=built.metadata.shared,
         ptx=built.asm["ptx"],
     )
+
+
+@contextmanager
+def launches_that_only_compile(arch: int) -> Iterator[list[str]]:
+    """Within, launches compile for a device that is not there, and run nothing. Yields the names of what was compiled.
+
+    So a launch is checked as the engine makes it: types and values of arguments, and what is compiled anew for them.
+    """
+    compiled: list[str] = []
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **options: kernel.run(*args, grid=grid, warmup=True, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "__getitem__", launch, raising=False)
+        patch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name))
+        patch.setattr(triton.runtime.driver, "_active", _AbsentDevice(arch))
+        yield compiled
+
+
+@dataclass(frozen=True)
+class _AbsentDevice:
+    """As much of a driver as compiling asks for."""
+
+    arch: int
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
 
 
 def _resources(cubin: bytes, name: str) -> tuple[int, int]:

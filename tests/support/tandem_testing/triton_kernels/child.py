@@ -11,7 +11,7 @@ import json
 import sys
 import traceback
 
-from tandem_testing.triton_kernels import bfloat16
+from tandem_testing.triton_kernels import bfloat16, scalars
 from tandem_testing.triton_kernels.checks import INTERPRETED, KernelChecks
 
 
@@ -20,6 +20,7 @@ def main() -> None:
     arguments = ("cpu",) if prefix.startswith(INTERPRETED) else ()
     if arguments:
         bfloat16.install()
+        scalars.install()
     module = importlib.import_module(name)
     for check in KernelChecks(name).names:
         if not check.startswith(prefix):

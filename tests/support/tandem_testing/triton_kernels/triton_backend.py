@@ -1,0 +1,124 @@
+"""`TritonBackend` as the executor has it: against the reference over the same pool, and as CUDA graphs want it."""
+
+from dataclasses import replace
+
+import torch
+
+from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.attention.triton_backend import TritonBackend
+from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PLAIN, PageDealer, make_batch, make_pool, make_qkv
+from tandem_testing.triton_kernels.ahead_of_time import HOPPER, launches_that_only_compile
+
+SCALE = HEAD_DIM**-0.5
+SPECS = (AttentionSpec(scale=SCALE, window=20), AttentionSpec(scale=0.6, soft_cap=2.0))
+"""A layer with a window, and one that caps."""
+
+
+def pools(device: str, **shape):
+    """Two pools with the same in them: one for the reference, on the CPU."""
+    here, there = make_pool(num_pages=140, **shape), make_pool(num_pages=140, **shape)
+    there.data = there.data.to(device)
+    return here, there
+
+
+def agrees(sequences, here, there, device: str, specs, *, max_queries: int = 1) -> None:
+    batch = make_batch(sequences, page_size=here.page_size)
+    reference = TorchReferenceBackend(here, specs=specs).plan(batch)
+    plan = TritonBackend(there, num_heads=NUM_HEADS, specs=specs, max_queries=max_queries).plan(batch)
+    for layer in range(len(specs)):
+        qkv = make_qkv(batch.num_tokens, seed=layer)
+        out = plan(layer, *(part.to(device) for part in qkv))
+        torch.testing.assert_close(out.cpu(), reference(layer, *qkv), rtol=1e-5, atol=2e-5)
+    assert torch.equal(there.data.cpu(), here.data), "K and V of the step, and nothing else, is written"
+
+
+def check_prompts_chunks_and_decodes(device: str) -> None:
+    for specs in (PLAIN, SPECS):
+        here, there = pools(device)
+        dealer = PageDealer(pool=here)
+        prompts = [dealer.seq(20, 20), dealer.seq(150, 60), dealer.seq(21, 1)]
+        decodes = [dealer.decode(seq_len) for seq_len in (1, 16, 17, 300)]
+        agrees([*prompts, *decodes], here, there, device, specs)
+    agrees(prompts, here, there, device, SPECS)
+    agrees(decodes, here, there, device, SPECS)
+
+
+def check_pages_of_one_token(device: str) -> None:
+    here, there = pools(device, page_size=1)
+    dealer = PageDealer(pool=here)
+    agrees([dealer.seq(20, 11), dealer.decode(37)], here, there, device, PLAIN)
+
+
+def check_drafts_behind_a_token(device: str) -> None:
+    here, there = pools(device)
+    dealer = PageDealer(pool=here)
+    runs = [dealer.seq(40, 3), dealer.seq(40, 2), dealer.seq(33, 1), dealer.seq(90, 40)]
+    agrees(runs, here, there, device, SPECS, max_queries=3)
+
+
+def check_a_graph_gives_the_bits_of_a_plan(device: str) -> None:
+    """One graph for batches of any size up to its own, one after the other; its tensors stay where they are."""
+    _, pool = pools(device)
+    dealer = PageDealer(pool=pool)
+    backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=SPECS)
+    graph = backend.graph_plan(max_rows=4, max_pages=30)
+    tensors = graph.page_table, graph.seq_lens, graph.slots
+    places = [tensor.data_ptr() for tensor in tensors]
+    for lengths in ((1, 40, 300, 17), (290, 5), (16,)):
+        sequences = [dealer.decode(length) for length in lengths]
+        batch = make_batch(sequences, page_size=pool.page_size)
+        padded = [part.to(device) for part in make_qkv(4)]
+        for layer in range(2):
+            graph.load(batch)
+            out = graph(layer, *padded)
+            plain = backend.plan(batch)(layer, *(part[: len(lengths)] for part in padded))
+            assert torch.equal(out[: len(lengths)], plain), lengths
+            assert torch.equal(out[len(lengths) :], torch.zeros_like(out[len(lengths) :])), "padding is zeros (T38)"
+    assert [tensor.data_ptr() for tensor in tensors] == places
+
+
+def check_padding_writes_to_the_dummy_page_alone(device: str) -> None:  # T39
+    _, pool = pools(device)
+    graph = TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN).graph_plan(max_rows=3, max_pages=4)
+    seq = PageDealer(pool=pool).decode(20)
+    graph.load(make_batch([seq]))
+    before = pool.data.clone()
+    graph(0, *(part.to(device) for part in make_qkv(3)))
+    changed = [page for page in range(pool.num_pages) if not torch.equal(pool.data[page], before[page])]
+    assert changed == sorted((0, seq.pages[1]))
+
+
+def check_lengths_may_be_of_any_integer_type(device: str) -> None:
+    _, pool = pools(device)
+    batch = make_batch([PageDealer(pool=pool).seq(50, 20)])
+    short = replace(batch, seq_lens=batch.seq_lens.int(), extend_lens=batch.extend_lens.int())
+    backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN)
+    qkv = [part.to(device) for part in make_qkv(20)]
+    assert torch.equal(backend.plan(batch)(0, *qkv), backend.plan(short)(0, *qkv))
+
+
+def compile_nothing_that_warming_up_has_not() -> None:
+    """No request waits for a compiler: prompts, mixed steps, any number of decodes, and graphs."""
+    pool = make_pool(num_pages=140, dtype=torch.bfloat16)
+    backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN)
+    dealer = PageDealer(pool=pool)
+    prompt, decodes = dealer.seq(40, 20), [dealer.decode(20) for _ in range(33)]
+    with launches_that_only_compile(HOPPER) as compiled:
+        backend.warm_up()
+        first = list(compiled)
+        assert sorted(set(first)) == ["combine_kernel", "extend_kernel", "list_kernel", "split_kernel"]
+        for sequences in ([prompt], [prompt, decodes[0]], decodes[:1], decodes):
+            batch = make_batch(sequences)
+            backend.plan(batch)(0, *make_qkv(batch.num_tokens, dtype=torch.bfloat16))
+        graph = backend.graph_plan(max_rows=8, max_pages=5)
+        graph.load(make_batch(decodes[:3]))
+        graph(0, *make_qkv(8, dtype=torch.bfloat16))
+    assert compiled == first
+
+
+def check_warming_up_touches_no_page(device: str) -> None:
+    _, pool = pools(device)
+    before = pool.data.clone()
+    TritonBackend(pool, num_heads=NUM_HEADS, specs=SPECS).warm_up()
+    assert torch.equal(pool.data, before)

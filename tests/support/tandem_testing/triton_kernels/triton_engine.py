@@ -1,0 +1,47 @@
+"""Whole engines whose attention is Triton's: tokens and logprobs of transformers, whatever way a token is planned."""
+
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tandem_engine.config import EngineConfig
+from tandem_engine.engine import load
+from tandem_engine.executor.platform import OnHost, gpu_attention
+from tandem_engine.verify.prompts import PromptSet
+from tandem_testing.exactness import CACHED, CHUNKED, MIXED, run_paths_of
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+WHOLE = "whole prompts, no overlap"
+MAX_TOKENS = 4
+"""So that one prompt still decodes when the next arrives. The interpreter takes a tenth of a second for a step."""
+
+
+class Interpreted(OnHost):
+    """A CPU with the attention of a GPU."""
+
+    def attention(self, pool, num_heads, specs):
+        return gpu_attention(pool, num_heads, specs)
+
+
+def prompts() -> PromptSet:
+    """A short one, and two that share their first page and end in the third."""
+    ids = random.Random(3)
+    shared = [ids.randrange(256) for _ in range(18)]
+    rest = [[ids.randrange(256) for _ in range(length)] for length in (5, 19, 16)]
+    return PromptSet(prompts=(tuple(rest[0]), (*shared, *rest[1]), (*shared, *rest[2])), max_tokens=MAX_TOKENS)
+
+
+def check_whole_prompts_and_cached_prefixes(device: str) -> None:
+    equals_transformers("llama-llama3-rope", (WHOLE, CACHED))
+
+
+def check_chunks_and_mixed_steps_with_windows_and_caps(device: str) -> None:
+    equals_transformers("gemma2", (CHUNKED, MIXED))
+
+
+def equals_transformers(name: str, paths: tuple[str, ...]) -> None:
+    with TemporaryDirectory(prefix="tandem-triton-") as folder:
+        checkpoint = write_tiny_checkpoint(name, Path(folder))
+        model = load(EngineConfig(model_path=str(checkpoint), dtype="float32"), progress=False)
+        results = run_paths_of(model, paths, platform=Interpreted, prompts=prompts())
+    assert [(result.path, result.difference) for result in results] == [(path, None) for path in paths]

@@ -1,0 +1,13 @@
+"""The kernels of `kernels.extend_attention`, without a device."""
+
+import pytest
+
+from tandem_testing.triton_kernels.checks import KernelChecks
+
+CHECKS = KernelChecks("tandem_testing.triton_kernels.extend_attention")
+pytestmark = CHECKS.marks
+
+
+@pytest.mark.parametrize("check", CHECKS.names)
+def test_extend_attention_kernels(check):
+    CHECKS.passes(check)

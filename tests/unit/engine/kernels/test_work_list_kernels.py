@@ -1,0 +1,13 @@
+"""The kernels of `kernels.work_list`, without a device."""
+
+import pytest
+
+from tandem_testing.triton_kernels.checks import KernelChecks
+
+CHECKS = KernelChecks("tandem_testing.triton_kernels.work_list")
+pytestmark = CHECKS.marks
+
+
+@pytest.mark.parametrize("check", CHECKS.names)
+def test_work_list_kernels(check):
+    CHECKS.passes(check)
