@@ -119,8 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(plan: Plan, home: Path) -> dict[str, str]:
     """Install peers and make models; peers that are missing, and why. Raises `NotInstalledError` for a model."""
     began = time.monotonic()
-    wanted = {name for comparison in plan.comparisons for name in comparison.engines}
-    wanted |= plan.peers if plan.served_dtypes else set()
+    wanted = plan.wanted_peers
     missing = peers.install(sorted(wanted), home)
     make_checkpoints(home, plan.models)
     if "llama.cpp" in wanted and "llama.cpp" not in missing:

@@ -8,6 +8,7 @@ from peers.shapes import BYTES, SHAPES
 from peers.workloads import WORKLOADS
 
 SERVED = ("disaggregated", "arrivals", "interference")
+SERVED_PEERS = {"disaggregated": ("vllm",), "arrivals": ("vllm", "llama.cpp")}
 OTHER = ("limits", "startup")
 PARTS = (*WORKLOADS, *SERVED, *OTHER)
 PEERS = ("transformers", "transformers CB", "vllm", "llama.cpp")
@@ -52,6 +53,13 @@ class Plan:
     arrivals: int
     """Requests at each rate."""
     interference_rounds: int
+
+    @property
+    def wanted_peers(self) -> set[str]:
+        """Those that anything in it needs."""
+        compared = {name for comparison in self.comparisons for name in comparison.engines}
+        served = {name for part in self.parts & SERVED_PEERS.keys() for name in SERVED_PEERS[part]}
+        return self.peers & (compared | (served if self.served_dtypes else set()))
 
     @property
     def models(self) -> list[str]:

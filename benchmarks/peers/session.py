@@ -224,7 +224,7 @@ def new_results(plan: Plan, missing: dict[str, str]) -> Results:
             "torch": version("torch"),
             "transformers": version("transformers"),
             "nixl": version("nixl"),
-            **{peer: what for peer, what in VERSIONS.items() if peer in plan.peers and peer not in missing},
+            **{peer: what for peer, what in VERSIONS.items() if peer in plan.wanted_peers and peer not in missing},
         },
         missing={**missing, **NOT_HERE},
     )

@@ -208,6 +208,13 @@ def test_a_plan_has_what_was_asked_for_and_no_more():
     assert plan("--only", "startup").comparisons == ()
 
 
+def test_only_peers_that_a_part_needs_are_installed():
+    assert plan("--only", "interference").wanted_peers == set()
+    assert plan("--only", "disaggregated").wanted_peers == {"vllm"}
+    assert plan("--only", "arrivals", "--peers", "llama.cpp").wanted_peers == {"llama.cpp"}
+    assert plan().wanted_peers == set(part("plan").PEERS)
+
+
 def test_an_unknown_part_is_named_with_those_there_are(capsys):
     with pytest.raises(SystemExit):
         options("--only", "offlin")
