@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     plan = make_plan(options)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if left := end_marked():
+    if left := end_marked(home=options.home):
         CONSOLE.print(f"ended {len(left)} processes that an earlier run had left behind")
     try:
         missing = prepare(plan, options.home)
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        end_marked([own_mark()])
+        end_marked([own_mark()], home=options.home)
     show(session.results, options)
     return 0
 

@@ -2,7 +2,8 @@
 
 A peer may put children into sessions of their own, and whoever measures may be killed. So every process inherits a
 variable (`MARK`) that names the run by pid and birth; at the end of a run, and at the start of the next, whoever
-carries one is ended by its pid.
+carries one is ended by its pid. Who changes its title loses the variable (vLLM does): a tree is remembered by pid and
+birth while it can still be seen, and what uses a peer's environment and has lost its parent belongs to one.
 """
 
 import os
@@ -63,16 +64,16 @@ def tail(log: Path, lines: int = 12) -> str:
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
     """End it and everything below it. Returns when all are gone."""
-    pids = descendants(process.pid) if process.poll() is None else []
-    if pids:
+    tree = [(pid, _born(pid)) for pid in descendants(process.pid)] if process.poll() is None else []
+    if tree:
         resume(process)
         process.terminate()
         try:
             process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
-    for pid in pids[1:]:
-        _kill(pid, carried_by=own_mark())
+    for pid, born in tree[1:]:
+        _kill(pid, born)
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -96,18 +97,42 @@ def _signal_all(process: "subprocess.Popen[bytes]", number: signal.Signals) -> N
             continue
 
 
-def end_marked(marks: Iterable[str] | None = None) -> list[int]:
-    """End every process that carries the mark of one of these runs, None for runs that are over; returns their pids."""
+def end_marked(marks: Iterable[str] | None = None, *, home: Path | None = None) -> list[int]:
+    """End every process that carries the mark of one of these runs, None for runs that are over; returns their pids.
+
+    With `home`, also whoever has lost both its mark and its parent and uses an environment there.
+    """
     ended = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
-        mark = _mark_of(int(folder.name))
-        if mark is None or (mark not in marks if marks is not None else _is_running(mark)):
-            continue
-        _kill(int(folder.name), carried_by=mark)
-        ended.append(int(folder.name))
+        pid = int(folder.name)
+        born, mark = _born(pid), _mark_of(pid)
+        if mark is None:
+            left = home is not None and _parent(pid) == 1 and _uses(pid, home / "venvs")
+        else:
+            left = mark in marks if marks is not None else not _is_running(mark)
+        if left:
+            ended += [each for each in descendants(pid) if each == pid or _mark_of(each) is None]
+            for each in descendants(pid)[1:]:
+                _kill(each, _born(each))
+            _kill(pid, born)
     return ended
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _uses(pid: int, folder: Path) -> bool:
+    """Whether it has mapped a file from there."""
+    try:
+        return str(folder) in Path(f"/proc/{pid}/maps").read_text("utf-8", "replace")
+    except OSError:
+        return False
 
 
 def _mark_of(pid: int) -> str | None:
@@ -125,12 +150,20 @@ def _is_running(mark: str) -> bool:
     return _born(pid) == born
 
 
-def _kill(pid: int, *, carried_by: str) -> None:
-    """SIGKILL, unless the number belongs to somebody else by now; returns when it is gone."""
+def _kill(pid: int, born: str | None) -> None:
+    """SIGKILL, unless the number belongs to somebody else by now; returns when it is gone or nobody's any more."""
     deadline = time.monotonic() + GRACE_S
-    while _mark_of(pid) == carried_by and time.monotonic() < deadline:
+    while born is not None and _born(pid) == born and not _is_dead(pid) and time.monotonic() < deadline:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return
         time.sleep(0.02)
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether only its status is left, for a parent that has not asked for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-SPAWNS_ANOTHER = ["sh", "-c", "setsid sleep 60 & exec sleep 60"]
+SPAWNS_ANOTHER = ["sh", "-c", "setsid env -i sleep 60 & exec sleep 60"]
+"""One in a session of its own, without the mark: vLLM's processes lose it with their title."""
 
 
 @pytest.fixture(scope="module")
