@@ -2,6 +2,7 @@
 
     python tools/random_model.py 125M /tmp/random-125m
     python benchmarks/exposed_transfer.py [--model /tmp/random-125m] [--lens 512,1024,2048,4096,8192] [--rounds 5]
+        [--device cuda --dtype bfloat16 --load-format dummy]
 
 A prefill engine here and a decode engine in another process, NIXL between them. Every round sends one prompt of each
 length in each mode, in random order, so that whatever else the machine does hits all modes alike:
@@ -28,7 +29,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from tandem_engine import environment
-from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, SchedulerConfig
+from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, LoadFormat, SchedulerConfig
 from tandem_engine.engine import Engine, EnginePort, LoadedModel, load
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.poller import Poller
@@ -108,10 +109,13 @@ def _request(prompt: Prompt, side: HandoffSide, peer: Peer) -> GenerateRequest:
     )
 
 
-def _config(model: str, longest: int, chunk: int) -> EngineConfig:
+def _config(args: argparse.Namespace) -> EngineConfig:
+    longest, chunk = max(args.lens) + 64, args.chunk
     return EngineConfig(
-        model_path=model,
-        dtype="float32",
+        model_path=args.model,
+        load_format=LoadFormat(args.load_format),
+        device=args.device,
+        dtype=args.dtype,
         threads=1,
         context_length=longest + OUTPUT_TOKENS + 1,
         cache=CacheConfig(num_pages=2 + longest // 16 * 2, enable_prefix_cache=False),
@@ -199,10 +203,13 @@ def main() -> None:
     parser.add_argument("--layers", type=_numbers, default=[1], help="modes with so many layers at once")
     parser.add_argument("--chunk", type=int, default=SchedulerConfig().chunked_prefill_size)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="of both engines")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--load-format", choices=[kind.value for kind in LoadFormat], default="auto")
     args = parser.parse_args()
     environment.set_default("UCX_LOG_LEVEL", "fatal")
     environment.set_default("NIXL_LOG_LEVEL", "FATAL")
-    config = _config(args.model, max(args.lens) + 64, args.chunk)
+    config = _config(args)
     here, there = multiprocessing.get_context("spawn").Pipe()
     decode = multiprocessing.get_context("spawn").Process(target=receive, args=(there, config), daemon=True)
     decode.start()

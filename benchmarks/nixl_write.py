@@ -1,4 +1,4 @@
-"""A handoff's transfer against a raw NIXL WRITE of the same pages, between two processes on CPU memory.
+"""A handoff's transfer against a raw NIXL WRITE of the same pages, between two processes on one machine.
 
     python benchmarks/nixl_write.py [--page-tokens 16,64] [--prompts 512,1024,...,32768] [--rounds 9]
         [--layers 6 --heads 2 --head-dim 64 --dtype float32] [--contiguous]
@@ -38,7 +38,7 @@ import torch
 from tandem_engine import environment
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.nixl.transport import NixlTransport
+from tandem_engine.disaggregation.nixl.transport import NixlTransport, region_of
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.prefill import PUSH_BYTES
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, Push, PushDone, PushKey
@@ -63,6 +63,7 @@ class Shape(NamedTuple):
     heads: int
     head_dim: int
     dtype: str
+    device: str
 
     def pool(self) -> KvPool:
         """Filled, so that memory backs it from the start."""
@@ -73,7 +74,7 @@ class Shape(NamedTuple):
             head_dim=self.head_dim,
             page_size=self.page_tokens,
             dtype=DTYPES[self.dtype],
-            device="cpu",
+            device=self.device,
         )
         pool.data.copy_(torch.arange(pool.data[0].numel()).view(pool.data[0].shape))
         return pool
@@ -126,7 +127,8 @@ def make_raw_agent(name: str, pool: KvPool) -> Any:
     from nixl._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent(name, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
-    agent.register_memory([(pool.address, pool.total_bytes, 0, "")], "DRAM")
+    region = region_of(pool)
+    agent.register_memory([(pool.address, pool.total_bytes, region.device_id, "")], region.device)
     return agent
 
 
@@ -228,11 +230,12 @@ class Sender:
     def _write_raw(
         self, agent: Any, peer: str, source: tuple[PageId, ...], target: tuple[PageId, ...], notification: bytes
     ) -> None:
-        size = self.end.pool.page_bytes
+        size, here = self.end.pool.page_bytes, region_of(self.end.pool)
+        kind, device = here.device, here.device_id  # as they are there
         handle = agent.initialize_xfer(
             "WRITE",
-            agent.get_xfer_descs([(self.end.pool.address + page * size, size, 0) for page in source], "DRAM"),
-            agent.get_xfer_descs([(self.raw_target + page * size, size, 0) for page in target], "DRAM"),
+            agent.get_xfer_descs([(self.end.pool.address + page * size, size, device) for page in source], kind),
+            agent.get_xfer_descs([(self.raw_target + page * size, size, device) for page in target], kind),
             peer,
             notification,
         )
@@ -313,7 +316,8 @@ def summary(prompt: int, size: int, times: dict[str, list[float]], digests: list
 
 def with_pages(page_tokens: int, args: argparse.Namespace) -> list[dict[str, object]]:
     """Every prompt in pages of one size."""
-    shape = Shape(-(-max(args.prompts) // page_tokens), page_tokens, args.layers, args.heads, args.head_dim, args.dtype)
+    pages = -(-max(args.prompts) // page_tokens)
+    shape = Shape(pages, page_tokens, args.layers, args.heads, args.head_dim, args.dtype, args.device)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     receiver = context.Process(target=receive, args=(there, shape), daemon=True)
@@ -346,6 +350,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", default="cpu", help="of both pools: cpu (default) or cuda")
     parser.add_argument("--contiguous", action="store_true")
     args = parser.parse_args()
     environment.set_default("UCX_LOG_LEVEL", "fatal")

@@ -2,7 +2,7 @@
 # Tests and benchmarks of the GPU path (docs/gpu.md). Without a GPU it says in one line what is left out, and succeeds.
 #
 #   TANDEM_PYTHON=python3   an interpreter that has torch and what docs/gpu.md lists (default that of TANDEM_VENV)
-#   tools/gpu.sh ARGS…      for benchmarks/gpu/run.py
+#   tools/gpu.sh ARGS…      for benchmarks/gpu (--only, --model, --json, --help)
 #
 # Nothing is installed, for a machine with a GPU may have no way to.
 set -euo pipefail
@@ -30,8 +30,4 @@ else
     echo "gpu: skipped tests/gpu: $python has no pytest"
 fi
 
-if [ -f benchmarks/gpu/run.py ]; then
-    "$python" benchmarks/gpu/run.py "$@"
-else
-    echo "gpu: skipped benchmarks/gpu: there is no benchmarks/gpu/run.py"
-fi
+PYTHONPATH="benchmarks:$PYTHONPATH" "$python" -m gpu "$@"

@@ -1,0 +1,36 @@
+"""Each kernel as a share of the ceiling that bounds it, and as a multiple of its peers' speed."""
+
+import torch
+
+from gpu.budget import Budget
+from gpu.ceilings import Ceilings
+from gpu.figures import Figure, Report
+from gpu.kernel_cases import Case, CaseMaker
+from gpu.stopwatch import Stopwatch
+
+CASE_S = 5.0
+"""About what one case and its peers take, with compiling."""
+
+
+@torch.inference_mode()
+def measure_kernels(report: Report, watch: Stopwatch, maker: CaseMaker, ceilings: Ceilings, budget: Budget) -> None:
+    for case in maker.cases():
+        if budget.allows(f"{case.name}, {maker.shape.name}", needs_s=CASE_S):
+            report.figures += _figures(case, watch, ceilings, maker.shape.name)
+
+
+def _figures(case: Case, watch: Stopwatch, ceilings: Ceilings, model: str) -> list[Figure]:
+    ours = watch.seconds(case.run)
+    best = ceilings.copy_bytes_per_s if case.ceiling == "copy" else ceilings.matmul_flops
+    facts = {"us": ours * 1e6, "GB/s" if case.ceiling == "copy" else "TFLOP/s": case.work / ours / _unit(case)}
+    of = "copy bandwidth" if case.ceiling == "copy" else "matmul rate"
+    name = f"{case.name} ({model})"
+    figures = [Figure(name=name, ratio=case.work / ours / best, of=of, target=case.target, facts=facts)]
+    for peer, run in case.peers.items():
+        theirs = watch.seconds(run)
+        figures.append(Figure(name=name, ratio=theirs / ours, of=f"speed of {peer}", facts={"us": theirs * 1e6}))
+    return figures
+
+
+def _unit(case: Case) -> float:
+    return 1e9 if case.ceiling == "copy" else 1e12

@@ -1,0 +1,45 @@
+"""How long the device takes for a call: median of many, each with cold caches, measured by the device's own events."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+"""More than any device's last cache holds."""
+WARM_UP = 3
+LONGEST_S = 0.5
+"""Of all repetitions of one call; a few are measured in any case."""
+FEWEST, MOST = 5, 100
+
+
+class Stopwatch:
+    """Measures on one device. On a CPU, to try the programs, by the clock on the wall."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._timed = self._by_events if device.type == "cuda" else self._by_clock
+        self._flushed = torch.empty(FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.int8, device=device)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Median of single calls. What `call` allocates is given back before the next one."""
+        for _ in range(WARM_UP):
+            self._timed(call)
+        one = max(self._timed(call), 1e-7)
+        rounds = max(FEWEST, min(MOST, int(LONGEST_S / one)))
+        return statistics.median(self._timed(call) for _ in range(rounds))
+
+    def _by_events(self, call: Callable[[], object]) -> float:
+        self._flushed.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def _by_clock(self, call: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
