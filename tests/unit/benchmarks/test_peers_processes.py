@@ -88,7 +88,8 @@ def test_shares_of_the_machine_are_those_of_the_watched_and_of_the_rest(processe
     busy = processes.start([sys.executable, "-c", "while True: pass"], log=tmp_path / "log")
     try:
         with machine().Watch([busy.pid]) as watch:
-            while machine().cpu_seconds([busy.pid]) < 0.1:
+            before = machine().cpu_seconds([busy.pid])
+            while machine().cpu_seconds([busy.pid]) - before < 0.1:
                 pass
         assert watch.own > 0
         assert watch.own * watch.seconds * os.cpu_count() >= 0.08

@@ -118,13 +118,12 @@ BAD_DEPLOYMENTS = [
 @pytest.mark.parametrize(("argv", "sentence"), BAD_DEPLOYMENTS, ids=[" ".join(argv) for argv, _ in BAD_DEPLOYMENTS])
 def test_what_cannot_work_is_one_sentence_and_a_status(argv, sentence, tmp_path, monkeypatch, capfd) -> None:  # E8
     monkeypatch.chdir(tmp_path)
-    try:
-        status = main(argv)
-    finally:
-        # As at the end of a process: lines are written by a thread.
-        for handler in logging.getLogger().handlers:
-            handler.flush()
-        logging.getLogger().handlers[:] = []
+    # Of its own, not those that other tests left, to streams that are closed by now.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    status = main(argv)
+    # As at the end of a process: lines are written by a thread.
+    for handler in logging.getLogger().handlers:
+        handler.flush()
     shown = capfd.readouterr().err
     assert status in (1, 2, 3)
     assert sentence in shown
