@@ -3,30 +3,16 @@
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceSpec
-from tandem_operator.builders.containers import (
-    TMP,
-    Manifest,
-    container_port,
-    container_security,
-    env_of,
-    from_pod,
-    http_probe,
-    pod_security,
-    pod_template,
-    resources_of,
-    scratch,
-    secret_volume,
-    value,
-)
+from tandem_operator.builders.containers import Manifest, container_port, from_pod
 from tandem_operator.builders.model_mount import ModelMount, model_mount
 from tandem_operator.builders.naming import gateway_name, labels_of, selector_of
-from tandem_operator.builders.redis_access import redis_volumes, redis_words
+from tandem_operator.builders.redis_access import redis_words
 from tandem_operator.builders.served import Served
+from tandem_operator.builders.services_pod import KEYS_FOLDER, services_pod
 from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY, traced
 
 PORT = 8000
 ADMIN_PORT = 8001
-KEYS_FOLDER = "/etc/tandem/keys"
 INFERENCE_GROUP = "inference.networking.k8s.io"
 DRAIN_NOTICE_S = 5
 """Load balancers have so long to see that a gateway goes before its port closes."""
@@ -102,39 +88,19 @@ def http_route(service: Served, *, to_pool: bool = False) -> Manifest | None:
 def _template(service: Served, labels: dict[str, str]) -> Manifest:
     spec = service.spec
     mount = model_mount(spec.model, image=service.services_image, weights=False)
-    volumes, mounts = _files(service, mount)
-    container: Manifest = {
-        "name": "gateway",
-        "image": service.services_image,
-        "command": ["tandem", "gateway"],
-        "args": _arguments(service, mount),
-        "env": [
-            from_pod("TANDEM_HOST", "status.podIP"),
-            value("TANDEM_LOG_LEVEL", spec.observability.log_level),
-            value("HOME", TMP),
-            *env_of(spec.gateway.pod.env),
-        ],
-        "ports": [container_port("http", PORT), container_port("admin", ADMIN_PORT)],
-        "resources": resources_of(spec.gateway.resources),
-        "securityContext": container_security(),
-        "volumeMounts": mounts,
-        "startupProbe": http_probe("/live", "http", periodSeconds=2, failureThreshold=150),
-        "livenessProbe": http_probe("/live", "http", periodSeconds=10, failureThreshold=3, timeoutSeconds=5),
-        "readinessProbe": http_probe("/ready", "http", periodSeconds=2, failureThreshold=2, timeoutSeconds=5),
-    }
-    if spec.images.pull_policy is not None:
-        container["imagePullPolicy"] = spec.images.pull_policy
-    pod: Manifest = {
-        "securityContext": pod_security(spec.security.run_as_user),
+    return services_pod(
+        service,
+        labels,
+        mount,
+        name="gateway",
+        arguments=_arguments(service, mount),
+        environment=[from_pod("TANDEM_HOST", "status.podIP")],
+        ports=[container_port("http", PORT), container_port("admin", ADMIN_PORT)],
+        resources=spec.gateway.resources,
+        overrides=spec.gateway.pod,
         # Streams under way may take as long as on a worker.
-        "terminationGracePeriodSeconds": spec.drain_seconds + DRAIN_NOTICE_S + 10,
-        "initContainers": list(mount.init_containers),
-        "containers": [container],
-        "volumes": volumes,
-        "imagePullSecrets": [{"name": name} for name in spec.images.pull_secrets],
-    }
-    filled = {key: part for key, part in pod.items() if part != []}
-    return pod_template(labels=labels, overrides=spec.gateway.pod, spec=filled)
+        grace_s=spec.drain_seconds + DRAIN_NOTICE_S + 10,
+    )
 
 
 def _arguments(service: Served, mount: ModelMount) -> list[str]:
@@ -167,13 +133,3 @@ def may_be_zero(spec: ModelServiceSpec) -> bool:
     scaling = spec.autoscaling
     allowed = spec.prefill.scaling.min_replicas == 0 and spec.decode.scaling.min_replicas == 0
     return allowed and (scaling.mode == "external" or (scaling.mode == "internal" and scaling.idle_seconds_to_zero > 0))
-
-
-def _files(service: Served, mount: ModelMount) -> tuple[list[Manifest], list[Manifest]]:
-    spec = service.spec
-    pairs = [scratch("tmp", TMP), secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY})]
-    pairs += redis_volumes(spec.redis, service.name)
-    if spec.gateway.auth_secret is not None:
-        pairs.append(secret_volume("api-keys", spec.gateway.auth_secret, KEYS_FOLDER))
-    volumes = [volume for volume, _ in pairs] + list(mount.volumes)
-    return volumes, [place for _, place in pairs] + list(mount.mounts)

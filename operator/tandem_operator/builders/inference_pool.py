@@ -6,26 +6,14 @@ docs/routing.md ("Inference Gateways") has the protocol; docs/adr/0020 says why 
 """
 
 from tandem_operator.api.gateway import InferencePool
-from tandem_operator.builders.containers import (
-    TMP,
-    Manifest,
-    container_port,
-    container_security,
-    env_of,
-    http_probe,
-    pod_security,
-    pod_template,
-    resources_of,
-    scratch,
-    secret_volume,
-    value,
-)
-from tandem_operator.builders.gateway import INFERENCE_GROUP, KEYS_FOLDER, gateway_labels
+from tandem_operator.builders.containers import Manifest, container_port
+from tandem_operator.builders.gateway import INFERENCE_GROUP, gateway_labels
 from tandem_operator.builders.gateway import PORT as GATEWAY_PORT
 from tandem_operator.builders.model_mount import ModelMount, model_mount
 from tandem_operator.builders.naming import Labels, gateways_name, labels_of, router_name, selector_of
-from tandem_operator.builders.redis_access import redis_volumes, redis_words
+from tandem_operator.builders.redis_access import redis_words
 from tandem_operator.builders.served import Served
+from tandem_operator.builders.services_pod import KEYS_FOLDER, services_pod
 from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY
 
 API_VERSION = f"{INFERENCE_GROUP}/v1"
@@ -104,44 +92,18 @@ def _deployment(service: Served, wanted: InferencePool) -> Manifest:
 
 
 def _template(service: Served, wanted: InferencePool, labels: Labels) -> Manifest:
-    spec = service.spec
-    mount = model_mount(spec.model, image=service.services_image, weights=False)
-    pairs = [
-        scratch("tmp", TMP),
-        secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY}),
-        *redis_volumes(spec.redis, service.name),
-    ]
-    if spec.gateway.auth_secret is not None:
-        pairs.append(secret_volume("api-keys", spec.gateway.auth_secret, KEYS_FOLDER))
-    container: Manifest = {
-        "name": "router",
-        "image": service.services_image,
-        "command": ["tandem", "router"],
-        "args": _arguments(service, mount),
-        "env": [
-            value("TANDEM_LOG_LEVEL", spec.observability.log_level),
-            value("HOME", TMP),
-            *env_of(wanted.pod.env),
-        ],
-        "ports": [container_port("http", PORT), container_port("grpc", GRPC_PORT)],
-        "resources": resources_of(wanted.resources),
-        "securityContext": container_security(),
-        "volumeMounts": [place for _, place in pairs] + list(mount.mounts),
-        "startupProbe": http_probe("/live", "http", periodSeconds=2, failureThreshold=150),
-        "livenessProbe": http_probe("/live", "http", periodSeconds=10, failureThreshold=3, timeoutSeconds=5),
-        "readinessProbe": http_probe("/ready", "http", periodSeconds=2, failureThreshold=2, timeoutSeconds=5),
-    }
-    if spec.images.pull_policy is not None:
-        container["imagePullPolicy"] = spec.images.pull_policy
-    pod: Manifest = {
-        "securityContext": pod_security(spec.security.run_as_user),
-        "terminationGracePeriodSeconds": DRAIN_NOTICE_S + GRACE_S,
-        "initContainers": list(mount.init_containers),
-        "containers": [container],
-        "volumes": [volume for volume, _ in pairs] + list(mount.volumes),
-        "imagePullSecrets": [{"name": name} for name in spec.images.pull_secrets],
-    }
-    return pod_template(labels=labels, overrides=wanted.pod, spec={key: part for key, part in pod.items() if part})
+    mount = model_mount(service.spec.model, image=service.services_image, weights=False)
+    return services_pod(
+        service,
+        labels,
+        mount,
+        name="router",
+        arguments=_arguments(service, mount),
+        ports=[container_port("http", PORT), container_port("grpc", GRPC_PORT)],
+        resources=wanted.resources,
+        overrides=wanted.pod,
+        grace_s=DRAIN_NOTICE_S + GRACE_S,
+    )
 
 
 def _arguments(service: Served, mount: ModelMount) -> list[str]:
