@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.attention.backend import AttentionBackend
+from tandem_engine.executor.hidden import hidden_states
 from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap, token_rows
@@ -104,12 +105,7 @@ class ModelRunner:
         if batch.kv_progress is not None:
             attend = _telling(attend, batch.kv_progress)
         wanted = wanted_tokens(batch)
-        if self._observer is None:
-            return self.model.forward(input_ids, batch.positions, attend, wanted)
-        everything = torch.arange(batch.num_tokens, device=input_ids.device)
-        hidden = self.model.forward(input_ids, batch.positions, attend, everything)
-        self._observer.observe(hidden, batch.out_cache_loc)
-        return hidden.index_select(0, wanted)
+        return hidden_states(self.model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=wanted)
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SampleOutput:
         return self._sampler.sample(self.model.logits(hidden), over_runs(batch), ahead=drafts_ahead(batch))

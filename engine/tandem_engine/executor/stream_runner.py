@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tandem_engine.attention.backend import GraphBackend
 from tandem_engine.executor.graphs import Computed, DecodeGraph, DecodeGraphs
+from tandem_engine.executor.hidden import hidden_states
 from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.executor.stream_executor import Queued, StreamFuture
 from tandem_engine.executor.streams import DeviceStreams, Download, StreamName, TimedEvent, download, upload
@@ -182,16 +183,10 @@ class StreamRunner:
         attend: Attend = self.backend.plan(batch)
         if batch.kv_progress is not None:
             attend = self._telling(attend, batch.kv_progress)
-        hidden = self._hidden(input_ids, batch, attend, inputs.wanted)
+        hidden = hidden_states(
+            self._model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=inputs.wanted
+        )
         return Computed(hidden, self._model.logits(hidden[: inputs.sampled]))
-
-    def _hidden(self, input_ids: Tensor, batch: ForwardBatch, attend: Attend, wanted: Tensor) -> Tensor:
-        if self._observer is None:
-            return self._model.forward(input_ids, batch.positions, attend, wanted)
-        everything = torch.arange(batch.num_tokens, device=input_ids.device)
-        hidden = self._model.forward(input_ids, batch.positions, attend, everything)
-        self._observer.observe(hidden, batch.out_cache_loc)
-        return hidden.index_select(0, wanted)
 
     def _telling(self, attend: Attend, progress: KvProgress) -> Attend:
         """`attend`, with an event behind each layer's KV (T70)."""

@@ -17,6 +17,7 @@ from tandem_engine.forward.logit_edits import LogitEdits, TokenSets
 from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.sampling.grammar.bitmask import apply_masks
 from tandem_engine.sampling.penalties import PenaltyRows
+from tandem_engine.sampling.recording import record_tokens
 from tandem_engine.sampling.token_tails import TokenTails
 
 _NO_EDITS = LogitEdits()
@@ -68,16 +69,8 @@ class LogitEditor:
         return logits
 
     def record(self, edits: LogitEdits | None, token_ids: Tensor) -> None:
-        """Remember the tokens that rows [S] of the step got: `token_ids` [S, K], −1 after a row's last.
-
-        `edits` has one entry per request: not those of `over_runs`.
-        """
-        if edits is None:
-            return
-        if edits.penalties is not None:
-            self.penalties.record(edits.penalties.slots, token_ids[edits.penalties.index])
-        if edits.bad_words is not None:
-            self.tails.record(edits.bad_words.recalled_rows, token_ids[edits.bad_words.recalled_index])
+        """Remember the tokens that rows of the step got; see `record_tokens`."""
+        record_tokens(self.penalties, self.tails, edits, token_ids)
 
     def _load(self, edits: LogitEdits, logits: Tensor) -> None:
         for history in edits.histories:

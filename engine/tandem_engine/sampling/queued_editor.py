@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem_engine.forward.logit_edits import LogitEdits, TokenSets
 from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.sampling.queued_penalties import CountedPenalties
+from tandem_engine.sampling.recording import record_tokens
 from tandem_engine.sampling.token_tails import TokenTails
 
 WORD_BITS = 32
@@ -69,13 +70,8 @@ class QueuedEditor:
         return logits if edits.allowed is None else _keep_only(logits, edits.allowed)
 
     def record(self, edits: LogitEdits | None, token_ids: Tensor) -> None:
-        """See `LogitEditor.record`."""
-        if edits is None:
-            return
-        if edits.penalties is not None:
-            self.penalties.record(edits.penalties.slots, token_ids[edits.penalties.index])
-        if edits.bad_words is not None:
-            self.tails.record(edits.bad_words.recalled_rows, token_ids[edits.bad_words.recalled_index])
+        """Remember the tokens that rows of the step got; see `record_tokens`."""
+        record_tokens(self.penalties, self.tails, edits, token_ids)
 
     def _load(self, edits: LogitEdits, logits: Tensor) -> None:
         for history in edits.histories:
