@@ -13,6 +13,8 @@ Contract of every backend
       scheduler needs no fence against the layers (T4).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -60,6 +62,20 @@ class GraphPlan(AttentionPlan, Protocol):
         remains that any row would read.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToldPlan:
+    """A plan, and word of each layer once its K and V are stored; implements `AttentionPlan`."""
+
+    plan: AttentionPlan
+    wrote: Callable[[int], object]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As the plan does."""
+        gathered = self.plan(layer, q, k, v)
+        self.wrote(layer)
+        return gathered
 
 
 class AttentionBackend(Protocol):

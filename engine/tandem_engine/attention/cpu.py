@@ -15,7 +15,6 @@ A window bounds what is read and computed, not only what counts.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,26 +55,22 @@ class CpuPlan:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.kernels.store(layer, k, v, self.slots)
+        return self.gather(layer, q.float().contiguous()).to(q.dtype).flatten(1)
+
+    def gather(self, layer: int, queries: Tensor) -> Tensor:
+        """What queries [T, heads, head_dim], dense float32, gather of stored K and V; the same shape."""
         view = self.views[self.view_of_layer[layer]]
-        queries = q.float().contiguous()
-        out = torch.empty(q.shape)
+        out = torch.empty(queries.shape)
         if view.paged is not None:
             self.kernels.attend(layer, queries, view.paged, view.spec, out)
         if view.extend is not None:
             self.blocks.attend(layer, queries, view.extend, out)
-        return out.to(q.dtype).flatten(1)
+        return out
 
     def read_in_place(self) -> View | None:
-        """What all layers compute, if that is the paged kernel's work alone, on one thread, over float32 pages."""
+        """What all layers compute, if that is the paged kernel's work alone."""
         view = self.views[0]
-        if (
-            len(self.views) > 1
-            or view.extend is not None
-            or view.paged is None
-            or self.kernels.worth_threads(view.paged)
-        ):
-            return None
-        return view if self.kernels.pages.dtype == np.float32 else None
+        return view if len(self.views) == 1 and view.extend is None and view.paged is not None else None
 
 
 class CpuAttention:

@@ -9,28 +9,32 @@
 With queries as lanes nothing has to be transposed but Q and O, which are small; all query heads of a K/V head share
 its keys; and neither maximum nor sum ever crosses lanes.
 
-A query's result depends on its own keys alone, to the bit: lanes do not meet, blocks end at multiples of `KEYS`, and
-a key that a query does not see adds exact zeros. So it is the same however a prompt is cut into chunks, however the
-queries are cut into tasks and on any number of threads.
+Over bfloat16 pages, on a CPU that multiplies pairs of them, both products take pairs (`attention.vectors`): of
+dimensions of K and Q, of keys in V and S. Weights are then rounded to bfloat16, as values are.
+
+A query's result depends on its own keys alone, to the bit: lanes do not meet, blocks end at multiples of `KEYS`, pairs
+begin at even positions, and a key that a query does not see adds exact zeros. So it is the same however a prompt is cut
+into chunks, however the queries are cut into tasks and on any number of threads.
 """
 
 from functools import cache
 from typing import Any, NamedTuple
 
-import llvmlite.ir
 import numba
 import numpy as np
 from numba.core import types as numba_types
-from numba.extending import intrinsic
 
-from tandem_engine.attention import cpu_kernels, vector_softmax, vectors
+from tandem_engine.attention import cpu_kernels, phases, vector_softmax, vectors
 from tandem_engine.attention.cpu_kernels import Array, as_float32, compiled_callback, inlined
-from tandem_engine.attention.vector_softmax import bound, hide, weigh
-from tandem_engine.attention.vectors import FLOAT_BYTES, PANEL, product
+from tandem_engine.attention.phases import pointer, take
+from tandem_engine.attention.vector_softmax import bound, hide, pair_up, weigh
+from tandem_engine.attention.vectors import FLOAT_BYTES, MULTIPLIES_PAIRS, PANEL, product, product_of_pairs
 from tandem_engine.compiled import revision_of
 
-ir: Any = llvmlite.ir
 types: Any = numba_types
+
+_HALF_BITS, _UPPER_HALF = np.uint32(16), np.uint32(0xFFFF0000)
+_JUST_BELOW_HALF, _ONE = np.uint32(0x7FFF), np.uint32(1)
 
 KEYS = 64
 """Keys of a block: their scores with one panel, 8 KiB, stay in a core's first cache, as do K and V."""
@@ -84,7 +88,10 @@ the queries of any task. `scale` has the factor log2 e where `soft_cap` is 0, el
 
 
 class Scratch(NamedTuple):
-    """What a thread works on; P panels of queries, all float32 but `bounds` and `wide`."""
+    """What a thread works on; P panels of queries, all float32 but `bounds` and `wide`.
+
+    Where pairs are multiplied, `queries`, `keys` and `values` hold those in the first half of what they are here.
+    """
 
     queries: Array
     """[P, D, PANEL] Qᵀ"""
@@ -114,18 +121,19 @@ BlockKernel = Any
 
 @cache
 def build_block_kernel(pages_dtype: np.dtype[Any]) -> BlockKernel:
-    """The kernel for pages of float32, or of bfloat16 seen as uint16."""
-    revision = revision_of(cpu_kernels, vectors, vector_softmax, constant=PANEL)
+    """The kernel for pages of float32, or of bfloat16 seen as uint16. A head_dim is even."""
+    revision = revision_of(cpu_kernels, phases, vectors, vector_softmax, constant=PANEL)
     number = numba.from_dtype(pages_dtype)
+    pairs = MULTIPLIES_PAIRS and pages_dtype == np.uint16
 
     def attend_blocks(data: Any) -> None:
         work = numba.carray(data, 1)[0]
         if revision == 0:  # never: it is mentioned here to be closed over
             return
         pages = numba.carray(
-            _pointer(work.pages, number), (1, work.num_layers, 2, work.num_kv_heads, work.page_size, work.head_dim)
+            pointer(work.pages, number), (1, work.num_layers, 2, work.num_kv_heads, work.page_size, work.head_dim)
         )
-        tasks = numba.carray(_pointer(work.tasks, types.int64), (work.num_tasks, TASK_COLUMNS))
+        tasks = numba.carray(pointer(work.tasks, types.int64), (work.num_tasks, TASK_COLUMNS))
         scratch = Scratch(
             queries=np.empty((work.panels, work.head_dim, PANEL), np.float32),
             bounds=np.empty((2, work.panels, PANEL), np.int32),
@@ -138,44 +146,53 @@ def build_block_kernel(pages_dtype: np.dtype[Any]) -> BlockKernel:
             factors=np.empty(PANEL, np.float32),
             outputs=np.empty((work.panels, work.head_dim, PANEL), np.float32),
         )
-        task = _take(data)
+        task = take(data)
         while task < work.num_tasks:
-            _attend_task(work, pages, tasks[task], scratch)
-            task = _take(data)
+            _attend_task(work, pages, tasks[task], scratch, pairs)
+            task = take(data)
 
     signature = types.void(types.CPointer(numba.from_dtype(WORK)))
     return compiled_callback(attend_blocks, signature)
 
 
 @inlined
-def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch) -> None:
+def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: bool) -> None:
     """The queries of one task, from q to out."""
     kv_head, begin, end, group = task[KV_HEAD], task[BEGIN], task[END], work.group
-    sequences = numba.carray(_pointer(work.sequences, types.int64), (1, SEQUENCE_COLUMNS))
+    sequences = numba.carray(pointer(work.sequences, types.int64), (1, SEQUENCE_COLUMNS))
     sequence = sequences[task[SEQUENCE]]
-    page_row = numba.carray(_pointer(work.page_table, types.int32), (1, work.table_width))[sequence[ROW]]
+    page_row = numba.carray(pointer(work.page_table, types.int32), (1, work.table_width))[sequence[ROW]]
     width = work.num_kv_heads * group * work.head_dim
     offset = sequence[START] * width * FLOAT_BYTES
-    q = numba.carray(_pointer(work.q + offset, types.float32), (1, width))
-    out = numba.carray(_pointer(work.out + offset, types.float32), (1, width))
-    _place_queries(q, kv_head, group, begin, end, work.scale, scratch.queries)
+    q = numba.carray(pointer(work.q + offset, types.float32), (1, width))
+    out = numba.carray(pointer(work.out + offset, types.float32), (1, width))
+    if pairs:
+        _place_query_pairs(q, kv_head, group, begin, end, scratch.queries)
+    else:
+        _place_queries(q, kv_head, group, begin, end, work.scale, scratch.queries)
     _place_bounds(sequence[POSITION], group, begin, end, work.window, scratch.bounds)
     scratch.outputs[:] = 0.0
     scratch.maxima[:] = -np.inf
     scratch.totals[:] = 0.0
-    key, last = max(sequence[POSITION] + begin + 1 - work.window, 0), sequence[POSITION] + end
+    key, last = max(sequence[POSITION] + begin + 1 - work.window, 0) // 2 * 2, sequence[POSITION] + end
     while key < last:
         count = min(key // KEYS * KEYS + KEYS, last) - key
-        _copy(pages, work.layer, 0, kv_head, page_row, key, count, scratch.wide, scratch.keys)
-        _copy(pages, work.layer, 1, kv_head, page_row, key, count, scratch.wide, scratch.values)
+        if pairs:
+            _copy_key_pairs(pages, work.layer, kv_head, page_row, key, count, scratch.keys)
+            _copy_value_pairs(pages, work.layer, kv_head, page_row, key, count, scratch.values)
+        else:
+            _copy(pages, work.layer, 0, kv_head, page_row, key, count, scratch.wide, scratch.keys)
+            _copy(pages, work.layer, 1, kv_head, page_row, key, count, scratch.wide, scratch.values)
         for panel in range(((end - begin) * group + PANEL - 1) // PANEL):
-            _attend_panel(panel, key, count, work.soft_cap, scratch)
+            _attend_panel(panel, key, count, work.scale if pairs else np.float32(1.0), work.soft_cap, scratch, pairs)
         key += count
     _place_outputs(scratch.outputs, scratch.totals, kv_head, group, begin, end, out)
 
 
 @inlined
-def _attend_panel(panel: int, key: int, count: int, soft_cap: np.float32, scratch: Scratch) -> None:
+def _attend_panel(
+    panel: int, key: int, count: int, scale: np.float32, soft_cap: np.float32, scratch: Scratch, pairs: bool
+) -> None:
     """One panel of queries against the block of `count` keys from position `key` on."""
     head_dim = scratch.keys.shape[1]
     keys, values, scores = scratch.keys.ctypes.data, scratch.values.ctypes.data, scratch.scores.ctypes.data
@@ -183,36 +200,77 @@ def _attend_panel(panel: int, key: int, count: int, soft_cap: np.float32, scratc
     maxima, totals = scratch.maxima[panel].ctypes.data, scratch.totals[panel].ctypes.data
     firsts, ends = scratch.bounds[0, panel], scratch.bounds[1, panel]
     factors = scratch.factors.ctypes.data
-    product(keys, head_dim, 1, queries, scores, PANEL, count, head_dim, 0)
+    if pairs:
+        product_of_pairs(keys, head_dim, 1, queries, scores, PANEL, count, head_dim // 2, 0)
+    else:
+        product(keys, head_dim, 1, queries, scores, PANEL, count, head_dim, 0)
     if soft_cap > 0:
-        bound(scores, count, soft_cap)
+        bound(scores, count, soft_cap, scale)
     if firsts.max() > key or ends.min() < key + count:
         hide(scores, count, key, firsts.ctypes.data, ends.ctypes.data)
-    weigh(scores, count, maxima, totals, factors)
-    product(values, 1, head_dim, scores, outputs, PANEL, head_dim, count, factors)
+    weigh(scores, count, maxima, totals, factors, np.float32(1.0) if soft_cap > 0 else scale)
+    if pairs:
+        if count % 2 == 1:
+            scratch.scores[count] = 0.0
+        pair_up(scores, count)
+        product_of_pairs(values, 1, head_dim, scores, outputs, PANEL, head_dim, (count + 1) // 2, factors)
+    else:
+        product(values, 1, head_dim, scores, outputs, PANEL, head_dim, count, factors)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _take(typing_context: Any, counter: Any) -> Any:  # noqa: ARG001
-    """The number at a record's beginning, which is one more afterwards. No two threads get the same."""
+@inlined
+def _place_query_pairs(q: Array, kv_head: int, group: int, begin: int, end: int, queries: Array) -> None:
+    """q [T, heads · D], unscaled, to pairs of dimensions: words in the first D / 2 rows of each panel of `queries`."""
+    head_dim = queries.shape[1]
+    words = queries.view(np.uint32)
+    words[:] = 0
+    lane = 0
+    for token in range(begin, end):
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            panel, column = lane // PANEL, lane % PANEL
+            bits = q[token, head * head_dim : (head + 1) * head_dim].view(np.uint32)
+            for pair in range(head_dim // 2):
+                words[panel, pair, column] = _halved(bits[2 * pair]) >> _HALF_BITS | _halved(bits[2 * pair + 1])
+            lane += 1
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        integer = ir.IntType(64)
-        place = builder.bitcast(arguments[0], integer.as_pointer())
-        return builder.atomic_rmw("add", place, ir.Constant(integer, 1), "monotonic")
 
-    return types.int64(counter), generate
+@inlined
+def _halved(bits: np.uint32) -> np.uint32:
+    """float32 bits of the nearest bfloat16, ties to even."""
+    return np.uint32(bits + _JUST_BELOW_HALF + (bits >> _HALF_BITS & _ONE)) & _UPPER_HALF
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typing_context: Any, address: Any, kind: Any) -> Any:  # noqa: ARG001
-    """An address as a pointer to numbers of a type."""
+@inlined
+def _copy_key_pairs(
+    pages: Array, layer: int, kv_head: int, page_row: Array, first: int, count: int, out: Array
+) -> None:
+    """The bits of K of `count` tokens from `first` on to the first half of each row of `out`: pairs of dimensions."""
+    page_size, head_dim = pages.shape[4], out.shape[1]
+    halves = out.view(np.uint16)
+    for row in range(count):
+        index, slot = divmod(first + row, page_size)
+        for d in range(head_dim):
+            halves[row, d] = pages[page_row[index], layer, 0, kv_head, slot, d]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    number = kind.dtype if isinstance(kind, types.NumberClass) else kind
-    return types.CPointer(number)(address, kind), generate
+@inlined
+def _copy_value_pairs(
+    pages: Array, layer: int, kv_head: int, page_row: Array, first: int, count: int, out: Array
+) -> None:
+    """Pairs of V of `count` tokens from `first` on to the first rows of `out`: an even position and the next."""
+    page_size, head_dim = pages.shape[4], out.shape[1]
+    words = out.view(np.uint32)
+    for pair in range((count + 1) // 2):
+        index, slot = divmod(first + 2 * pair, page_size)
+        even = pages[page_row[index], layer, 1, kv_head, slot]
+        if 2 * pair + 1 < count:
+            index, slot = divmod(first + 2 * pair + 1, page_size)
+            odd = pages[page_row[index], layer, 1, kv_head, slot]
+            for d in range(head_dim):
+                words[pair, d] = np.uint32(even[d]) | np.uint32(odd[d]) << _HALF_BITS
+        else:
+            for d in range(head_dim):
+                words[pair, d] = np.uint32(even[d])
 
 
 @inlined

@@ -77,7 +77,17 @@ def compiled_callback(function: Callable[..., Any], signature: Any) -> Any:
 
 def inlined(function: Callable[..., Any]) -> Any:
     """A piece of a kernel, expanded where it is called so that the caller's constants reach its loops."""
-    return numba.njit(forceinline=True, nogil=True, **_OPTIONS)(function)
+    return numba.njit(**kernel_piece_options())(function)
+
+
+def compiled_piece(function: Callable[..., Any]) -> Any:
+    """A piece of a kernel that is large enough to be called."""
+    return numba.njit(nogil=True, **_OPTIONS)(function)
+
+
+def kernel_piece_options() -> dict[str, Any]:
+    """For an `overload` that is to be such a piece."""
+    return {**_OPTIONS, "nogil": True, "forceinline": True}
 
 
 @compiled_kernel
@@ -122,9 +132,24 @@ def build_attend_serial(head_dim: int, group: int, *, capped: bool) -> AttendKer
         partial: Array,
         out: Array,
     ) -> None:
-        attend_queries(
-            pages, layer, q, scale, soft_cap, page_table, tasks, queries, partial, out, head_dim, group, capped
-        )
+        for task in range(tasks.shape[0]):
+            attend_task(
+                pages,
+                layer,
+                q,
+                scale,
+                soft_cap,
+                page_table,
+                tasks[task],
+                0,
+                pages.shape[3],
+                queries,
+                partial[task],
+                head_dim,
+                group,
+                capped,
+            )
+        merge_queries(queries, partial, out, head_dim)
 
     return compiled_kernel(attend_serial)  # type: ignore[no-any-return]
 
@@ -148,7 +173,7 @@ def build_attend_parallel(head_dim: int, group: int, *, capped: bool) -> AttendK
         out: Array,
     ) -> None:
         for task in numba.prange(tasks.shape[0]):
-            _attend_task(
+            attend_task(
                 pages,
                 layer,
                 q,
@@ -156,43 +181,21 @@ def build_attend_parallel(head_dim: int, group: int, *, capped: bool) -> AttendK
                 soft_cap,
                 page_table,
                 tasks[task],
+                0,
+                pages.shape[3],
                 queries,
                 partial[task],
                 head_dim,
                 group,
                 capped,
             )
-        _merge_queries(queries, partial, out, head_dim)
+        merge_queries(queries, partial, out, head_dim)
 
     return compiled_kernel(attend_parallel, parallel=True)  # type: ignore[no-any-return]
 
 
 @inlined
-def attend_queries(
-    pages: Array,
-    layer: int,
-    q: Array,
-    scale: np.float32,
-    soft_cap: np.float32,
-    page_table: Array,
-    tasks: Array,
-    queries: Array,
-    partial: Array,
-    out: Array,
-    head_dim: int,
-    group: int,
-    capped: bool,
-) -> None:
-    """Every task, then every query's chunks merged; arguments as `build_attend_serial` has them."""
-    for task in range(tasks.shape[0]):
-        _attend_task(
-            pages, layer, q, scale, soft_cap, page_table, tasks[task], queries, partial[task], head_dim, group, capped
-        )
-    _merge_queries(queries, partial, out, head_dim)
-
-
-@inlined
-def _attend_task(
+def attend_task(
     pages: Array,
     layer: int,
     q: Array,
@@ -200,22 +203,29 @@ def _attend_task(
     soft_cap: np.float32,
     page_table: Array,
     task: Array,
+    first_head: int,
+    end_head: int,
     queries: Array,
     partial: Array,
     head_dim: int,
     group: int,
     capped: bool,
 ) -> None:
-    """partial [heads, D + 2] = a query's attention over one chunk of its tokens."""
+    """partial [heads, D + 2] = a query's attention over one chunk of its tokens.
+
+    Only query heads of the K/V heads [first_head, end_head): no head depends on which others are computed with it.
+    """
     query = queries[task[QUERY]]
     begin = task[TASK_CHUNK] * CHUNK
     start, stop = max(begin, query[FIRST]), min(begin + CHUNK, query[LENGTH])
     row, heads = page_table[query[ROW]], q[query[TOKEN]]
-    _attend_chunk(pages, layer, heads, scale, soft_cap, row, start, stop, partial, head_dim, group, capped)
+    _attend_chunk(
+        pages, layer, heads, scale, soft_cap, row, start, stop, first_head, end_head, partial, head_dim, group, capped
+    )
 
 
 @inlined
-def _merge_queries(queries: Array, partial: Array, out: Array, head_dim: int) -> None:
+def merge_queries(queries: Array, partial: Array, out: Array, head_dim: int) -> None:
     """The rows of `out` that belong to the queries, from the partial results of their chunks."""
     for index in range(queries.shape[0]):
         query = queries[index]
@@ -232,31 +242,34 @@ def _attend_chunk(
     page_row: Array,
     start: int,
     stop: int,
+    first_head: int,
+    end_head: int,
     partial: Array,
     head_dim: int,
     group: int,
     capped: bool,
 ) -> None:
-    """partial = attention of q [heads, D] over tokens [start, stop) of a sequence."""
+    """partial = attention of q [heads, D], those of some K/V heads, over tokens [start, stop) of a sequence."""
     page_size = pages.shape[4]
     tile_len = (TILE + page_size - 1) // page_size * page_size
     heads = q.shape[0]
+    first, last = first_head * group, end_head * group
     scores = np.empty((heads, tile_len), np.float32)
     exponents = np.empty(tile_len, np.int32)
     decay = np.empty(tile_len if capped else 0, np.float32)
     wide = np.empty((page_size, head_dim), np.uint32)
-    partial[:, :head_dim] = 0.0
-    partial[:, head_dim] = -np.inf
-    partial[:, head_dim + 1] = 0.0
+    partial[first:last, :head_dim] = 0.0
+    partial[first:last, head_dim] = -np.inf
+    partial[first:last, head_dim + 1] = 0.0
     # A page may straddle two chunks: its slots before `start` belong to the chunk before.
     while start < stop:
         end = min(stop, start // page_size * page_size + tile_len)
-        _score_tile(pages, layer, q, scale, page_row, start, end, scores, wide, head_dim, group)
-        for head in range(heads):
+        _score_tile(pages, layer, q, scale, page_row, start, end, first_head, end_head, scores, wide, head_dim, group)
+        for head in range(first, last):
             if capped:
                 _cap(scores[head], decay, exponents, end - start, soft_cap)
             _update_softmax(scores[head], exponents, end - start, partial[head], head_dim)
-        _add_tile(pages, layer, scores, page_row, start, end, partial, wide, head_dim, group)
+        _add_tile(pages, layer, scores, page_row, start, end, first_head, end_head, partial, wide, head_dim, group)
         start = end
 
 
@@ -269,6 +282,8 @@ def _score_tile(
     page_row: Array,
     start: int,
     end: int,
+    first_head: int,
+    end_head: int,
     scores: Array,
     wide: Array,
     head_dim: int,
@@ -279,7 +294,7 @@ def _score_tile(
     for index in range(start // page_size, (end + page_size - 1) // page_size):
         first = max(start, index * page_size)
         last = min(end, (index + 1) * page_size)
-        for kv_head in range(pages.shape[3]):
+        for kv_head in range(first_head, end_head):
             block = pages[page_row[index], layer, 0, kv_head]
             keys = as_float32(block[first - index * page_size : last - index * page_size], wide)
             for head in range(kv_head * group, (kv_head + 1) * group):
@@ -349,6 +364,8 @@ def _add_tile(
     page_row: Array,
     start: int,
     end: int,
+    first_head: int,
+    end_head: int,
     partial: Array,
     wide: Array,
     head_dim: int,
@@ -359,7 +376,7 @@ def _add_tile(
     for index in range(start // page_size, (end + page_size - 1) // page_size):
         first = max(start, index * page_size)
         last = min(end, (index + 1) * page_size)
-        for kv_head in range(pages.shape[3]):
+        for kv_head in range(first_head, end_head):
             block = pages[page_row[index], layer, 1, kv_head]
             values = as_float32(block[first - index * page_size : last - index * page_size], wide)
             for head in range(kv_head * group, (kv_head + 1) * group):
@@ -420,6 +437,6 @@ def _widen(rows: Any, wide: Any) -> Any:
     return wide.view(np.float32)
 
 
-@overload(as_float32, jit_options={**_OPTIONS, "nogil": True, "forceinline": True})  # type: ignore[untyped-decorator]
+@overload(as_float32, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
 def _as_float32_of_dtype(rows: Any, wide: Any) -> Any:  # noqa: ARG001
     return _keep if rows.dtype == types.float32 else _widen

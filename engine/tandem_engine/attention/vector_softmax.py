@@ -4,7 +4,8 @@ Scores lie [keys, PANEL]: a row for each key, a lane for each query. Lanes never
 to the bit whichever queries stand beside it. Keys come in blocks; `weigh` carries each lane's maximum and the sum of
 its weights from block to block, as in "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018).
 
-Scores count in powers of two: the caller's scale has the factor log2 e.
+Scores count in powers of two: the caller's scale has the factor log2 e. It is applied to what is left of a score when
+the maximum is taken off, or by the caller to the queries; then it is 1 here.
 """
 
 import math
@@ -22,6 +23,7 @@ _LOG2_E = math.log2(math.e)
 _EXP2 = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
 _MIN_EXPONENT = -126.0
 _MANTISSA_BITS = 23
+_HALF_BITS, _JUST_BELOW_HALF, _UPPER_HALF = 16, 0x7FFF, 0xFFFF0000
 
 _ADDRESS, _INTEGER, _FLOAT = types.uintp, types.intp, types.float32
 
@@ -54,23 +56,23 @@ def hide(typing_context: Any, scores: Any, keys: Any, position: Any, first: Any,
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def bound(typing_context: Any, scores: Any, keys: Any, cap: Any) -> Any:  # noqa: ARG001
-    """scores = log2 e · cap · tanh(scores), by tanh |x| = (1 − e^(−2|x|)) / (1 + e^(−2|x|)).
+def bound(typing_context: Any, scores: Any, keys: Any, cap: Any, scale: Any) -> Any:  # noqa: ARG001
+    """scores = log2 e · cap · tanh(scale · scores), by tanh |x| = (1 − e^(−2|x|)) / (1 + e^(−2|x|)).
 
-    An address of float32 scores [keys, PANEL], and a float32.
+    An address of float32 scores [keys, PANEL], and two float32.
     """
-    signature = types.void(_ADDRESS, _INTEGER, _FLOAT)
+    signature = types.void(_ADDRESS, _INTEGER, _FLOAT, _FLOAT)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         code = Vectors(builder)
-        scores, keys, cap = arguments
-        scores = code.floats(scores)
+        scores, keys, cap, scale = arguments
+        scores, scale = code.floats(scores), code.spread(scale)
         limit = builder.fmul(code.spread(cap), code.constant(_LOG2_E))
         one, zero = code.constant(1.0), code.constant(0.0)
         for column in _columns(code):
             with cgutils.for_range(builder, keys) as loop:
                 place = code.place(scores, loop.index, code.index(PANEL), column)
-                score = code.load(place)
+                score = builder.fmul(code.load(place), scale)
                 negative = builder.fcmp_ordered("<", score, zero)
                 size = builder.select(negative, builder.fsub(zero, score), score)
                 decay = _exp2(code, builder.fmul(size, code.constant(-2.0 * _LOG2_E)))
@@ -83,20 +85,28 @@ def bound(typing_context: Any, scores: Any, keys: Any, cap: Any) -> Any:  # noqa
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def weigh(typing_context: Any, scores: Any, keys: Any, maximum: Any, total: Any, factor: Any) -> Any:  # noqa: ARG001
-    """Scores to weights 2^(score − maximum), where each lane's maximum counts all blocks so far.
+def weigh(
+    typing_context: Any,  # noqa: ARG001
+    scores: Any,  # noqa: ARG001
+    keys: Any,  # noqa: ARG001
+    maximum: Any,  # noqa: ARG001
+    total: Any,  # noqa: ARG001
+    factor: Any,  # noqa: ARG001
+    scale: Any,  # noqa: ARG001
+) -> Any:
+    """Scores to weights 2^(scale · (score − maximum)), where each lane's maximum counts all blocks so far.
 
     `total` becomes the sum of all weights so far, and `factor` what the weights of the blocks before have to be
     multiplied with. Weights below 2^-126 are 0, and so are all of a lane that has seen nothing but −inf.
 
-    Addresses of float32 scores [keys, PANEL], and of maximum, total and factor [PANEL].
+    Addresses of float32 scores [keys, PANEL], and of maximum, total and factor [PANEL]; a float32 above 0.
     """
-    signature = types.void(_ADDRESS, _INTEGER, _ADDRESS, _ADDRESS, _ADDRESS)
+    signature = types.void(_ADDRESS, _INTEGER, _ADDRESS, _ADDRESS, _ADDRESS, _FLOAT)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         code = Vectors(builder)
-        scores, keys, *statistics = arguments
-        scores = code.floats(scores)
+        scores, keys, *statistics, scale = arguments
+        scores, scale = code.floats(scores), code.spread(scale)
         columns = _columns(code)
         maxima, totals, factors = (
             [builder.gep(code.floats(address), [column]) for column in columns] for address in statistics
@@ -109,13 +119,13 @@ def weigh(typing_context: Any, scores: Any, keys: Any, maximum: Any, total: Any,
                 builder.store(builder.select(builder.fcmp_ordered(">", score, before), score, before), most)
         references = [_finite(code, builder.load(most)) for most in highest]
         for most, reference, before, after in zip(highest, references, maxima, factors, strict=True):
-            code.store(_exp2(code, builder.fsub(code.load(before), reference)), after)
+            code.store(_exp2(code, builder.fmul(scale, builder.fsub(code.load(before), reference))), after)
             code.store(builder.load(most), before)
         sums = [_variable(code, code.constant(0.0)) for _ in columns]
         with cgutils.for_range(builder, keys) as loop:
             for column, reference, weights in zip(columns, references, sums, strict=True):
                 place = code.place(scores, loop.index, code.index(PANEL), column)
-                weight = _exp2(code, builder.fsub(code.load(place), reference))
+                weight = _exp2(code, builder.fmul(scale, builder.fsub(code.load(place), reference)))
                 code.store(weight, place)
                 builder.store(builder.fadd(builder.load(weights), weight), weights)
         for place, after, weights in zip(totals, factors, sums, strict=True):
@@ -123,6 +133,46 @@ def weigh(typing_context: Any, scores: Any, keys: Any, maximum: Any, total: Any,
         return context.get_dummy_value()
 
     return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pair_up(typing_context: Any, weights: Any, keys: Any) -> Any:  # noqa: ARG001
+    """Weights of two keys after each other become pairs of bfloat16, to nearest and ties to even, in the first rows.
+
+    Address of float32 weights [keys, PANEL], of which row `keys` is there too and 0 when that is odd.
+    """
+    signature = types.void(_ADDRESS, _INTEGER)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        code = Vectors(builder)
+        weights, keys = arguments
+        weights = code.floats(weights)
+        one = code.index(1)
+        pairs = builder.lshr(builder.add(keys, one), one)
+        with cgutils.for_range(builder, pairs) as loop:
+            first = builder.shl(loop.index, one)
+            for column in _columns(code):
+                low, high = (
+                    _upper_half(code, code.load(code.place(weights, row, code.index(PANEL), column)))
+                    for row in (first, builder.add(first, one))
+                )
+                half = ir.Constant(code.integers, [_HALF_BITS] * LANES)
+                word = builder.or_(builder.lshr(low, half), high)
+                target = code.place(weights, loop.index, code.index(PANEL), column)
+                code.store(builder.bitcast(word, code.vector), target)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _upper_half(code: Vectors, value: Any) -> Any:
+    """bfloat16 of a finite number, or of a NaN as CPUs make it, in the upper half of a word whose lower half is 0."""
+    builder = code.builder
+    bits = builder.bitcast(value, code.integers)
+    constants = (ir.Constant(code.integers, [each] * LANES) for each in (_HALF_BITS, 1, _JUST_BELOW_HALF, _UPPER_HALF))
+    half, one, below, upper = constants
+    odd = builder.and_(builder.lshr(bits, half), one)
+    return builder.and_(builder.add(builder.add(bits, below), odd), upper)
 
 
 def _columns(code: Vectors) -> list[Any]:

@@ -5,11 +5,16 @@ written as LLVM instructions, the same that the intrinsics of a C compiler would
 
 Numbers come in *panels*: `PANEL` of them side by side for each step of some sum, as many as two registers hold. One
 panel is one column of work for `product`; its lanes never meet.
+
+bfloat16 goes by *pairs*: two numbers that follow each other in the order of summing share a word of 32 bits, the first
+one in its lower half. Some CPUs multiply pairs and add both products in float32 by one instruction; elsewhere each half
+is widened and goes its own way.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 import llvmlite.ir
 import torch
 from numba.core import cgutils, types
@@ -18,6 +23,7 @@ from numba.extending import intrinsic
 from tandem_engine.attention.cpu_kernels import inlined
 
 ir: Any = llvmlite.ir
+_llvm: Any = llvmlite.binding
 _WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 LANES = 16 if _WIDE else 8
 """float32 numbers of a vector register, on other machines than x86 of two."""
@@ -26,9 +32,13 @@ PANEL = 2 * LANES
 TILE_ROWS = 8 if _WIDE else 4
 """Rows of a tile: with two registers each, half of those that the CPU has, and enough sums that none waits."""
 FLOAT_BYTES = 4
+"""And those of a pair."""
+MULTIPLIES_PAIRS = _WIDE and bool(_llvm.get_host_cpu_features().get("avx512bf16"))
+_HALF_BITS, _UPPER_HALF = 16, 0xFFFF0000
 _ADDRESS_BITS = 64
 
 Tile = Callable[[int, int, int, int, int, int, int, int], None]
+Product = Callable[[int, int, int, int, int, int, int, int, int], None]
 
 
 class Vectors:
@@ -76,9 +86,38 @@ class Vectors:
         """a · b + c. "contract" makes the two one instruction, where the CPU has it."""
         return self.builder.fadd(self.builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
+    def add_pairs(self, pair: Any, pairs: Any, before: Any) -> Any:
+        """before + both products of one pair, a word, and each of the `pairs`, words of a vector."""
+        if MULTIPLIES_PAIRS:
+            kind = ir.FunctionType(self.vector, [self.vector, self.integers, self.integers])
+            # By its name: the type that LLVM wants for bfloat16 changed from release to release.
+            multiply = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False)
+            return self.builder.call(multiply, [before, self.spread(pair), pairs])
+        for half in (self._second, self._first):
+            number = self.spread(self.builder.bitcast(half(pair), self.number))
+            before = self.multiply_add(number, self.builder.bitcast(half(pairs), self.vector), before)
+        return before
 
-def _build_tile(rows: int) -> Tile:
-    """The product of `rows` rows and one panel."""
+    def _first(self, words: Any) -> Any:
+        """float32 bits of the first number of each pair."""
+        return self.builder.shl(words, self._like(words, _HALF_BITS))
+
+    def _second(self, words: Any) -> Any:
+        return self.builder.and_(words, self._like(words, _UPPER_HALF))
+
+    @staticmethod
+    def _like(words: Any, value: int) -> Any:
+        """The same in all lanes of what is a vector, or one word."""
+        kind = words.type
+        return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+if MULTIPLIES_PAIRS:
+    _llvm.initialize_native_asmparser()
+
+
+def _build_tile(rows: int, *, pairs: bool) -> Tile:
+    """The product of `rows` rows and one panel, of float32 or of pairs of bfloat16."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def tile(
@@ -97,7 +136,7 @@ def _build_tile(rows: int) -> Tile:
         signature = types.void(address, integer, integer, address, address, integer, integer, address)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-            _write_tile(Vectors(builder), rows, *arguments)
+            _write_tile(Vectors(builder), rows, *arguments, pairs=pairs)
             return context.get_dummy_value()
 
         return signature, generate
@@ -116,10 +155,13 @@ def _write_tile(
     out_row: Any,
     depth: Any,
     factor: Any,
+    *,
+    pairs: bool,
 ) -> None:
     builder, columns = code.builder, [code.index(column) for column in range(0, PANEL, LANES)]
     scaled = builder.icmp_unsigned("!=", factor, ir.Constant(factor.type, 0))
-    x, panel, out, factor = (code.floats(address) for address in (x, panel, out, factor))
+    x, panel = (code.ints(address) if pairs else code.floats(address) for address in (x, panel))
+    out, factor = code.floats(out), code.floats(factor)
     # Stack slots, which the optimiser turns into registers.
     sums = [[cgutils.alloca_once(builder, code.vector) for _ in columns] for _ in range(rows)]
     for total in (total for totals in sums for total in totals):
@@ -128,9 +170,15 @@ def _write_tile(
         weights = [code.load(code.place(panel, loop.index, code.index(PANEL), column)) for column in columns]
         step = builder.mul(loop.index, x_step)
         for row, totals in enumerate(sums):
-            value = code.spread(builder.load(code.place(x, x_row, code.index(row), step)))
+            value = builder.load(code.place(x, x_row, code.index(row), step))
             for weight, total in zip(weights, totals, strict=True):
-                builder.store(code.multiply_add(value, weight, builder.load(total)), total)
+                before = builder.load(total)
+                after = (
+                    code.add_pairs(value, weight, before)
+                    if pairs
+                    else code.multiply_add(code.spread(value), weight, before)
+                )
+                builder.store(after, total)
     for row, totals in enumerate(sums):
         for column, total in zip(columns, totals, strict=True):
             place = code.place(out, out_row, code.index(row), column)
@@ -142,37 +190,44 @@ def _write_tile(
             code.store(builder.load(total), place)
 
 
-_full_tile, _tile_of_4, _tile_of_2, _tile_of_1 = (_build_tile(rows) for rows in (TILE_ROWS, 4, 2, 1))
+def _build_product(*, pairs: bool) -> Product:
+    full_tile, tile_of_4, tile_of_2, tile_of_1 = (_build_tile(rows, pairs=pairs) for rows in (TILE_ROWS, 4, 2, 1))
+
+    def product(
+        x: int, x_row: int, x_step: int, panel: int, out: int, out_row: int, rows: int, depth: int, factor: int
+    ) -> None:
+        left = rows
+        while left > 0:
+            if left >= TILE_ROWS:
+                full_tile(x, x_row, x_step, panel, out, out_row, depth, factor)
+                done = TILE_ROWS
+            elif left >= 4:
+                tile_of_4(x, x_row, x_step, panel, out, out_row, depth, factor)
+                done = 4
+            elif left >= 2:
+                tile_of_2(x, x_row, x_step, panel, out, out_row, depth, factor)
+                done = 2
+            else:
+                tile_of_1(x, x_row, x_step, panel, out, out_row, depth, factor)
+                done = 1
+            left -= done
+            x += done * x_row * FLOAT_BYTES
+            out += done * out_row * FLOAT_BYTES
+
+    return inlined(product)  # type: ignore[no-any-return]
 
 
-@inlined
-def product(
-    x: int, x_row: int, x_step: int, panel: int, out: int, out_row: int, rows: int, depth: int, factor: int
-) -> None:
-    """out[row, lane] = Σ over steps of x[row, step] · panel[step, lane], plus out[row, lane] · factor[lane].
+product = _build_product(pairs=False)
+"""out[row, lane] = Σ over steps of x[row, step] · panel[step, lane], plus out[row, lane] · factor[lane].
 
-    Every output is summed over the steps in their order, whatever tile its row falls into. So it is the same to the
-    bit alone and among any rows.
+Every output is summed over the steps in their order, whatever tile its row falls into. So it is the same to the bit
+alone and among any rows. Arguments, for compiled code:
 
-    Args:
-        x, panel, out, factor: addresses of float32 numbers. `panel` is [depth, PANEL] and `factor` [PANEL], both dense;
-            a `factor` of 0 is none.
-        x_row, x_step, out_row: numbers from one row, or step, to the next.
-    """
-    left = rows
-    while left > 0:
-        if left >= TILE_ROWS:
-            _full_tile(x, x_row, x_step, panel, out, out_row, depth, factor)
-            done = TILE_ROWS
-        elif left >= 4:
-            _tile_of_4(x, x_row, x_step, panel, out, out_row, depth, factor)
-            done = 4
-        elif left >= 2:
-            _tile_of_2(x, x_row, x_step, panel, out, out_row, depth, factor)
-            done = 2
-        else:
-            _tile_of_1(x, x_row, x_step, panel, out, out_row, depth, factor)
-            done = 1
-        left -= done
-        x += done * x_row * FLOAT_BYTES
-        out += done * out_row * FLOAT_BYTES
+    x, panel, out, factor       addresses of float32 numbers. `panel` is [depth, PANEL], `factor` [PANEL], both dense; a
+                                `factor` of 0 is none
+    x_row, x_step, out_row      numbers from one row, or step, to the next
+    rows, depth                 of x, and how many steps
+"""
+
+product_of_pairs = _build_product(pairs=True)
+"""The same, where x and panel hold pairs of bfloat16, words that count as numbers: a step is two numbers of a sum."""

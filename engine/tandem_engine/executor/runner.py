@@ -12,16 +12,15 @@ import time
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.backend import AttentionBackend
+from tandem_engine.attention.backend import AttentionBackend, AttentionPlan, ToldPlan
 from tandem_engine.executor.hidden import hidden_states
 from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap, token_rows
-from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.pooled import sum_pooled
 from tandem_engine.forward.runs import drafts_ahead, over_runs, wanted_tokens
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.base import Attend, CausalLM
+from tandem_engine.model.base import CausalLM
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.parallel.step_agreement import agree_on_step
 from tandem_engine.sampling.prompt_logprobs import prompt_scores
@@ -101,25 +100,14 @@ class ModelRunner:
         if batch.page_copies:
             self.pool.copy_pages(batch.page_copies)
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
-        attend: Attend = self.backend.plan(batch)
+        attend: AttentionPlan = self.backend.plan(batch)
         if batch.kv_progress is not None:
-            attend = _telling(attend, batch.kv_progress)
+            attend = ToldPlan(plan=attend, wrote=batch.kv_progress.wrote)
         wanted = wanted_tokens(batch)
         return hidden_states(self.model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=wanted)
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SampleOutput:
         return self._sampler.sample(self.model.logits(hidden), over_runs(batch), ahead=drafts_ahead(batch))
-
-
-def _telling(attend: Attend, progress: KvProgress) -> Attend:
-    """`attend`, which stores a layer's KV first, and word of it afterwards."""
-
-    def attend_and_tell(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        gathered = attend(layer, q, k, v)
-        progress.wrote(layer)
-        return gathered
-
-    return attend_and_tell
 
 
 def _without_marks(token_ids: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -73,7 +73,7 @@ class Decoder:
     norm: Norm
     lm_head: Projection
     fused: "FusedStack | None" = None
-    """Computes small steps of small models in one call."""
+    """Computes steps of few tokens in one call."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
@@ -136,9 +136,9 @@ def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> D
 
 
 def _fused(decoder: Decoder, weights: Weights) -> Decoder:
-    """With the kernel for its small steps, if that covers the model."""
+    """With the kernels of its steps, if those cover the model."""
     # Only an engine on a CPU needs numba.
-    from tandem_engine.model.fused.stack import fuse, fuse_head
+    from tandem_engine.model.fused.stack import fuse
 
     fused = fuse(
         decoder.config,
@@ -149,7 +149,7 @@ def _fused(decoder: Decoder, weights: Weights) -> Decoder:
         norm=decoder.norm,
         specs=decoder.attention,
     )
-    return decoder if fused is None else replace(decoder, lm_head=fuse_head(decoder.lm_head), fused=fused)
+    return decoder if fused is None else replace(decoder, fused=fused)
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:

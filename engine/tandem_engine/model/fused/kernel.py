@@ -1,255 +1,308 @@
-"""All layers of a decode step as one compiled call that does not hold the interpreter lock.
+"""All layers of a step of few tokens as one compiled call that does not hold the interpreter lock.
 
     embedding
-    for each layer
-        norm ─▶ q, k, v ─▶ (norm of heads) ─▶ rotate, k and v to their pages ─▶ attend over pages ─▶ output ─(+)
-        norm ─▶ gate, up ─▶ silu(gate) · up ─▶ down ─(+)
+    for each layer, a phase for each ─▶
+        norm ─▶ q, k, v ─▶ (norm of heads) rotate, k and v to their pages ─▶ attend over pages ─▶ output ─▶(+)
+        norm ─▶ gate, up ─▶ silu(gate) · up, down ─▶(+)
     norm of the wanted tokens
 
-The same arithmetic in the same order as `model.layers` and `attention.cpu`, down to sums that are taken in another
-order. What a step of small batches costs beyond arithmetic, a dozen calls a layer that each let go of the lock and
-take it again, is gone; so the scheduler's thread computes the whole time that this one does.
+The same arithmetic as `model.layers` and `attention.cpu`, rounded where those round, down to sums that are taken in
+another order. What a step of small batches costs beyond arithmetic, a dozen calls a layer that each let go of the lock
+and take it again, is gone; so the scheduler's thread computes the whole time that this one does.
+
+Any number of threads may run the kernel on one record. They share the tasks of each phase (`attention.phases`): panels
+of weights, tokens, parts of attention. What is cheap, norms and activations, each of them computes for itself, which
+takes less time than to wait for one another. No result depends on who computes what.
 """
 
-from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
+import numba
 import numpy as np
+from numba.core import types as numba_types
 
-from tandem_engine.attention import cpu_kernels, vectors
-from tandem_engine.attention.cpu_kernels import STATISTICS, Array, attend_queries, compiled_kernel, exp_shifted, inlined
+from tandem_engine.attention import cpu_kernels, phases, vectors
+from tandem_engine.attention.cpu_kernels import (
+    QUERY_COLUMNS,
+    STATISTICS,
+    Array,
+    attend_task,
+    compiled_callback,
+    compiled_piece,
+    inlined,
+    merge_queries,
+)
+from tandem_engine.attention.phases import PHASE_BYTES, array_at, finish, is_open, take, wait
 from tandem_engine.compiled import revision_of
-from tandem_engine.model.fused import gemm
-from tandem_engine.model.fused.gemm import multiply
+from tandem_engine.model.fused import numbers, panels, rows, step, tiles
+from tandem_engine.model.fused.numbers import narrowed, rounded, widened
+from tandem_engine.model.fused.panels import OUTPUTS
+from tandem_engine.model.fused.rows import norm_row, norm_rows, place_heads, silu_and_multiply
+from tandem_engine.model.fused.step import (
+    ADDRESS,
+    BIAS,
+    DOWN,
+    GATE_UP,
+    OUTPUT,
+    PANEL_BYTES,
+    PROJECTION_COLUMNS,
+    PROJECTIONS,
+    QKV,
+    STEP,
+    Model,
+    Own,
+    Record,
+    Shared,
+)
+from tandem_engine.model.fused.tiles import multiply_panel
 
-StackKernel = Callable[
-    [Array, Array, Array, Array, Array, Array, Array, Array, "StackArrays", np.float32, np.float32], Array
-]
-HeadKernel = Callable[[Array, Array], Array]
+types: Any = numba_types
 
-
-class StackArrays(NamedTuple):
-    """Weights of L layers; float32, those of projections as `gemm.pack` gives them. Biases are [0, …] when absent.
-
-    E = hidden size, H = query heads, KV = key/value heads, D = head_dim, I = intermediate size.
-    """
-
-    embedding: Array
-    """[V, E]"""
-    angles: Array
-    """[positions, 2, D]: `RotaryTable.angles`."""
-    attention_norm: Array
-    """[L, E]"""
-    qkv: Array
-    """[L, …] of (H + 2 KV) · D outputs."""
-    qkv_bias: Array
-    """[L, (H + 2 KV) · D]"""
-    head_norm: Array
-    """[L, H + KV, D], or [0, …] when heads are not normalised."""
-    output: Array
-    """[L, …] of E outputs."""
-    output_bias: Array
-    """[L, E]"""
-    feed_forward_norm: Array
-    """[L, E]"""
-    gate_up: Array
-    """[L, …] of 2 I outputs."""
-    gate_up_bias: Array
-    """[L, 2 I]"""
-    down: Array
-    """[L, …] of E outputs."""
-    down_bias: Array
-    """[L, E]"""
-    norm: Array
-    """[E]"""
+StepKernel = Any
+"""A compiled callback of the address of a `STEP` record."""
 
 
 @cache
-def build_stack_kernel(head_dim: int, group: int) -> StackKernel:
-    """The step for heads of `head_dim` and `group` query heads per K/V head.
+def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKernel:
+    """The kernel for a model of `dtype`, heads of `head_dim` and `group` query heads per K/V head."""
+    revision = revision_of(
+        cpu_kernels,
+        phases,
+        vectors,
+        numbers,
+        panels,
+        rows,
+        step,
+        tiles,
+        constant=vectors.LANES + vectors.MULTIPLIES_PAIRS,
+    )
+    number = numba.from_dtype(dtype)
 
-    The kernel's arguments:
-        input_ids   [T] int64
-        positions   [T] int64
-        wanted      [S] int64, indices into T
-        slots       [T] int64, where the tokens' K and V go
-        pages       [page, layer, 2, KV, slot, D] float32
-        page_table, tasks, queries
-                    as `attention.cpu_kernels.build_attend_serial` has them; every token is that of a query
-        weights
-        eps         of all norms
-        scale       of attention scores
-
-    Returns the normalised hidden states of the wanted tokens, [S, E].
-
-    Raises `IndexError` for ids outside of the vocabulary and positions beyond the rotary table, as torch would.
-    """
-    revision = _revision()
-
-    def compute_stack(
-        input_ids: Array,
-        positions: Array,
-        wanted: Array,
-        slots: Array,
-        pages: Array,
-        page_table: Array,
-        tasks: Array,
-        queries: Array,
-        weights: StackArrays,
-        eps: np.float32,
-        scale: np.float32,
-    ) -> Array:
-        tokens, kv_heads, size = input_ids.shape[0], pages.shape[3], weights.embedding.shape[1]
-        heads = kv_heads * group
-        gate_up_size = weights.gate_up.shape[1] * weights.gate_up.shape[3]
-        hidden = np.empty((tokens, size), np.float32)
-        normed = np.empty((tokens, size), np.float32)
+    def compute_step(data: Any) -> None:
+        work = numba.carray(data, 1)[0]
         if revision == 0:  # never: it is mentioned here to be closed over
-            return normed
-        qkv = np.empty((tokens, (heads + 2 * kv_heads) * head_dim), np.float32)
-        query = np.empty((tokens, heads, head_dim), np.float32)
-        gathered = np.empty((tokens, heads, head_dim), np.float32)
-        partial = np.empty((tasks.shape[0], heads, head_dim + STATISTICS), np.float32)
-        gate_up = np.empty((tokens, gate_up_size), np.float32)
-        inner = np.empty((tokens, gate_up_size // 2), np.float32)
-        exponents = np.empty(gate_up_size // 2, np.int32)
+            return
+        tokens, heads = work.tokens, work.num_kv_heads * group
+        all_heads = heads + 2 * work.num_kv_heads
+        normed_heads = work.num_layers if work.head_norm != 0 else 0
+        model = Model(
+            embedding=array_at(work.embedding, (work.vocabulary, work.size), number),
+            angles=array_at(work.angles, (work.num_positions, 2, head_dim), number),
+            projections=array_at(work.projections, (work.num_layers, PROJECTIONS, PROJECTION_COLUMNS), types.int64),
+            attention_norm=array_at(work.attention_norm, (work.num_layers, work.size), types.float32),
+            head_norm=array_at(work.head_norm, (normed_heads, heads + work.num_kv_heads, head_dim), types.float32),
+            feed_forward_norm=array_at(work.feed_forward_norm, (work.num_layers, work.size), types.float32),
+            norm=array_at(work.norm, (work.size,), types.float32),
+        )
+        shared = Shared(
+            input_ids=array_at(work.input_ids, (tokens,), types.int64),
+            positions=array_at(work.positions, (tokens,), types.int64),
+            slots=array_at(work.slots, (tokens,), types.int64),
+            wanted=array_at(work.wanted, (work.wanted_tokens,), types.int64),
+            pages=array_at(work.pages, (1, work.num_layers, 2, work.num_kv_heads, work.page_size, head_dim), number),
+            page_table=array_at(work.page_table, (1, work.table_width), types.int32),
+            tasks=array_at(work.tasks, (work.num_tasks, 2), types.int64),
+            queries=array_at(work.queries, (work.num_queries, QUERY_COLUMNS), types.int64),
+            hidden=array_at(work.hidden, (tokens, work.size), types.float32),
+            qkv=array_at(work.qkv, (tokens, all_heads, head_dim), types.float32),
+            query=array_at(work.query, (tokens, heads, head_dim), types.float32),
+            partial=array_at(work.partial, (work.num_tasks, heads, head_dim + STATISTICS), types.float32),
+            gate_up=array_at(work.gate_up, (tokens, 2 * work.inner), types.float32),
+            out=array_at(work.out, (work.wanted_tokens, work.size), number),
+        )
+        if not _has_places(shared, model):
+            work.refused = 1
+            return
+        own = Own(
+            normed=np.empty((tokens, work.size), dtype),
+            merged=np.empty((tokens, heads, head_dim), np.float32),
+            gathered=np.empty((tokens, heads * head_dim), dtype),
+            inner=np.empty((tokens, work.inner), dtype),
+            decay=np.empty(work.inner, np.float32),
+            exponents=np.empty(work.inner, np.int32),
+            sums=np.empty((tokens, OUTPUTS), np.float32),
+        )
+        phase = work.phases
+        _embed(phase, shared, model)
+        for layer in range(work.num_layers):
+            phase += PHASE_BYTES
+            _project_heads(phase, layer, work, shared, model, own)
+            phase += PHASE_BYTES
+            _place_heads(phase, layer, work, shared, model, head_dim)
+            phase += PHASE_BYTES
+            _attend(phase, layer, work, shared, head_dim, group)
+            phase += PHASE_BYTES
+            _project_gathered(phase, layer, shared, model, own, head_dim)
+            phase += PHASE_BYTES
+            _project_gates(phase, layer, work, shared, model, own)
+            phase += PHASE_BYTES
+            _project_inner(phase, layer, shared, model, own)
+        _norm_wanted(phase + PHASE_BYTES, work, shared, model)
+
+    return compiled_callback(compute_step, types.void(types.CPointer(numba.from_dtype(STEP))))
+
+
+@inlined
+def _has_places(shared: Shared, model: Model) -> bool:
+    """Whether every id is in the vocabulary, and every position in the rotary table."""
+    for token in range(shared.input_ids.shape[0]):
+        if not 0 <= shared.input_ids[token] < model.embedding.shape[0]:
+            return False
+        if not 0 <= shared.positions[token] < model.angles.shape[0]:
+            return False
+    return True
+
+
+@inlined
+def _embed(phase: int, shared: Shared, model: Model) -> None:
+    tokens = shared.hidden.shape[0]
+    token = take(phase)
+    while token < tokens:
+        for i in range(shared.hidden.shape[1]):
+            shared.hidden[token, i] = widened(model.embedding[shared.input_ids[token], i])
+        finish(phase)
+        token = take(phase)
+    wait(phase, tokens)
+
+
+@inlined
+def _project_heads(phase: int, layer: int, work: Record, shared: Shared, model: Model, own: Own) -> None:
+    """q, k and v of all tokens."""
+    qkv = shared.qkv.reshape(shared.qkv.shape[0], shared.qkv.shape[1] * shared.qkv.shape[2])
+    if is_open(phase, _panels_of(qkv)):
+        norm_rows(shared.hidden, model.attention_norm[layer], work.eps, own.normed)
+    _project(phase, own.normed, model.projections[layer, QKV], own.sums, qkv, False)
+
+
+@inlined
+def _place_heads(phase: int, layer: int, work: Record, shared: Shared, model: Model, head_dim: int) -> None:
+    """Each token's q rotated to `query`, k rotated and v to their slots."""
+    tokens = shared.query.shape[0]
+    token = take(phase)
+    while token < tokens:
+        place_heads(
+            shared.qkv[token],
+            model.angles[shared.positions[token]],
+            model.head_norm,
+            work.eps,
+            layer,
+            shared.slots[token],
+            shared.query[token],
+            shared.pages,
+            head_dim,
+        )
+        finish(phase)
+        token = take(phase)
+    wait(phase, tokens)
+
+
+@inlined
+def _attend(phase: int, layer: int, work: Record, shared: Shared, head_dim: int, group: int) -> None:
+    """Attention over the chunks of all queries, to `partial`."""
+    parts = work.head_parts
+    count, heads = shared.tasks.shape[0] * parts, work.num_kv_heads // parts
+    part = take(phase)
+    while part < count:
+        task, first = part // parts, part % parts * heads
+        attend_task(
+            shared.pages, layer, shared.query, work.scale, np.float32(0.0), shared.page_table, shared.tasks[task],
+            first, first + heads, shared.queries, shared.partial[task], head_dim, group, False,
+        )  # fmt: skip
+        finish(phase)
+        part = take(phase)
+    wait(phase, count)
+
+
+@inlined
+def _project_gathered(phase: int, layer: int, shared: Shared, model: Model, own: Own, head_dim: int) -> None:
+    """What attention gathered, on top of the hidden states."""
+    if is_open(phase, _panels_of(shared.hidden)):
+        merge_queries(shared.queries, shared.partial, own.merged, head_dim)
+        tokens, width = own.gathered.shape[0], own.gathered.shape[1]
+        merged = own.merged.reshape(tokens, width)
         for token in range(tokens):
-            if not 0 <= input_ids[token] < weights.embedding.shape[0]:
-                raise IndexError("a token id lies outside of the vocabulary")
-            if not 0 <= positions[token] < weights.angles.shape[0]:
-                raise IndexError("a position lies beyond those that the model was built for")
-            hidden[token] = weights.embedding[input_ids[token]]
-        for layer in range(weights.qkv.shape[0]):
-            _norm_rows(hidden, weights.attention_norm[layer], eps, normed)
-            multiply(normed, weights.qkv[layer], qkv, False)
-            _add_bias(qkv, weights.qkv_bias, layer)
-            for token in range(tokens):
-                _place_heads(
-                    qkv[token].reshape(heads + 2 * kv_heads, head_dim),
-                    weights.angles[positions[token]],
-                    weights.head_norm,
-                    eps,
-                    layer,
-                    slots[token],
-                    query[token],
-                    pages,
-                    head_dim,
-                )
-            attend_queries(
-                pages, layer, query, scale, np.float32(0.0), page_table, tasks, queries, partial, gathered,
-                head_dim, group, False,
-            )  # fmt: skip
-            multiply(gathered.reshape(tokens, heads * head_dim), weights.output[layer], hidden, True)
-            _add_bias(hidden, weights.output_bias, layer)
-            _norm_rows(hidden, weights.feed_forward_norm[layer], eps, normed)
-            multiply(normed, weights.gate_up[layer], gate_up, False)
-            _add_bias(gate_up, weights.gate_up_bias, layer)
-            for token in range(tokens):
-                _silu_and_multiply(gate_up[token], inner[token], exponents)
-            multiply(inner, weights.down[layer], hidden, True)
-            _add_bias(hidden, weights.down_bias, layer)
-        out = np.empty((wanted.shape[0], size), np.float32)
-        for index in range(wanted.shape[0]):
-            _norm(hidden[wanted[index]], weights.norm, eps, out[index], size)
-        return out
-
-    return compiled_kernel(compute_stack)  # type: ignore[no-any-return]
-
-
-@cache
-def build_head_kernel() -> HeadKernel:
-    """x [N, E] times the panels of a weight [V, E] to a new [N, V]."""
-    revision = _revision()
-
-    def compute_head(x: Array, panels: Array) -> Array:
-        out = np.empty((x.shape[0], panels.shape[0] * panels.shape[2]), np.float32)
-        if revision == 0:  # never, as above
-            return out
-        multiply(x, panels, out, False)
-        return out
-
-    return compiled_kernel(compute_head)  # type: ignore[no-any-return]
-
-
-def _revision() -> int:
-    """What kernels close over, because they are made of other files' code too, and of this machine's panels."""
-    return revision_of(cpu_kernels, vectors, gemm, constant=vectors.PANEL)
+            for i in range(width):
+                own.gathered[token, i] = narrowed(merged[token, i], own.gathered)
+    _project(phase, own.gathered, model.projections[layer, OUTPUT], own.sums, shared.hidden, True)
 
 
 @inlined
-def _norm_rows(rows: Array, weight: Array, eps: float, out: Array) -> None:
-    """out [T, E] = rows / sqrt(mean(rows²) + eps) · weight."""
-    for row in range(rows.shape[0]):
-        _norm(rows[row], weight, eps, out[row], rows.shape[1])
+def _project_gates(phase: int, layer: int, work: Record, shared: Shared, model: Model, own: Own) -> None:
+    """Gate and up of all tokens."""
+    if is_open(phase, _panels_of(shared.gate_up)):
+        norm_rows(shared.hidden, model.feed_forward_norm[layer], work.eps, own.normed)
+    _project(phase, own.normed, model.projections[layer, GATE_UP], own.sums, shared.gate_up, False)
 
 
 @inlined
-def _norm(x: Array, weight: Array, eps: float, out: Array, size: int) -> None:
-    """The same for one row of `size` numbers; `out` may be `x`."""
-    total = np.float32(0.0)
-    for i in range(size):
-        total += x[i] * x[i]
-    factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
-    for i in range(size):
-        out[i] = x[i] * factor * weight[i]
+def _project_inner(phase: int, layer: int, shared: Shared, model: Model, own: Own) -> None:
+    """silu(gate) · up through `down`, on top of the hidden states."""
+    if is_open(phase, _panels_of(shared.hidden)):
+        for token in range(own.inner.shape[0]):
+            silu_and_multiply(shared.gate_up[token], own.inner[token], own.decay, own.exponents)
+    _project(phase, own.inner, model.projections[layer, DOWN], own.sums, shared.hidden, True)
 
 
 @inlined
-def _add_bias(rows: Array, bias: Array, layer: int) -> None:
-    """rows [T, N] += bias[layer], if there is one."""
-    if bias.shape[0] == 0:
-        return
-    for row in range(rows.shape[0]):
-        for i in range(rows.shape[1]):
-            rows[row, i] += bias[layer, i]
+def _norm_wanted(phase: int, work: Record, shared: Shared, model: Model) -> None:
+    index = take(phase)
+    while index < shared.wanted.shape[0]:
+        norm_row(shared.hidden[shared.wanted[index]], model.norm, work.eps, shared.out[index], shared.out, work.size)
+        finish(phase)
+        index = take(phase)
 
 
-@inlined
-def _place_heads(
-    heads: Array,
-    angles: Array,
-    head_norm: Array,
-    eps: float,
-    layer: int,
-    place: int,
-    query: Array,
-    pages: Array,
-    head_dim: int,
-) -> None:
-    """One token's q, k and v, [H + 2 KV, D]: q rotated to `query` [H, D], k rotated and v to their slot."""
-    page, slot = divmod(place, pages.shape[4])
-    num_query, num_kv = query.shape[0], pages.shape[3]
-    for head in range(num_query + num_kv):
-        if head_norm.shape[0] > 0:
-            _norm(heads[head], head_norm[layer, head], eps, heads[head], head_dim)
-        if head < num_query:
-            _rotate(heads[head], angles, query[head], head_dim)
+@compiled_piece
+def _project(phase: int, x: Array, weight: Array, sums: Array, out: Array, added: bool) -> None:
+    """out [T, N] = x [T, K] Wᵀ + b, or that on top of `out`; `weight` is a row of `projections`."""
+    panels = _panels_of(out)
+    panel = take(phase)
+    while panel < panels:
+        multiply_panel(x, weight[ADDRESS] + panel * weight[PANEL_BYTES], sums)
+        if added:
+            _add(sums, weight[BIAS], panel, x, out)
         else:
-            _rotate(heads[head], angles, pages[page, layer, 0, head - num_query, slot], head_dim)
-    for head in range(num_kv):
-        for d in range(head_dim):
-            pages[page, layer, 1, head, slot, d] = heads[num_query + num_kv + head, d]
+            _put(sums, weight[BIAS], panel, x, out)
+        finish(phase)
+        panel = take(phase)
+    wait(phase, panels)
 
 
 @inlined
-def _rotate(x: Array, angles: Array, out: Array, head_dim: int) -> None:
-    """out [D] = x · cos + (x, its halves swapped) · signed sin, of `angles` [2, D]."""
-    half = head_dim // 2
-    for d in range(half):
-        low, high = x[d], x[half + d]
-        out[d] = low * angles[0, d] + high * angles[1, d]
-        out[half + d] = high * angles[0, half + d] + low * angles[1, half + d]
+def _panels_of(out: Array) -> int:
+    """Of the weight that gives `out` [T, N]."""
+    return (out.shape[1] + OUTPUTS - 1) // OUTPUTS  # type: ignore[no-any-return]
 
 
 @inlined
-def _silu_and_multiply(gate_up: Array, out: Array, exponents: Array) -> None:
-    """out [I] = gate / (1 + e^(−gate)) · up. By e^(−|gate|), which no gate lets overflow."""
-    size = out.shape[0]
-    for i in range(size):
-        out[i] = -np.abs(gate_up[i])
-    exp_shifted(out, exponents, size, np.float32(0.0))
-    for i in range(size):
-        gate, decay = gate_up[i], out[i]
-        share = decay if gate < np.float32(0.0) else np.float32(1.0)
-        out[i] = gate * share / (np.float32(1.0) + decay) * gate_up[size + i]
+def _put(sums: Array, bias: int, panel: int, like: Array, out: Array) -> None:
+    """out[:, outputs of the panel] = sums + bias, as a number of `like`."""
+    first = panel * OUTPUTS
+    count = min(OUTPUTS, out.shape[1] - first)
+    _add_bias(sums, bias, first, count, out.shape[0])
+    for token in range(out.shape[0]):
+        for i in range(count):
+            out[token, first + i] = rounded(sums[token, i], like)
+
+
+@inlined
+def _add(sums: Array, bias: int, panel: int, like: Array, out: Array) -> None:
+    """The same on top of `out`, whose numbers are those of `like` too."""
+    first = panel * OUTPUTS
+    count = min(OUTPUTS, out.shape[1] - first)
+    _add_bias(sums, bias, first, count, out.shape[0])
+    for token in range(out.shape[0]):
+        for i in range(count):
+            out[token, first + i] = rounded(out[token, first + i] + rounded(sums[token, i], like), like)
+
+
+@inlined
+def _add_bias(sums: Array, bias: int, first: int, count: int, rows: int) -> None:
+    """sums [T, OUTPUTS] += the bias of `count` outputs from `first` on, if there is one at its address."""
+    if bias == 0:
+        return
+    offsets = array_at(bias, (first + count,), types.float32)
+    for row in range(rows):
+        for i in range(count):
+            sums[row, i] += offsets[first + i]

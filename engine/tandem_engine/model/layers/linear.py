@@ -1,8 +1,8 @@
 """Affine projections, in the layout that the device multiplies fastest.
 
-Checkpoints store [out, in]. On a GPU that is what GEMMs want. On an x86 CPU oneDNN has a blocked layout of
-its own, and reordering into it once, at load, makes a projection of up to 32 tokens about twice as fast as
-`F.linear` in float32 and bfloat16 alike, and one of 512 no slower. A decode step is mostly such projections.
+Checkpoints store [out, in]. On a GPU that is what GEMMs want. On an x86 CPU oneDNN has a blocked layout of its own,
+into which a weight is reordered once, at load. Many tokens are multiplied by oneDNN, few by kernels of our own that
+read the same memory (`model.fused.projection`).
 """
 
 from collections.abc import Callable
@@ -12,11 +12,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tandem_engine.model.fused.panels import Panels, in_place
+from tandem_engine.model.fused.projection import multiply
+
 Projection = Callable[[Tensor], Tensor]
 """[T, in] to [T, out]."""
 
 TYPICAL_TOKENS = 32
 """Batch that the blocked layout is chosen for. 32 and 256 choose the same; 1 chooses one that only suits 1."""
+
+FEW_TOKENS = 32
+"""So many at most take our own kernel: with more, oneDNN's blocks are faster than its reading of the weight is slow."""
 
 MIN_PACKED_ELEMENTS = 1 << 16
 """Below, the ten microseconds that a packed call costs beyond `F.linear` outweigh what it saves."""
@@ -46,12 +52,20 @@ class PackedLinear:
 
     packed: Tensor
     bias: Tensor | None
+    panels: Panels | None
+    """The memory of `packed`, where its layout is one that our kernels read."""
+    offsets: Tensor | None
+    """The bias in float32."""
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> "PackedLinear":
-        return cls(packed=torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS), bias=bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS)
+        offsets = None if bias is None else bias.float()
+        return cls(packed=packed, bias=bias, panels=in_place(packed, weight), offsets=offsets)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.panels is not None and len(x) <= FEW_TOKENS:
+            return multiply(x, self.panels, self.offsets)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 

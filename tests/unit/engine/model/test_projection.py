@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tandem_engine.model.layers.linear import MIN_PACKED_ELEMENTS, Linear, PackedLinear, projection
+from tandem_engine.model.layers import linear
+from tandem_engine.model.layers.linear import FEW_TOKENS, MIN_PACKED_ELEMENTS, Linear, PackedLinear, projection
 
 LARGE, SMALL = (300, 256), (30, 25)
 
@@ -16,7 +17,7 @@ def packs() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("tokens", [0, 1, 5, 33, 200])
+@pytest.mark.parametrize("tokens", [0, 1, 5, FEW_TOKENS, FEW_TOKENS + 1, 200])
 def test_a_packed_projection_equals_the_plain_one(packs, tokens, bias):
     weight, offset = torch.randn(LARGE) / 16, torch.randn(LARGE[0]) if bias else None
     x = torch.randn(tokens, LARGE[1])
@@ -54,3 +55,23 @@ def test_packing_keeps_no_hold_on_the_caller_s_weight(packs):
     before = packed(x)
     weight.zero_()
     assert torch.equal(packed(x), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_tokens_have_the_same_bits_in_any_batch(packs, dtype):
+    weight, offset = (torch.randn(LARGE) / 16).to(dtype), torch.randn(LARGE[0]).to(dtype)
+    packed, x = projection(weight, offset), torch.randn(FEW_TOKENS, LARGE[1]).to(dtype)
+    assert isinstance(packed, PackedLinear)
+    if packed.panels is None:
+        pytest.skip("oneDNN keeps weights otherwise on this CPU")
+    together = packed(x)
+    assert torch.equal(together, torch.cat([packed(row[None]) for row in x]))
+    torch.testing.assert_close(together, Linear(weight=weight, bias=offset)(x), atol=2**-7, rtol=2**-7)
+
+
+def test_a_layout_that_is_not_panels_is_left_to_onednn(packs, monkeypatch):
+    monkeypatch.setattr(linear, "in_place", lambda *_: None)
+    weight, x = torch.randn(LARGE) / 16, torch.randn(3, LARGE[1])
+    packed = projection(weight)
+    assert isinstance(packed, PackedLinear)
+    torch.testing.assert_close(packed(x), x @ weight.T, atol=1e-5, rtol=0)

@@ -1,0 +1,113 @@
+"""Numbers of a model's dtype in compiled code, which computes in float32 and rounds where torch would.
+
+numpy has no bfloat16: it goes as its bits, uint16. What a function does depends on the dtype of the array that it is
+given, so a kernel for float32 holds no trace of rounding.
+"""
+
+from typing import Any
+
+import llvmlite.ir
+import numpy as np
+import torch
+from numba.core import types as numba_types
+from numba.extending import intrinsic, overload
+
+from tandem_engine.attention.cpu_kernels import Array, kernel_piece_options
+
+ir: Any = llvmlite.ir
+types: Any = numba_types
+
+_HIGH_HALF = 16
+_JUST_BELOW_HALF = 0x7FFF
+_QUIET = 0x40
+"""Bit of a bfloat16 NaN that keeps it one when the rest of its mantissa is cut off."""
+
+
+def as_numbers(tensor: torch.Tensor) -> Array:
+    """The memory of a dense float32 or bfloat16 tensor, as kernels see it."""
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
+    """As kernels see it."""
+    return np.dtype(np.uint16 if dtype is torch.bfloat16 else np.float32)
+
+
+def widened(number: Any) -> Any:
+    """A number of a model's dtype as float32. For compiled code, as are the others."""
+    raise NotImplementedError("widened is for compiled code")
+
+
+def narrowed(value: Any, like: Any) -> Any:
+    """A float32 value as a number of the array `like`: to nearest, ties to even."""
+    raise NotImplementedError("narrowed is for compiled code")
+
+
+def rounded(value: Any, like: Any) -> Any:
+    """A float32 value as it is after a stay in the array `like`."""
+    raise NotImplementedError("rounded is for compiled code")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _from_bfloat16(typing_context: Any, number: Any) -> Any:  # noqa: ARG001
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        word = ir.IntType(32)
+        bits = builder.shl(builder.zext(arguments[0], word), ir.Constant(word, _HIGH_HALF))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _to_bfloat16(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        word = ir.IntType(32)
+        bits = builder.bitcast(arguments[0], word)
+        high = builder.lshr(bits, ir.Constant(word, _HIGH_HALF))
+        odd = builder.and_(high, ir.Constant(word, 1))
+        up = builder.add(builder.add(bits, ir.Constant(word, _JUST_BELOW_HALF)), odd)
+        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        kept = builder.select(
+            is_nan,
+            builder.or_(high, ir.Constant(word, _QUIET)),
+            builder.lshr(up, ir.Constant(word, _HIGH_HALF)),
+        )
+        return builder.trunc(kept, ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+# numba wants the very same signature, annotations included, of the stub, the chooser and the choices.
+def _same(number: Any) -> Any:
+    return number
+
+
+def _widen(number: Any) -> Any:
+    return _from_bfloat16(number)
+
+
+def _keep(value: Any, like: Any) -> Any:  # noqa: ARG001
+    return value
+
+
+def _narrow(value: Any, like: Any) -> Any:  # noqa: ARG001
+    return _to_bfloat16(value)
+
+
+def _round(value: Any, like: Any) -> Any:  # noqa: ARG001
+    return _from_bfloat16(_to_bfloat16(value))
+
+
+@overload(widened, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
+def _widened_of_dtype(number: Any) -> Any:
+    return _same if number == types.float32 else _widen
+
+
+@overload(narrowed, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
+def _narrowed_of_dtype(value: Any, like: Any) -> Any:  # noqa: ARG001
+    return _keep if like.dtype == types.float32 else _narrow
+
+
+@overload(rounded, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
+def _rounded_of_dtype(value: Any, like: Any) -> Any:  # noqa: ARG001
+    return _keep if like.dtype == types.float32 else _round

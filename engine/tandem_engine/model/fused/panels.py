@@ -1,0 +1,105 @@
+"""Weights as panels: `OUTPUTS` outputs side by side for each input, so that a panel is read as one run of bytes.
+
+    float32     W [out, in]  ─▶  [out / OUTPUTS, in, OUTPUTS]
+    bfloat16    the same, inputs in pairs: [out / OUTPUTS, in / 2, OUTPUTS, 2]
+
+Either way a panel is a row of `OUTPUTS` words of 32 bits for each step of a sum. What is missing to whole panels, and
+to as many inputs as an allocation has, is zeros.
+
+It is the layout into which oneDNN reorders the weights of a projection for x86 (`PackedLinear`). So large weights are
+there once: oneDNN multiplies many tokens by them and the kernels of this package few, out of the same memory. That is
+nothing oneDNN promises, and is checked for every weight (`in_place`); where it is otherwise nothing is lost but that.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem_engine.attention.cpu_kernels import Array
+from tandem_engine.model.fused.numbers import as_numbers, dtype_of
+
+OUTPUTS = 64
+WORD_BYTES = 4
+ROW_BYTES = OUTPUTS * WORD_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panels:
+    """A weight [outputs, inputs] of float32 or bfloat16."""
+
+    address: int
+    bytes_each: int
+    """From one panel to the next."""
+    outputs: int
+    inputs: int
+    owner: object
+    """Keeps the memory."""
+    copied: int
+    """Bytes that are there for the sake of these panels alone."""
+
+    @property
+    def count(self) -> int:
+        return -(-self.outputs // OUTPUTS)
+
+
+def pack(weight: Tensor) -> Panels:
+    """A copy of `weight` [outputs, inputs], float32 or bfloat16 with an even number of inputs."""
+    outputs, inputs = weight.shape
+    step = steps_of(weight.dtype)
+    assert inputs % step == 0, f"{inputs} inputs are no multiple of {step}"
+    whole = np.zeros((-(-outputs // OUTPUTS) * OUTPUTS, inputs), dtype_of(weight.dtype))
+    whole[:outputs] = as_numbers(weight.contiguous())
+    panels = np.ascontiguousarray(whole.reshape(-1, OUTPUTS, inputs // step, step).transpose(0, 2, 1, 3))
+    return Panels(
+        address=panels.ctypes.data,
+        bytes_each=panels[0].nbytes if len(panels) else 0,
+        outputs=outputs,
+        inputs=inputs,
+        owner=panels,
+        copied=panels.nbytes,
+    )
+
+
+def in_place(packed: Tensor, weight: Tensor) -> Panels | None:
+    """The memory of `packed`, oneDNN's own tensor of `weight`, or None where that does not consist of panels.
+
+    The first, the middle and the last panel are compared with the weight.
+    """
+    outputs, inputs = weight.shape
+    step, count = steps_of(weight.dtype), -(-outputs // OUTPUTS)
+    if inputs % step:
+        return None
+    try:
+        address, size = int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))
+    except (AttributeError, RuntimeError):
+        return None  # a torch, or a build of it, that does not say where an opaque tensor lies
+    rows, rest = divmod(size, count * ROW_BYTES)
+    if rest or rows < inputs // step:
+        return None
+    panels = Panels(
+        address=address, bytes_each=rows * ROW_BYTES, outputs=outputs, inputs=inputs, owner=packed, copied=0
+    )
+    sample = sorted({0, count // 2, count - 1})
+    return panels if all(_holds(panels, index, weight) for index in sample) else None
+
+
+def steps_of(dtype: torch.dtype) -> int:
+    """Inputs that one step of a sum takes."""
+    return WORD_BYTES // dtype.itemsize
+
+
+def _read(panels: Panels, index: int) -> Array:
+    """Words [rows, OUTPUTS] of a panel, those behind the last input included."""
+    memory: Any = (ctypes.c_char * panels.bytes_each).from_address(panels.address + index * panels.bytes_each)
+    return np.frombuffer(memory, np.uint32).reshape(-1, OUTPUTS)
+
+
+def _holds(panels: Panels, index: int, weight: Tensor) -> bool:
+    """Whether a panel is what `pack` would make of its part of the weight."""
+    part = pack(weight[index * OUTPUTS : (index + 1) * OUTPUTS])
+    expected = _read(part, 0)
+    return np.array_equal(_read(panels, index)[: len(expected)], expected)

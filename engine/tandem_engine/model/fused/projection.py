@@ -1,0 +1,89 @@
+"""One projection of few tokens, by the panels that oneDNN multiplies many by.
+
+At a few tokens a projection is bound by how fast its weight comes from memory. oneDNN reads it at about half of what
+memory gives, and its results depend on how many tokens there are; here a token's are the same to the bit in any batch.
+"""
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba.core import types as numba_types
+from torch import Tensor
+
+from tandem_engine.attention import cpu_kernels, phases, vectors
+from tandem_engine.attention.cpu_kernels import compiled_callback
+from tandem_engine.attention.phases import array_at, take
+from tandem_engine.attention.team import team
+from tandem_engine.compiled import revision_of
+from tandem_engine.model.fused import numbers, panels, tiles
+from tandem_engine.model.fused.numbers import dtype_of, narrowed
+from tandem_engine.model.fused.panels import OUTPUTS, Panels
+from tandem_engine.model.fused.tiles import multiply_panel
+
+types: Any = numba_types
+
+PARALLEL_BYTES = 1 << 18
+"""Of a weight, from which other threads, some 5 µs away, pay."""
+
+PRODUCT = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("next_panel", "tokens", "inputs", "outputs", "x", "panels", "panel_bytes", "bias", "out")
+    ]
+)
+"""What the kernel is given. Addresses: x [tokens, inputs] and out [tokens, outputs] of the weight's dtype, bias
+[outputs] float32 or 0. `next_panel` counts what has been taken, from 0."""
+
+ProductKernel = Any
+"""A compiled callback of the address of a `PRODUCT` record; takes panels until none is left."""
+
+
+@cache
+def build_product_kernel(dtype: np.dtype[Any]) -> ProductKernel:
+    """The kernel for weights of float32, or of bfloat16 seen as uint16."""
+    revision = revision_of(
+        cpu_kernels, phases, vectors, numbers, panels, tiles, constant=vectors.LANES + vectors.MULTIPLIES_PAIRS
+    )
+    number = numba.from_dtype(dtype)
+
+    def multiply_panels(data: Any) -> None:
+        work = numba.carray(data, 1)[0]
+        if revision == 0:  # never: it is mentioned here to be closed over
+            return
+        x = array_at(work.x, (work.tokens, work.inputs), number)
+        out = array_at(work.out, (work.tokens, work.outputs), number)
+        sums = np.empty((work.tokens, OUTPUTS), np.float32)
+        panel = take(data)
+        while panel * OUTPUTS < work.outputs:
+            multiply_panel(x, work.panels + panel * work.panel_bytes, sums)
+            first = panel * OUTPUTS
+            count = min(OUTPUTS, work.outputs - first)
+            if work.bias != 0:
+                bias = array_at(work.bias, (work.outputs,), types.float32)
+                for token in range(work.tokens):
+                    for i in range(count):
+                        sums[token, i] += bias[first + i]
+            for token in range(work.tokens):
+                for i in range(count):
+                    out[token, first + i] = narrowed(sums[token, i], out)
+            panel = take(data)
+
+    return compiled_callback(multiply_panels, types.void(types.CPointer(numba.from_dtype(PRODUCT))))
+
+
+def multiply(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
+    """x [T, inputs] Wᵀ + b, of the weight's dtype, which is that of x; b is float32."""
+    x = x.contiguous()
+    out = torch.empty((len(x), weight.outputs), dtype=x.dtype)
+    work = np.zeros(1, PRODUCT)
+    record = work[0]
+    record["tokens"], record["inputs"], record["outputs"] = len(x), weight.inputs, weight.outputs
+    record["x"], record["out"] = x.data_ptr(), out.data_ptr()
+    record["panels"], record["panel_bytes"] = weight.address, weight.bytes_each
+    record["bias"] = 0 if bias is None else bias.data_ptr()
+    threads = torch.get_num_threads() if weight.count * weight.bytes_each >= PARALLEL_BYTES else 1
+    team().run(build_product_kernel(dtype_of(x.dtype)).address, work.ctypes.data, threads)
+    return out
