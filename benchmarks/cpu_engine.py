@@ -38,6 +38,8 @@ from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, RopeCon
 from tandem_engine.engine import Engine, LoadedModel
 from tandem_engine.model.decoder import Block, Decoder, build_decoder
 from tandem_engine.model.layers.linear import projection
+from tandem_engine.model.layers.mlp import FeedForward
+from tandem_engine.model.layers.norm import Norm
 from tandem_engine.model.tensor_names import expected_shapes
 from tandem_engine.parallel.group import SingleRank
 from tandem_engine.parallel.split import Split
@@ -272,23 +274,41 @@ class Timers:
         return call
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedNorm:
+    """Implements `Norm`."""
+
+    norm: Norm
+    timers: Timers
+    name: str = "norms"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with self.timers.timed(self.name):
+            return self.norm(x)
+
+    def of_sum(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        with self.timers.timed(self.name):
+            return self.norm.of_sum(hidden, delta)
+
+
 def timed_model(model: Decoder, timers: Timers) -> Decoder:
     """The same layers, one by one, each under its name."""
 
     def block(each: Block) -> Block:
         attention, feed_forward = each.attention, each.feed_forward
+        assert isinstance(feed_forward, FeedForward), f"{type(feed_forward).__name__} in a model without experts"
         return replace(
             each,
             attention=replace(
                 attention,
-                norm=timers.around("norms", attention.norm),
+                norm=TimedNorm(norm=attention.norm, timers=timers),
                 qkv=timers.around("qkv", attention.qkv),
-                qk_norm=attention.qk_norm and timers.around("norms of heads", attention.qk_norm),
+                qk_norm=attention.qk_norm and TimedNorm(norm=attention.qk_norm, timers=timers, name="norms of heads"),
                 output=timers.around("output", attention.output),
             ),
             feed_forward=replace(
                 feed_forward,
-                norm=timers.around("norms", feed_forward.norm),
+                norm=TimedNorm(norm=feed_forward.norm, timers=timers),
                 gate_up=timers.around("gate_up", feed_forward.gate_up),
                 activation=timers.around("activation", feed_forward.activation),
                 down=timers.around("down", feed_forward.down),

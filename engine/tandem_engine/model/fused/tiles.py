@@ -94,9 +94,9 @@ def _write_tile(
             code.store(builder.load(total), place)
 
 
-_FULL = 8 if _WIDE else 4
+_FULL = 6 if _WIDE else 4
 """Rows of the largest tile."""
-_SHAPES = ((8, 2), (4, 4), (2, 4), (1, 4)) if _WIDE else ((4, 2), (4, 2), (2, 4), (1, 8))
+_SHAPES = ((6, 4), (4, 4), (2, 4), (1, 4)) if _WIDE else ((4, 2), (4, 2), (2, 4), (1, 8))
 """Rows and vectors of the tiles: as many sums as hide the latency of adding, and fit the registers beside weights."""
 
 
@@ -106,7 +106,7 @@ def _multiplier(*, pairs: bool) -> Callable[[Any, Any, Any], None]:
     # numba wants the very same signature, annotations included, of the stub, the chooser and the choices.
     def multiply(x: Any, panel: Any, sums: Any) -> Any:
         rows, steps = x.shape[0], x.shape[1] * x.itemsize // WORD_BYTES
-        block = steps if rows <= _FULL else BLOCK
+        block = max(steps, 1) if rows <= _FULL else BLOCK
         sums[:rows] = np.float32(0.0)
         for first in range(0, steps, block):
             count = min(block, steps - first)
