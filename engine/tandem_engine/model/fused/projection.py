@@ -1,7 +1,7 @@
 """One projection of few tokens, by the panels that oneDNN multiplies many by.
 
-At a few tokens a projection is bound by how fast its weight comes from memory. oneDNN reads it at about half of what
-memory gives, and its results depend on how many tokens there are; here a token's are the same to the bit in any batch.
+At a few tokens a projection is bound by how fast its weight comes from memory, for oneDNN as well. But oneDNN's results
+may depend on how many tokens there are; here a token's are the same to the bit in any batch, and in the step kernel.
 """
 
 from functools import cache
