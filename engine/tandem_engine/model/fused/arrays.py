@@ -131,13 +131,13 @@ def _pair(part: object) -> tuple[Projection, Projection]:
 def _copied_bytes(projection: Projection) -> int:
     """Of the panels that the kernel would need for itself."""
     if isinstance(projection, PackedLinear):
-        return 0 if projection.panels is not None else projection.packed.numel() * projection.packed.itemsize
+        return 0 if projection.few is not None else projection.packed.numel() * projection.packed.itemsize
     return _plain(projection).weight.nbytes
 
 
 def _panels(projection: Projection) -> Panels:
     if isinstance(projection, PackedLinear):
-        return projection.panels or pack(projection.packed.to_dense())
+        return pack(projection.packed.to_dense()) if projection.few is None else projection.few.panels
     return pack(_plain(projection).weight)
 
 
@@ -158,5 +158,5 @@ def _norm_weight(norm: Norm) -> Array:
 
 def _bias(projection: Projection) -> Array | None:
     """float32"""
-    bias = projection.offsets if isinstance(projection, PackedLinear) else _plain(projection).bias
+    bias = projection.bias if isinstance(projection, PackedLinear) else _plain(projection).bias
     return None if bias is None else bias.float().numpy()

@@ -4,6 +4,7 @@ At a few tokens a projection is bound by how fast its weight comes from memory, 
 may depend on how many tokens there are; here a token's are the same to the bit in any batch, and in the step kernel.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from tandem_engine.attention.team import team
 from tandem_engine.compiled import revision_of
 from tandem_engine.model.fused import numbers, panels, tiles
 from tandem_engine.model.fused.numbers import dtype_of, narrowed
-from tandem_engine.model.fused.panels import OUTPUTS, Panels
+from tandem_engine.model.fused.panels import OUTPUTS, Panels, in_place
 from tandem_engine.model.fused.tiles import multiply_panel
 
 types: Any = numba_types
@@ -72,6 +73,24 @@ def build_product_kernel(dtype: np.dtype[Any]) -> ProductKernel:
             panel = take(data)
 
     return compiled_callback(multiply_panels, types.void(types.CPointer(numba.from_dtype(PRODUCT))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PanelLinear:
+    """Implements `Projection`."""
+
+    panels: Panels
+    bias: Tensor | None
+    """float32"""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return multiply(x, self.panels, self.bias)
+
+
+def panel_linear(packed: Tensor, weight: Tensor, bias: Tensor | None) -> PanelLinear | None:
+    """The projection by the memory of `packed`, oneDNN's tensor of `weight`, if that consists of panels."""
+    panels = in_place(packed, weight)
+    return None if panels is None else PanelLinear(panels=panels, bias=None if bias is None else bias.float())
 
 
 def multiply(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:

@@ -7,13 +7,14 @@ read the same memory (`model.fused.projection`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.model.fused.panels import Panels, in_place
-from tandem_engine.model.fused.projection import multiply
+if TYPE_CHECKING:
+    from tandem_engine.model.fused.projection import PanelLinear
 
 Projection = Callable[[Tensor], Tensor]
 """[T, in] to [T, out]."""
@@ -52,20 +53,20 @@ class PackedLinear:
 
     packed: Tensor
     bias: Tensor | None
-    panels: Panels | None
-    """The memory of `packed`, where its layout is one that our kernels read."""
-    offsets: Tensor | None
-    """The bias in float32."""
+    few: "PanelLinear | None"
+    """The same for `FEW_TOKENS` at most, out of the same memory, where its layout is one that our kernels read."""
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> "PackedLinear":
+        # Only an engine on a CPU needs numba.
+        from tandem_engine.model.fused.projection import panel_linear
+
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS)
-        offsets = None if bias is None else bias.float()
-        return cls(packed=packed, bias=bias, panels=in_place(packed, weight), offsets=offsets)
+        return cls(packed=packed, bias=bias, few=panel_linear(packed, weight, bias))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.panels is not None and len(x) <= FEW_TOKENS:
-            return multiply(x, self.panels, self.offsets)
+        if self.few is not None and len(x) <= FEW_TOKENS:
+            return self.few(x)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 

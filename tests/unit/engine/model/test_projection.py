@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem_engine.model.layers import linear
+from tandem_engine.model.fused import projection as fused_projection
 from tandem_engine.model.layers.linear import FEW_TOKENS, MIN_PACKED_ELEMENTS, Linear, PackedLinear, projection
 
 LARGE, SMALL = (300, 256), (30, 25)
@@ -62,7 +62,7 @@ def test_a_few_tokens_have_the_same_bits_in_any_batch(packs, dtype):
     weight, offset = (torch.randn(LARGE) / 16).to(dtype), torch.randn(LARGE[0]).to(dtype)
     packed, x = projection(weight, offset), torch.randn(FEW_TOKENS, LARGE[1]).to(dtype)
     assert isinstance(packed, PackedLinear)
-    if packed.panels is None:
+    if packed.few is None:
         pytest.skip("oneDNN keeps weights otherwise on this CPU")
     together = packed(x)
     assert torch.equal(together, torch.cat([packed(row[None]) for row in x]))
@@ -70,7 +70,7 @@ def test_a_few_tokens_have_the_same_bits_in_any_batch(packs, dtype):
 
 
 def test_a_layout_that_is_not_panels_is_left_to_onednn(packs, monkeypatch):
-    monkeypatch.setattr(linear, "in_place", lambda *_: None)
+    monkeypatch.setattr(fused_projection, "in_place", lambda *_: None)
     weight, x = torch.randn(LARGE) / 16, torch.randn(3, LARGE[1])
     packed = projection(weight)
     assert isinstance(packed, PackedLinear)
