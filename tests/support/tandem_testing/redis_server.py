@@ -31,8 +31,10 @@ class RedisServer:
     process: "subprocess.Popen[bytes] | None" = None
 
     @classmethod
-    def start(cls, *extra: str, before_exec: Callable[[], None] | None = None) -> "RedisServer":
-        server = cls(port=free_port(), extra=extra, before_exec=before_exec)
+    def start(
+        cls, *extra: str, host: str = "127.0.0.1", before_exec: Callable[[], None] | None = None
+    ) -> "RedisServer":
+        server = cls(port=free_port(), host=host, extra=extra, before_exec=before_exec)
         server.restart()
         return server
 

@@ -1,7 +1,7 @@
 """Every fault that Tandem promises to survive: what it promises, and within how many seconds.
 
-The numbers are those of the design's fault table. A line is here whether or not it can be tested on this machine: what
-is not tested is shown as absent, never as kept.
+The numbers up to 56 are those of the design's fault table. A line is here whether or not it can be tested on this
+machine: what is not tested is shown as absent, never as kept.
 """
 
 from dataclasses import dataclass
@@ -68,6 +68,9 @@ PROMISES: tuple[Promise, ...] = (
     _line(52, "decode with other weights", "never paired; equals are", 0.0),
     _line(54, "every connection is cut, idle and in use", "the next request works; streams go on", 3.0),
     _line(56, "random faults", "no wrong token, no hang, every request answered", 10.0),
+    _line(57, "the address of a decode worker vanishes", "as 21; what it had elsewhere is gone with its lease", 3.0),
+    _line(58, "the address of a prefill worker vanishes", "as 11, in the middle of a transfer over TCP", 10.0),
+    _line(59, "another worker has the address of a dead one", "works on its first request, gets none of the old", 3.0),
 )
 
 

@@ -27,6 +27,7 @@ from tandem_services.cli.bundled import bundled_model
 from tandem_services.common.ports import free_port
 from tandem_testing.chaos.knobs import KnobFile
 from tandem_testing.chaos.names import NameService
+from tandem_testing.chaos.namespaces import Namespace, Switch
 from tandem_testing.chaos.parts import Gateway, Part, Worker
 from tandem_testing.chaos.worker_main import WorkerSettings
 from tandem_testing.metric_text import metric_sum
@@ -65,6 +66,8 @@ class Shape:
     """Proxies stand before every worker and before Redis."""
     named: bool = False
     """Redis is reached by `REDIS_NAME`, whose address a scenario decides."""
+    wired: bool = False
+    """Every worker has a network namespace, and so an address, of its own; KV goes over TCP."""
     engine_flags: tuple[str, ...] = ()
     """Added to `ENGINE_FLAGS`."""
 
@@ -80,6 +83,8 @@ class Fleet:
     folder: Path
     shape: Shape
     redis: RedisServer
+    switch: Switch | None = None
+    """Of a wired fleet."""
     redis_line: TcpProxy | None = None
     workers: list[Worker] = field(default_factory=list)
     gateways: list[Gateway] = field(default_factory=list)
@@ -93,13 +98,14 @@ class Fleet:
     async def running(cls, folder: Path, shape: Shape) -> "AsyncIterator[Fleet]":
         """Raises `AssertionError` with the logs when it does not come up."""
         # From the main thread, like all that shall die with it, and with no moment at which it could be forgotten.
-        fleet = cls(folder=folder, shape=shape, redis=RedisServer.start(before_exec=die_with_parent))
-        try:
-            await fleet.launch()
-            await fleet.all_ready(START_TIMEOUT_S)
-            yield fleet
-        finally:
-            await fleet.close()
+        with contextlib.closing(Switch.open()) if shape.wired else contextlib.nullcontext() as switch:
+            fleet = cls(folder=folder, shape=shape, redis=_redis(switch), switch=switch)
+            try:
+                await fleet.launch()
+                await fleet.all_ready(START_TIMEOUT_S)
+                yield fleet
+            finally:
+                await fleet.close()
 
     async def launch(self) -> None:
         """Start every process without waiting for any."""
@@ -116,8 +122,10 @@ class Fleet:
             self.add_gateway(f"gateway-{number}")
         self._keeper = asyncio.create_task(self._keep())
 
-    async def add_worker(self, name: str, role: str, *, kept: bool = True, **settings: Any) -> Worker:
-        """One more worker; `settings` replace fields of `WorkerSettings`."""
+    async def add_worker(
+        self, name: str, role: str, *, kept: bool = True, place: Namespace | None = None, **settings: Any
+    ) -> Worker:
+        """One more worker; `settings` replace fields of `WorkerSettings`. In a wired fleet it lives in `place`."""
         knobs = KnobFile(path=self.folder / f"{len(self.workers)}-{name}.knobs")
         configured = WorkerSettings(
             worker_id=name,
@@ -134,6 +142,9 @@ class Fleet:
             knobs=str(knobs.path),
             clock_file=str(self.clock_file),
         )
+        if self.switch is not None:
+            place = place or self.switch.place()
+            settings |= {"host": place.address}
         request_line, peer_line = None, None
         if self.shape.proxied:
             request_line = await TcpProxy.open(lambda: ("127.0.0.1", configured.request_port))
@@ -143,15 +154,17 @@ class Fleet:
         file = knobs.path.with_suffix(".json")
         file.write_bytes(msgspec.json.encode(configured))
         argv = [sys.executable, "-m", "tandem_testing.chaos.worker_main", str(file)]
-        part = Part(name=name, argv=self._placed(argv), log=file.with_suffix(".log"), kept=kept)
+        argv = list(self._placed(argv)) if place is None else place.around(argv)
+        part = Part(name=name, argv=argv, log=file.with_suffix(".log"), kept=kept)
         worker = Worker(
             part=part,
             role=role,
-            url=f"http://127.0.0.1:{configured.health_port}",
+            url=f"http://{configured.host}:{configured.health_port}",
             knobs=knobs,
             settings=configured,
             request_line=request_line,
             peer_line=peer_line,
+            place=place,
         )
         part.start()
         self.workers.append(worker)
@@ -187,7 +200,7 @@ class Fleet:
     @property
     def redis_url(self) -> str:
         port = self.redis.port if self.redis_line is None else self.redis_line.port
-        return f"redis://{REDIS_NAME if self.shape.named else '127.0.0.1'}:{port}/0"
+        return f"redis://{REDIS_NAME if self.shape.named else self.redis.host}:{port}/0"
 
     @property
     def names(self) -> NameService:
@@ -295,3 +308,10 @@ class Fleet:
                 elif time.monotonic() - part.ended_at >= RESTART_AFTER_S:
                     dead.remove(id(part))
                     part.start()
+
+
+def _redis(switch: Switch | None) -> RedisServer:
+    """Where the workers of the fleet reach it."""
+    if switch is None:
+        return RedisServer.start(before_exec=die_with_parent)
+    return RedisServer.start("--protected-mode", "no", host=switch.home, before_exec=die_with_parent)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_testing.chaos.knobs import KnobFile
+from tandem_testing.chaos.namespaces import Namespace
 from tandem_testing.chaos.worker_main import WorkerSettings
 from tandem_testing.tcp_proxy import TcpProxy
 
@@ -92,6 +93,8 @@ class Worker:
     request_line: TcpProxy | None = None
     """From gateways to its engine, in a proxied fleet."""
     peer_line: TcpProxy | None = None
+    place: Namespace | None = None
+    """Its network namespace, in a wired fleet."""
 
     @property
     def id(self) -> str:

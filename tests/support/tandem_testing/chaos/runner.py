@@ -3,7 +3,7 @@
     1. fleet      of the scenario's shape; the last one is used again when it is healthy and has that shape
     2. measure    how slow the machine is now (`machine`)
     3. scenario   within its time limit
-    4. calm       knobs back, processes thawed, Redis back, proxies calm; every process ready
+    4. calm       knobs back, processes thawed, Redis back, proxies calm, addresses back; every process ready
     5. settle     every page free again, every audit clean
     6. judge      kept, or broken with every reason; a fleet that was not well afterwards is replaced
 
@@ -146,6 +146,8 @@ class Runner:
         for worker in fleet.workers:
             worker.knobs.turn()
             worker.thaw()
+            if worker.place is not None:
+                worker.place.plug()
             for line in (worker.request_line, worker.peer_line):
                 if line is not None:
                     line.weather = CALM

@@ -3,6 +3,7 @@
 from types import ModuleType
 
 from tandem_testing.chaos.families import (
+    addresses,
     clients,
     crashes,
     drains,
@@ -25,6 +26,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     clients,
     redis_faults,
     networks,
+    addresses,
     steps,
     drains,
     identities,

@@ -40,6 +40,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of the engine; the same after a restart, as a pod keeps its address."""
     engine_flags: tuple[str, ...]
     knobs: str
+    host: str = "127.0.0.1"
+    """Address of all its ports; where it is the worker's own, orders come from another."""
     request_proxy: int = 0
     peer_proxy: int = 0
     """Ports that the registry is told instead; 0: the engine's own."""
@@ -58,6 +60,9 @@ def config_of(settings: WorkerSettings) -> WorkerConfig:
         redis=RedisAddress(url=settings.redis_url),
         cluster=settings.cluster,
         curve_keys=Path(settings.curve_keys),
+        host=settings.host,
+        health_host=settings.host,
+        remote_orders=settings.host != "127.0.0.1",
         health_port=settings.health_port,
         request_port=settings.request_port,
         peer_port=settings.peer_port,
