@@ -1,6 +1,6 @@
 """Answering a generation request: plan it, run it, write it. `answering` accounts for it.
 
-    body ─▶ plan ─▶ job ─▶ pieces ─▶ whole JSON or events
+    body ─▶ deadline ─▶ plan ─▶ job ─▶ pieces ─▶ whole JSON or events
 
 Until the first piece exists nothing has been written, so an error until then has an HTTP status. After it,
 an error is an event of the stream, which it ends.
@@ -35,10 +35,15 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRequest(Protocol):
-    """A decoded body that says which model is to answer."""
+    """A decoded body that says which model is to answer, and how soon."""
 
     @property
     def model(self) -> str | None: ...
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that the client wants to wait at most."""
+        ...
 
 
 R = TypeVar("R", bound=ModelRequest)
@@ -77,7 +82,9 @@ class GenerationEndpoint(Generic[R]):
         served = self._models.of_request(scope, request.model)
         identity = identity_of(scope)
         caller = identity.caller
-        plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
+        deadline = self._shared.deadline(identity, request.timeout)
+        async with time_limit(self._shared.remaining(deadline)):
+            plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
         record = new_record(
             identity,
             endpoint=self._planner.endpoint,
@@ -87,9 +94,7 @@ class GenerationEndpoint(Generic[R]):
             n=plan.n,
             stream=plan.stream,
         )
-        tokens, timeout_s = plan.expected_tokens, plan.timeout_s
-        accepted = self._shared.accepted(record, identity, served.metrics, tokens=tokens, timeout_s=timeout_s)
-        async with accepted as deadline:
+        async with self._shared.accepted(record, identity, served.metrics, tokens=plan.expected_tokens):
             job = Job(
                 plan=plan,
                 record=record,

@@ -1,22 +1,28 @@
 """What endpoints that ask workers share: the life of an accepted request, from its limits to its last line in the log.
 
-plan ─▶ deadline, tokens reserved ─▶ running ─▶ answered, refused or left
-                                         └───── record: explain, metrics, one log line, whatever the end
+deadline ─▶ plan ─▶ tokens reserved ─▶ running ─▶ answered, refused or left
+                                            └───── record: explain, metrics, one log line, whatever the end
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from tandem_engine.clock import Clock
 from tandem_services.common.errors import timed_out
-from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity
+from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
 from tandem_services.gateway.deadline import deadline_of
+from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
 from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
 from tandem_services.gateway.metrics import GatewayMetrics
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,29 +34,42 @@ class Answering:
     timeout_s: float
     """Longest life of a request."""
 
+    def deadline(self, identity: RequestIdentity, timeout_s: float | None) -> float:
+        """On `clock`. `timeout_s`: the longest that the client wants to wait. Raises `ApiError` 400 for no duration."""
+        return deadline_of(identity, wanted_s=timeout_s, most_s=self.timeout_s)
+
+    def remaining(self, deadline: float) -> float:
+        return max(deadline - self.clock.now(), 0.0)
+
+    async def without_workers(self, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What `work` returns, which needs no worker, in time and as long as there is a client; its body was read.
+
+        Raises `ApiError` 504 at the deadline and `ClientGoneError` when the client leaves.
+        """
+        deadline = self.deadline(identity_of(request.scope), None)
+
+        async def limited() -> T:
+            async with time_limit(self.remaining(deadline)):
+                return await work()
+
+        return await run_until_disconnect(limited(), request.receive)
+
     @asynccontextmanager
     async def accepted(
-        self,
-        record: RequestRecord,
-        identity: RequestIdentity,
-        metrics: GatewayMetrics,
-        *,
-        tokens: int,
-        timeout_s: float | None,
-    ) -> AsyncIterator[float]:
-        """The block answers the request, which is accounted for however the block ends. Yields the deadline.
+        self, record: RequestRecord, identity: RequestIdentity, metrics: GatewayMetrics, *, tokens: int
+    ) -> AsyncIterator[None]:
+        """The block answers the request, which is accounted for however the block ends.
 
-        `metrics` are those of the model; `tokens` are those that it is expected to use; `timeout_s` is the longest that
-        the client wants to wait. A block that has written an error into its stream has noted it in `record`. Raises
-        `ApiError` 400 for what is no duration and 429 beyond the tenant's limits, both before the block.
+        `metrics` are those of the model; `tokens` are those that it is expected to use. A block that has written an
+        error into its stream has noted it in `record`. Raises `ApiError` 429 beyond the tenant's limits, before the
+        block.
         """
         caller = identity.caller
-        deadline = deadline_of(identity, wanted_s=timeout_s, most_s=self.timeout_s)
         await caller.reserve(tokens)
         self.journal.open(record)
         metrics.running.inc()
         try:
-            yield deadline
+            yield
             record.status = 200 if record.error is None else record.status
         except asyncio.CancelledError:
             record.status = CLIENT_CLOSED_REQUEST

@@ -138,7 +138,7 @@ def generation_routes(gateway: Gateway) -> list[Route]:
     planners: tuple[Planner[Any], ...] = (chats, CompletionPlanner(strict=strict), responses, messages)
     return [
         Route(EmbeddingEndpoint.path, embeddings, methods=["POST"]),
-        Route(TokenCount.path, TokenCount(messages, models).answer, methods=["POST"]),
+        Route(TokenCount.path, TokenCount(messages, models, answering).answer, methods=["POST"]),
     ] + [
         Route(planner.endpoint, GenerationEndpoint(planner, models, answering), methods=["POST"])
         for planner in planners
@@ -146,7 +146,7 @@ def generation_routes(gateway: Gateway) -> list[Route]:
 
 
 def _tokenizer_routes(gateway: Gateway) -> list[Route]:
-    tokenization = Tokenization(gateway.models, strict=gateway.strict_fields)
+    tokenization = Tokenization(gateway.models, gateway.answering, strict=gateway.strict_fields)
     return [
         Route(path, tokenization.detokenize if "detokenize" in path else tokenization.tokenize, methods=["POST"])
         for path in TOKENIZER_PATHS

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -116,7 +117,7 @@ class Canary:
         query = RouteQuery(
             request_id=attempt_id(f"canary-{uuid.uuid4().hex}", 0, 0),
             model=self.service.model.name,
-            token_ids=self._prompt(),
+            token_ids=await self._prompt(),
             max_tokens=OUTPUT_TOKENS,
         )
         try:
@@ -132,9 +133,9 @@ class Canary:
                 return worker
         raise CanaryFailedError(f"no prefill worker can be paired with {decode.worker_id}")
 
-    def _prompt(self) -> tuple[int, ...]:
-        tokens = self.service.model.tokenizer.encode(PROMPT, add_special_tokens=False)
-        return tuple(tokens[:PROMPT_TOKENS])
+    async def _prompt(self) -> tuple[int, ...]:
+        work = partial(self.service.model.tokenizer.encode, PROMPT, add_special_tokens=False)
+        return tuple(await self.service.prompts.threads.run(work, characters=len(PROMPT)))[:PROMPT_TOKENS]
 
     async def _through(self, pair: Pair, within_s: float) -> CanaryReport:
         if pair.prefill.compat_hash != pair.decode.compat_hash:
@@ -145,7 +146,7 @@ class Canary:
         rid = attempt_id(f"canary-{uuid.uuid4().hex}", 0, 0)
         attempt = Attempt(rid, 0, record, began=self.clock.now())
         try:
-            self._send(attempt, pair, self._request(rid, within_s))
+            self._send(attempt, pair, await self._request(rid, within_s))
             tokens = await _tokens(attempt)
         except AttemptFailedError as failure:
             code = f", code {failure.code}" if failure.code else ""
@@ -159,10 +160,10 @@ class Canary:
         )
         return _judged(report, record)
 
-    def _request(self, rid: str, within_s: float) -> GenerateRequest:
+    async def _request(self, rid: str, within_s: float) -> GenerateRequest:
         return GenerateRequest(
             rid=rid,
-            input_ids=self._prompt(),
+            input_ids=await self._prompt(),
             sampling=SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
             cache_salt=rid,
             deadline_s=within_s,

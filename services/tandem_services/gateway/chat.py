@@ -46,13 +46,15 @@ class ChatPlanner:
         wanted = _wanted_tokens(request)
         tools = _tools(request, served)
         grammar = _grammar(request, tools)
+        vocab_size = served.prompts.tokenizer.vocab_size
         # Ranges are checked before the prompt is encoded.
         sampling = sampling_params(
             request,
             max_tokens=wanted or MAX_OUTPUT_TOKENS,
             logprobs=chat_logprobs(request),
             prompt_logprobs=request.prompt_logprobs,
-            tokenizer=served.prompts.tokenizer,
+            bad_words=await served.prompts.bad_words(request.bad_words),
+            vocab_size=vocab_size,
             grammar=grammar,
         )
         turn = await served.desk.take(
@@ -61,7 +63,6 @@ class ChatPlanner:
         input_ids = await _encode(request, served, tools, turn)
         context_length = served.prompts.context_length() - (0 if turn is None else turn.history)
         check_context(len(input_ids), wanted or 0, context_length, "messages")
-        vocab_size = served.prompts.tokenizer.vocab_size
         sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size)
         return generation_plan(
             request,

@@ -77,7 +77,8 @@ class CompletionPlanner:
             max_tokens=DEFAULT_MAX_TOKENS if wanted is None else max(wanted, 1),
             logprobs=completion_logprobs(request),
             prompt_logprobs=completion_prompt_logprobs(request),
-            tokenizer=prompt_encoder.tokenizer,
+            bad_words=await prompt_encoder.bad_words(request.bad_words),
+            vocab_size=prompt_encoder.tokenizer.vocab_size,
             grammar=grammar,
         )
         turn = await served.desk.take(
@@ -123,7 +124,7 @@ async def _choice(
         index=0,
         input_ids=input_ids,
         sampling=fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size),
-        echo=_echo(prompt, prompts) if request.echo else "",
+        echo=await _echo(prompt, prompts) if request.echo else "",
     )
 
 
@@ -137,8 +138,8 @@ async def _encode(
     return await prompts.encode(prompt, add_special_tokens=add_special_tokens)
 
 
-def _echo(prompt: Prompt, prompts: PromptEncoder) -> str:
-    return prompt if isinstance(prompt, str) else prompts.tokenizer.decode(prompt)
+async def _echo(prompt: Prompt, prompts: PromptEncoder) -> str:
+    return prompt if isinstance(prompt, str) else await prompts.decode(prompt)
 
 
 class CompletionFormat:

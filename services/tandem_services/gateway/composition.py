@@ -1,7 +1,6 @@
 """The parts of a gateway, composed of its configuration and the fleets that it serves. `app` has its routes."""
 
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import Fleet, ModelService, Shared, build_model_service
 from tandem_services.gateway.operations import METRICS_PATH
 from tandem_services.gateway.request_trace import Traces, pass_on
+from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
@@ -40,7 +40,7 @@ class Gateway:
     models: ModelCatalog
     shared: Shared
     """What its model services are lent."""
-    executor: ThreadPoolExecutor
+    tokenizing: TokenizerThreads
     answering: Answering
     access: Access | None
     """None: everybody may do everything."""
@@ -68,7 +68,7 @@ class Gateway:
             await service.close()
         if self.access is not None:
             await self.access.limits.close()
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        self.tokenizing.close()
 
 
 def build_gateway(
@@ -88,11 +88,11 @@ def build_gateway(
     """
     registry = new_registry()
     families = MetricFamilies(registry)
-    executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+    tokenizing = TokenizerThreads(long_threads=config.tokenizer_threads)
     shared = Shared(
         clock=clock,
         families=families,
-        executor=executor,
+        tokenizing=tokenizing,
         timing=LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings),
         turn_s=config.request_timeout_s,
     )
@@ -106,7 +106,7 @@ def build_gateway(
         metrics=HttpMetrics(families),
         models=models,
         shared=shared,
-        executor=executor,
+        tokenizing=tokenizing,
         answering=Answering(
             journal=RequestJournal(config.explain_records), clock=clock, timeout_s=config.request_timeout_s
         ),

@@ -99,6 +99,7 @@ class GatewayConfig:
     explain_records: int = 4096
     """Requests that can be explained."""
     tokenizer_threads: int = 2
+    """For long texts; short ones have one of their own."""
     drain_notice_s: float = 1.0
     """On SIGTERM /ready is false for this long before the port closes."""
     drain_timeout_s: float = 120.0

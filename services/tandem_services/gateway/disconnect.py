@@ -6,17 +6,19 @@ connection. Cancelling the work runs its `finally` blocks, which abort the reque
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive
+
+T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
     """The client closed its connection; there is nobody to answer."""
 
 
-async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run `work` to its end. Raises `ClientGoneError`, after `work` was cancelled, when the client goes first.
+async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """What `work` returns at its end. Raises `ClientGoneError`, after `work` was cancelled, when the client goes first.
 
     The request body must have been read: what `receive` yields next is the disconnect.
     """
@@ -26,7 +28,7 @@ async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive
         await asyncio.wait((job, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not job.done():
             raise ClientGoneError
-        job.result()
+        return job.result()
     finally:
         watcher.cancel()
         if not job.done():

@@ -10,6 +10,7 @@ where there is one.
 import asyncio
 import base64
 from array import array
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from sys import byteorder
@@ -61,8 +62,6 @@ class EmbeddingPlan:
     as_base64: bool
     cache_salt: str
     priority: int
-    timeout_s: float | None
-    """The longest that the client wants to wait."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -101,7 +100,7 @@ class EmbeddingPlanner:
         prompts = split_prompts(request.input, param="input", most=MAX_EMBEDDING_INPUTS)
         return EmbeddingPlan(
             model=request.model or "",
-            inputs=tuple([await _encode(request, served, prompt, n) for n, prompt in enumerate(prompts)]),
+            inputs=await _encode(request, served, prompts),
             pooling=PoolingParams(
                 pooling=request.pooling or Pooling.LAST,
                 normalize=request.normalize is not False,
@@ -110,21 +109,27 @@ class EmbeddingPlanner:
             as_base64=request.encoding_format == "base64",
             cache_salt=caller.cache_salt(request.cache_salt or ""),
             priority=caller.priority(request.priority or 0),
-            timeout_s=request.timeout,
         )
 
 
-async def _encode(request: EmbeddingRequest, served: ModelService, prompt: Prompt, position: int) -> tuple[int, ...]:
-    prompts = served.prompts
-    if isinstance(prompt, str):
-        add_special_tokens = request.add_special_tokens is not False
-        ids = await prompts.encode(prompt, add_special_tokens=add_special_tokens, param="input")
-    else:
-        place = place_of(request.input, position, "input")
-        check_token_ids(prompt, prompts.tokenizer.vocab_size, "input", place=place)
-        ids = tuple(prompt)
-    check_context(len(ids), 0, prompts.context_length(), "input")
-    return ids
+async def _encode(
+    request: EmbeddingRequest, served: ModelService, prompts: Sequence[Prompt]
+) -> tuple[tuple[int, ...], ...]:
+    encoder = served.prompts
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    special = request.add_special_tokens is not False
+    encoded = iter(await encoder.encode_all(texts, add_special_tokens=special, param="input") if texts else ())
+    inputs = []
+    for position, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            ids = next(encoded)
+        else:
+            place = place_of(request.input, position, "input")
+            check_token_ids(prompt, encoder.tokenizer.vocab_size, "input", place=place)
+            ids = tuple(prompt)
+        check_context(len(ids), 0, encoder.context_length(), "input")
+        inputs.append(ids)
+    return tuple(inputs)
 
 
 class EmbeddingEndpoint:
@@ -145,7 +150,9 @@ class EmbeddingEndpoint:
         request = self._planner.decode(body)
         served = self._models.of_request(scope, request.model)
         identity = identity_of(scope)
-        plan = await self._planner.plan(request, served, identity.caller)
+        deadline = self._shared.deadline(identity, request.timeout)
+        async with time_limit(self._shared.remaining(deadline)):
+            plan = await self._planner.plan(request, served, identity.caller)
         record = new_record(
             identity,
             endpoint=self.path,
@@ -153,9 +160,7 @@ class EmbeddingEndpoint:
             prompt_tokens=plan.prompt_tokens,
             choices=len(plan.inputs),
         )
-        tokens, timeout_s = plan.prompt_tokens, plan.timeout_s
-        accepted = self._shared.accepted(record, identity, served.metrics, tokens=tokens, timeout_s=timeout_s)
-        async with accepted as deadline:
+        async with self._shared.accepted(record, identity, served.metrics, tokens=plan.prompt_tokens):
             job = EmbeddingJob(plan=plan, record=record, deadline=deadline, identity=identity)
             vectors = await self._vectors(job, served.generator)
             await send_json(send, 200, _response(plan, vectors))
@@ -170,7 +175,7 @@ class EmbeddingEndpoint:
 
         tasks = [asyncio.create_task(vector(index)) for index in range(len(job.plan.inputs))]
         try:
-            async with time_limit(max(job.deadline - self._shared.clock.now(), 0.0)):
+            async with time_limit(self._shared.remaining(job.deadline)):
                 return await asyncio.gather(*tasks)
         finally:
             for task in tasks:

@@ -49,8 +49,11 @@ MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
 
-INLINE_ENCODE_CHARACTERS = 4096
-"""Longer texts are encoded in a thread: about a millisecond of the event loop's time."""
+SHORT_TEXT_CHARACTERS = 4096
+"""Longer texts have tokenizer threads of their own; these take the tokenizer less than a millisecond."""
+MAX_TOKENIZER_JOBS = 4096
+MAX_TOKENIZER_CHARACTERS = 64 << 20
+"""Of texts that wait for the tokenizer: about ten seconds of a thread's time."""
 
 
 def check_choices(n: int, prompts: int) -> None:

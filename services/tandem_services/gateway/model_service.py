@@ -1,11 +1,10 @@
 """One model service as a gateway serves it: a model, and everything between a plan and the fleet's workers.
 
 A gateway has one for each model (docs/multi-model.md). They have no worker, queue, quarantine or session in common;
-what they do have in common is the gateway's: keys and limits, the journal, and threads that encode.
+what they do have in common is the gateway's: keys and limits, the journal, and the tokenizers' threads.
 """
 
 import asyncio
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from tandem_engine.clock import Clock
@@ -35,6 +34,7 @@ from tandem_services.gateway.queueing.shared_counters import SharedCounters
 from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.revival import Revival
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
+from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 from tandem_services.gateway.visits import Visits
 from tandem_services.router.virtual_counters import VirtualCounters
 
@@ -59,8 +59,7 @@ class Shared:
 
     clock: Clock
     families: MetricFamilies
-    executor: Executor
-    """Threads that encode."""
+    tokenizing: TokenizerThreads
     timing: LivenessTiming
     turn_s: float
     """Longest life of a request."""
@@ -143,7 +142,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     )
     return ModelService(
         model=model,
-        prompts=PromptEncoder(model=model, executor=shared.executor),
+        prompts=PromptEncoder(model=model, threads=shared.tokenizing),
         desk=SessionDesk(directory=fleet.sessions, ttl_s=config.session_ttl_s, turn_s=shared.turn_s),
         chooser=fleet.chooser,
         engines=engines,

@@ -46,8 +46,6 @@ class GenerationPlan:
     """False: the answer is the echo alone (max_tokens 0), with the logprobs of the prompt if they are wanted."""
     cache_salt: str = ""
     priority: int = 0
-    timeout_s: float | None = None
-    """The longest that the client wants to wait."""
     skip_special_tokens: bool = True
     keep_stop: bool = False
     prompt_logprobs: int | None = None

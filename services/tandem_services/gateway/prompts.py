@@ -1,8 +1,6 @@
-"""Text and messages to token ids, off the event loop when they are long, refused when they cannot fit."""
+"""Text and messages to token ids and back, in the tokenizer's threads, refused when they cannot fit."""
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,22 +9,22 @@ import msgspec
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import unavailable
-from tandem_services.gateway.limits import (
-    INLINE_ENCODE_CHARACTERS,
-    check_text_length,
-)
+from tandem_services.gateway.limits import check_text_length
 from tandem_services.gateway.models import ServedModel
 from tandem_services.gateway.openai_schemas import ChatTemplateVariables
+from tandem_services.gateway.token_rules import bad_word_ids
+from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 
 NO_WORKERS_RETRY_S = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
 class PromptEncoder:
-    """Turns what clients send into ids. `executor` runs threads."""
+    """Turns what clients send into ids, and ids that they send into text. Raises `ApiError` 503 when too much of it
+    waits for `threads`."""
 
     model: ServedModel
-    executor: Executor
+    threads: TokenizerThreads
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -39,10 +37,19 @@ class PromptEncoder:
             raise unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKERS_RETRY_S)
         return length
 
-    async def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> tuple[int, ...]:
-        check_text_length(len(text), self.model.longest_token, self.context_length(), param)
-        work = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await self._run(work, len(text))
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        [ids] = await self.encode_all([text], add_special_tokens=add_special_tokens, param="prompt")
+        return ids
+
+    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool, param: str) -> list[tuple[int, ...]]:
+        """Of each text its ids: in one piece of work, however many there are. `param`: the field they are from."""
+        for text in texts:
+            check_text_length(len(text), self.model.longest_token, self.context_length(), param)
+
+        def work() -> list[tuple[int, ...]]:
+            return [tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
+
+        return await self.threads.run(work, characters=sum(map(len, texts)))
 
     async def encode_chat(
         self,
@@ -61,7 +68,7 @@ class PromptEncoder:
             tools=tools,
             variables=_given(variables),
         )
-        return await self._run(work, self._characters(messages, tools))
+        return tuple(await self.threads.run(work, characters=self._characters(messages, tools)))
 
     async def encode_chat_turn(
         self,
@@ -81,7 +88,27 @@ class PromptEncoder:
             tools=tools,
             variables=_given(variables),
         )
-        return await self._run(work, self._characters(messages, tools))
+        return tuple(await self.threads.run(work, characters=self._characters(messages, tools)))
+
+    async def bad_words(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of `words`: see `bad_word_ids`."""
+        if not words:
+            return ()
+        work = partial(bad_word_ids, words, self.tokenizer)
+        return await self.threads.run(work, characters=sum(map(len, words)))
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids of the vocabulary."""
+        work = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self.threads.run(work, characters=len(token_ids))
+
+    async def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """Text of each token alone; U+FFFD for bytes that are not UTF-8."""
+
+        def work() -> list[str]:
+            return [self.tokenizer.vocabulary.bytes_of(token).decode("utf-8", "replace") for token in token_ids]
+
+        return await self.threads.run(work, characters=len(token_ids))
 
     def _characters(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
         """Raises `ApiError` 400 for more than can be answered. Tools count for the time they take, not for their
@@ -89,11 +116,6 @@ class PromptEncoder:
         characters = sum(len(message["content"]) for message in messages)
         check_text_length(characters, self.model.longest_token, self.context_length(), "messages")
         return characters + (len(msgspec.json.encode(tools)) if tools else 0)
-
-    async def _run(self, work: Callable[[], list[int]], characters: int) -> tuple[int, ...]:
-        if characters <= INLINE_ENCODE_CHARACTERS:
-            return tuple(work())
-        return tuple(await asyncio.get_running_loop().run_in_executor(self.executor, work))
 
 
 def _given(variables: ChatTemplateVariables | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.answer_format import encode_json
+from tandem_services.gateway.answering import Answering
 from tandem_services.gateway.chat_messages import template_messages
 from tandem_services.gateway.limits import check_token_ids
 from tandem_services.gateway.model_catalog import ModelCatalog
@@ -24,8 +25,9 @@ from tandem_services.gateway.tools import tool_use
 class Tokenization:
     """Both routes. A missing `model` means the one there is."""
 
-    def __init__(self, models: ModelCatalog, *, strict: bool) -> None:
+    def __init__(self, models: ModelCatalog, answering: Answering, *, strict: bool) -> None:
         self._models = models
+        self._shared = answering
         self._tokenize = BodyDecoder(TokenizeRequest, strict=strict)
         self._detokenize = BodyDecoder(DetokenizeRequest, strict=strict)
 
@@ -33,25 +35,28 @@ class Tokenization:
         """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
         asked = self._tokenize.decode(await read_body(request))
         served = self._models.of_request(request.scope, asked.model, or_only=True)
-        ids = list(await _encode(asked, served))
-        vocabulary = served.prompts.tokenizer.vocabulary
-        answer = TokenizeResponse(
-            count=len(ids),
-            max_model_len=served.model.context_length,
-            tokens=ids,
-            token_strs=[vocabulary.bytes_of(i).decode("utf-8", "replace") for i in ids]
-            if asked.return_token_strs
-            else None,
-        )
+        answer = await self._shared.without_workers(request, lambda: _tokenized(asked, served))
         return Response(encode_json(answer), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, control tokens included; U+FFFD for bytes that are not UTF-8."""
         asked = self._detokenize.decode(await read_body(request))
-        tokenizer = self._models.of_request(request.scope, asked.model, or_only=True).prompts.tokenizer
-        check_token_ids(asked.tokens, tokenizer.vocab_size, "tokens")
-        text = tokenizer.decode(asked.tokens, skip_special_tokens=False)
+        prompts = self._models.of_request(request.scope, asked.model, or_only=True).prompts
+        check_token_ids(asked.tokens, prompts.tokenizer.vocab_size, "tokens")
+        text = await self._shared.without_workers(
+            request, lambda: prompts.decode(asked.tokens, skip_special_tokens=False)
+        )
         return Response(encode_json(DetokenizeResponse(prompt=text)), media_type="application/json")
+
+
+async def _tokenized(asked: TokenizeRequest, served: ModelService) -> TokenizeResponse:
+    ids = await _encode(asked, served)
+    return TokenizeResponse(
+        count=len(ids),
+        max_model_len=served.model.context_length,
+        tokens=list(ids),
+        token_strs=await served.prompts.spellings(ids) if asked.return_token_strs else None,
+    )
 
 
 async def _encode(asked: TokenizeRequest, served: ModelService) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ import msgspec
 
 from tandem_engine.logs import quoted
 from tandem_engine.messages.sampling import MAX_PROMPT_LOGPROBS, MAX_TOP_LOGPROBS, SamplingParams
-from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.limits import (
     MAX_BEST_OF,
@@ -27,7 +26,7 @@ from tandem_services.gateway.output_reader import PLAIN, OutputReading
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.structured_output import AskedGrammar
-from tandem_services.gateway.token_rules import allowed_ids, bad_word_ids, logit_biases
+from tandem_services.gateway.token_rules import allowed_ids, logit_biases
 from tandem_services.gateway.unsupported import refuse_unsupported
 
 _SEED_RANGE = 1 << 64
@@ -61,7 +60,8 @@ def sampling_params(
     *,
     max_tokens: int,
     logprobs: int | None,
-    tokenizer: TextTokenizer,
+    bad_words: tuple[tuple[int, ...], ...],
+    vocab_size: int,
     grammar: AskedGrammar | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
@@ -84,12 +84,12 @@ def sampling_params(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        logit_bias=logit_biases(request.logit_bias, tokenizer.vocab_size),
+        logit_bias=logit_biases(request.logit_bias, vocab_size),
         allowed_token_ids=allowed_ids(request.allowed_token_ids),
-        bad_words=bad_word_ids(request.bad_words, tokenizer),
+        bad_words=bad_words,
         grammar=None if grammar is None else grammar.spec,
     )
-    sampling.check(vocab_size=tokenizer.vocab_size)
+    sampling.check(vocab_size=vocab_size)
     return sampling
 
 
@@ -156,7 +156,6 @@ def generation_plan(
         cache_salt=request.cache_salt or "",
         session_key=request.user or "",
         priority=request.priority or 0,
-        timeout_s=request.timeout,
         skip_special_tokens=request.skip_special_tokens is not False,
         keep_stop=bool(request.include_stop_str_in_output),
         prompt_logprobs=request.prompt_logprobs,

@@ -55,6 +55,7 @@ class RouterServerConfig:
     """Requests of an Inference Gateway that are followed at once."""
     explain_records: int = 4_096
     tokenizer_threads: int = 2
+    """For long texts; short ones have one of their own."""
     drain_notice_s: float = 1.0
     drain_timeout_s: float = 30.0
     log_format: LogFormat = LogFormat.PLAIN

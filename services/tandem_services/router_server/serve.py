@@ -6,7 +6,6 @@ the gRPC port; exchanges that run may finish within the drain time. What was res
 
 import logging
 from collections.abc import Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from tandem_services.gateway.output_dialect import OutputDialect
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.serve import GatewayServer, listen
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
+from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 from tandem_services.router.config import RouterConfig
 from tandem_services.router.router import Router
 from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
@@ -67,14 +67,14 @@ class RouterServer:
     picker: EndpointPicker
     endpoints: GatewayEndpoints
     health: Health
-    executor: ThreadPoolExecutor
+    tokenizing: TokenizerThreads
 
     async def close(self) -> None:
         """Give back what is held. Running requests have ended."""
         await self.picker.background.settle()
         await self.desk.background.settle()
         await self.desk.holds.close()
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        self.tokenizing.close()
 
 
 def serve(config: RouterServerConfig) -> int:
@@ -100,7 +100,7 @@ def build_router_server(
     """
     registry = new_registry()
     metrics = RouterMetrics(registry)
-    executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+    tokenizing = TokenizerThreads(long_threads=config.tokenizer_threads)
     desk = RoutingDesk(
         router=router,
         holds=Holds(
@@ -115,7 +115,7 @@ def build_router_server(
         worker_wait_s=config.worker_wait_s,
     )
     sessions_desk = SessionDesk(directory=sessions, ttl_s=SESSION_TTL_S, turn_s=SESSION_TTL_S)
-    readers = [_reader(model, tokenizers[model.path], router, executor, sessions_desk) for model in config.models]
+    readers = [_reader(model, tokenizers[model.path], router, tokenizing, sessions_desk) for model in config.models]
     reading = RequestReading(models={name: reader for reader in readers for name in reader.model.names})
     api = RouterApi(
         desk=desk,
@@ -165,7 +165,7 @@ def build_router_server(
 
     app = http_app(api, health=health, registry=registry, background=background)
     return RouterServer(
-        app=app, api=api, grpc=grpc, desk=desk, picker=picker, endpoints=endpoints, health=health, executor=executor
+        app=app, api=api, grpc=grpc, desk=desk, picker=picker, endpoints=endpoints, health=health, tokenizing=tokenizing
     )
 
 
@@ -188,12 +188,12 @@ def _reader(
     config: TokenizedModel,
     tokenizer: TextTokenizer,
     router: Chooser,
-    executor: ThreadPoolExecutor,
+    tokenizing: TokenizerThreads,
     sessions: SessionDesk,
 ) -> ModelReader:
     dialect = OutputDialect.of(tokenizer)
     model = ServedModel(names=config.names, tokenizer=tokenizer, dialect=dialect, workers=router.workers)
-    return ModelReader(model=model, prompts=PromptEncoder(model=model, executor=executor), desk=sessions)
+    return ModelReader(model=model, prompts=PromptEncoder(model=model, threads=tokenizing), desk=sessions)
 
 
 def _key_watch(config: RouterServerConfig, metrics: AccessMetrics) -> KeyWatch | None:

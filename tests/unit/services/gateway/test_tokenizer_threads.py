@@ -1,0 +1,213 @@
+"""Text becomes ids, and ids text, in threads: never on the event loop, in bounded numbers, for those who still wait."""
+
+import asyncio
+import threading
+
+import pytest
+
+from tandem_engine.tokenizer import text_tokenizer
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.errors import ApiError, bad_request
+from tandem_services.gateway import tokenizer_threads
+from tandem_services.gateway.limits import SHORT_TEXT_CHARACTERS
+from tandem_services.gateway.tokenizer_threads import TokenizerThreads
+from tandem_testing.waiting import until
+
+LONG = SHORT_TEXT_CHARACTERS + 1
+PATIENCE_S = 20.0
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+REQUESTS = {
+    "chat": ("/v1/chat/completions", {"model": "mock", "messages": MESSAGES, "max_tokens": 1}),
+    "completion": ("/v1/completions", {"model": "mock", "prompt": ["hello", "you"], "max_tokens": 1}),
+    "echo": ("/v1/completions", {"model": "mock", "prompt": [5, 6], "max_tokens": 1, "echo": True}),
+    "bad words": ("/v1/completions", {"model": "mock", "prompt": [5], "max_tokens": 1, "bad_words": ["no"]}),
+    "response": ("/v1/responses", {"model": "mock", "input": "hello", "max_output_tokens": 1}),
+    "message": ("/v1/messages", {"model": "mock", "messages": MESSAGES, "max_tokens": 1}),
+    "count": ("/v1/messages/count_tokens", {"model": "mock", "messages": MESSAGES}),
+    "embedding": ("/v1/embeddings", {"model": "mock", "input": ["hello", "you"]}),
+    "tokenize": ("/tokenize", {"prompt": "hello"}),
+    "tokenize messages": ("/tokenize", {"messages": MESSAGES}),
+    "detokenize": ("/detokenize", {"tokens": [5, 6]}),
+}
+
+
+class Gate:
+    """Work that takes until it is let through."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self) -> str:
+        self.entered.set()
+        assert self.open.wait(PATIENCE_S)
+        return "through"
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, PATIENCE_S)
+
+
+@pytest.fixture
+def threads():
+    made = TokenizerThreads(long_threads=1, most_jobs=8, most_characters=4 * LONG)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tokenizing_in(monkeypatch) -> list[bool]:
+    """For each use of a tokenizer whether an event loop ran in its thread."""
+    seen: list[bool] = []
+
+    def watched(work):
+        def watch(*args, **kwargs):
+            seen.append(asyncio._get_running_loop() is not None)
+            return work(*args, **kwargs)
+
+        return watch
+
+    monkeypatch.setattr(text_tokenizer, "_encode", watched(text_tokenizer._encode))
+    monkeypatch.setattr(TextTokenizer, "decode", watched(TextTokenizer.decode))
+    return seen
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_no_request_is_tokenized_on_the_event_loop(gateway, tokenizing_in, name):
+    path, body = REQUESTS[name]
+    answer = await gateway.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert tokenizing_in
+    assert not any(tokenizing_in)
+
+
+async def test_what_is_raised_in_a_thread_is_raised_where_it_was_asked_for(threads):
+    def refused():
+        raise bad_request("no such word", "bad_words")
+
+    with pytest.raises(ApiError, match="no such word"):
+        await threads.run(refused, characters=1)
+    assert (threads.jobs, threads.characters) == (0, 0)
+
+
+async def test_a_fault_in_a_thread_is_an_error_of_openais_shape(gateway, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("/secret/path")
+
+    monkeypatch.setattr(text_tokenizer, "_encode", broken)
+    answer = await gateway.complete("hello")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "InternalServerError"
+    assert "secret" not in answer.text
+
+
+async def test_a_short_text_does_not_wait_behind_a_long_one(threads):
+    long = Gate()
+    waiting = asyncio.create_task(threads.run(long, characters=LONG))
+    await long.reached()
+    assert await threads.run(lambda: "short", characters=1) == "short"
+    long.open.set()
+    assert await waiting == "through"
+
+
+async def test_what_came_while_the_thread_was_busy_is_answered_at_once(threads, monkeypatch):
+    together: list[int] = []
+    deliver = tokenizer_threads._deliver
+
+    def counted(jobs):
+        together.append(len(jobs))
+        deliver(jobs)
+
+    monkeypatch.setattr(tokenizer_threads, "_deliver", counted)
+    first = Gate()
+    tasks = [asyncio.create_task(threads.run(first, characters=1))]
+    await first.reached()
+    tasks += [asyncio.create_task(threads.run(lambda n=n: n, characters=1)) for n in range(5)]
+    await asyncio.sleep(0)  # they have asked
+    assert threads.jobs == 6
+    first.open.set()
+    assert await asyncio.gather(*tasks) == ["through", 0, 1, 2, 3, 4]
+    assert together == [1, 5]
+
+
+@pytest.mark.parametrize("characters", [1, LONG])
+async def test_work_that_nobody_waits_for_is_not_done(threads, characters):
+    gate, done = Gate(), []
+    busy = asyncio.create_task(threads.run(gate, characters=characters))
+    await gate.reached()
+    left = asyncio.create_task(threads.run(lambda: done.append("left"), characters=characters))
+    kept = asyncio.create_task(threads.run(lambda: done.append("kept"), characters=characters))
+    await asyncio.sleep(0)  # they have asked
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert (threads.jobs, threads.characters) == (2, 2 * characters)
+    gate.open.set()
+    await asyncio.gather(busy, kept)
+    assert done == ["kept"]
+
+
+async def test_who_leaves_while_the_text_is_encoded_leaves_nothing_behind(threads):
+    gate = Gate()
+    left = asyncio.create_task(threads.run(gate, characters=LONG))
+    await gate.reached()
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert threads.jobs == 0
+    gate.open.set()
+    assert await threads.run(lambda: "next", characters=LONG) == "next"
+
+
+@pytest.mark.parametrize(("waiting", "characters"), [(8, 1), (3, LONG + 2)])
+async def test_too_much_that_waits_is_refused(threads, waiting, characters):
+    gate = Gate()
+    tasks = [asyncio.create_task(threads.run(gate, characters=characters)) for _ in range(waiting)]
+    await gate.reached()
+    with pytest.raises(ApiError) as refused:
+        await threads.run(lambda: "too late", characters=characters)
+    assert (refused.value.status, refused.value.retry_after) == (503, tokenizer_threads.RETRY_S)
+    gate.open.set()
+    await asyncio.gather(*tasks)
+    assert await threads.run(lambda: "room", characters=characters) == "room"
+
+
+async def test_a_single_text_is_never_too_much(threads):
+    assert await threads.run(lambda: "taken", characters=100 * LONG) == "taken"
+
+
+@pytest.fixture
+def slow_tokenizer(monkeypatch):
+    """Nothing is encoded before the gate opens."""
+    gate, encode = Gate(), text_tokenizer._encode
+
+    def gated(*args, **kwargs):
+        gate()
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(text_tokenizer, "_encode", gated)
+    yield gate
+    gate.open.set()
+
+
+@pytest.mark.parametrize("name", ["chat", "embedding", "tokenize", "count"])
+async def test_a_deadline_holds_while_text_is_encoded(gateway, slow_tokenizer, name):
+    path, body = REQUESTS[name]
+    answer = await gateway.http.post(path, json=body, headers={"X-Request-Timeout": "0.05"})
+    assert answer.status_code == 504
+    slow_tokenizer.open.set()
+    assert (await gateway.http.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["chat", "embedding", "tokenize", "count"])
+async def test_a_client_may_leave_while_text_is_encoded(gateway, slow_tokenizer, name):
+    path, body = REQUESTS[name]
+    leaving = asyncio.create_task(gateway.http.post(path, json=body))
+    await slow_tokenizer.reached()
+    leaving.cancel()
+    counted = 'tandem_gateway_client_disconnects_total{model_name="mock"} 1.0'
+
+    async def noticed() -> bool:
+        return counted in (await gateway.http.get("/metrics")).text
+
+    await until(noticed, PATIENCE_S, "that the client has left is noticed")
