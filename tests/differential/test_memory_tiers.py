@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from tandem_engine.config import HostConfig, PreemptionMode, WritePolicy
+from tandem_engine.messages.outputs import CacheHits
 from tandem_engine.messages.requests import GenerateRequest, SessionRef
 from tandem_testing.disagg_pair import make_pair
 from tandem_testing.fake_executors import ThreadedExecutor
@@ -96,6 +97,9 @@ def test_tokens_of_an_output_that_is_resumed_are_no_cached_prompt_in_any_tier(st
     below = tally.disk_cached_tokens if stored else tally.host_cached_tokens
     assert below == len(resumed.input_ids) - 32, "the device has kept what the third prompt shares"
     assert tally.host_cached_tokens + tally.disk_cached_tokens == below
+    first = engine.received["resumed"].outputs[0]
+    assert first.cached_tokens == len(resumed.input_ids)
+    assert first.cache_hits == (CacheHits(disk=below) if stored else CacheHits(host=below))
 
 
 @pytest.mark.parametrize("policy", WritePolicy)

@@ -350,6 +350,7 @@ class DecodeStage:
         if req.sampling.logprobs is not None and record.logprobs is not None:
             req.logprobs.extend(record.logprobs)
         req.cached_tokens = record.cached_tokens
+        req.cache_hits = record.cache_hits
         pages = len(receiving.hold.pages)
         req.transferred_at = self.host.clock.now()
         req.transfer = TransferReport(

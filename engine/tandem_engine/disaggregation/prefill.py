@@ -289,6 +289,7 @@ class PrefillStage:
             output_ids=tuple(req.output_ids[resumed_len:]),
             logprobs=tuple(req.logprobs) if req.sampling.logprobs is not None else None,
             cached_tokens=req.cached_tokens,
+            cache_hits=req.cache_hits,
             exposed_s=exposed,
             ranks=self.transport.hello().num_ranks,
         )

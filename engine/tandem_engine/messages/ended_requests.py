@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from tandem_engine.messages.outputs import FetchReport, FinishReason, TransferReport
+from tandem_engine.messages.outputs import CacheHits, FetchReport, FinishReason, TransferReport
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.trace_context import TraceContext
 
@@ -37,6 +37,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_tokens: int
     cached_tokens: int | None = None
     """None when its prompt was not begun."""
+    cache_hits: CacheHits | None = None
     resumed_tokens: int = 0
     output_tokens: int = 0
     """Beyond those; the one that came with the KV counts."""

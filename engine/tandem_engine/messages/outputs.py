@@ -66,6 +66,17 @@ class FetchReport(msgspec.Struct, frozen=True, kw_only=True):
     """From asking until they could be used, or were no longer waited for."""
 
 
+class CacheHits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Where the tokens of `cached_tokens` were found that did not lie on the device already."""
+
+    host: int = 0
+    """Copied back from host memory."""
+    disk: int = 0
+    """Read from files."""
+    fetched: int = 0
+    """Brought from another worker before the prompt was begun."""
+
+
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """New tokens of one attempt. Idempotent: the receiver accepts position `index` only once."""
 
@@ -84,6 +95,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache of the worker that computed the prompt; with its first output, and
     again with the first output of the worker that it handed over to."""
+    cache_hits: CacheHits | None = None
+    """With `cached_tokens`, of workers that say so."""
     transfer: TransferReport | None = None
     """With the decode worker's first output."""
     fetch: FetchReport | None = None

@@ -30,7 +30,7 @@ from typing import Annotated
 
 import msgspec
 
-from tandem_engine.messages.outputs import TokenLogprob
+from tandem_engine.messages.outputs import CacheHits, TokenLogprob
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.names import DigestKind, LinkTransport
 
@@ -120,6 +120,8 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     """The token(s) sampled by the sender after the prompt: position resume_len onwards."""
     logprobs: tuple[TokenLogprob, ...] | None
     cached_tokens: int
+    cache_hits: CacheHits | None = None
+    """Of `cached_tokens`, of senders that say so."""
     exposed_s: float = 0.0
     """What the transfer took beyond the computation: from the end of the prompt's last step to this record."""
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1

@@ -74,6 +74,7 @@ class EndedLog:
             fetch=req.fetched,
             prompt_tokens=req.prompt_len,
             cached_tokens=req.cached_tokens if known else None,
+            cache_hits=req.cache_hits if known else None,
             resumed_tokens=req.resumed,
             output_tokens=len(req.output_ids) - req.resumed,
             retractions=req.retractions,

@@ -22,6 +22,7 @@ from functools import partial
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.scheduler.cache_hits import cache_hits
 from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.isolation import Isolation
 from tandem_engine.scheduler.kept_back import kept_back
@@ -259,12 +260,9 @@ class Planner:
         req.cached_tokens = min(req.launched_len, req.prompt_len)
         self.tally.prompt_tokens += req.prompt_len
         self.tally.cached_tokens += req.cached_tokens
-        # The device has what comes first, then the host; what a resumed request finds of its output is not counted.
-        loaded = req.held_kv.loaded
-        host, disk = loaded.host * self.memory.page_size, loaded.disk * self.memory.page_size
-        left = max(0, req.cached_tokens - (req.launched_len - host - disk))
-        self.tally.host_cached_tokens += min(host, left)
-        self.tally.disk_cached_tokens += min(disk, max(0, left - host))
+        req.cache_hits = cache_hits(req, self.memory.page_size)
+        self.tally.host_cached_tokens += req.cache_hits.host
+        self.tally.disk_cached_tokens += req.cache_hits.disk
 
     def sweep(self) -> None:
         """Finished rows leave whatever the last step did (T19); wishes of idle requests come true (T8)."""

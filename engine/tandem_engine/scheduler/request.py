@@ -19,7 +19,7 @@ from typing import Any
 
 from tandem_engine.memory.host.swap import SwappedKv
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.messages.outputs import FetchReport, Finish, TokenLogprob, TransferReport
+from tandem_engine.messages.outputs import CacheHits, FetchReport, Finish, TokenLogprob, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, PrefixFetch, about_attempt
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.messages.trace_context import TraceContext
@@ -85,6 +85,8 @@ class Request:
     """Output tokens already sent, resumed ones included."""
     cached_tokens: int = 0
     """Prompt tokens that the first prefill found in the prefix cache."""
+    cache_hits: CacheHits | None = None
+    """Where those were. None until then; of a request that was handed over, what its sender said."""
     transfer: TransferReport | None = None
     """What was brought here for it; of a request that was handed over, what was sent."""
     transferred_at: float | None = None

@@ -69,6 +69,7 @@ class OutputStream:
             embedding=None if req.pooled is None or not first else req.pooled.embedding(),
             finish=finish,
             cached_tokens=req.cached_tokens if cache_hit_known else None,
+            cache_hits=req.cache_hits if cache_hit_known else None,
             transfer=req.transfer if first else None,
             fetch=req.fetched if first else None,
             queue_s=_elapsed(req.arrived_at, req.first_scheduled_at) if first else None,

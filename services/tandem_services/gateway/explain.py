@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tandem_engine.messages.outputs import FetchReport, TokenOutput, TransferReport
+from tandem_engine.messages.outputs import CacheHits, FetchReport, TokenOutput, TransferReport
 from tandem_services.router.choice import Choice, PlannedFetch, PricedOptions, ScoreTerm
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,27 @@ class AttemptRecord(msgspec.Struct, kw_only=True, gc=False):
     """running, finished, stopped, moved, refused, or why it failed."""
 
 
+class FoundTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Cached prompt tokens by where they were found."""
+
+    device: int
+    host: int
+    """In host memory."""
+    disk: int
+    """In files."""
+    fetched: int
+    """On another worker, from which they were brought first."""
+
+    @staticmethod
+    def of(cached_tokens: int, hits: CacheHits) -> "FoundTokens":
+        return FoundTokens(
+            device=cached_tokens - hits.host - hits.disk - hits.fetched,
+            host=hits.host,
+            disk=hits.disk,
+            fetched=hits.fetched,
+        )
+
+
 class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     """One choice of a request. Durations are seconds; None until known."""
 
@@ -66,6 +87,8 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     """Of these, those of the reasoning."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache of the worker that computed the prompt."""
+    cache_hits: FoundTokens | None = None
+    """Where it found them. None of a worker of a release that does not say."""
     transfer: TransferReport | None = None
     admission_s: float | None = None
     """In the gateway's queue, before there was a worker with room."""
@@ -97,6 +120,8 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
         """Keep the facts of an output. Those about the prompt count once: for the first attempt."""
         if self.cached_tokens is None:
             self.cached_tokens = output.cached_tokens
+            if output.cached_tokens is not None and output.cache_hits is not None:
+                self.cache_hits = FoundTokens.of(output.cached_tokens, output.cache_hits)
         if self.queue_s is None:
             self.queue_s = output.queue_s
         if self.prefill_s is None:
@@ -152,6 +177,16 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
     def cached_tokens(self) -> int:
         """Of the first choice of each prompt: the other choices find what the first has computed."""
         return sum(choice.cached_tokens or 0 for choice in self.choices[:: self.n])
+
+    @property
+    def cache_hits(self) -> CacheHits:
+        """Of those choices, in the worker's words."""
+        hits = [choice.cache_hits for choice in self.choices[:: self.n] if choice.cache_hits is not None]
+        return CacheHits(
+            host=sum(hit.host for hit in hits),
+            disk=sum(hit.disk for hit in hits),
+            fetched=sum(hit.fetched for hit in hits),
+        )
 
 
 class RequestJournal:
@@ -215,6 +250,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
     attempts = [attempt for choice in record.choices for attempt in choice.attempts]
     transfers = [choice.transfer for choice in record.choices if choice.transfer is not None]
     first = record.choices[0] if record.choices else ChoiceRecord(index=0)
+    hits = record.cache_hits
     return {
         "request_id": record.request_id,
         "client_request_id": record.client_request_id,
@@ -229,6 +265,9 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "choices": len(record.choices),
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
+        "cached_host_tokens": hits.host,
+        "cached_disk_tokens": hits.disk,
+        "cached_fetched_tokens": hits.fetched,
         "output_tokens": record.output_tokens,
         "attempts": len(attempts),
         "prefill": [attempt.prefill for attempt in attempts],

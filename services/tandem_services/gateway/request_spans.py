@@ -22,6 +22,7 @@ from starlette.types import Scope
 from tandem_engine.clock import Clock
 from tandem_engine.messages.trace_context import TraceContext
 from tandem_services.common import span_names as names
+from tandem_services.common.cache_hit_spans import hit_attributes
 from tandem_services.common.span_export import context_of, parent_of
 from tandem_services.gateway.explain import AttemptRecord, RequestRecord
 from tandem_services.gateway.metrics import route_reason
@@ -249,6 +250,7 @@ def _described(record: RequestRecord) -> dict[str, AttributeValue]:
         names.TENANT: record.tenant or None,
         names.INPUT_TOKENS: record.prompt_tokens,
         names.CACHED_TOKENS: record.cached_tokens,
+        **hit_attributes(record.cache_hits),
         names.OUTPUT_TOKENS: record.output_tokens,
         names.REASONING_TOKENS: record.reasoning_tokens or None,
         names.FINISH_REASONS: [choice.finish_reason for choice in record.choices if choice.finish_reason is not None],

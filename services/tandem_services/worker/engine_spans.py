@@ -21,6 +21,7 @@ from tandem_engine.messages.ended_requests import EndedRequest
 from tandem_engine.messages.outputs import FinishReason, TransferReport
 from tandem_engine.messages.requests import HandoffSide
 from tandem_services.common import span_names as names
+from tandem_services.common.cache_hit_spans import hit_attributes
 from tandem_services.common.span_export import parent_of
 
 
@@ -72,6 +73,7 @@ class EngineSpans:
             names.TOP_P: ended.top_p,
             names.INPUT_TOKENS: ended.prompt_tokens,
             names.CACHED_TOKENS: ended.cached_tokens,
+            **hit_attributes(ended.cache_hits),
             names.OUTPUT_TOKENS: ended.output_tokens,
             names.RESUMED_TOKENS: ended.resumed_tokens or None,
             names.RETRACTIONS: ended.retractions or None,
@@ -119,7 +121,11 @@ def _computed(ended: EndedRequest) -> Iterator[Phase]:
 
 
 def _prompt(ended: EndedRequest) -> Attributes:
-    return {names.INPUT_TOKENS: ended.prompt_tokens, names.CACHED_TOKENS: ended.cached_tokens or 0}
+    return {
+        names.INPUT_TOKENS: ended.prompt_tokens,
+        names.CACHED_TOKENS: ended.cached_tokens or 0,
+        **hit_attributes(ended.cache_hits),
+    }
 
 
 def _moved(transfer: TransferReport) -> Attributes:

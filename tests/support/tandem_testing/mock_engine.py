@@ -14,6 +14,7 @@ from hashlib import blake2b
 from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext, RouterChannel
 from tandem_engine.messages.outputs import (
+    CacheHits,
     EngineReply,
     Finish,
     FinishReason,
@@ -78,6 +79,8 @@ class MockBehaviour:
     step_s: float = 0.0
     """Pause before each step."""
     cached_tokens: int = 4
+    cache_hits: CacheHits | None = None
+    """Where they were; as workers of older releases it does not say."""
     die_after: int | None = None
     """Close the socket after this many output tokens in all."""
     dies_of: tuple[int, ...] | None = None
@@ -316,6 +319,7 @@ class MockEngine:
             embedding=_vector(request) if request.pooling is not None and finish is not None else None,
             finish=finish,
             cached_tokens=self.behaviour.cached_tokens if first else None,
+            cache_hits=self.behaviour.cache_hits if first else None,
             transfer=transfer if first and receives else None,
             queue_s=0.001 if first else None,
             prefill_s=0.002 if first and not receives else None,

@@ -37,8 +37,8 @@ def _choice(choice: Record) -> Iterator[str]:
         "first token after": choice["ttft_s"],
     }
     told = ", ".join(f"{name} {seconds(value)}" for name, value in phases.items() if value is not None)
-    cached = choice["cached_tokens"] or 0
-    tokens = f"{count(choice['output_tokens'])} tokens, {count(cached)} of the prompt cached"
+    cached = f"{count(choice['cached_tokens'] or 0)} of the prompt cached{_places(choice.get('cache_hits'))}"
+    tokens = f"{count(choice['output_tokens'])} tokens, {cached}"
     yield f"choice {choice['index']}: {tokens}; {told or 'nothing yet'}"
     moved = choice["transfer"]
     if moved:
@@ -84,6 +84,13 @@ def _candidates(candidates: Record) -> Iterator[str]:
 def _cached(option: Record) -> str:
     in_host = option.get("matched_host_tokens", 0)
     return count(option["matched_tokens"]) + (f" ({count(in_host)} host)" if in_host else "")
+
+
+def _places(hits: Record | None) -> str:
+    """Where cached tokens were, other than on the device."""
+    names = {"host": "in host memory", "disk": "in files", "fetched": "fetched"}
+    told = [f"{count(hits[place])} {name}" for place, name in names.items() if hits[place]] if hits else []
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _term(option: Record, name: str) -> float:

@@ -8,7 +8,7 @@ from tandem_engine.config import SchedulePolicy
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.fake import FakeFabric, Fate
 from tandem_engine.executor.fake import next_token
-from tandem_engine.messages.outputs import FinishReason, TokenLogprob
+from tandem_engine.messages.outputs import CacheHits, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import DrainAck, Hello, TransferAborted, WriteGrant
 from tandem_engine.names import PageId, RequestId
@@ -312,6 +312,16 @@ def test_a_received_prompt_is_cached_for_others(receiver):
     receiver.transferred()
     receiver.turn(3)
     assert receiver.is_cached()
+
+
+@pytest.mark.parametrize("hits", [CacheHits(host=4, disk=2), None], ids=["told", "by an older release"])
+def test_the_client_learns_where_the_writer_found_its_prefix(receiver, hits):
+    grant = receiver.granted()
+    receiver.writer.write(grant)
+    receiver.writer.record(grant, first_token(PROMPT), cached_tokens=8, cache_hits=hits)
+    receiver.turn(20)
+    first = receiver.side.engine.received["r"].outputs[0]
+    assert (first.cached_tokens, first.cache_hits) == (8, hits)
 
 
 def test_a_resumed_request_continues_where_the_client_is(receiver):

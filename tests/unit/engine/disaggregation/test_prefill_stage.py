@@ -9,7 +9,7 @@ from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.fake import FakeFabric, Fate
 from tandem_engine.disaggregation.transport import PushFailed
 from tandem_engine.executor.fake import next_token
-from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.outputs import CacheHits, FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import DrainAck, HandoffRecord, StillOpen, TransferAborted
 from tandem_engine.names import PageId, RequestId
@@ -160,7 +160,8 @@ def test_cached_pages_are_sent_when_the_receiver_lacks_them(sender):
     sender.allow()
     sender.turn(4)
     assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
-    assert sender.records()[0].cached_tokens == 8
+    [record] = sender.records()
+    assert (record.cached_tokens, record.cache_hits) == (8, CacheHits())
 
 
 def test_without_push_layers_only_settled_chunks_are_pushed():  # T70

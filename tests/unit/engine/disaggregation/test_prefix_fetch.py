@@ -9,7 +9,7 @@ from tandem_engine.config import HostConfig, Role
 from tandem_engine.disaggregation.fake import Fate
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.messages.control import PauseMode
-from tandem_engine.messages.outputs import FetchReport, FinishReason
+from tandem_engine.messages.outputs import CacheHits, FetchReport, FinishReason
 from tandem_engine.messages.requests import Peer, PrefixFetch
 from tandem_engine.messages.transfer import DrainAck, Hello, PrefixAsk, PrefixRecord, TransferAborted
 from tandem_engine.names import RequestId
@@ -46,6 +46,10 @@ def cached_tokens(pair: Pair, rid: str = "r") -> int | None:
     return pair.prefill.engine.received[rid].outputs[0].cached_tokens
 
 
+def cache_hits(pair: Pair, rid: str = "r") -> CacheHits | None:
+    return pair.prefill.engine.received[rid].outputs[0].cache_hits
+
+
 def report(pair: Pair, rid: str = "r") -> FetchReport | None:
     return pair.prefill.engine.received[rid].outputs[0].fetch
 
@@ -69,6 +73,7 @@ def test_what_another_engine_has_is_brought_and_the_rest_computed(overlap):
     page_bytes = pair.prefill.engine.model.pool.page_bytes
     assert report(pair) == FetchReport(peer="d@1", pages=4, bytes=4 * page_bytes, wait_s=0.0)
     assert (counters(pair).fetched, counters(pair).pages, counters(pair).failed) == (1, 4, 0)
+    assert cache_hits(pair) == CacheHits(fetched=16)
     lender = pair.decode.stage.prefixes.counters
     assert (lender.lent, lender.lent_pages) == (1, 4)
 
@@ -80,6 +85,7 @@ def test_what_was_brought_serves_the_next_request_without_asking():
     ask(pair, "second")
     finish(pair)
     assert cached_tokens(pair, "second") == len(PREFIX)
+    assert cache_hits(pair, "second") == CacheHits(), "by now it is on the device"
     assert (counters(pair).asked, counters(pair).skipped) == (1, 1)
 
 
@@ -91,7 +97,7 @@ def test_only_what_is_not_cached_here_is_moved():
     finish(pair)
     (asked,) = pair.prefill.link.messages(PrefixAsk)
     assert (asked.grant.first_token, len(asked.grant.pages)) == (8, 2)
-    assert cached_tokens(pair) == len(PREFIX)
+    assert (cached_tokens(pair), cache_hits(pair)) == (len(PREFIX), CacheHits(fetched=8))
 
 
 def test_the_answer_flows_back_for_the_next_turn():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.outputs import CacheHits, FinishReason
 from tandem_testing.scheduler_builders import expected_output, make_engine, make_message
 
 
@@ -58,8 +58,9 @@ def test_timings_and_cache_hits_come_with_the_first_output_only():
     engine.clock.time = 3.0
     engine.run()
     first, *rest = engine.received["r"].outputs
-    assert (first.queue_s, first.prefill_s, first.cached_tokens) == (3.0, 0.0, 8)
+    assert (first.queue_s, first.prefill_s, first.cached_tokens, first.cache_hits) == (3.0, 0.0, 8, CacheHits())
     assert all(output.queue_s is output.prefill_s is output.cached_tokens is None for output in rest)
+    assert all(output.cache_hits is None for output in rest)
 
 
 def test_a_retracted_request_does_not_repeat_its_first_output():

@@ -1,7 +1,7 @@
 import pytest
 
 from tandem_engine.config import HostConfig
-from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.outputs import CacheHits, FinishReason
 from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
@@ -38,7 +38,8 @@ def test_a_request_waits_for_its_prefix_and_computes_the_rest(storage, overlap):
     engine.run()
     engine.assert_expected()
     assert engine.scheduler.tally.disk_cached_tokens == 12
-    assert engine.received["r"].outputs[0].cached_tokens == 12
+    first = engine.received["r"].outputs[0]
+    assert (first.cached_tokens, first.cache_hits) == (12, CacheHits(disk=12))
 
 
 def test_others_are_served_meanwhile(storage):

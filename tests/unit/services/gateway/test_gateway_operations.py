@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem_engine.config import Role
+from tandem_engine.messages.outputs import CacheHits
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.common.span_export import SpanExport
@@ -95,6 +96,24 @@ async def test_a_model_without_a_chat_template_says_so(rack, tmp_path):  # E9 #9
 
 
 # Explain
+
+
+async def test_explain_tells_where_cached_tokens_were(rack, tokenizer):
+    hits = CacheHits(host=16, disk=8, fetched=32)
+    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=hits))
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        answer = (await gateway.complete(max_tokens=1)).json()
+        record = (await gateway.http.get(f"/v1/requests/{answer['id']}/explain")).json()
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 64}
+    [choice] = record["choices"]
+    assert choice["cached_tokens"] == 64
+    assert choice["cache_hits"] == {"device": 8, "host": 16, "disk": 8, "fetched": 32}
+
+
+async def test_a_worker_of_an_older_release_does_not_say_where_cached_tokens_were(gateway):
+    answer = (await gateway.complete(max_tokens=1)).json()
+    [choice] = (await gateway.http.get(f"/v1/requests/{answer['id']}/explain")).json()["choices"]
+    assert (choice["cached_tokens"], choice["cache_hits"]) == (4, None)
 
 
 async def test_explain_tells_where_a_request_ran_and_what_moved(pair):

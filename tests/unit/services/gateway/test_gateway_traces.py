@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.outputs import CacheHits, Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_services.common.span_export import SpanExport
 from tandem_services.common.tracing import TracingConfig
@@ -48,6 +48,15 @@ async def received(collector: OtlpReceiver, spans: SpanExport) -> list[ReceivedS
 
 def assert_within(inner: ReceivedSpan, outer: ReceivedSpan) -> None:
     assert outer.began <= inner.began <= inner.ended <= outer.ended
+
+
+async def test_a_trace_tells_where_cached_tokens_were(rack, tokenizer, collector, spans):
+    solo(rack, cached_tokens=40, cache_hits=CacheHits(host=16, fetched=8))
+    async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
+        await gateway.complete([1, 2], max_tokens=1)
+    root = only(await received(collector, spans), "text_completion mock")
+    places = {name: root.attributes.get(f"tandem.cache.{name}_tokens") for name in ("host", "disk", "fetched")}
+    assert (root["gen_ai.usage.cache_read.input_tokens"], places) == (40, {"host": 16, "disk": None, "fetched": 8})
 
 
 async def test_a_plain_request_is_one_tree(rack, tokenizer, collector, spans):

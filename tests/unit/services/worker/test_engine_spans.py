@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tandem_engine.messages.ended_requests import EndedRequest, EndedRequests
-from tandem_engine.messages.outputs import FetchReport, FinishReason, TransferReport
+from tandem_engine.messages.outputs import CacheHits, FetchReport, FinishReason, TransferReport
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.trace_context import TraceContext
 from tandem_services.common.metrics import new_registry, render
@@ -125,6 +125,14 @@ def test_what_an_attempt_did_not_come_to_has_no_span(collector, change, names):
     request = only(spans, "llm_request")
     assert [span.name for span in children(spans, request)] == names
     assert children(spans, request)[-1].ended <= request.ended
+
+
+def test_where_cached_tokens_were(collector):
+    spans = spans_of(collector, msgspec.structs.replace(ALONE, cache_hits=CacheHits(host=8, disk=4)))
+    for name in ("llm_request", "prefill"):
+        span = only(spans, name)
+        assert (span["tandem.cache.host_tokens"], span["tandem.cache.disk_tokens"]) == (8, 4)
+        assert "tandem.cache.fetched_tokens" not in span.attributes
 
 
 def test_an_error_and_what_led_to_it(collector):

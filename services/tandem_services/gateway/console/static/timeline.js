@@ -227,7 +227,7 @@ function attemptCard(choice, attempt, index) {
     [attempt.prefill ? "Decode by" : "Worker", attempt.decode],
     ["Placement", PLACEMENTS[attempt.placement] ?? attempt.placement],
     ["Chosen", SOURCES[attempt.source] ?? attempt.source],
-    ["Cached prefix", `${format.plural(attempt.matched_tokens, "token")} predicted${index === 0 && choice.cached_tokens != null ? `, ${format.count(choice.cached_tokens)} found` : ""}`],
+    ["Cached prefix", `${format.plural(attempt.matched_tokens, "token")} predicted${index === 0 && choice.cached_tokens != null ? `, ${format.count(choice.cached_tokens)} found${places(choice.cache_hits)}` : ""}`],
     attempt.fetch && ["Fetch", `${format.count(attempt.fetch.tokens)} tokens from ${attempt.fetch.source}, predicted ${format.seconds(attempt.fetch.seconds)}`],
     attempt.resumed_tokens > 0 && ["Resumed", `after ${format.count(attempt.resumed_tokens)} tokens that the client already had`],
     ["Outcome", attempt.outcome],
@@ -240,6 +240,16 @@ function attemptCard(choice, attempt, index) {
     attempt.terms.length > 0 && termTable(attempt.terms, predicted),
     attempt.candidates?.options.length > 1 && candidatesTable(attempt.candidates, TERMS),
   );
+}
+
+/**
+ * Where cached tokens were, other than on the device.
+ * @param {any} hits
+ */
+function places(hits) {
+  const names = { host: "in host memory", disk: "in files", fetched: "fetched" };
+  const told = Object.entries(names).filter(([place]) => hits?.[place]).map(([place, name]) => `${format.count(hits[place])} ${name}`);
+  return told.length ? ` (${told.join(", ")})` : "";
 }
 
 /** @param {any[]} terms @param {number} predicted */

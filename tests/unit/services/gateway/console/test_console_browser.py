@@ -10,12 +10,13 @@ import pytest
 import pytest_asyncio
 
 from tandem_engine.config import Role
+from tandem_engine.messages.outputs import CacheHits
 from tandem_services.router.registry import WorkerState
 from tandem_testing.browser import CHROMIUM, WatchedPage, chromium, watched_page
 from tandem_testing.console_builders import ScriptedFleet, link, member
 from tandem_testing.gateway_builders import LiveGateway, live_gateway, priced_options_of, script
 from tandem_testing.key_files import key_of, write_keys
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
@@ -188,6 +189,17 @@ async def test_a_timeline_shows_what_workers_were_chosen_from(see):
         assert [row.split()[0] for row in rows] == ["solo@1", "other-0@1", "other-1@1"]
         assert "64 tokens cached (48 in host memory), 128 with those of p@1, compute the prompt 1 s" in rows[1]
         assert "3 others, dearer than these" in await sight.text(".candidates")
+        await sight.is_sound()
+
+
+async def test_a_timeline_shows_where_cached_tokens_were(see):
+    found = MockBehaviour(
+        token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=CacheHits(host=16, fetched=8)
+    )
+    async with see(member("w1"), behaviour=found) as sight:
+        done = (await sight.live.chat(max_tokens=1)).json()
+        await sight.open(f"request/{done['id']}")
+        await sight.says("64 found (16 in host memory, 8 fetched)")
         await sight.is_sound()
 
 

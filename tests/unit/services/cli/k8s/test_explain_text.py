@@ -1,0 +1,42 @@
+"""What `kubectl tandem explain` writes of a record."""
+
+import pytest
+
+from tandem_services.cli.k8s.explain_text import explain_text
+
+
+def record(**choice):
+    known = {"index": 0, "attempts": [], "output_tokens": 5, "cached_tokens": 64, "cache_hits": None, "transfer": None}
+    times = dict.fromkeys(("admission_s", "queue_s", "prefill_s", "ttft_s"))
+    return {
+        "request_id": "r",
+        "model": "mock",
+        "endpoint": "/v1/completions",
+        "status": 200,
+        "prompt_tokens": 96,
+        "e2e_s": None,
+        "error": None,
+        "choices": [{**known, **times, **choice}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (
+            {"cache_hits": {"device": 8, "host": 16, "disk": 8, "fetched": 32}},
+            "64 of the prompt cached (16 in host memory, 8 in files, 32 fetched);",
+        ),
+        ({"cache_hits": {"device": 64, "host": 0, "disk": 0, "fetched": 0}}, "64 of the prompt cached;"),
+        ({"cache_hits": None}, "64 of the prompt cached;"),
+        ({"cached_tokens": None}, "0 of the prompt cached;"),
+    ],
+)
+def test_a_choice_says_where_cached_tokens_were(choice, told):
+    assert told in explain_text(record(**choice))
+
+
+def test_a_gateway_of_an_older_release_does_not_say():
+    older = record()
+    del older["choices"][0]["cache_hits"]
+    assert "64 of the prompt cached;" in explain_text(older)
