@@ -69,7 +69,15 @@ def _scope(group: argparse._ArgumentGroup) -> None:
 
 def _images(group: argparse._ArgumentGroup) -> None:
     defaults = OperatorSettings()
-    group.add_argument("--engine-image", default=defaults.engine_image, metavar="IMAGE", help="workers (%(default)s)")
+    group.add_argument(
+        "--engine-image", default=defaults.engine_image, metavar="IMAGE", help="workers on CPUs (%(default)s)"
+    )
+    group.add_argument(
+        "--cuda-engine-image",
+        default=defaults.cuda_engine_image,
+        metavar="IMAGE",
+        help="workers on NVIDIA GPUs (%(default)s)",
+    )
     group.add_argument(
         "--services-image", default=defaults.services_image, metavar="IMAGE", help="gateways (%(default)s)"
     )
@@ -144,6 +152,7 @@ def options_of(arguments: argparse.Namespace) -> RuntimeOptions:
     """Raises `ValueError` for lease times that cannot work."""
     settings = OperatorSettings(
         engine_image=arguments.engine_image,
+        cuda_engine_image=arguments.cuda_engine_image,
         services_image=arguments.services_image,
         redis_image=arguments.redis_image,
         operator_namespace=arguments.operator_namespace,

@@ -26,6 +26,8 @@ class OperatorSettings:
     """Defaults for what resources leave open."""
 
     engine_image: str = f"{DEFAULT_REGISTRY}/engine:0.1.0"
+    cuda_engine_image: str = f"{DEFAULT_REGISTRY}/engine:0.1.0-cuda"
+    """Of workers on NVIDIA GPUs; `engine_image` is that of workers on CPUs."""
     services_image: str = f"{DEFAULT_REGISTRY}/services:0.1.0"
     redis_image: str = f"{DEFAULT_REGISTRY}/redis:0.1.0"
     apis: ClusterApis = ClusterApis()

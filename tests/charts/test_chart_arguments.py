@@ -34,7 +34,7 @@ def test_installed_without_helm_it_looks_everywhere():
 def test_values_become_settings(helm):
     values = {
         "namespaces": ["models", "chat"],
-        "modelImages": {"engine": "r/e:1", "services": "r/s:2", "redis": "r/r:3"},
+        "modelImages": {"engine": "r/e:1", "cudaEngine": "r/e:1-cuda", "services": "r/s:2", "redis": "r/r:3"},
         "metrics": {"port": 9000},
         "extraArgs": ["--canary=off", "--workers=2"],
     }
@@ -42,6 +42,7 @@ def test_values_become_settings(helm):
     assert options.namespaces == ("chat", "models")
     settings = options.settings
     assert (settings.engine_image, settings.services_image, settings.redis_image) == ("r/e:1", "r/s:2", "r/r:3")
+    assert settings.cuda_engine_image == "r/e:1-cuda"
     assert settings.operator_namespace == "llm"
     assert settings.canaries is False
     assert (options.workers, options.http_port) == (2, 9000)

@@ -42,6 +42,13 @@ VIOLATIONS = {
     "draftModelPath is needed by DRAFT and EAGLE": Violation({"algorithm": "EAGLE"}),
     "minReplicas must not be above maxReplicas": Violation({"minReplicas": 5}),
     "variables that begin with TANDEM_ are set by the operator": Violation({"name": "TANDEM_HOST", "value": "x"}),
+    "NVIDIA_VISIBLE_DEVICES is set by the device plugin": Violation({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}),
+    'device cuda needs GPUs: add nvidia.com/gpu: "1" to spec.prefill.resources.limits, or take device out': Violation(
+        {"engine": {"device": "cuda"}, "decode": {"resources": {"limits": {"nvidia.com/gpu": "1"}}}}
+    ),
+    'device cuda needs GPUs: add nvidia.com/gpu: "1" to spec.decode.resources.limits, or take device out': Violation(
+        {"decode": {"engine": {"device": "cuda"}, "resources": {"limits": {"memory": "1Gi"}}}}
+    ),
     "give value or secretKeyRef, not both": Violation(
         {"name": "A", "value": "x", "secretKeyRef": {"name": "s", "key": "k"}}
     ),
@@ -102,6 +109,15 @@ def test_no_violation_is_left_over():
         {"spec": {"redis": {"managed": {}}}},
         {"spec": {"gateway": {"routerPolicy": "prefill=locality,decode=least_loaded"}}},
         {"spec": {"prefill": {"engine": {"tensorParallelSize": 2}}}},
+        {"spec": {"engine": {"device": "auto"}}},
+        {"spec": {"prefill": {"engine": {"device": "cuda"}, "resources": {"limits": {"nvidia.com/mig-3g.40gb": 1}}}}},
+        {
+            "spec": {
+                "engine": {"device": "cuda"},
+                "prefill": {"resources": {"limits": {"nvidia.com/gpu": 1}}},
+                "decode": {"engine": {"device": "cpu"}},
+            }
+        },
         {"spec": {"decode": {"pod": {"labels": {"team": "search"}}}}},
         {"metadata": {"name": "x" * 40}},
     ],

@@ -46,6 +46,9 @@ class HostCache(Api, frozen=True, kw_only=True):
 class Engine(Api, frozen=True, kw_only=True):
     """Engine settings."""
 
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """What workers run on; auto: the NVIDIA GPUs that `resources.limits` of the role names, else a CPU. Both roles'
+    should be the same; where they are not, say `dtype`."""
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
     """Type of weights and KV."""
     page_size: Annotated[int, msgspec.Meta(extra_json_schema={"enum": [1, 16, 64]}, ge=1, le=64)] | None = None
@@ -55,7 +58,8 @@ class Engine(Api, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     """GPUs (ranks) of one worker. Must divide the model's attention heads."""
     mem_fraction_static: Share | None = None
-    """Share of device memory for weights and KV."""
+    """Share of device memory for weights and KV. Where pods share a GPU: of this worker, all shares together at most
+    about 0.9."""
     kv_cache_gib: GiB | None = None
     """Memory for KV pages, instead of a share."""
     max_running_requests: PositiveInt | None = None

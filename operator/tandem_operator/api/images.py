@@ -11,7 +11,8 @@ class Images(Api, frozen=True, kw_only=True):
     """Container images; what is not named is the operator's default of its own version."""
 
     engine: Image | None = None
-    """Image of the workers."""
+    """Image of the workers, on whatever they run. Empty: the operator's for CPUs or the one for GPUs, by the role's
+    `engine.device`."""
     services: Image | None = None
     """Image of the gateway."""
     redis: Image | None = None

@@ -74,6 +74,18 @@ class Rollout(Api, frozen=True, kw_only=True):
     )
 
 
+def _gpu_rule(role: str) -> Rule:
+    """A role whose device is said to be cuda, by itself or for both, has NVIDIA GPUs."""
+    own = f"(has(self.{role}) && has(self.{role}.engine) && has(self.{role}.engine.device))"
+    common = "(has(self.engine) && has(self.engine.device) && self.engine.device == 'cuda')"
+    limits = f"has(self.{role}) && has(self.{role}.resources) && has(self.{role}.resources.limits)"
+    return Rule(
+        f"!({own} ? self.{role}.engine.device == 'cuda' : {common}) || "
+        f"({limits} && self.{role}.resources.limits.exists(k, k.startsWith('nvidia.com/')))",
+        f'device cuda needs GPUs: add nvidia.com/gpu: "1" to spec.{role}.resources.limits, or take device out',
+    )
+
+
 class ModelServiceSpec(Api, frozen=True, kw_only=True):
     """What to serve and how."""
 
@@ -117,6 +129,8 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
             "(has(self.prefill) && has(self.prefill.replicas) && self.prefill.replicas == 0)",
             "decode.replicas is 0 while prefill has workers: nobody could answer; set both to 0 to stop serving",
         ),
+        _gpu_rule("prefill"),
+        _gpu_rule("decode"),
     )
 
 

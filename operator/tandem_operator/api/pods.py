@@ -42,7 +42,7 @@ class EnvVar(Api, frozen=True, kw_only=True):
     """An environment variable of the main container."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
-    """Name; those that begin with TANDEM_ are the operator's."""
+    """Name; those that begin with TANDEM_ are the operator's, NVIDIA_VISIBLE_DEVICES is the device plugin's."""
     value: Annotated[str, printable(max_length=4096)] = ""
     """Value."""
     secret_key_ref: SecretKey | None = None
@@ -50,6 +50,8 @@ class EnvVar(Api, frozen=True, kw_only=True):
 
     RULES: ClassVar = (
         Rule("!self.name.startsWith('TANDEM_')", "variables that begin with TANDEM_ are set by the operator"),
+        # It would show a container GPUs of its node that it was not given.
+        Rule("self.name != 'NVIDIA_VISIBLE_DEVICES'", "NVIDIA_VISIBLE_DEVICES is set by the device plugin"),
         Rule("!(has(self.value) && has(self.secretKeyRef))", "give value or secretKeyRef, not both"),
     )
 

@@ -1,10 +1,14 @@
-"""Engine settings as flags of `tandem worker`. Every field has its flag here; a test compares with the command."""
+"""Engine settings as flags of `tandem worker`. Every field has its flag here; a test compares with the command.
+
+`device` is resolved before (`builders.devices`): only a GPU is named, for engines run on a CPU unless told otherwise.
+"""
 
 from collections.abc import Iterator
 
 import msgspec
 
 from tandem_operator.api.engine import Engine, HostCache, Speculation, Transfer
+from tandem_operator.builders.devices import Device
 
 ENGINE_FLAGS = {
     "dtype": "--dtype",
@@ -22,9 +26,10 @@ ENGINE_FLAGS = {
 }
 
 
-def engine_flags(engine: Engine, transfer: Transfer, model_folder: str) -> list[str]:
+def engine_flags(engine: Engine, transfer: Transfer, model_folder: str, *, device: Device) -> list[str]:
     """Flags of one worker, in a fixed order, so that equal settings give equal pods."""
-    words = [word for field, flag in ENGINE_FLAGS.items() for word in _flag(flag, getattr(engine, field))]
+    words = [] if device == "cpu" else ["--device", device]
+    words += [word for field, flag in ENGINE_FLAGS.items() for word in _flag(flag, getattr(engine, field))]
     words += _speculation(engine.speculation, model_folder)
     words += _host_cache(engine.host_cache)
     words += ["--kv-digest", transfer.digest, "--expect-transport", transfer.expect]

@@ -1,13 +1,17 @@
 """A ModelService as builders see it: who it is, and its spec with every default filled in."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
+from tandem_operator.api.engine import Engine
 from tandem_operator.api.images import Images
 from tandem_operator.api.model_service import ModelServiceSpec, Role
 from tandem_operator.api.redis import ManagedRedis, Redis
 from tandem_operator.api.roles import RoleName
+from tandem_operator.builders.devices import Device, device_of
+from tandem_operator.builders.engine_flags import merged
 from tandem_operator.builders.naming import cluster_name, curve_secret_name
 from tandem_operator.settings import OperatorSettings
 
@@ -19,6 +23,8 @@ class Served:
     name: str
     namespace: str
     spec: ModelServiceSpec
+    engine_images: Mapping[Device, str]
+    """Of workers, where the spec names none."""
 
     @property
     def cluster(self) -> str:
@@ -29,11 +35,6 @@ class Served:
     def model_name(self) -> str:
         """What clients call it."""
         return self.spec.served_model_name or self.name
-
-    @property
-    def engine_image(self) -> str:
-        """Image of the workers."""
-        return self.spec.images.engine or ""
 
     @property
     def services_image(self) -> str:
@@ -49,11 +50,23 @@ class Served:
         """Part of the spec for one role."""
         return self.spec.prefill if name == "prefill" else self.spec.decode
 
+    def engine(self, name: RoleName) -> Engine:
+        """Engine settings of one role: its own where it has any."""
+        return merged(self.spec.engine, self.role(name).engine)
+
+    def device(self, name: RoleName) -> Device:
+        """What workers of one role run on."""
+        return device_of(self.engine(name), self.role(name).resources)
+
+    def engine_image(self, name: RoleName) -> str:
+        """Image of the workers of one role."""
+        return self.spec.images.engine or self.engine_images[self.device(name)]
+
 
 def served(name: str, namespace: str, spec: ModelServiceSpec, settings: OperatorSettings) -> Served:
     """Images and Redis as the operator's defaults where `spec` says nothing."""
     images = Images(
-        engine=spec.images.engine or settings.engine_image,
+        engine=spec.images.engine,
         services=spec.images.services or settings.services_image,
         redis=spec.images.redis or settings.redis_image,
         pull_policy=spec.images.pull_policy,
@@ -62,4 +75,9 @@ def served(name: str, namespace: str, spec: ModelServiceSpec, settings: Operator
     redis = spec.redis
     if redis.external is None and redis.managed is None:
         redis = Redis(managed=ManagedRedis())
-    return Served(name=name, namespace=namespace, spec=msgspec.structs.replace(spec, images=images, redis=redis))
+    return Served(
+        name=name,
+        namespace=namespace,
+        spec=msgspec.structs.replace(spec, images=images, redis=redis),
+        engine_images={"cpu": settings.engine_image, "cuda": settings.cuda_engine_image},
+    )

@@ -18,7 +18,7 @@ from tandem_operator.builders.containers import (
     secret_volume,
     value,
 )
-from tandem_operator.builders.engine_flags import engine_flags, merged
+from tandem_operator.builders.engine_flags import engine_flags
 from tandem_operator.builders.model_mount import ModelMount, model_mount
 from tandem_operator.builders.naming import (
     REVISION_LABEL,
@@ -77,11 +77,12 @@ def worker_labels(service: Served, role: RoleName, revision: str) -> dict[str, s
 
 def _template(service: Served, role: RoleName, labels: dict[str, str], *, standby: bool) -> Manifest:
     spec, part = service.spec, service.role(role)
-    mount = model_mount(spec.model, image=service.engine_image, weights=True)
+    image = service.engine_image(role)
+    mount = model_mount(spec.model, image=image, weights=True)
     volumes, mounts = _files(service, mount)
     container: Manifest = {
         "name": "worker",
-        "image": service.engine_image,
+        "image": image,
         "command": ["tandem", "worker"],
         "args": _arguments(service, role, mount),
         "env": _environment(spec, part, labels[REVISION_LABEL], standby=standby),
@@ -118,7 +119,7 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
     words += ["--health-host", "0.0.0.0", "--health-port", str(HEALTH_PORT)]  # noqa: S104 - of the pod
     words += ["--drain-timeout", str(spec.drain_seconds), "--await-links", str(AWAIT_LINKS_S), "--log-format", "json"]
     words += traced(spec.observability)
-    return words + engine_flags(merged(spec.engine, service.role(role).engine), spec.transfer, mount.folder)
+    return words + engine_flags(service.engine(role), spec.transfer, mount.folder, device=service.device(role))
 
 
 def traced(observability: Observability) -> list[str]:

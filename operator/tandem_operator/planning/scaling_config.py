@@ -1,8 +1,8 @@
 """A spec as the autoscaler wants it."""
 
 from tandem_operator.api.roles import RoleName
+from tandem_operator.builders.devices import gpus_of
 from tandem_operator.builders.served import Served
-from tandem_operator.planning.validation import gpus_of
 from tandem_operator.scaling.law import RoleBounds, ScalingConfig
 from tandem_operator.scaling.need import Targets
 

@@ -5,23 +5,20 @@ RELIABILITY E7: each problem names the field, its value and what to do.
 
 from collections.abc import Iterator
 
-from tandem_operator.api.pods import Resources
 from tandem_operator.api.roles import ROLES, RoleName
-from tandem_operator.builders.engine_flags import merged
+from tandem_operator.builders.devices import OTHER_GPUS, SHARED_GPU, gpus_of, nvidia_gpus_of, shares_gpu
 from tandem_operator.builders.quantities import parse_quantity
 from tandem_operator.builders.served import Served
-
-GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915")
 
 
 def problems_of(service: Served) -> list[str]:
     """One sentence each; empty when the spec can be served."""
-    return [*_names(service), *_quantities(service), *(text for role in ROLES for text in _ranks(service, role))]
-
-
-def gpus_of(resources: Resources) -> int:
-    """GPUs of one pod."""
-    return sum(int(parse_quantity(resources.limits.get(name, 0))) for name in GPU_RESOURCES)
+    return [
+        *_names(service),
+        *_quantities(service),
+        *(text for role in ROLES for text in (*_device(service, role), *_ranks(service, role))),
+        *_devices(service),
+    ]
 
 
 def _names(service: Served) -> Iterator[str]:
@@ -45,9 +42,34 @@ def _quantities(service: Served) -> Iterator[str]:
                 yield f"spec.{path}.resources.requests[{name}]: {least} is above its limit {most}; raise the limit"
 
 
+def _device(service: Served, role: RoleName) -> Iterator[str]:
+    engine, resources = service.engine(role), service.role(role).resources
+    if service.device(role) == "cuda" and not nvidia_gpus_of(resources):
+        yield (
+            f"spec.{role}: engine.device is cuda and resources.limits names no NVIDIA GPU; add nvidia.com/gpu: "
+            f'"{engine.tensor_parallel_size or 1}" to spec.{role}.resources.limits, or set the device to cpu'
+        )
+    elif service.device(role) == "cpu" and engine.device != "cpu" and gpus_of(resources):
+        names = ", ".join(name for name in OTHER_GPUS if name in resources.limits)
+        yield f"spec.{role}.resources.limits: engines run on NVIDIA GPUs or CPUs, not on {names}; take it out"
+    sized = engine.mem_fraction_static is not None or engine.kv_cache_gib is not None
+    if service.device(role) == "cuda" and shares_gpu(resources) and not sized:
+        yield (
+            f"spec.{role}: {SHARED_GPU} is a GPU whose memory others use too; say what this worker may have of it "
+            f"in engine.memFractionStatic, such as 0.44 for two"
+        )
+
+
+def _devices(service: Served) -> Iterator[str]:
+    devices = {role: service.device(role) for role in ROLES}
+    if len(set(devices.values())) > 1 and service.spec.engine.dtype in (None, "auto"):
+        shown = " and ".join(f"{role} on {device}" for role, device in devices.items())
+        yield f"spec.engine.dtype: auto is another type on a GPU than on a CPU ({shown}); set it, e.g. to bfloat16"
+
+
 def _ranks(service: Served, role: RoleName) -> Iterator[str]:
     part = service.role(role)
-    ranks = merged(service.spec.engine, part.engine).tensor_parallel_size or 1
+    ranks = service.engine(role).tensor_parallel_size or 1
     gpus = gpus_of(part.resources)
     if gpus and ranks > gpus and ranks % gpus == 0:
         yield (

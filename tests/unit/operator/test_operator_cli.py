@@ -29,6 +29,7 @@ def test_flags_reach_what_they_are_about(monkeypatch):
     found = options("--namespaces", "a, b", "--canary", "off", "--engine-image", "local/engine:1", "--workers", "2")
     assert found.namespaces == ("a", "b")
     assert (found.settings.canaries, found.settings.engine_image, found.workers) == (False, "local/engine:1", 2)
+    assert options("--cuda-engine-image", "local/engine:2").settings.cuda_engine_image == "local/engine:2"
     assert found.settings.operator_namespace == found.election.namespace == "serving"
     assert options("--no-leader-elect").election is None
 

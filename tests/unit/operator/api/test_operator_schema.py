@@ -82,7 +82,7 @@ def test_rules_name_only_fields_that_exist():
                         assert name in known or name in CEL_WORDS, f"{path}: {name} in {rule['rule']}"
 
 
-CEL_WORDS = {"all", "startsWith", "size", "matches", "metadata", "name", "memory", "exists_one", "filter"}
+CEL_WORDS = {"all", "startsWith", "size", "matches", "metadata", "name", "memory", "exists", "exists_one", "filter"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

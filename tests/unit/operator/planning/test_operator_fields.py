@@ -28,7 +28,7 @@ ELSEWHERE = {
 }
 WORDS = """
 tcp none full error float32 ClusterIP Never fcfs write_back NoExecute FailClose Equal Exists NGRAM NoSchedule internal
-512Mi 1
+512Mi 1 cpu
 redis://elsewhere:1/0 rediss://elsewhere:1/0
 """.split()
 """For fields that take one of a few."""
