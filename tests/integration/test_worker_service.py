@@ -340,7 +340,10 @@ async def test_on_standby_it_is_registered_and_not_routed_to_until_it_is_offered
         assert (await find(fleet)).state is WorkerState.READY
 
 
-async def test_it_stands_by_no_longer_than_it_finds_another_of_its_revision_offered(server, remote, tmp_path, fleet):
+async def test_untried_it_is_offered_when_it_finds_another_of_its_revision(
+    server, remote, tmp_path, fleet, monkeypatch
+):
+    monkeypatch.setattr("tandem_services.worker.standby.UNTRIED_S", 0.0)
     async with running(config_for(server, remote, standby=True), remote, tmp_path) as worker:
         record = await until(lambda: find(fleet))
         ours = {"deployment": worker.service.deployment}

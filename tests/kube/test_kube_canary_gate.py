@@ -51,10 +51,19 @@ def test_a_first_revision_is_ready_when_its_canary_has_passed(services, pods, st
     assert told[0] == "passed"
     assert told.count("offer") == 3, "both roles, also those that were not in the canary"
     assert "passed" in pods.told(""), "and one through the gateway"
-    # A pod that comes later is offered, too.
+    # A pod that comes later is tried itself, and kept away while no canary passes through it.
+    known = set(pods.offered)
+    assert len(known) == 3
+    pods.broken = lambda name: name not in known
     services.apply(**pods.spec(decode={"replicas": 3}))
-    services.wait_ready()
-    assert len(pods.offered) == 4, running.log()
+    services.wait_condition("Degraded", "True", "PodsFailing")
+    (degraded,) = [one for one in services.get()["status"]["conditions"] if one["type"] == "Degraded"]
+    assert "no canary passes through chat-decode-" in degraded["message"]
+    assert pods.offered == known, running.log()
+    assert services.condition("Ready")[0] == "True", "the others serve"
+    pods.broken = lambda _: False
+    wait_for(lambda: len(pods.offered) == 4, PATIENCE_S, running.log)
+    services.wait_condition("Degraded", "False", "AllWell")
 
 
 def test_a_revision_whose_canary_fails_is_never_offered_and_another_operator_goes_on_with_it(services, pods, start):

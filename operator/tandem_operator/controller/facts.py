@@ -6,6 +6,7 @@ business of ours, and is neither counted nor changed nor taken away.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from tandem_operator.api.roles import ROLES, RoleName
@@ -56,10 +57,12 @@ class Parts:
                 counts[spec["role"]] = spec.get("replicas", 1)
         return counts
 
-    def deployments(self) -> tuple[DeploymentSeen, ...]:
-        """All that the service owns and that are not going."""
+    def deployments(self, failing: Mapping[str, str] = MappingProxyType({})) -> tuple[DeploymentSeen, ...]:
+        """All that the service owns and that are not going. `failing`: as `Findings.failing`."""
         mine = [one for one in self.owned.values() if one.ref.kind == DEPLOYMENT.name and not one.deleting]
-        return tuple(_deployment(one, self.pods_with(one.body["spec"]["selector"]["matchLabels"])) for one in mine)
+        return tuple(
+            _deployment(one, self.pods_with(one.body["spec"]["selector"]["matchLabels"]), failing) for one in mine
+        )
 
     def pods_seen(self) -> tuple[PodSeen, ...]:
         """Workers and gateways, as those see them who talk to them."""
@@ -74,7 +77,7 @@ class Parts:
         return [pod for pod in self.pods_with(labels) if _ready(pod) and not pod.deleting]
 
 
-def _deployment(seen: Seen, pods: list[Seen]) -> DeploymentSeen:
+def _deployment(seen: Seen, pods: list[Seen], failing: Mapping[str, str]) -> DeploymentSeen:
     body = seen.body
     labels = body["metadata"].get("labels", {})
     role = next((role for role in ROLES if role == labels.get(ROLE_LABEL)), None)
@@ -89,7 +92,7 @@ def _deployment(seen: Seen, pods: list[Seen]) -> DeploymentSeen:
         revision=labels.get(REVISION_LABEL),
         created=body["metadata"].get("creationTimestamp", ""),
         paused=body["spec"].get("paused", False),
-        trouble=_trouble(body, living),
+        trouble=_trouble(body, living, failing),
     )
 
 
@@ -102,11 +105,13 @@ def _ended(pod: Seen) -> bool:
     return pod.ref.kind == POD.name and pod.body["status"].get("phase") in _ENDED
 
 
-def _trouble(deployment: dict[str, Any], pods: list[Seen]) -> str:
+def _trouble(deployment: dict[str, Any], pods: list[Seen], failing: Mapping[str, str]) -> str:
     """The first pod's that has some, else what keeps the Deployment from making pods."""
     for pod in sorted(pods, key=lambda one: one.ref.name):
         for text in _pod_trouble(pod.body["status"]):
             return text[:MAX_TROUBLE]
+        if pod.ref.name in failing and not _ready(pod):
+            return f"no canary passes through {pod.ref.name}: {failing[pod.ref.name]}"[:MAX_TROUBLE]
     for one in deployment.get("status", {}).get("conditions", ()):
         if one["type"] == "ReplicaFailure" and one["status"] == "True":
             return str(one.get("message", one.get("reason", "")))[:MAX_TROUBLE]

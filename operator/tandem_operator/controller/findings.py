@@ -22,6 +22,8 @@ class Findings:
 
     canaries: Mapping[str, Canary] = field(default_factory=dict)
     """As `Observed.canaries`."""
+    failing: Mapping[str, str] = field(default_factory=dict)
+    """Pods through which canaries fail, though their revision has passed: name → why."""
     links: Mapping[str, str] = field(default_factory=dict)
     """As `Observed.links`."""
     decisions: tuple[Decision, ...] | None = None

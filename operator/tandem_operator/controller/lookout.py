@@ -65,7 +65,7 @@ class Lookout:
         planned without them; later nobody waits for slow ones.
         """
         canaries = await self.trials.turn(subject, patience_s=None if before is None else QUICK_S)
-        return replace(before or Findings(), canaries=canaries)
+        return replace(before or Findings(), canaries=canaries, failing=self.trials.failing)
 
     async def look(self, subject: Subject, known: Findings) -> Findings:
         """Read figures, if it is time to, and act on them. Raises `ApiError` when the API server does not take the

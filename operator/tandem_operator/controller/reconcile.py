@@ -169,7 +169,7 @@ class Reconciler:
         return Observed(
             now=rfc3339(self._now()),
             pools=parts.pools(),
-            deployments=parts.deployments(),
+            deployments=parts.deployments(findings.failing),
             owned=parts.removable(),
             canaries=canaries,
             links=findings.links,

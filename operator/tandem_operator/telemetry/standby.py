@@ -2,13 +2,14 @@
 
 A worker that the operator has made registers, warms its links and then stands by: it serves a request that names it,
 and the router chooses it for none. Its `/ready` says so (503, status "standby"), so its pod is not Ready either. When
-a canary has passed through a pair of its revision the order `POST /offer` ends that, for good.
+a canary has passed through it the order `POST /offer` ends that, for good.
 
 Nothing of this is remembered here: who stands by says so himself, and what a canary says can be asked again, by any
 operator. Where none comes, workers help themselves (`tandem_services.worker.standby`).
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,10 +17,13 @@ import httpx
 import msgspec
 
 from tandem_operator.telemetry.fetching import ANSWER_S, AT_ONCE, HEALTH_PORT
-from tandem_operator.telemetry.orders import post_order
+from tandem_operator.telemetry.orders import OrderFailedError, post_order
 from tandem_operator.telemetry.pods import PodSeen
 
+logger = logging.getLogger(__name__)
+
 STANDBY = "standby"
+READY = "ok"
 ORDER_S = 5.0
 MAX_BYTES = 1 << 16
 """Of an answer of `/ready`."""
@@ -37,15 +41,18 @@ def starting(pods: Iterable[PodSeen]) -> list[PodSeen]:
 
 
 async def with_standby(client: httpx.AsyncClient, pods: Sequence[PodSeen]) -> tuple[PodSeen, ...]:
-    """`pods`, those marked that say that they stand by. Ends in time whatever they do; who is silent does not."""
+    """`pods`, those marked that say that they stand by, and as ready those that say so before the kubelet does. Ends in
+    time whatever they do; who is silent stays as it was.
+    """
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def ask(pod: PodSeen) -> str:
         async with slots:
-            return pod.uid if await _stands_by(client, pod) else ""
+            return await _readiness(client, pod)
 
-    found = set(await asyncio.gather(*(ask(pod) for pod in starting(pods))))
-    return tuple(replace(pod, standby=True) if pod.uid in found else pod for pod in pods)
+    asked = starting(pods)
+    said = dict(zip((pod.uid for pod in asked), await asyncio.gather(*map(ask, asked)), strict=True))
+    return tuple(_as_it_says(pod, said.get(pod.uid, "")) for pod in pods)
 
 
 async def order_offer(client: httpx.AsyncClient, pod: PodSeen, token: str) -> None:
@@ -53,18 +60,33 @@ async def order_offer(client: httpx.AsyncClient, pod: PodSeen, token: str) -> No
     await post_order(client, pod, HEALTH_PORT, "/offer", {}, token=token, within_s=ORDER_S)
 
 
-async def _stands_by(client: httpx.AsyncClient, pod: PodSeen) -> bool:
+async def order_hold(client: httpx.AsyncClient, pod: PodSeen, token: str) -> None:
+    """Keep it from helping itself while it is tried. One that refuses is of an older release and helps itself at once;
+    whether it is offered then is seen at the next look.
+    """
+    try:
+        await post_order(client, pod, HEALTH_PORT, "/hold", {}, token=token, within_s=ORDER_S)
+    except OrderFailedError as error:
+        logger.debug("%s was not held: %s", pod.name, error)
+
+
+def _as_it_says(pod: PodSeen, status: str) -> PodSeen:
+    return replace(pod, standby=status == STANDBY, ready=pod.ready or status == READY)
+
+
+async def _readiness(client: httpx.AsyncClient, pod: PodSeen) -> str:
+    """What its `/ready` says; "" when that is nothing one can read."""
     url = pod.url(HEALTH_PORT, "/ready")
     if url is None:
-        return False
+        return ""
     data = bytearray()
     try:
         async with asyncio.timeout(ANSWER_S), client.stream("GET", url) as response:
             async for chunk in response.aiter_bytes():
                 data += chunk
                 if len(data) > MAX_BYTES:
-                    return False
-        return msgspec.json.decode(bytes(data), type=_Readiness).status == STANDBY
+                    return ""
+        return msgspec.json.decode(bytes(data), type=_Readiness).status
     except (TimeoutError, httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError):
         # It starts, or is no worker that can stand by.
-        return False
+        return ""

@@ -7,6 +7,7 @@
     GET  /links     the links to peers, as the engine has measured them
     POST /drain     202; the worker takes no new requests, moves running ones to others, and exits 0
     POST /offer     200; a worker on standby is offered to the router from now on; 409 while the model is loaded
+    POST /hold      200; a worker on standby is being tried, and does not offer itself meanwhile
     POST …          an operator's orders; see `operator_routes`
 
 Bound to loopback unless told otherwise. Elsewhere the first three are for everybody who reaches the port; the rest is
@@ -54,6 +55,8 @@ class WorkerProbes:
     set_role: SetRole
     offer: Callable[[], str | None]
     """End the standby; what is in its way, or None."""
+    hold: Callable[[], None]
+    """Somebody tries it."""
     order_token: str | None = None
     """With it other machines may give orders, too."""
     remote_orders: bool = False
@@ -102,6 +105,11 @@ def build_app(probes: WorkerProbes) -> Starlette:
             return json_response({"code": BUSY, "message": refusal}, 409)
         return json_response({"message": "offered to the router"})
 
+    async def hold(request: Request) -> Response:
+        del request
+        probes.hold()
+        return json_response({"message": "stands by while it is tried"})
+
     return Starlette(
         routes=[
             Route("/live", live),
@@ -111,6 +119,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/links", links),
             Route("/drain", drain, methods=["POST"]),
             Route("/offer", offer, methods=["POST"]),
+            Route("/hold", hold, methods=["POST"]),
             *operator_routes(probes.operate, probes.set_role),
         ],
         middleware=[]

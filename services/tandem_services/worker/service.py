@@ -221,6 +221,7 @@ class WorkerService:
             operate=self._link.operate,
             set_role=self._set_role,
             offer=self._order_offer,
+            hold=self._standby.hold,
             order_token=self._order_token,
             remote_orders=self._config.remote_orders,
         )

@@ -1,16 +1,18 @@
 """A worker on standby is registered and serves who names it, but the router sends it nothing (`WorkerState.STANDBY`).
 
-    --standby ─▶ on standby ─┬─ POST /offer: a canary has passed through a pair of its revision ─▶ offered, for good
-                             ├─ a worker with the same `compat_hash` is offered: its revision was proved before
+    --standby ─▶ on standby ─┬─ POST /offer: a canary has passed through it ─▶ offered, for good
+                             ├─ others with its `compat_hash` are offered, and nobody has tried it for `UNTRIED_S`
                              └─ nobody who decodes is offered, and somebody of its revision could, for `ALONE_S`
 
-So a new revision gets no client's request before it was tried, and the first two ways alone decide while anybody
-serves. The third keeps a model from standing still where nobody tries it, because the operator is gone: an untried
+So no worker gets a client's request before it was tried, while there is an operator that tries them: it says so each
+time (POST /hold), and one whose canaries fail stands by for as long as they do. The second way is that of workers that
+come where no operator is, of a revision that was proved before; the third keeps a model from standing still: an untried
 revision is better than none. What is offered stays so: nothing here depends on who gives orders being alive.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -23,6 +25,10 @@ from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+UNTRIED_S = 30.0
+"""Longer than an operator takes to find a worker that stands by, or to be replaced by its second replica."""
+HOLD_S = 45.0
+"""After each word that a canary is on its way: longer than that one lasts, and than the pause until the next."""
 ALONE_S = 60.0
 """Longer than an operator takes to send a canary, or to be replaced by another one."""
 
@@ -38,11 +44,18 @@ class Standby:
     ended: Callable[[], None]
     """The registry should hear at once."""
     _alone_since: float | None = None
+    _untried_since: float | None = None
+    """Since when others of its revision are offered."""
+    _held_until: float = -math.inf
     _over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check(self) -> str | None:
         """What a worker on standby waits for; None for one that is offered."""
-        return "on standby until a canary has passed through its revision" if self.on else None
+        return "on standby until a canary has passed through it" if self.on else None
+
+    def hold(self) -> None:
+        """Somebody tries it, and will say whether to offer it."""
+        self._held_until = self.clock.now() + HOLD_S
 
     def offer(self, reason: str) -> None:
         """End it. Again: nothing."""
@@ -67,15 +80,19 @@ class Standby:
         try:
             snapshot = await self.registry.snapshot()
         except RedisUnavailableError:
-            self._alone_since = None
+            self._alone_since = self._untried_since = None
             return
         own, now = self.own(), self.clock.now()
         others = [
             one for one in snapshot.workers if one.view.model == own.model and one.view.worker_id != own.worker_id
         ]
         if any(_offered(one) and one.view.compat_hash == own.compat_hash for one in others):
-            self.offer("others of its revision are")
+            self._alone_since = None
+            self._untried_since = now if self._untried_since is None else self._untried_since
+            if now - self._untried_since >= UNTRIED_S and now >= self._held_until:
+                self.offer(f"others of its revision are, and nobody has tried it for {UNTRIED_S:.0f} s")
             return
+        self._untried_since = None
         if not nobody_else_serves(own, others):
             self._alone_since = None
             return

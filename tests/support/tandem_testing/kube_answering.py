@@ -31,6 +31,8 @@ class Answering:
     services: Services
     passing: Callable[[str], bool] = lambda _: True
     """Whether canaries of this revision pass."""
+    broken: Callable[[str], bool] = lambda _: False
+    """Whether they fail through this pod all the same."""
     journal: list[tuple[str, str]] = field(default_factory=list)
     """What was asked of which revision: canary, passed or offer; "" is whatever the router chooses."""
     offered: set[str] = field(default_factory=set)
@@ -103,9 +105,12 @@ class Answering:
         """POST of a pod."""
         if path == "/canary":
             revision = self._revision(body["prefill"]) if "prefill" in body else ""
-            passed = self.passing(revision)
+            through = [body[role] for role in ("prefill", "decode") if role in body]
+            passed = self.passing(revision) and not any(map(self.broken, through))
             self._note("passed" if passed else "canary", revision)
             return 200, {"passed": passed, "message": "as the test says"}
+        if path == "/hold":
+            return 200, {"message": "stands by"}
         self._note("offer", self._revision(pod))
         self.offered.add(pod)
         path = f"/api/v1/namespaces/{self.services.namespace}/pods/{pod}"

@@ -6,7 +6,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from tandem_operator.controller.canaries import RETRY_S, CanaryBook
+from tandem_operator.controller.canaries import REPEAT_S, Ask, CanaryBook
+from tandem_operator.controller.pod_trials import AT_ONCE, BAD_IN_A_ROW, RETRY_S
 from tandem_operator.controller.trials import Trials
 from tandem_operator.planning.observed import Canary
 from tandem_operator.telemetry.orders import OrderFailedError
@@ -31,6 +32,9 @@ class Fleet:
         self.offered: list[str] = []
         self.deaf: set[str] = set()
         self.asked: list[str] = []
+        self.held: list[str] = []
+        self.old = False
+        """Of a release that knows no `/hold`."""
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
@@ -41,7 +45,12 @@ class Fleet:
             self.offered.append(host)
             self.standing_by.discard(host)
             return httpx.Response(200, json={"message": "offered to the router"})
+        if request.url.path == "/hold":
+            self.held.append(host)
+            return httpx.Response(404 if self.old else 200, json={})
         self.asked.append(host)
+        if host in self.offered:
+            return httpx.Response(200, json={"status": "ok"})
         status = "standby" if host in self.standing_by else "unavailable"
         return httpx.Response(503, json={"status": status, "reasons": []})
 
@@ -123,6 +132,11 @@ async def test_workers_of_a_revision_are_offered_when_its_canary_has_passed(make
     trials = make(send)
     await turn(trials, *OLD, *NEW)
     assert ("r2", "p2", "d2") in send.pairs
+    assert sorted(fleet.offered) == [one.ip for one in NEW[:2]], "those that the canary went through"
+    assert fleet.held == []
+    await turn(trials, *OLD, *NEW)
+    assert ("r2", "p2", "d3") in send.pairs, "with one that serves; the kubelet has not seen that yet"
+    assert fleet.held == [NEW[2].ip]
     assert sorted(fleet.offered) == [one.ip for one in NEW]
     assert trials.expecting, "until their pods are Ready"
     await turn(trials, *OLD, *(replace(one, ready=True) for one in NEW))
@@ -143,6 +157,7 @@ async def test_nobody_is_offered_before(make, fleet, now):
     assert fleet.offered == []
     answers["r2"] = GOOD
     await turn(trials, *OLD, *NEW)
+    await turn(trials, *OLD, *NEW)
     assert len(fleet.offered) == 3
 
 
@@ -150,8 +165,8 @@ async def test_a_revision_is_tried_with_workers_on_standby_alone_and_the_gateway
     """A first revision: nobody can be chosen by the router, and none of its pods is Ready."""
     send = answering(r2=GOOD)
     assert await turn(make(send), *NEW) == {"r2": GOOD}
-    assert len(fleet.offered) == 3
-    fleet.standing_by = set()
+    assert len(fleet.offered) == 2
+    fleet.standing_by, fleet.offered = set(), []
     send.pairs.clear()
     assert await turn(make(send), *NEW) == {}, "they load their model"
     assert send.pairs == []
@@ -166,7 +181,9 @@ async def test_another_leader_goes_on_from_what_the_workers_say(make, fleet):
     fleet.deaf = {NEW[2].ip}
     await turn(make(send), *OLD, *NEW)
     fleet.deaf = set()
-    await turn(make(send), *OLD, *(replace(one, ready=True) for one in NEW[:2]), NEW[2])
+    third = make(send)
+    for _ in range(2):
+        await turn(third, *OLD, *(replace(one, ready=True) for one in NEW[:2]), NEW[2])
     assert sorted(fleet.offered) == [one.ip for one in NEW]
 
 
@@ -179,8 +196,114 @@ async def test_an_order_that_fails_is_given_again(make, fleet):
     trials.client = httpx.AsyncClient(transport=httpx.MockTransport(refuse))
     await turn(trials, *OLD, *NEW)
     trials.client = httpx.AsyncClient(transport=httpx.MockTransport(send))
-    await turn(trials, *OLD, *NEW)
-    assert len(fleet.offered) == 3
+    await turn(trials, *OLD, *NEW[:2])
+    assert len(fleet.offered) == 2
+
+
+ADDED = tuple(replace(one, revision="r1") for one in NEW[1:])
+"""Decode workers of a revision that serves."""
+
+
+def judging(bad: set[str], *, gateway: Canary = GOOD):
+    """Canaries fail through the pods `bad`."""
+
+    async def send(ask, _):
+        send.pairs.append(tuple(one.name for one in ask.pair or ()))
+        return gateway if ask.pair is None else BAD if bad & set(send.pairs[-1]) else GOOD
+
+    send.pairs = []
+    return send
+
+
+async def turns(trials: Trials, now: list[float], count: int, *workers: PodSeen) -> None:
+    for _ in range(count):
+        await turn(trials, *workers)
+        now[0] += RETRY_S
+
+
+async def test_a_worker_that_fails_stands_by_and_is_named_while_its_like_are_offered(make, fleet, now):
+    bad = {"d2"}
+    trials = make(judging(bad))
+    await turns(trials, now, BAD_IN_A_ROW, *OLD, *ADDED)
+    assert trials.failing == {}
+    await turns(trials, now, 2, *OLD, *ADDED)
+    assert fleet.offered == [ADDED[1].ip]
+    assert trials.failing == {"d2": "502"}
+    assert fleet.held.count(ADDED[0].ip) >= BAD_IN_A_ROW, "else it would help itself"
+    bad.clear()
+    await turns(trials, now, 1, *OLD, *ADDED)
+    assert set(fleet.offered) == {one.ip for one in ADDED}
+    await turns(trials, now, 1, *OLD, *(replace(one, ready=True) for one in ADDED))
+    assert trials.failing == {}
+
+
+async def test_a_partner_that_fails_keeps_nobody_away(make, fleet, now):
+    """Each canary of a worker takes the next partner."""
+    send = judging({"p1"})
+    trials = make(send)
+    served = (pod("p0", "prefill"), pod("p1", "prefill"), pod("d"))
+    await turns(trials, now, 1, *served)
+    trials.book.take(now[0], Ask("r1", GATEWAY, (served[1], ADDED[0]), newcomer=ADDED[0]), BAD)
+    now[0] += RETRY_S
+    await turns(trials, now, 2, *served, ADDED[0])
+    assert send.pairs[-2:] == [("p1", "d2"), ("p0", "d2")]
+    assert fleet.offered == [ADDED[0].ip]
+
+
+async def test_where_nothing_works_a_worker_is_not_to_blame(make, fleet, now):
+    """Prefill is broken altogether: more decode workers that compute prompts themselves are better than fewer."""
+    broken: set[str] = set()
+    send = judging(broken)
+    trials = make(send)
+    await turns(trials, now, 1, *OLD)
+    broken.add("p")
+    trials.send = judging(broken, gateway=BAD)
+    now[0] += REPEAT_S
+    await turns(trials, now, BAD_IN_A_ROW, *OLD, ADDED[0])
+    await turns(trials, now, 1, *OLD, ADDED[0])
+    assert fleet.offered == [ADDED[0].ip]
+    assert trials.failing == {}
+
+
+async def test_a_worker_that_starts_again_in_its_pod_is_tried_again(make, fleet, now):
+    bad: set[str] = set()
+    trials = make(judging(bad))
+    await turns(trials, now, 2, *OLD, ADDED[0])
+    assert fleet.offered == [ADDED[0].ip]
+    fleet.offered.clear()
+    fleet.standing_by.add(ADDED[0].ip)
+    bad.add("d2")
+    await turns(trials, now, BAD_IN_A_ROW, *OLD, ADDED[0])
+    assert fleet.offered == []
+
+
+async def test_without_a_partner_nobody_is_tried_or_held(make, fleet, now):
+    """The worker helps itself; what it finds is not made worse by trying."""
+    trials = make(judging(set()))
+    await turns(trials, now, 1, *OLD)
+    await turns(trials, now, 2, OLD[1], ADDED[0])
+    assert (fleet.offered, fleet.held) == ([], [])
+
+
+async def test_a_worker_of_an_older_release_is_tried_without_being_held(make, fleet, now):
+    fleet.old = True
+    trials = make(judging(set()))
+    await turns(trials, now, 2, *OLD, ADDED[0])
+    assert fleet.offered == [ADDED[0].ip]
+
+
+async def test_of_many_newcomers_few_are_asked_at_once_and_all_in_turn(make, fleet, now):
+    many = [pod(f"n{number:02}", ready=False, ip=f"10.0.2.{number}") for number in range(AT_ONCE + 3)]
+    fleet.standing_by = {one.ip for one in many}
+    send = judging({one.name for one in many})
+    trials = make(send)
+    await turns(trials, now, 1, *OLD)
+    send.pairs.clear()
+    await turn(trials, *OLD, *many)
+    assert len(send.pairs) == AT_ONCE
+    now[0] += 1.0
+    await turn(trials, *OLD, *many)
+    assert {decode for pair in send.pairs for decode in pair[1:]} == {one.name for one in many}
 
 
 async def test_where_nobody_prefills_there_is_no_pair_to_try(make, fleet):
@@ -207,7 +330,7 @@ async def test_with_canaries_switched_off_nobody_is_asked(make, fleet):
     ids=["ready", "text", "bytes", "list", "flood"],
 )
 async def test_whoever_says_something_else_does_not_stand_by(make, fleet, answer):
-    trials = make(answering(r1=GOOD, gateway=GOOD))
+    trials = make(answering(r1=GOOD, r2=GOOD, gateway=GOOD))
     trials.client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer))
     await turn(trials, *OLD, *NEW)
     assert fleet.offered == []

@@ -52,6 +52,7 @@ class Probed:
         self.standby: str | None = "until a canary has passed"
         self.report: AuditReport | None = None
         self.orders: list[OperatorOrder] = []
+        self.held = 0
         self.outcome: OrderDone | Exception = OrderDone(nonce=7, message="done", figures={"pages": 3})
 
     async def audit(self) -> AuditReport:
@@ -75,6 +76,9 @@ class Probed:
     def offer(self) -> str | None:
         self.standby = None
         return None if self.ready is not None else "the engine loads the model"
+
+    def hold(self) -> None:
+        self.held += 1
 
     def numbers(self) -> ServiceNumbers:
         return ServiceNumbers(
@@ -101,6 +105,7 @@ class Probed:
             operate=self.operate,
             set_role=self.set_role,
             offer=self.offer,
+            hold=self.hold,
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.registry import FleetSnapshot, WorkerRecord, WorkerState
-from tandem_services.worker.standby import ALONE_S, Standby, nobody_else_serves
+from tandem_services.worker.standby import ALONE_S, HOLD_S, UNTRIED_S, Standby, nobody_else_serves
 from tandem_testing.router_builders import make_record
 from tandem_testing.service_clock import ServiceClock
 
@@ -67,9 +67,33 @@ async def test_while_another_revision_serves_it_waits_for_an_order(sight):
     await sight.standby.run()
 
 
-async def test_a_worker_of_a_revision_that_serves_is_offered_at_once(sight):
+SIBLING = make_record("p2", Role.PREFILL, **NEW)
+
+
+async def test_a_worker_of_a_revision_that_serves_is_offered_where_nobody_tries_it(sight):
     """Whoever tried the revision need not be there any more: a replaced pod serves without an operator."""
-    assert await sight.look(*OLD_PAIR, make_record("p2", Role.PREFILL, **NEW))
+    assert not await sight.look(*OLD_PAIR, SIBLING)
+    assert not await sight.look(*OLD_PAIR, SIBLING, later_s=UNTRIED_S - 0.1)
+    assert await sight.look(*OLD_PAIR, SIBLING, later_s=0.2)
+
+
+async def test_while_somebody_tries_it_it_waits_for_the_order(sight):
+    """A pod of a proved revision that fails itself, on a node with a broken device: no client ever reaches it."""
+    await sight.look(*OLD_PAIR, SIBLING)
+    for _ in range(5):
+        sight.standby.hold()
+        assert not await sight.look(*OLD_PAIR, SIBLING, later_s=HOLD_S - 0.1)
+    assert await sight.look(*OLD_PAIR, SIBLING, later_s=0.2), "whoever tried it has gone"
+
+
+async def test_a_sibling_that_was_there_for_a_moment_is_no_reason(sight):
+    await sight.look(*OLD_PAIR, SIBLING)
+    await sight.look(*OLD_PAIR)
+    assert not await sight.look(*OLD_PAIR, SIBLING, later_s=UNTRIED_S)
+    sight.registry.away = True
+    await sight.look()
+    sight.registry.away = False
+    assert not await sight.look(*OLD_PAIR, SIBLING, later_s=UNTRIED_S)
 
 
 @pytest.mark.parametrize("state", [state for state in WorkerState if state is not WorkerState.READY])
