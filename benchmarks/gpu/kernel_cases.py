@@ -20,6 +20,7 @@ from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.kernels.fused_moe import fused_experts
 from tandem_engine.kernels.gated_activation import gated_activation
+from tandem_engine.kernels.head_turn import HeadTurn
 from tandem_engine.kernels.page_copy import gather_pages
 from tandem_engine.kernels.rms_norm import add_rms_norm
 from tandem_engine.kernels.rope_store import rotate_and_store
@@ -158,7 +159,7 @@ class CaseMaker:
         numbers = 2 * tokens * shape.head_dim * (shape.heads + 2 * shape.kv_heads + 1)
         return Case(
             name=f"RoPE and KV write, {tokens} tokens",
-            run=lambda: rotate_and_store(q, k, v, cos, sin, keys, values, slots),
+            run=lambda: rotate_and_store(q, k, v, HeadTurn(cos, sin, None), keys, values, slots),
             ceiling="copy",
             work=numbers * self.dtype.itemsize,
             target=0.85,

@@ -44,6 +44,7 @@ def run(model: LoadedModel, paths: list[str]) -> list[TwinPlatform]:
 
     results = run_paths_of(model, paths, platform=platform, every=2)
     assert {result.path: result.difference for result in results} == dict.fromkeys(paths)
+    assert all(platform.turned for platform in platforms), "heads are turned by attention, as on a device"
     return platforms
 
 

@@ -5,6 +5,9 @@ A backend is built for one pool and one `AttentionSpec` per layer. One step
     2. the model calls the plan once per layer with that layer's q, k and v
     3. the plan writes k and v to the pool, then attends over everything the pool holds for each sequence
 
+On a device a plan is a `TurningPlan`: it takes q and k as their projection left them, and one kernel normalises and
+rotates them on their way to where they are needed.
+
 Contract of every backend
     - A sequence's result depends on its own tokens alone: never, not by a bit, on its company in the batch
       or on the number of threads.
@@ -13,6 +16,7 @@ Contract of every backend
       scheduler needs no fence against the layers (T4).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +24,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.kernels.head_turn import HeadTurn
 
 
 class AttentionPlan(Protocol):
@@ -34,6 +39,20 @@ class AttentionPlan(Protocol):
         Returns [T, heads * head_dim] in q's dtype.
         """
         ...
+
+
+class TurningPlan(ABC):
+    """An `AttentionPlan` that turns heads itself. A class and no protocol, for every layer asks whether it has one."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionPlan.__call__`."""
+
+    @abstractmethod
+    def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
+        """As `__call__`, of q and k that have yet to be normalised and rotated as `turn` says."""
 
 
 class GraphPlan(AttentionPlan, Protocol):

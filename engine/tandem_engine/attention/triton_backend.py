@@ -17,11 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem_engine.attention.backend import TurningPlan
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.kernels.decode_attention import DecodeTiling, Partials, decode_attention, decode_tiling
 from tandem_engine.kernels.device import facts_of
 from tandem_engine.kernels.extend_attention import ExtendTiling, extend_attention, extend_tiling
+from tandem_engine.kernels.head_turn import HeadTurn
 from tandem_engine.kernels.work_list import Bounds, Rows, Splitting, WorkList, splitting_of
 from tandem_engine.memory.pool import KvPool
 
@@ -73,7 +75,7 @@ class PagedAttention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TritonPlan:
+class TritonPlan(TurningPlan):
     """Implements `AttentionPlan`."""
 
     attention: PagedAttention
@@ -86,6 +88,10 @@ class TritonPlan:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.attention.pool.store(layer, k, v, self.slots)
         return self.attend(layer, q).flatten(1)
+
+    def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
+        """See `TurningPlan.turn_and_attend`: one launch between the projection and attention."""
+        return self.attend(layer, self.attention.pool.turn_and_store(layer, q, k, v, self.slots, turn)).flatten(1)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of `layer` over what the pool holds: [T, heads, head_dim]."""
@@ -101,7 +107,7 @@ class TritonPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TritonGraphPlan:
+class TritonGraphPlan(TurningPlan):
     """An `AttentionPlan` for steps of decodes whose tensors never move, so that a CUDA graph can be captured with it.
 
     Each row has one token: token i is that of row i. Rows that a batch does not have read no page, get zeros, and
@@ -118,6 +124,10 @@ class TritonGraphPlan:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.plan(layer, q, k, v)
+
+    def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
+        """See `TurningPlan.turn_and_attend`."""
+        return self.plan.turn_and_attend(layer, q, k, v, turn)
 
     def load(self, batch: ForwardBatch) -> None:
         """Make this the plan of `batch`: to be called on the forward's stream, before the graph is replayed.

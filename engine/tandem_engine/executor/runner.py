@@ -12,9 +12,10 @@ import time
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.backend import AttentionBackend, AttentionPlan, ToldPlan
+from tandem_engine.attention.backend import AttentionBackend, AttentionPlan
 from tandem_engine.executor.hidden import hidden_states
 from tandem_engine.executor.interface import HiddenObserver
+from tandem_engine.executor.telling import telling
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.forward.pooled import sum_pooled
@@ -102,7 +103,7 @@ class ModelRunner:
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
         attend: AttentionPlan = self.backend.plan(batch)
         if batch.kv_progress is not None:
-            attend = ToldPlan(plan=attend, wrote=batch.kv_progress.wrote)
+            attend = telling(attend, batch.kv_progress.wrote)
         wanted = wanted_tokens(batch)
         return hidden_states(self.model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=wanted)
 

@@ -16,12 +16,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.backend import GraphBackend
+from tandem_engine.attention.backend import AttentionPlan, GraphBackend
 from tandem_engine.executor.graphs import Computed, DecodeGraph, DecodeGraphs
 from tandem_engine.executor.hidden import hidden_states
 from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.executor.stream_executor import Queued, StreamFuture
 from tandem_engine.executor.streams import DeviceStreams, Download, StreamName, TimedEvent, download, upload
+from tandem_engine.executor.telling import telling
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult, PromptScores, SampledLogprobs
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.kv_progress import KvProgress
@@ -31,7 +32,7 @@ from tandem_engine.forward.step_inputs import StepInputs, all_sampled, step_inpu
 from tandem_engine.forward.tensor_tree import tensors_of, with_tensors
 from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.base import Attend, CausalLM
+from tandem_engine.model.base import CausalLM
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.sampling.queued_logprobs import queue_prompt_scores
 from tandem_engine.sampling.queued_sampler import QueuedSampler
@@ -180,23 +181,17 @@ class StreamRunner:
             return graph.replay(inputs)
         batch = inputs.batch
         input_ids = self.future_map.resolve(batch.input_ids, inputs.token_rows)
-        attend: Attend = self.backend.plan(batch)
+        attend: AttentionPlan = self.backend.plan(batch)
         if batch.kv_progress is not None:
-            attend = self._telling(attend, batch.kv_progress)
+            attend = telling(attend, partial(self._wrote, batch.kv_progress))
         hidden = hidden_states(
             self._model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=inputs.wanted
         )
         return Computed(hidden, self._model.logits(hidden[: inputs.sampled]))
 
-    def _telling(self, attend: Attend, progress: KvProgress) -> Attend:
-        """`attend`, with an event behind each layer's KV (T70)."""
-
-        def attend_and_tell(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            gathered = attend(layer, q, k, v)
-            progress.wrote(layer, self.streams.record(StreamName.FORWARD))
-            return gathered
-
-        return attend_and_tell
+    def _wrote(self, progress: KvProgress, layer: int) -> None:
+        """An event behind the layer's KV says when it is there."""
+        progress.wrote(layer, self.streams.record(StreamName.FORWARD))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_engine.kernels.head_turn import HeadTurn
 from tandem_engine.kernels.rms_norm import normalised
 from tandem_engine.kernels.rounding import rounded
 from tandem_engine.kernels.store_kv import (
@@ -40,14 +41,6 @@ from tandem_engine.kernels.store_kv import (
     stored,
     warps_of,
 )
-
-
-class HeadNorm(NamedTuple):
-    """The norm of q's and k's heads before their rotation."""
-
-    weight: Tensor
-    """[H + KV, D], q's heads first; float32 when it is to be applied before rounding."""
-    eps: float
 
 
 @triton.jit
@@ -169,19 +162,16 @@ def rotate_and_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor,
-    signed_sin: Tensor,
+    turn: HeadTurn,
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
     *,
-    norm: HeadNorm | None = None,
     scales: KvScales | None = None,
 ) -> Tensor:
     """q as it is to be used, dense [T, H, D] of its dtype; k and v are in their pages.
 
     Args:
-        cos, signed_sin: [T, R], dense but for the first dimension; signed_sin is −sin in its first half.
         keys, values: [pages, KV, P, D], pages equally far apart in both.
         slots: [T] int64.
         scales: what a float8 pool's numbers are multiplied by when they are read; None stores as it is.
@@ -189,12 +179,12 @@ def rotate_and_store(
     require_heads(k, v)
     tiles = triton.cdiv(q.shape[1], TILE) + 2 * triton.cdiv(k.shape[1], TILE)
     place = _Place(k, v, keys, values, slots, page_stride_of(keys, values), scales)
-    return _launch(q, cos, signed_sin, place, norm, tiles)
+    return _launch(q, turn, place, tiles)
 
 
-def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, *, norm: HeadNorm | None = None) -> Tensor:
+def rotate(x: Tensor, turn: HeadTurn) -> Tensor:
     """Heads x [T, H, D] as `rotate_and_store` makes them of q, where nothing is stored yet."""
-    return _launch(x, cos, signed_sin, None, norm, triton.cdiv(x.shape[1], TILE))
+    return _launch(x, turn, None, triton.cdiv(x.shape[1], TILE))
 
 
 class _Place(NamedTuple):
@@ -209,7 +199,8 @@ class _Place(NamedTuple):
     scales: KvScales | None
 
 
-def _launch(q: Tensor, cos: Tensor, sin: Tensor, place: _Place | None, norm: HeadNorm | None, tiles: int) -> Tensor:
+def _launch(q: Tensor, turn: HeadTurn, place: _Place | None, tiles: int) -> Tensor:
+    cos, sin, norm = turn
     rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not len(q):
         return rotated

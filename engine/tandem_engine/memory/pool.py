@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tandem_engine.kernels.dispatch import by_triton
+from tandem_engine.kernels.head_turn import HeadTurn
 from tandem_engine.names import PageId
 
 ALIGNMENT = 4096
@@ -100,6 +101,14 @@ class KvPool:
         slots = out_cache_loc % self.page_size
         keys[pages, :, slots] = k.to(keys.dtype)
         values[pages, :, slots] = v.to(values.dtype)
+
+    def turn_and_store(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_cache_loc: torch.Tensor, turn: HeadTurn
+    ) -> torch.Tensor:
+        """`store` on a device, of k that is turned on its way; q [T, heads, head_dim] turned as well, in one launch."""
+        from tandem_engine.kernels.rope_store import rotate_and_store
+
+        return rotate_and_store(q, k, v, turn, *self.key_value(layer), out_cache_loc)
 
     def copy_pages(self, copies: Sequence[tuple[PageId, PageId]]) -> None:
         """Copy whole pages, (source, target) each. No target may be a source."""

@@ -1,20 +1,22 @@
 """Engines on the device twin: the streams, graphs and samplers of a GPU, checked on a CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import LoadedModel, load
 from tandem_engine.executor.graphs import Decoding
 from tandem_engine.executor.platform import OnStreams, RunnerParts
 from tandem_engine.executor.stream_runner import StreamRunner
 from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.fused import stack
 from tandem_testing.device_twin import TwinStreams
 from tandem_testing.graph_tape import TapeCapturer
+from tandem_testing.turning_reference import TurningReference
 
 
 class TwinPlatform(OnStreams):
@@ -25,11 +27,16 @@ class TwinPlatform(OnStreams):
     def __init__(self, *, looks: int = 2) -> None:
         streams = TwinStreams(looks=looks)
         self.capturer = TapeCapturer(streams)
+        self.backends: list[TurningReference] = []
         super().__init__(
             streams=streams,
             capturer=self.capturer,
-            attention=lambda pool, _, specs: TorchReferenceBackend(pool, specs=specs),
+            attention=lambda pool, _, specs: self._turning(pool, specs),
         )
+
+    def _turning(self, pool: KvPool, specs: Sequence[AttentionSpec]) -> TurningReference:
+        self.backends.append(TurningReference(pool, specs=specs))
+        return self.backends[-1]
 
     def runner(self, parts: RunnerParts) -> StreamRunner:
         self._adopt(parts)
@@ -55,6 +62,11 @@ class TwinPlatform(OnStreams):
             device=self.streams.device,
             max_pages=4,
         )
+
+    @property
+    def turned(self) -> int:
+        """Layers whose heads attention has turned itself."""
+        return sum(backend.turned for backend in self.backends)
 
     @property
     def replays(self) -> int:

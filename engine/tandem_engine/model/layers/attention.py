@@ -1,6 +1,7 @@
 """Self-attention around the one operation that depends on other tokens.
 
     (norm) ─▶ qkv ─▶ (q, k norm) ─▶ rotate ─▶ attend ─▶ output ─▶ (norm) ─▶ added to the hidden states
+                     └── on a device by the plan ──┘
 
 Shapes use  T = tokens of the step, H = query heads, KV = key/value heads, D = head_dim.
 """
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tandem_engine.attention.backend import TurningPlan
+from tandem_engine.kernels.head_turn import HeadNorm
 from tandem_engine.model.base import Attend
 from tandem_engine.model.layers.linear import Projection
 from tandem_engine.model.layers.norm import Norm
@@ -34,6 +37,10 @@ class SelfAttention:
         """Normalised hidden states [T, hidden] to what each token gathered, [T, H * D]; `project` is yet to come."""
         rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
         heads = self.qkv(normed).view(normed.shape[0], rotated + num_kv, self.head_dim)
+        if isinstance(attend, TurningPlan):
+            q, k, v = heads.split_with_sizes((self.num_heads, num_kv, num_kv), dim=1)
+            norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, self.qk_norm.eps)
+            return attend.turn_and_attend(layer, q, k, v, rotation.turn(norm))
         qk, v = heads.split_with_sizes((rotated, num_kv), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)

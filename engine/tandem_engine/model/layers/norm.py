@@ -13,6 +13,14 @@ from tandem_engine.kernels.dispatch import by_triton
 class Norm(Protocol):
     """Normalises the last dimension."""
 
+    @property
+    def weight(self) -> Tensor:
+        """Broadcast against the input; float32 when it is applied before rounding."""
+        ...
+
+    @property
+    def eps(self) -> float: ...
+
     def __call__(self, x: Tensor) -> Tensor:
         """A tensor of the shape and dtype of x."""
         ...

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tandem_engine.config import RopeConfig
 from tandem_engine.kernels.dispatch import by_triton
+from tandem_engine.kernels.head_turn import HeadNorm, HeadTurn
 
 
 class Rotation(NamedTuple):
@@ -34,9 +35,13 @@ class Rotation(NamedTuple):
         if by_triton(x.device):
             from tandem_engine.kernels.rope_store import rotate
 
-            return rotate(x, self.cos.squeeze(1), self.signed_sin.squeeze(1))
+            return rotate(x, self.turn(None))
         half = x.shape[-1] // 2
         return (x * self.cos).add_(torch.roll(x, half, -1).mul_(self.signed_sin))
+
+    def turn(self, norm: HeadNorm | None) -> HeadTurn:
+        """This rotation behind `norm`, for a plan that turns heads itself."""
+        return HeadTurn(self.cos.squeeze(1), self.signed_sin.squeeze(1), norm)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem_engine.config import NormKind
 from tandem_engine.kernels import gated_activation, rms_norm, rope_store, store_kv
+from tandem_engine.kernels.head_turn import HeadNorm, HeadTurn
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.layers import activation as cpu_activation
 from tandem_engine.model.layers import norm as cpu_norm
@@ -90,7 +91,7 @@ def check_a_pool_of_float8_has_scaled_numbers(device: str) -> None:
     short[0, 0, 0, 0], short[1, 1, 1, 7] = 448.0, -448.0
     cos, sin = torch.ones(3, 8, device=device, dtype=BFLOAT16), torch.zeros(3, 8, device=device, dtype=BFLOAT16)
     pools = [pool_of(heads, torch.float8_e4m3fn, device) for _ in range(2)]
-    rope_store.rotate_and_store(q, k, v, cos, sin, *pools[0].key_value(1), slots, scales=scales)
+    rope_store.rotate_and_store(q, k, v, HeadTurn(cos, sin, None), *pools[0].key_value(1), slots, scales=scales)
     store_kv.store_kv(k, v, *pools[1].key_value(1), slots, scales=scales)
     for pool, side in product(pools, (0, 1)):
         stored = pool.data.view(torch.uint8)[slots // 2, 1, side, :, slots % 2]
@@ -192,8 +193,8 @@ def pool_of(heads: Heads, dtype: torch.dtype, device: str) -> KvPool:
 
 def with_rotation(q: Tensor, rotation: Rotation):
     """`rotate_and_store` with the arguments of `store_kv`."""
-    cos, sin = rotation.cos[:, 0], rotation.signed_sin[:, 0]
-    return lambda k, v, keys, values, slots: rope_store.rotate_and_store(q, k, v, cos, sin, keys, values, slots)
+    turn = rotation.turn(None)
+    return lambda k, v, keys, values, slots: rope_store.rotate_and_store(q, k, v, turn, keys, values, slots)
 
 
 def rotation_agrees(device: str, dtype: torch.dtype, heads: Heads, kind: NormKind | None = None) -> None:
@@ -204,14 +205,14 @@ def rotation_agrees(device: str, dtype: torch.dtype, heads: Heads, kind: NormKin
     if kind is not None:
         rows = random_floats(heads.query + heads.kv, heads.size, seed=10, dtype=dtype, device="cpu", scale=0.3)
         reference = cpu_norm.rms_norm(rows, eps=EPS, kind=kind)
-        qk, norm = reference(qk), rope_store.HeadNorm(reference.weight.to(device), EPS)
+        qk, norm = reference(qk), HeadNorm(reference.weight.to(device), EPS)
     on_cpu = Rotation(rotation.cos.cpu(), rotation.signed_sin.cpu())
     turned = torch.cat((on_cpu.apply(qk[..., : heads.rotary]), qk[..., heads.rotary :]), -1)
     theirs.store(1, turned[:, heads.query :], v.cpu(), slots.cpu())
-    cos, sin = rotation.cos[:, 0], rotation.signed_sin[:, 0]
-    found = rope_store.rotate_and_store(q, k, v, cos, sin, *ours.key_value(1), slots, norm=norm).cpu()
+    turn = rotation.turn(norm)
+    found = rope_store.rotate_and_store(q, k, v, turn, *ours.key_value(1), slots).cpu()
     stored = ours.data.cpu()
-    assert torch.equal(rope_store.rotate(q, cos, sin, norm=norm).cpu(), found)
+    assert torch.equal(rope_store.rotate(q, turn).cpu(), found)
     assert torch.equal(stored[:, :, 1], theirs.data[:, :, 1])
     if kind is None:
         assert torch.equal(found, turned[:, : heads.query])

@@ -1,15 +1,25 @@
-"""Whole engines whose attention is Triton's: tokens and logprobs of transformers, whatever way a token is planned."""
+"""Whole engines whose attention, or whose every layer, is Triton's: tokens and logprobs of transformers.
+
+Interpreted     a CPU's engine with the attention of a device, whatever way a token is planned
+`PlainDevice`   a device's engine: layers, attention, sampling and tables are kernels, and steps are queued
+"""
 
 import random
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import load
 from tandem_engine.executor.platform import OnHost, gpu_attention
+from tandem_engine.verify.paths import WITHOUT_GRAPHS
 from tandem_engine.verify.prompts import PromptSet
+from tandem_engine.verify.ranks import PlatformMaker
 from tandem_testing.exactness import CACHED, CHUNKED, MIXED, run_paths_of
+from tandem_testing.plain_device import PlainDevice
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
+from tandem_testing.triton_kernels.launches import counting
 
 WHOLE = "whole prompts, no overlap"
 MAX_TOKENS = 4
@@ -23,12 +33,18 @@ class Interpreted(OnHost):
         return gpu_attention(pool, num_heads, specs)
 
 
-def prompts() -> PromptSet:
+def long_prompts() -> PromptSet:
     """A short one, and two that share their first page and end in the third."""
     ids = random.Random(3)
     shared = [ids.randrange(256) for _ in range(18)]
     rest = [[ids.randrange(256) for _ in range(length)] for length in (5, 19, 16)]
     return PromptSet(prompts=(tuple(rest[0]), (*shared, *rest[1]), (*shared, *rest[2])), max_tokens=MAX_TOKENS)
+
+
+def short_prompts() -> PromptSet:
+    """One of a token, and one that ends in its second page: both decode by a graph at last."""
+    ids = random.Random(4)
+    return PromptSet(prompts=((7,), tuple(ids.randrange(256) for _ in range(15))), max_tokens=3)
 
 
 def check_whole_prompts_and_cached_prefixes(device: str) -> None:
@@ -39,9 +55,33 @@ def check_chunks_and_mixed_steps_with_windows_and_caps(device: str) -> None:
     equals_transformers("gemma2", (CHUNKED, MIXED))
 
 
-def equals_transformers(name: str, paths: tuple[str, ...]) -> None:
+def check_every_layer_by_kernels_with_head_norms_and_graphs(device: str) -> None:
+    device_equals_transformers("qwen3", (MIXED,))
+
+
+def check_every_layer_by_kernels_with_offset_norms_windows_and_two_rotations(device: str) -> None:
+    device_equals_transformers("gemma3", (WITHOUT_GRAPHS,))
+
+
+def check_every_layer_by_kernels_with_experts_and_edited_logits(device: str) -> None:
+    device_equals_transformers("mixtral", ("edited: mixed, staggered",))
+
+
+def device_equals_transformers(name: str, paths: tuple[str, ...]) -> None:
+    launched = Counter()
+    with layers_by_kernels("cpu"), counting(launched):
+        equals_transformers(name, paths, platform=PlainDevice, prompts=short_prompts())
+    # Nothing between a projection and attention but this, and nowhere a step that stores by itself.
+    assert launched["rotate_store_kernel"] > 0
+    assert launched["store_kernel"] == 0
+    assert launched["rms_norm_kernel"] > 0
+
+
+def equals_transformers(
+    name: str, paths: tuple[str, ...], *, platform: PlatformMaker = Interpreted, prompts: PromptSet | None = None
+) -> None:
     with TemporaryDirectory(prefix="tandem-triton-") as folder:
         checkpoint = write_tiny_checkpoint(name, Path(folder))
         model = load(EngineConfig(model_path=str(checkpoint), dtype="float32"), progress=False)
-        results = run_paths_of(model, paths, platform=Interpreted, prompts=prompts())
+        results = run_paths_of(model, paths, platform=platform, prompts=prompts or long_prompts())
     assert [(result.path, result.difference) for result in results] == [(path, None) for path in paths]

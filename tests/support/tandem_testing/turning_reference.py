@@ -1,0 +1,49 @@
+"""Attention that turns heads itself, as a device's does, by the layers of a CPU."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem_engine.attention.backend import GraphPlan, TurningPlan
+from tandem_engine.attention.torch_ref import TorchReferenceBackend, TorchReferencePlan
+from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.kernels.head_turn import HeadTurn
+from tandem_engine.model.layers.norm import OffsetRmsNorm, RmsNorm
+from tandem_engine.model.layers.rotary import Rotation
+
+
+class TurningReference(TorchReferenceBackend):
+    """`TorchReferenceBackend`, whose plans are `TurningPlan`s. Counts the layers that asked for it."""
+
+    turned = 0
+
+    def plan(self, batch: ForwardBatch) -> "TurningReferencePlan":
+        return TurningReferencePlan(super().plan(batch), self)
+
+    def graph_plan(self, max_rows: int, max_pages: int) -> "TurningReferencePlan":
+        return TurningReferencePlan(super().graph_plan(max_rows, max_pages), self)
+
+
+@dataclass(frozen=True)
+class TurningReferencePlan(TurningPlan):
+    """Around a plan that does not turn heads."""
+
+    inner: TorchReferencePlan | GraphPlan
+    backend: TurningReference
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.inner(layer, q, k, v)
+
+    def __getattr__(self, name: str) -> object:
+        """What a `GraphPlan` has besides."""
+        return getattr(self.inner, name)
+
+    def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
+        self.backend.turned += 1
+        rotation = Rotation(turn.cos[:, None], turn.signed_sin[:, None])
+        heads = q.shape[1]
+        if turn.norm is not None:
+            weight, eps = turn.norm
+            kind = RmsNorm if weight.dtype is q.dtype else OffsetRmsNorm
+            q, k = kind(weight=weight[:heads], eps=eps)(q), kind(weight=weight[heads:], eps=eps)(k)
+        return self.inner(layer, rotation.apply(q), rotation.apply(k), v)

@@ -1,0 +1,56 @@
+"""Word of each layer's KV, whoever turns the heads."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tandem_engine.attention.backend import TurningPlan
+from tandem_engine.executor.telling import telling
+from tandem_engine.kernels.head_turn import HeadTurn
+
+QKV = tuple(torch.zeros(1, 1, 2) for _ in range(3))
+TURN = HeadTurn(torch.ones(1, 2), torch.zeros(1, 2), None)
+
+
+@dataclass
+class Calls(TurningPlan):
+    """Writes down what is asked of it."""
+
+    heard: list[object] = field(default_factory=list)
+
+    def __call__(self, layer, q, k, v):
+        self.heard.append(("attend", layer))
+        return q
+
+    def turn_and_attend(self, layer, q, k, v, turn):
+        self.heard.append(("turn", layer, turn))
+        return q
+
+
+def test_a_plan_that_turns_heads_turns_them_behind_it():
+    plan = Calls()
+    attend = telling(plan, lambda layer: plan.heard.append(("wrote", layer)))
+    assert isinstance(attend, TurningPlan)
+    attend.turn_and_attend(0, *QKV, TURN)
+    attend(1, *QKV)
+    assert plan.heard == [("turn", 0, TURN), ("wrote", 0), ("attend", 1), ("wrote", 1)]
+
+
+def test_one_that_does_not_is_not_asked_to():
+    plan = Calls()
+    attend = telling(plan.__call__, lambda layer: plan.heard.append(("wrote", layer)))
+    assert not isinstance(attend, TurningPlan)
+    attend(2, *QKV)
+    assert plan.heard == [("attend", 2), ("wrote", 2)]
+
+
+def test_a_layer_that_raises_is_not_told_of():
+    told = []
+
+    def attend(layer, q, k, v):
+        raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="no such layer"):
+        telling(attend, told.append)(3, *QKV)
+    assert told == []
