@@ -626,10 +626,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not DEVICES.fullmatch(self.device):
             raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {self.device!r}")
-        if self.device != "cpu" and self.speculative.algorithm is SpecAlgorithm.EAGLE:
-            raise ConfigError(
-                f"--speculative-algorithm EAGLE needs --device cpu, got {self.device}: use DRAFT or NGRAM, or no drafts"
-            )
         policy = self.scheduler.schedule_policy
         if policy.by_prefix and not self.cache.enable_prefix_cache:
             raise ConfigError(

@@ -117,6 +117,8 @@ MODEL_REPLACED = Finish(
     reason=FinishReason.ERROR, error="the model's weights were replaced", code="model_replaced", retryable=True
 )
 
+DRAFT_ROWS = 2
+"""Tokens of a request in most steps of a draft network: the last draft, if it was right, and the one behind it."""
 SELF_TEST_TOKENS = 256
 GRAMMAR_WAIT = 0.05
 """Seconds that `generate` sleeps when it has nothing to do until a grammar is compiled."""
@@ -916,7 +918,7 @@ def _target(loaded: LoadedModel, config: EngineConfig, pool: KvPool, platform: P
         max_text=config.scheduler.chunked_prefill_size,
         group=loaded.parallel.forward,
         platform=platform,
-        graph_sizes=graph_sizes(config.graphs, most=config.scheduler.max_running_requests),
+        graph_sizes=graph_sizes(config.graphs, most=DRAFT_ROWS * config.scheduler.max_running_requests),
     )
 
 

@@ -6,12 +6,14 @@ Its graphs are tapes of operations that are run again on the same memory. So wha
 GPU but its kernels.
 """
 
+from pathlib import Path
+
 import pytest
 
 from tandem_engine.engine import LoadedModel
 from tandem_engine.verify.paths import WITHOUT_GRAPHS
 from tandem_testing.exactness import run_paths_of
-from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 PATHS = [
@@ -23,6 +25,8 @@ PATHS = [
     "host cache, write_back",
     "n-gram drafts, edited",
     "drafts by the model itself",
+    "EAGLE drafts",
+    "EAGLE drafts, retracted",
     "every fifth step raises",
     "choices that share a prompt",
     "disaggregated, layer by layer",
@@ -31,7 +35,9 @@ PATHS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return load_for_twin(write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("model")))
+    checkpoint = write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "model")
+    write_tiny_head(checkpoint, Path(f"{checkpoint}-eagle"))
+    return load_for_twin(checkpoint)
 
 
 def run(model: LoadedModel, paths: list[str]) -> list[TwinPlatform]:

@@ -10,7 +10,8 @@ size on the host, and metadata is that of the padded step (T40). Numbers that Py
 as they were.
 
 A run of drafts is as many rows as it has tokens (`forward.step_inputs.as_decodes`), so verification needs no graphs
-of its own. Steps that do not fit, prompts above all, run as they are queued.
+of its own, and neither has a draft network that catches up with a token or two: it samples after some of the rows.
+Steps that do not fit, prompts above all, run as they are queued.
 """
 
 import logging
@@ -27,13 +28,16 @@ from tqdm import tqdm
 
 from tandem_engine.attention.backend import GraphBackend, GraphPlan
 from tandem_engine.config import GraphConfig, ModelConfig, ModelImpl
+from tandem_engine.executor.hidden import every_hidden_state
 from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.executor.memory_meter import MemoryMeter
 from tandem_engine.executor.streams import CudaStreams, StreamName
+from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.forward.future_map import FutureMap
-from tandem_engine.forward.step_inputs import StepInputs
+from tandem_engine.forward.step_inputs import NO_SAMPLING, StepInputs
 from tandem_engine.kernels.dispatch import by_triton
-from tandem_engine.model.base import CausalLM
+from tandem_engine.model.base import StepModel
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +102,7 @@ class CudaGraphCapturer:
 class Decoding:
     """What a decode step computes with, all of it for as long as its graphs live."""
 
-    model: CausalLM
+    model: StepModel
     backend: GraphBackend
     future_map: FutureMap
     observer: HiddenObserver | None
@@ -106,7 +110,7 @@ class Decoding:
     max_pages: int
     """Of one sequence."""
 
-    def of(self, model: CausalLM) -> "Decoding":
+    def of(self, model: StepModel) -> "Decoding":
         """The same by other weights."""
         return replace(self, model=model)
 
@@ -144,7 +148,10 @@ class DecodeGraph:
         self.token_rows.copy_(inputs.token_rows)
         self.plan.load(batch)
         self.graph.replay()
-        return Computed(self.computed.hidden[: inputs.sampled], self.computed.logits[: inputs.sampled])
+        hidden, logits = self.computed.hidden, self.computed.logits
+        if inputs.sampled == batch.num_tokens - inputs.padding:
+            return Computed(hidden[: inputs.sampled], logits[: inputs.sampled])
+        return Computed(hidden.index_select(0, inputs.wanted), logits.index_select(0, inputs.wanted))
 
 
 class DecodeGraphs:
@@ -189,12 +196,24 @@ def capture_decode(capturer: GraphCapturer, decoding: Decoding, rows: int) -> De
     input_ids, positions, token_rows = torch.zeros(3, rows, dtype=torch.int64, device=decoding.device).unbind(0)
     every = torch.arange(rows, device=decoding.device)
     plan = decoding.backend.graph_plan(rows, decoding.max_pages)
+    decodes = ForwardBatch(
+        step=0,
+        mode=ForwardMode.DECODE,
+        input_ids=input_ids,
+        positions=positions,
+        out_cache_loc=plan.slots,
+        rows=token_rows,
+        seq_lens=plan.seq_lens,
+        extend_lens=torch.ones_like(plan.seq_lens),
+        page_table=plan.page_table,
+        num_extend=0,
+        sample_index=every,
+        sampling=NO_SAMPLING,
+    )
 
     def run() -> Computed:
         ids = decoding.future_map.resolve(input_ids, token_rows)
-        hidden = decoding.model.forward(ids, positions, plan, every)
-        if decoding.observer is not None:
-            decoding.observer.observe(hidden, plan.slots)
+        hidden = every_hidden_state(decoding.model, decoding.observer, decodes, input_ids=ids, attend=plan, every=every)
         return Computed(hidden, decoding.model.logits(hidden))
 
     graph, computed = capturer.capture(run)

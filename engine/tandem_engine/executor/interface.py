@@ -11,6 +11,7 @@ Batches and copies run strictly in the order of these calls. An exception in a f
 `future.result()` and leaves the executor usable.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -20,13 +21,13 @@ from tandem_engine.attention.backend import AttentionBackend
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.memory.page_copy import CopyReport, PageCopy
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.base import CausalLM
+from tandem_engine.model.base import StepModel
 
 
 class Runner(Protocol):
     """Computes steps over one pool."""
 
-    model: CausalLM
+    model: StepModel
     """May be replaced by another of the same architecture, while no step is in flight."""
     pool: KvPool
 
@@ -35,6 +36,10 @@ class Runner(Protocol):
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Run `batch`, and wait for what it comes to."""
+        ...
+
+    def forward_all(self, batches: Sequence[ForwardBatch]) -> list[ForwardResult]:
+        """Run `batches` one behind the other, and wait once. A `RESOLVE` id is what the newest before it sampled."""
         ...
 
     def logits(self, batch: ForwardBatch) -> Tensor:

@@ -37,7 +37,7 @@ from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.memory.host.pool import HostPool
 from tandem_engine.memory.page_copy import PageCopier
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.base import CausalLM
+from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.parallel.joint import JointWork
 from tandem_engine.sampling.sampler import Sampler
@@ -54,7 +54,7 @@ AttentionMaker = Callable[[KvPool, int, Sequence[AttentionSpec]], GraphBackend]
 class RunnerParts:
     """What a runner is made of, wherever it runs."""
 
-    model: CausalLM
+    model: StepModel
     pool: KvPool
     num_heads: int
     """Query heads of this rank."""
@@ -213,7 +213,7 @@ class OnStreams:
             max_pages=parts.max_pages,
         )
 
-    def _capture(self, model: CausalLM, decoding: Decoding, sizes: Sequence[int]) -> DecodeGraphs:
+    def _capture(self, model: StepModel, decoding: Decoding, sizes: Sequence[int]) -> DecodeGraphs:
         with self.streams.on(StreamName.FORWARD):
             return capture_decodes(self._capturer, decoding.of(model), sizes, meter=self._meter())
 

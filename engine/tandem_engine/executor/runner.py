@@ -8,12 +8,13 @@ token history of rows whose requests need it.
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tandem_engine.attention.backend import AttentionBackend, AttentionPlan
-from tandem_engine.executor.hidden import hidden_states
+from tandem_engine.executor.hidden import hidden_states, keep_guesses
 from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.executor.telling import telling
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
@@ -21,7 +22,7 @@ from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.forward.pooled import sum_pooled
 from tandem_engine.forward.runs import drafts_ahead, over_runs, wanted_tokens
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.base import CausalLM
+from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.parallel.step_agreement import agree_on_step
 from tandem_engine.sampling.prompt_logprobs import prompt_scores
@@ -36,7 +37,7 @@ class ModelRunner:
     def __init__(
         self,
         *,
-        model: CausalLM,
+        model: StepModel,
         pool: KvPool,
         backend: AttentionBackend,
         sampler: Sampler,
@@ -85,6 +86,10 @@ class ModelRunner:
             compute_s=facts.compute_s,
         )
 
+    def forward_all(self, batches: Sequence[ForwardBatch]) -> list[ForwardResult]:
+        """See `Runner.forward_all`."""
+        return [self.forward(batch) for batch in batches]
+
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Run the model alone: KV is written, nothing is sampled. float32 [R, vocab]."""
         return self.model.logits(self._hidden(batch)[: len(batch.sample_index) + sum(batch.draft_lens)])
@@ -105,7 +110,9 @@ class ModelRunner:
         if batch.kv_progress is not None:
             attend = telling(attend, batch.kv_progress.wrote)
         wanted = wanted_tokens(batch)
-        return hidden_states(self.model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=wanted)
+        hidden = hidden_states(self.model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=wanted)
+        keep_guesses(self.model, batch, hidden, wanted)
+        return hidden
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SampleOutput:
         return self._sampler.sample(self.model.logits(hidden), over_runs(batch), ahead=drafts_ahead(batch))

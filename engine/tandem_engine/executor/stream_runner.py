@@ -9,7 +9,7 @@ It is to streams what `runner` is to a thread, and gives the same results. Nothi
 after settling the step before (T45): the model is on its way by then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem_engine.attention.backend import AttentionPlan, GraphBackend
 from tandem_engine.executor.graphs import Computed, DecodeGraph, DecodeGraphs
-from tandem_engine.executor.hidden import hidden_states
+from tandem_engine.executor.hidden import hidden_states, keep_guesses
 from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.executor.stream_executor import Queued, StreamFuture
 from tandem_engine.executor.streams import DeviceStreams, Download, StreamName, TimedEvent, download, upload
@@ -28,18 +28,18 @@ from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.outcome import Outcome
 from tandem_engine.forward.pooled import PooledSum, queue_pooled
-from tandem_engine.forward.step_inputs import StepInputs, all_sampled, step_inputs
+from tandem_engine.forward.step_inputs import StepInputs, can_be_decodes, step_inputs
 from tandem_engine.forward.tensor_tree import tensors_of, with_tensors
 from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.base import CausalLM
+from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.sampling.queued_logprobs import queue_prompt_scores
 from tandem_engine.sampling.queued_sampler import QueuedSampler
 
 MILLISECOND = 1e-3
 
-Capture = Callable[[CausalLM], DecodeGraphs]
+Capture = Callable[[StepModel], DecodeGraphs]
 AgreeTime = Callable[[float], float]
 Before = Callable[[ForwardBatch], None]
 
@@ -63,7 +63,7 @@ class StreamRunner:
     def __init__(
         self,
         *,
-        model: CausalLM,
+        model: StepModel,
         pool: KvPool,
         backend: GraphBackend,
         future_map: FutureMap,
@@ -88,11 +88,11 @@ class StreamRunner:
         self._graphs = DecodeGraphs(())
 
     @property
-    def model(self) -> CausalLM:
+    def model(self) -> StepModel:
         return self._model
 
     @model.setter
-    def model(self, model: CausalLM) -> None:
+    def model(self, model: StepModel) -> None:
         """Other weights lie elsewhere: their graphs are captured anew."""
         self._model = model
         if self._capture is not None:
@@ -124,6 +124,11 @@ class StreamRunner:
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Queue `batch` and wait for it. Not for steps that are served."""
         return StreamFuture(self.enqueue(batch)).result()
+
+    def forward_all(self, batches: Sequence[ForwardBatch]) -> list[ForwardResult]:
+        """See `Runner.forward_all`: all of them are queued before anybody waits."""
+        queued = [StreamFuture(self.enqueue(batch)) for batch in batches]
+        return [future.result() for future in queued]
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """See `Runner.logits`."""
@@ -169,7 +174,7 @@ class StreamRunner:
 
     def _prepare(self, batch: ForwardBatch) -> tuple[DecodeGraph | None, StepInputs]:
         """The graph for `batch`, if one fits, and what is to be computed, on the device."""
-        graph = self._graphs.fitting(batch.num_tokens) if all_sampled(batch) else None
+        graph = self._graphs.fitting(batch.num_tokens) if can_be_decodes(batch) else None
         on_host = step_inputs(batch, pad_to=None if graph is None else graph.rows)
         inputs = with_tensors(on_host, upload(self.streams, tensors_of(on_host)))
         return graph, replace(inputs, batch=replace(inputs.batch, on_host=on_host.batch))
@@ -177,8 +182,12 @@ class StreamRunner:
     def _compute(self, inputs: StepInputs, graph: DecodeGraph | None) -> Computed:
         if inputs.page_copies is not None:
             self.pool.copy_pages_of(*inputs.page_copies)
-        if graph is not None:
-            return graph.replay(inputs)
+        computed = self._compute_queued(inputs) if graph is None else graph.replay(inputs)
+        keep_guesses(self._model, inputs.batch, computed.hidden, inputs.wanted)
+        return computed
+
+    def _compute_queued(self, inputs: StepInputs) -> Computed:
+        """Operation by operation."""
         batch = inputs.batch
         input_ids = self.future_map.resolve(batch.input_ids, inputs.token_rows)
         attend: AttentionPlan = self.backend.plan(batch)

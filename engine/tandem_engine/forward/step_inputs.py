@@ -3,9 +3,9 @@
     ForwardBatch, on the host ─▶ `step_inputs` ─▶ `StepInputs` ─▶ one copy ─▶ the same on the device
 
 What follows from lengths, lists and flags is decided here, where they can be looked at: once a step is queued, a look
-at any of its tensors would wait for the device (T5). A step whose tokens are all sampled after, which decodes and runs
-of drafts are, can also be written as `as_decodes`: every token a decode of its own, padded to a number of rows that
-a graph was captured for.
+at any of its tensors would wait for the device (T5). Decodes, runs of drafts, and what a draft network catches up with
+can also be written as `as_decodes`: every token a decode of its own, padded to a number of rows that a graph was
+captured for.
 """
 
 from dataclasses import dataclass, replace
@@ -21,6 +21,8 @@ from tandem_engine.forward.logit_edits import History, LogitEdits, TokenSets
 from tandem_engine.forward.runs import drafts_ahead, over_runs, wanted_tokens
 from tandem_engine.names import DUMMY_PAGE, PADDING_ROW
 
+LONGEST_CATCH_UP = 4
+"""Tokens of one sequence, each of which reads its KV. Mostly they are the last draft, if right, and one behind it."""
 NO_NUMBERS = torch.empty(0)
 NO_IDS = torch.empty(0, dtype=torch.int64)
 
@@ -56,7 +58,7 @@ class StepInputs:
 
 
 def step_inputs(batch: ForwardBatch, *, pad_to: int | None = None) -> StepInputs:
-    """What `batch`, on the host, needs. `pad_to`: as decodes, padded to so many rows; only for what `all_sampled`."""
+    """What `batch`, on the host, needs. `pad_to`: as decodes, padded to so many rows; only what `can_be_decodes`."""
     assert batch.on_host is None, "a step is prepared from its host tensors"
     wanted = wanted_tokens(batch)
     sampling = over_runs(batch)
@@ -78,14 +80,15 @@ def step_inputs(batch: ForwardBatch, *, pad_to: int | None = None) -> StepInputs
     )
 
 
-def all_sampled(batch: ForwardBatch) -> bool:
-    """Whether every token of the step is sampled after, and nothing else is asked of it while it computes."""
-    return (
-        len(batch.sample_index) + sum(batch.draft_lens) == batch.num_tokens
-        and not batch.prompt_positions
-        and not batch.pooled
-        and batch.kv_progress is None
-    )
+def can_be_decodes(batch: ForwardBatch) -> bool:
+    """Whether every token of the step may be a decode of its own: each is sampled after, or belongs to a short text
+    that a draft network catches up with; and nothing else is asked of it while it computes.
+    """
+    if batch.prompt_positions or batch.pooled or batch.kv_progress is not None:
+        return False
+    if batch.mode is ForwardMode.DRAFT_EXTEND:
+        return int(batch.extend_lens.max()) <= LONGEST_CATCH_UP
+    return len(batch.sample_index) + sum(batch.draft_lens) == batch.num_tokens
 
 
 def as_decodes(batch: ForwardBatch, rows: int) -> ForwardBatch:

@@ -5,12 +5,14 @@ KV = key/value heads, D = head_dim. The model holds weights and nothing else: wh
 which tokens belong together and what each may see is the business of the `Attend` it is given.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import ModelConfig
+from tandem_engine.forward.forward_batch import ForwardBatch
 
 
 class Attend(Protocol):
@@ -60,3 +62,34 @@ class CausalLM(Protocol):
         because pooling and drafting want hidden states and no logits.
         """
         ...
+
+
+class DraftHead(ABC):
+    """A network that goes on from the hidden states of another model. Runs where a `CausalLM` does, on its own pool."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def config(self) -> ModelConfig: ...
+
+    @property
+    @abstractmethod
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """See `CausalLM.attention`."""
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, input_ids: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+        """As `CausalLM.forward`, of `batch` with its `input_ids` resolved: from its slots follow the states before."""
+
+    @abstractmethod
+    def keep(self, hidden: Tensor, slots: Tensor) -> None:
+        """Remember hidden states [S, hidden_size] of the tokens in `slots` [S], for guesses that go on from them."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+
+
+StepModel: TypeAlias = CausalLM | DraftHead
+"""What a runner computes steps with."""

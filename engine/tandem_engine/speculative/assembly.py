@@ -14,16 +14,14 @@ from tandem_engine.config import ModelConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.executor.platform import Platform, RunnerParts
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.base import CausalLM
+from tandem_engine.model.base import CausalLM, StepModel
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.decoder import Decoder, attention_specs
+from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.json_file import read_json_object
 from tandem_engine.model.loader import load_model
 from tandem_engine.parallel.group import TpGroup
-from tandem_engine.sampling.sampler import Sampler
 from tandem_engine.speculative.draft_history import DraftHistory
-from tandem_engine.speculative.draft_model import DraftModel
-from tandem_engine.speculative.eagle import EagleDrafter
+from tandem_engine.speculative.eagle import EagleModel
 from tandem_engine.speculative.eagle_weights import load_head, read_head_config
 from tandem_engine.speculative.hidden_states import HiddenStates
 from tandem_engine.speculative.interface import Proposer
@@ -60,7 +58,7 @@ class Target:
     """The ranks that share the model. Each has the whole draft, and all take rank 0's guesses (T53)."""
     platform: Platform
     graph_sizes: tuple[int, ...] = ()
-    """Of decodes, which guesses behind the first are."""
+    """Of decodes, which guesses are, and the token or two that a draft network mostly has to catch up with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +106,7 @@ def keep_states(draft: Draft | None, target: Target) -> HiddenStates | None:
         page_size=target.page_size,
         hidden_size=draft.config.hidden_size,
         dtype=target.dtype,
+        device=target.device,
     )
 
 
@@ -120,10 +119,10 @@ def make_proposer(
     stamps = PageStamps(target.num_pages)
     positions = min(target.context_length, draft.config.max_position)
     if states is None:
-        network, history = _draft_model(draft, target, positions), WholeText(stamps=stamps)
-        return _model_proposer("DRAFT", network, history, target, positions, run)
+        model, history = _load(draft, target, positions), WholeText(stamps=stamps)
+        return _model_proposer("DRAFT", _network(model, draft, target), history, target, positions, run)
     head, recent = _head(draft, target, states, positions), RecentText(stamps=stamps, longest=HEAD_CONTEXT)
-    return _model_proposer("EAGLE", head, recent, target, positions, run)
+    return _model_proposer("EAGLE", _network(head, draft, target), recent, target, positions, run)
 
 
 def _model_proposer(
@@ -140,8 +139,9 @@ def _model_proposer(
     )
 
 
-def _draft_model(draft: Draft, target: Target, positions: int) -> DraftModel:
-    pool, model = _pool(draft, target), _load(draft, target, positions)
+def _network(model: StepModel, draft: Draft, target: Target) -> DraftNetwork:
+    """Steps of `model` over a pool of its own."""
+    pool = _pool(draft, target)
     runner = target.platform.runner(
         RunnerParts(
             model=model,
@@ -154,7 +154,7 @@ def _draft_model(draft: Draft, target: Target, positions: int) -> DraftModel:
         )
     )
     runner.backend.warm_up()
-    return DraftModel(runner.forward)
+    return runner.forward_all
 
 
 def _load(draft: Draft, target: Target, positions: int) -> CausalLM:
@@ -164,22 +164,17 @@ def _load(draft: Draft, target: Target, positions: int) -> CausalLM:
     return load_model(draft.path, draft.config, target.dtype, target.device, context_length=positions, progress=False)
 
 
-def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) -> EagleDrafter:
+def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) -> EagleModel:
     if not isinstance(target.model, Decoder):
         raise ConfigError(
             f"--speculative-algorithm EAGLE shares the embedding of the model, and a {target.model.config.family} "
             "model does not give it away; use DRAFT or NGRAM"
         )
-    specs = attention_specs(draft.config)
-    backend = target.platform.attention(_pool(draft, target), draft.config.num_heads, specs)
-    backend.warm_up()
-    return EagleDrafter(
+    return EagleModel(
+        facts=draft.config,
         head=load_head(draft.path, draft.config, dtype=target.dtype, device=target.device, positions=positions),
         target=target.model,
         states=states,
-        backend=backend,
-        sampler=Sampler(),
-        group=target.group,
     )
 
 

@@ -20,17 +20,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.backend import AttentionBackend, AttentionPlan
+from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.config import ModelConfig
 from tandem_engine.forward.forward_batch import ForwardBatch
-from tandem_engine.forward.runs import sampled_tokens
-from tandem_engine.model.decoder import Block
+from tandem_engine.model.base import Attend, DraftHead
+from tandem_engine.model.decoder import Block, attention_specs
 from tandem_engine.model.layers.linear import Projection
 from tandem_engine.model.layers.norm import Norm
 from tandem_engine.model.layers.rotary import RotaryTable
-from tandem_engine.parallel.group import TpGroup
-from tandem_engine.sampling.sampler import Sampler
 from tandem_engine.speculative.hidden_states import HiddenStates
-from tandem_engine.speculative.model_proposer import Guess
 
 
 class EagleTarget(Protocol):
@@ -55,9 +53,7 @@ class EagleHead:
     norm: Norm
     rotary: RotaryTable
 
-    def forward(
-        self, embedded: Tensor, before: Tensor, positions: Tensor, attend: AttentionPlan, wanted: Tensor
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, before: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """Guessed hidden states [S, hidden_size] of the tokens `wanted` [S].
 
         Args:
@@ -73,29 +69,32 @@ class EagleHead:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EagleDrafter:
-    """Implements `DraftNetwork`."""
+class EagleModel(DraftHead):
+    """A head with what it shares: a model to runners."""
 
+    facts: ModelConfig
     head: EagleHead
     target: EagleTarget
     states: HiddenStates
-    backend: AttentionBackend
-    sampler: Sampler
-    group: TpGroup
 
-    def extend(self, batch: ForwardBatch) -> Guess:
-        """See `DraftNetwork.extend`."""
-        return self._guess(batch, self.states.before(batch))
+    @property
+    def config(self) -> ModelConfig:
+        return self.facts
 
-    def step(self, batch: ForwardBatch, state: Tensor | None) -> Guess:
-        """See `DraftNetwork.step`; the state is what the head made of the token before."""
-        assert state is not None, "a guess follows a state"
-        return self._guess(batch, state)
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """See `CausalLM.attention`."""
+        return attention_specs(self.facts)
 
-    def _guess(self, batch: ForwardBatch, before: Tensor) -> Guess:
-        embedded = self.target.embed(batch.input_ids)
-        attend = self.backend.plan(batch)
-        hidden = self.head.forward(embedded, before, batch.positions, attend, sampled_tokens(batch))
-        sampled = self.sampler.sample(self.target.logits(hidden), batch.sampling)
-        # A guess that means nothing is a wrong guess, and the head goes on from it.
-        return Guess(token_ids=tuple(sampled.token_ids.clamp(min=0).tolist()), state=hidden)
+    def forward(self, batch: ForwardBatch, input_ids: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+        """See `DraftHead.forward`."""
+        embedded, before = self.target.embed(input_ids), self.states.before(batch)
+        return self.head.forward(embedded, before, batch.positions, attend, wanted)
+
+    def keep(self, hidden: Tensor, slots: Tensor) -> None:
+        """See `DraftHead.keep`: where the target's states will be, once it has computed these tokens."""
+        self.states.observe(hidden, slots)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+        return self.target.logits(hidden)

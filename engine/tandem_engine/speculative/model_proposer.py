@@ -5,6 +5,11 @@ One proposal, on the thread that runs forwards
                      first, afterwards mostly one to three tokens. Its last token yields the first guess
     2. DECODE        the guesses so far yield one more each, until everybody has as many as wanted
 
+A guess goes to the next step where it was made (`FutureMap`), so on a device all steps of a proposal are queued at once
+and the host waits for the last one alone. A network samples with the noise of the target's positions, which makes it
+agree more often than one that guessed what is likely (see `speculative.verify`). It is a small model, so every family
+that can be served can draft, or a head (`eagle`).
+
 Text to be computed is bounded per proposal, in the order of the requests. A prompt longer than that is
 caught up with over several steps, without drafts. Of requests that lack the same page of a shared prefix one
 computes it and the others wait for the next step, when they find it done.
@@ -12,12 +17,11 @@ computes it and the others wait for the next step, when they find it done.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
-from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, ForwardResult
 from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.names import PageId
@@ -30,32 +34,9 @@ OnForwardThread: TypeAlias = Callable[[Callable[[], Chains]], Chains]
 """Runs a function where forwards run, after those that were launched, and waits for it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Guess:
-    """What a network says after the tokens that sample, S of them."""
-
-    token_ids: tuple[int, ...]
-    """[S]"""
-    state: Tensor | None = None
-    """[S, hidden_size] what the next token is computed from besides itself; None for a model that needs nothing."""
-
-    def only(self, rows: Sequence[int]) -> Tensor | None:
-        """`state` of some rows."""
-        if self.state is None or len(rows) == len(self.state):
-            return self.state
-        return self.state[list(rows)]
-
-
-class DraftNetwork(Protocol):
-    """Computes on its own pool. Called where forwards run, under `torch.inference_mode`."""
-
-    def extend(self, batch: ForwardBatch) -> Guess:
-        """Compute settled text and guess after the spans that sample."""
-        ...
-
-    def step(self, batch: ForwardBatch, state: Tensor | None) -> Guess:
-        """Compute one guess per sequence, which came with `state`, and guess on."""
-        ...
+DraftNetwork: TypeAlias = Callable[[Sequence[ForwardBatch]], Sequence[ForwardResult]]
+"""Computes batches on a pool of its own, one behind the other: `Runner.forward_all`. A `RESOLVE` id is what it guessed
+last for the same row. Called where forwards run, under `torch.inference_mode`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +59,9 @@ class Job:
         start = self.sequence.covered
         return self._span(start, self.request.token_ids(start, self.stop), samples=self.drafts)
 
-    def guess(self, chain: Sequence[int]) -> Span:
-        """Its newest guess."""
-        return self._span(self.stop + len(chain) - 1, chain[-1:], samples=True)
+    def guess(self, guesses: int) -> Span:
+        """The newest of so many guesses, which is not known yet."""
+        return self._span(self.stop + guesses - 1, (RESOLVE,), samples=True)
 
     def _span(self, start: int, token_ids: Sequence[int], *, samples: bool) -> Span:
         return Span(
@@ -150,20 +131,21 @@ class ModelProposer:
 
     @torch.inference_mode()
     def _compute(self, jobs: Sequence[Job], drafting: Sequence[Job]) -> Chains:
-        guess = self.network.extend(self._batch([job.text() for job in jobs], ForwardMode.DRAFT_EXTEND))
-        chains = [[token] for token in guess.token_ids]
-        active = [*range(len(drafting))]
-        while more := [row for row, index in enumerate(active) if self._wants_more(drafting[index], chains[index])]:
-            state = guess.only(more)
-            active = [active[row] for row in more]
-            spans = [drafting[index].guess(chains[index]) for index in active]
-            guess = self.network.step(self._batch(spans, ForwardMode.DECODE), state)
-            for index, token in zip(active, guess.token_ids, strict=True):
+        """How long chains get does not depend on what is guessed, so nobody need know a guess before the last one."""
+        batches = [self._batch([job.text() for job in jobs], ForwardMode.DRAFT_EXTEND)]
+        guessing = [[*range(len(drafting))]]
+        while more := [index for index in guessing[-1] if self._wants_more(drafting[index], len(batches))]:
+            spans = [drafting[index].guess(len(batches)) for index in more]
+            batches.append(self._batch(spans, ForwardMode.DECODE))
+            guessing.append(more)
+        chains: list[list[int]] = [[] for _ in drafting]
+        for indices, result in zip(guessing, self.network(batches), strict=True):
+            for index, token in zip(indices, result.next_token_ids, strict=True):
                 chains[index].append(token)
         return [tuple(chain) for chain in chains]
 
-    def _wants_more(self, job: Job, chain: Sequence[int]) -> bool:
-        return len(chain) < job.request.limit and job.stop + len(chain) <= self.positions
+    def _wants_more(self, job: Job, guesses: int) -> bool:
+        return guesses < job.request.limit and job.stop + guesses <= self.positions
 
     def _batch(self, spans: Sequence[Span], mode: ForwardMode) -> ForwardBatch:
         return make_batch(spans, page_size=self.page_size, mode=mode)

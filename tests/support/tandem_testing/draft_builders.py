@@ -10,7 +10,6 @@ from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.speculative.draft_model import DraftModel
 from tandem_engine.speculative.interface import DraftRequest
 from tandem_engine.speculative.model_proposer import ModelProposer
 from tandem_engine.speculative.page_stamps import PageStamps
@@ -68,14 +67,13 @@ def make_fake_drafts(*, num_pages: int, page_size: int, vocab_size: int, max_tex
     model = FakeModel(pool=make_fake_pool(num_pages=num_pages, page_size=page_size), vocab_size=vocab_size)
     computed: list[int] = []
 
-    def compute(batch: ForwardBatch) -> ForwardResult:
-        if batch.mode is ForwardMode.DRAFT_EXTEND:
-            computed.append(batch.num_tokens)
-        return model.forward(batch)
+    def compute(batches: Sequence[ForwardBatch]) -> list[ForwardResult]:
+        computed.extend(batch.num_tokens for batch in batches if batch.mode is ForwardMode.DRAFT_EXTEND)
+        return [model.forward(batch) for batch in batches]
 
     proposer = ModelProposer(
         name="DRAFT",
-        network=DraftModel(compute),
+        network=compute,
         history=WholeText(stamps=PageStamps(num_pages)),
         run=lambda function: function(),
         page_size=page_size,

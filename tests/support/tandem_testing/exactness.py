@@ -44,12 +44,13 @@ def run_paths_of(
         reference.generate(prompt, prompts.max_tokens, eos, ignore_eos=True) for prompt in prompts.prompts[::every]
     ]
     longest = max(len(prompt) for prompt in prompts.prompts) + prompts.max_tokens
+    head = Path(f"{checkpoint}-eagle")
     paths = make_paths(
         context_length=longest + 1,
         longest=longest,
         num_prompts=len(references),
         quick=False,
-        drafts=DraftPaths(itself=checkpoint),
+        drafts=DraftPaths(itself=checkpoint, head=str(head) if head.is_dir() else None),
         graphs=True,
     )
     by_name = {path.name: path for path in [*paths, *on_ranks(paths, 2, quick=True)]}

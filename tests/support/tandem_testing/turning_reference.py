@@ -13,11 +13,15 @@ from tandem_engine.model.layers.rotary import Rotation
 
 
 class TurningReference(TorchReferenceBackend):
-    """`TorchReferenceBackend`, whose plans are `TurningPlan`s. Counts the layers that asked for it."""
+    """`TorchReferenceBackend`, whose plans are `TurningPlan`s."""
 
     turned = 0
+    """Layers that asked for it."""
+    planned = 0
+    """Steps that no graph has run."""
 
     def plan(self, batch: ForwardBatch) -> "TurningReferencePlan":
+        self.planned += 1
         return TurningReferencePlan(super().plan(batch), self)
 
     def graph_plan(self, max_rows: int, max_pages: int) -> "TurningReferencePlan":

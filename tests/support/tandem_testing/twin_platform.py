@@ -74,7 +74,7 @@ class TwinPlatform(OnStreams):
         return sum(tape.replays for tape in self.capturer.tapes)
 
     def _adopt(self, parts: RunnerParts) -> None:
-        self.streams.adopt(parts.model)
+        self.streams.adopt(parts.model, parts.observer)
         self.streams.adopt(parts.pool.data, shared=True)
 
 

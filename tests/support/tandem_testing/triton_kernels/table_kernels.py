@@ -5,7 +5,10 @@ import torch
 from tandem_engine.forward.forward_batch import RESOLVE
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.kernels import page_copy, row_tables
+from tandem_engine.speculative.hidden_states import HiddenStates
+from tandem_testing.forward_builders import Seq, make_batch
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
+from tandem_testing.triton_kernels.tensors import kernels_on, random_floats, to_device
 
 INTS = "*i64:16"
 
@@ -41,6 +44,30 @@ def check_rows_of_any_dtype_move(device: str) -> None:
         row_tables.scatter_rows(target, rows, gathered)
         assert torch.equal(target[[3, 1]], table[[3, 1]])
         assert not target[[0, 2, 4]].any()
+
+
+def check_hidden_states_are_kept_as_on_a_cpu(device: str) -> None:
+    """A sequence that begins here, one that goes on behind a page boundary, and a decode; padding writes page 0."""
+    begins = Seq(seq_len=3, extend_len=3, pages=[2], input_ids=[1, 2, 3])
+    goes_on = Seq(seq_len=6, extend_len=2, pages=[4, 1], input_ids=[4, 5])
+    batch = make_batch([begins, goes_on, Seq(seq_len=2, decode=True, pages=[3], input_ids=[6])], page_size=4)
+    shape = {"num_pages": 5, "page_size": 4, "hidden_size": 6, "dtype": torch.bfloat16}
+    known = random_floats(20, 6, seed=1, dtype=torch.bfloat16, device="cpu")
+    made = random_floats(6, 6, seed=2, dtype=torch.bfloat16, device="cpu")
+    with kernels_on(device):
+        there = HiddenStates(**shape, device=device)
+        there.observe(known.to(device), torch.arange(20, device=device))
+        before = there.before(to_device(batch, device)).cpu()
+        there.observe(made.to(device), batch.out_cache_loc.to(device))
+        after = there.before(to_device(batch, device)).cpu()
+    here = HiddenStates(**shape, device="cpu")
+    here.observe(known, torch.arange(20))
+    assert torch.equal(before, here.before(batch))
+    here.observe(made, batch.out_cache_loc)
+    assert torch.equal(after, here.before(batch))
+    assert not before[0].any()
+    assert torch.equal(before[3], known[4 * 4 + 3])
+    assert torch.equal(after[1], made[0])
 
 
 def check_pages_are_copied_whole(device: str) -> None:

@@ -17,7 +17,7 @@ from tandem_engine.verify.prompts import PromptSet
 from tandem_engine.verify.ranks import PlatformMaker
 from tandem_testing.exactness import CACHED, CHUNKED, MIXED, run_paths_of
 from tandem_testing.plain_device import PlainDevice
-from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
 from tandem_testing.triton_kernels.launches import counting
 
@@ -55,8 +55,10 @@ def check_chunks_and_mixed_steps_with_windows_and_caps(device: str) -> None:
     equals_transformers("gemma2", (CHUNKED, MIXED))
 
 
-def check_every_layer_by_kernels_with_head_norms_and_graphs(device: str) -> None:
-    device_equals_transformers("qwen3", (MIXED,))
+def check_every_layer_by_kernels_with_head_norms_and_graphs_and_a_draft_head(device: str) -> None:
+    launched = device_equals_transformers("qwen3", ("EAGLE drafts",))
+    # States before each token, and what the target and its head make of them.
+    assert launched["move_rows_kernel"] > 0
 
 
 def check_every_layer_by_kernels_with_offset_norms_windows_and_two_rotations(device: str) -> None:
@@ -67,21 +69,24 @@ def check_every_layer_by_kernels_with_experts_and_edited_logits(device: str) -> 
     device_equals_transformers("mixtral", ("edited: mixed, staggered",))
 
 
-def device_equals_transformers(name: str, paths: tuple[str, ...]) -> None:
-    launched = Counter()
+def device_equals_transformers(name: str, paths: tuple[str, ...]) -> "Counter[str]":
+    """Launches, by kernel."""
+    launched: Counter[str] = Counter()
     with layers_by_kernels("cpu"), counting(launched):
         equals_transformers(name, paths, platform=PlainDevice, prompts=short_prompts())
     # Nothing between a projection and attention but this, and nowhere a step that stores by itself.
     assert launched["rotate_store_kernel"] > 0
     assert launched["store_kernel"] == 0
     assert launched["rms_norm_kernel"] > 0
+    return launched
 
 
 def equals_transformers(
     name: str, paths: tuple[str, ...], *, platform: PlatformMaker = Interpreted, prompts: PromptSet | None = None
 ) -> None:
     with TemporaryDirectory(prefix="tandem-triton-") as folder:
-        checkpoint = write_tiny_checkpoint(name, Path(folder))
+        checkpoint = write_tiny_checkpoint(name, Path(folder) / "model")
+        write_tiny_head(checkpoint, Path(f"{checkpoint}-eagle"))
         model = load(EngineConfig(model_path=str(checkpoint), dtype="float32"), progress=False)
         results = run_paths_of(model, paths, platform=platform, prompts=prompts or long_prompts())
     assert [(result.path, result.difference) for result in results] == [(path, None) for path in paths]

@@ -1,0 +1,151 @@
+"""Speculative decoding on a device, by the twin: tokens of no drafts, guesses of a CPU, and one wait for a proposal."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem_engine.config import CacheConfig, DisaggConfig, GraphConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
+from tandem_engine.engine import Engine, LoadedModel
+from tandem_engine.executor.platform import Platform
+from tandem_engine.executor.stream_executor import StreamFuture
+from tandem_engine.executor.stream_runner import StreamRunner
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.speculative.interface import DraftRequest, DraftTokens, Proposer
+from tandem_testing.tiny_checkpoints import VOCAB_SIZE, write_tiny_checkpoint, write_tiny_head
+from tandem_testing.twin_platform import TwinPlatform, load_for_twin
+
+GRAPHS = GraphConfig(sizes=(4, 8))
+NONE = SpecConfig()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> LoadedModel:
+    checkpoint = write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "model")
+    write_tiny_head(checkpoint, Path(f"{checkpoint}-eagle"))
+    return load_for_twin(checkpoint)
+
+
+def spec_of(model: LoadedModel, algorithm: SpecAlgorithm) -> SpecConfig:
+    suffix = {SpecAlgorithm.NGRAM: None, SpecAlgorithm.DRAFT: "", SpecAlgorithm.EAGLE: "-eagle"}[algorithm]
+    path = "" if suffix is None else f"{model.config.model_path}{suffix}"
+    return SpecConfig(
+        algorithm=algorithm, draft_model_path=path, prompt_lookup_min=1, num_draft_tokens=3, adaptive=False
+    )
+
+
+def engine_of(model: LoadedModel, spec: SpecConfig, platform: Platform | None, **scheduler: object) -> Engine:
+    config = replace(
+        model.config,
+        speculative=spec,
+        cache=CacheConfig(page_size=8, num_pages=160),
+        scheduler=SchedulerConfig(context_length=300, max_running_requests=4, **scheduler),
+        disagg=DisaggConfig(transport="none"),
+        graphs=GRAPHS,
+    )
+    return Engine.build(model, config, platform=platform)
+
+
+def request(rid: str, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
+    params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **sampling}
+    return GenerateRequest(rid=rid, input_ids=tuple(prompt), sampling=SamplingParams(**params))
+
+
+def workload() -> list[GenerateRequest]:
+    """Greedy, with seeds and every filter, and with penalties; repetitive and not; sharing prefixes."""
+    shared = [7, 8, 9, 10, 11] * 4
+    return [
+        request("greedy", shared),
+        request("hot", [*shared, 1], temperature=1.0, seed=1),
+        request("filtered", range(3, 20), temperature=0.9, top_k=40, top_p=0.9, min_p=0.01, seed=2),
+        # Whatever it samples has occurred before, so that there is something to look up.
+        request("everything", range(VOCAB_SIZE - 3), temperature=0.7, top_k=4, seed=4),
+        request("penalised", [*shared, 2], temperature=0.8, seed=3, frequency_penalty=0.7, presence_penalty=0.2),
+    ]
+
+
+def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
+    return [generation.token_ids for generation in engine.generate(workload(), steps_between=2)]
+
+
+@pytest.fixture(scope="module")
+def without_drafts(model) -> list[tuple[int, ...]]:
+    with engine_of(model, NONE, TwinPlatform()) as engine:
+        return tokens_of(engine)
+
+
+@pytest.mark.parametrize("algorithm", SpecAlgorithm)
+def test_tokens_are_those_of_no_drafts_greedy_or_seeded(model, without_drafts, algorithm):
+    platform = TwinPlatform()
+    with engine_of(model, spec_of(model, algorithm), platform) as engine:
+        assert tokens_of(engine) == without_drafts
+        assert engine.stats().speculation.drafted_total > 0
+    assert platform.replays > 0
+
+
+def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every text that was drafted for, and what was proposed, from now on."""
+    heard = []
+    speculation = engine.scheduler._speculation
+
+    class Listening:
+        def __init__(self, proposer: Proposer) -> None:
+            self._proposer = proposer
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._proposer, name)
+
+        def propose(self, requests: Sequence[DraftRequest]) -> DraftTokens:
+            texts = [tuple(one.token_ids(0, one.seq_len)) for one in requests]
+            drafts = self._proposer.propose(requests)
+            heard.extend((text, chain) for text, chain in zip(texts, drafts.chains, strict=True) if chain)
+            return drafts
+
+    speculation.proposer = Listening(speculation.proposer)
+    return heard
+
+
+def test_a_head_guesses_on_a_device_what_it_guesses_on_a_cpu(model):
+    """So it reads the states of its own text, and goes on from its own: guesses change with either."""
+    heard = []
+    for platform in (TwinPlatform(), None):
+        with engine_of(model, spec_of(model, SpecAlgorithm.EAGLE), platform, enable_overlap=False) as engine:
+            heard.append(listen(engine))
+            tokens_of(engine)
+    on_device, on_cpu = heard
+    assert len(on_device) > 10
+    assert on_device == on_cpu
+
+
+@pytest.mark.parametrize("algorithm", [SpecAlgorithm.DRAFT, SpecAlgorithm.EAGLE])
+def test_all_steps_of_a_proposal_are_queued_before_anybody_waits(model, algorithm, monkeypatch):
+    calls: list[str] = []
+    enqueue, result, forward_all = StreamRunner.enqueue, StreamFuture.result, StreamRunner.forward_all
+
+    def noted(name, function):
+        def call(*arguments):
+            calls.append(name)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(StreamRunner, "enqueue", noted("queue", enqueue))
+    monkeypatch.setattr(StreamFuture, "result", noted("wait", result))
+    monkeypatch.setattr(StreamRunner, "forward_all", noted("propose", forward_all))
+    with engine_of(model, spec_of(model, algorithm), TwinPlatform(), enable_overlap=False) as engine:
+        engine.generate([request("one", range(3, 20))])
+    proposal = calls[calls.index("propose") + 1 :]
+    assert proposal[:6] == ["queue"] * 3 + ["wait"] * 3
+
+
+def test_a_draft_model_catches_up_and_guesses_by_graphs(model):
+    """It is always right here, so each proposal begins with two tokens; the prompt alone is queued step by step."""
+    platform = TwinPlatform()
+    with engine_of(model, spec_of(model, SpecAlgorithm.DRAFT), platform, enable_overlap=False) as engine:
+        engine.generate([request("one", range(3, 20), max_tokens=24)])
+        stats = engine.stats().speculation
+    assert stats.accepted_total == stats.drafted_total > 12
+    _, drafting = platform.backends
+    assert drafting.planned == 1
