@@ -770,7 +770,12 @@ def _sized_pool(
     geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, draft: Draft | None, platform: Platform
 ) -> KvPool:
     """As large as the memory allows, with the draft's share of every page."""
-    beside = 0 if draft is None else draft.page_bytes(geometry.page_size, loaded.dtype)
+    beside = draft_bytes = 0
+    if draft is not None:
+        beside = draft.page_bytes(geometry.page_size, loaded.dtype)
+        draft_bytes = draft.weight_bytes(
+            loaded.dtype, target_path=loaded.config.model_path, target_is_whole=loaded.parallel.size == 1
+        )
 
     def parts_over(pages: int, *, graphs: bool) -> RunnerParts:
         return _runner_parts(loaded, _pool(geometry, config, loaded.dtype, pages=pages), config, None, graphs=graphs)
@@ -785,6 +790,7 @@ def _sized_pool(
         threads=loaded.threads,
         forward_over=forward_over,
         graph_bytes=lambda: platform.graph_bytes(parts_over(SMALLEST_POOL, graphs=True)),
+        draft_bytes=draft_bytes,
     )
     plan = plan_pool(config, footprint, loaded.parallel)
     return _pool(geometry, config, loaded.dtype, pages=plan.pages)

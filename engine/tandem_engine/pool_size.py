@@ -36,6 +36,8 @@ class Footprint:
     """A forward of the model over a pool of its own with so many pages."""
     graph_bytes: Callable[[], int] = lambda: 0
     """Measures what captured steps will take."""
+    draft_bytes: int = 0
+    """Of a draft model's weights, yet to be loaded."""
 
 
 def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) -> MemoryPlan:
@@ -59,6 +61,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
             weights=footprint.weight_bytes,
             activations=activations,
             graphs=graphs,
+            draft=footprint.draft_bytes,
         ),
         page_bytes=footprint.page_bytes,
         context_length=config.scheduler.context_length,

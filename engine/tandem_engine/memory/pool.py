@@ -16,10 +16,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tandem_engine.errors import ConfigError
 from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.kernels.head_turn import HeadTurn
 from tandem_engine.names import PageId
 
+GIB = 1 << 30
 ALIGNMENT = 4096
 """Of the pool in main memory: that of the machine's pages, which is what registering it for transfers rounds to."""
 
@@ -135,7 +137,14 @@ class KvPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """torch writes its zeros. numpy has them from calloc, so that a page costs memory when it is first used."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{prod(shape) * dtype.itemsize / GIB:.2f} GiB of KV pages do not fit {device} any more: another "
+                "process took memory after this one had measured it. Give each process on a card its "
+                "--mem-fraction-static, with a sum of at most about 0.9"
+            ) from error
     size = prod(shape) * dtype.itemsize
     memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

@@ -39,6 +39,8 @@ class MemoryFacts:
     """Peak of the largest step; None when it was not measured."""
     graphs: int = 0
     """Of captured steps, which stay beside the weights; 0 where there are none, or when it was not measured."""
+    draft: int = 0
+    """Of a draft model's weights, which are loaded when the pool is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,12 +118,13 @@ class MemoryPlan:
         activations = "not measured" if facts.activations is None else _gib(facts.activations)
         below = f"host cache {_gib(self.host_cache)}, swap space {_gib(self.swap)}"
         graphs = f"graphs {_gib(facts.graphs)}, " if facts.graphs else ""
+        draft = f"draft {_gib(facts.draft)}, " if facts.draft else ""
         ours = (
             f"memory {_gib(facts.total)}: weights {_gib(facts.weights)}, process {_gib(facts.used - facts.weights)}, "
-            f"activations {activations}, {graphs}KV {_gib(self.kv_bytes)} ({self.pages} pages, "
+            f"activations {activations}, {graphs}{draft}KV {_gib(self.kv_bytes)} ({self.pages} pages, "
             f"{(self.pages - 1) * self.page_size} tokens)"
         )
-        free = facts.available - self.kv_bytes - (facts.activations or 0) - facts.graphs
+        free = facts.available - self.kv_bytes - (facts.activations or 0) - facts.graphs - facts.draft
         if self.beside_pool:
             return f"{ours}, {below}, free {_gib(free - self.host_cache - self.swap)}"
         return f"{ours}, free {_gib(free)}; of host memory: {below}"
@@ -175,7 +178,7 @@ def _from_fraction(
 ) -> int:
     assert facts.activations is not None, "a fraction is divided by measurement"
     fraction, cost = cache.mem_fraction_static, page_bytes + host.per_page
-    beside = facts.activations + facts.graphs + host.fixed
+    beside = facts.activations + facts.graphs + facts.draft + host.fixed
     fixed = facts.used + beside
     # Others may have taken what this share promises.
     left = min(int(facts.total * fraction) - fixed, facts.available - beside)
@@ -191,10 +194,11 @@ def _from_fraction(
     fixes += _less_host_memory(host, left + host.fixed - least * page_bytes, least)
     with_host = f" with {host.flags}" if host.counts else ""
     graphs = f", graphs ({_gib(facts.graphs)})" if facts.graphs else ""
+    draft = f", draft ({_gib(facts.draft)})" if facts.draft else ""
     raise ConfigError(
         f"one request of --context-length {context_length} needs {_gib(needed)} of KV pages{with_host}; "
         f"--mem-fraction-static {fraction:g} of {_gib(facts.total)} leaves {_gib(max(0, left))} after weights and "
-        f"process ({_gib(facts.used)}){graphs} and the largest step ({_gib(facts.activations)})"
+        f"process ({_gib(facts.used)}){graphs}{draft} and the largest step ({_gib(facts.activations)})"
         f"{f' and fixed host memory ({_gib(host.fixed)})' if host.fixed else ''}, with {_gib(facts.available)} "
         f"available: {' or '.join(fixes or ['free memory of this machine, or serve a smaller model'])}"
     )

@@ -6,6 +6,7 @@ make_proposer   pool, weights and bookkeeping
 """
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -19,10 +20,11 @@ from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.json_file import read_json_object
 from tandem_engine.model.loader import load_model
+from tandem_engine.model.tensor_names import expected_shapes
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.speculative.draft_history import DraftHistory
 from tandem_engine.speculative.eagle import EagleModel
-from tandem_engine.speculative.eagle_weights import load_head, read_head_config
+from tandem_engine.speculative.eagle_weights import head_shapes, load_head, read_head_config
 from tandem_engine.speculative.hidden_states import HiddenStates
 from tandem_engine.speculative.interface import Proposer
 from tandem_engine.speculative.model_proposer import DraftNetwork, ModelProposer, OnForwardThread
@@ -74,6 +76,13 @@ class Draft:
         facts = self.config
         values = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim
         return (values + self.is_head * facts.hidden_size) * page_size * dtype.itemsize
+
+    def weight_bytes(self, dtype: torch.dtype, *, target_path: str, target_is_whole: bool) -> int:
+        """Memory that its weights will take; none for a model that drafts for itself."""
+        if not self.is_head and _shares_weights(self.path, target_path, target_is_whole):
+            return 0
+        shapes = head_shapes(self.config) if self.is_head else expected_shapes(self.config)
+        return sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
 
 
 def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> Draft | None:
@@ -158,10 +167,14 @@ def _network(model: StepModel, draft: Draft, target: Target) -> DraftNetwork:
 
 
 def _load(draft: Draft, target: Target, positions: int) -> CausalLM:
-    """A model that drafts for itself is loaded once, unless ranks share it: each of them has the whole draft."""
-    if target.is_whole and Path(draft.path).resolve() == Path(target.path).resolve():
+    if _shares_weights(draft.path, target.path, target.is_whole):
         return target.model
     return load_model(draft.path, draft.config, target.dtype, target.device, context_length=positions, progress=False)
+
+
+def _shares_weights(path: str, target_path: str, target_is_whole: bool) -> bool:
+    """A model that drafts for itself is loaded once, unless ranks share it: each of them has the whole draft."""
+    return target_is_whole and Path(path).resolve() == Path(target_path).resolve()
 
 
 def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) -> EagleModel:

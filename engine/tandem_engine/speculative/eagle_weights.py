@@ -50,7 +50,7 @@ def read_head_config(path: str, target: ModelConfig) -> ModelConfig:
             f"the draft head in {path} reads hidden states of {config.hidden_size}, the model's have "
             f"{target.hidden_size}; use a head that was trained for this model"
         )
-    _require(_expected(config), _tensors(path), where=directory.path)
+    _require(head_shapes(config), _tensors(path), where=directory.path)
     return config
 
 
@@ -73,7 +73,8 @@ def _tensors(path: str) -> dict[str, ReadableTensor]:
     return canonical_experts(open_tensors(open_directory(path)))
 
 
-def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of every tensor in the folder of a head."""
     block = {name: shape for name, shape in expected_shapes(config).items() if name not in SHARED}
     return {FUSE: (config.hidden_size, 2 * config.hidden_size), **block}
 

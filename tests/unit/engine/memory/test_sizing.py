@@ -57,6 +57,15 @@ def test_host_memory_of_another_device_leaves_the_pool_alone():
     assert str(made).endswith("free 6.00 GiB; of host memory: host cache 7.00 GiB, swap space 0.00 GiB")
 
 
+def test_a_draft_that_is_yet_to_be_loaded_is_counted():
+    drafting = replace(facts(), draft=GIB // 2)
+    made = plan(CacheConfig(mem_fraction_static=0.5), drafting)
+    assert made.pages == plan(CacheConfig(mem_fraction_static=0.5), facts()).pages - 512
+    assert "draft 0.50 GiB" in str(made)
+    with pytest.raises(ConfigError, match=r"draft \(0\.50 GiB\)"):
+        plan(CacheConfig(mem_fraction_static=0.36), drafting)
+
+
 def test_one_line_says_what_went_where():
     line = str(plan(CacheConfig(mem_fraction_static=0.5, host=host(size=GIB // 2, swap=GIB // 2)), facts()))
     assert "\n" not in line

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tandem_engine.config import SpecAlgorithm, SpecConfig
 from tandem_engine.errors import CheckpointError
@@ -42,6 +43,25 @@ def test_memory_beside_each_page_is_counted(target, facts, tmp_path):
     per_layer = 2 * facts.num_kv_heads * facts.head_dim
     assert model.page_bytes(16, torch.float32) == facts.num_layers * per_layer * 16 * 4
     assert head.page_bytes(16, torch.bfloat16) == (per_layer + facts.hidden_size) * 16 * 2
+
+
+def test_memory_of_weights_is_that_of_the_files_but_for_a_model_that_drafts_for_itself(target, facts, tmp_path):
+    head = write_tiny_head(target, tmp_path / "head")
+    other = write_tiny_checkpoint("qwen3", tmp_path / "other", seed=7)
+    specs = {
+        path: draft_by(path)
+        if path is not head
+        else SpecConfig(algorithm=SpecAlgorithm.EAGLE, draft_model_path=str(path))
+        for path in (target, other, head)
+    }
+    taken = {
+        path: read_draft(spec, target=facts, target_path=str(target)).weight_bytes(
+            torch.float32, target_path=str(target), target_is_whole=True
+        )
+        for path, spec in specs.items()
+    }
+    in_files = {path: sum(t.nbytes for t in load_file(path / "model.safetensors").values()) for path in (other, head)}
+    assert taken == {target: 0, **in_files}
 
 
 def test_a_draft_of_another_vocabulary_is_refused(target, facts):
