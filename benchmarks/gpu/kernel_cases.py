@@ -21,7 +21,7 @@ from tandem_engine.forward.forward_mode import ForwardMode
 from tandem_engine.kernels.fused_moe import fused_experts
 from tandem_engine.kernels.gated_activation import gated_activation
 from tandem_engine.kernels.head_turn import HeadTurn
-from tandem_engine.kernels.page_copy import gather_pages
+from tandem_engine.kernels.page_copy import copy_pages
 from tandem_engine.kernels.rms_norm import add_rms_norm
 from tandem_engine.kernels.rope_store import rotate_and_store
 from tandem_engine.kernels.sampling import sample
@@ -80,7 +80,7 @@ class CaseMaker:
         yield self._norm()
         yield self._activation()
         yield self._sampling()
-        yield self._page_gather()
+        yield self._page_copy()
         yield self._experts()
 
     def _randn(self, *size: int) -> Tensor:
@@ -230,14 +230,13 @@ class CaseMaker:
             peers={"torch sort": by_sorting},
         )
 
-    def _page_gather(self) -> Case:
+    def _page_copy(self) -> Case:
         count = -(-self.sizes.tokens // PAGE)
-        pool = self._pool(count).bytes_view()
-        pages = torch.randperm(count, device=self.device) + 1
-        staging = torch.empty_like(pool)
+        pool = self._pool(2 * count).bytes_view()
+        pages, copies = (torch.randperm(2 * count, device=self.device) + 1).split(count)
         return Case(
-            name=f"page gather, {count} pages",
-            run=lambda: gather_pages(pool, pages, staging),
+            name=f"page copies, {count} pages",
+            run=lambda: copy_pages(pool, pages, copies),
             ceiling="copy",
             work=2 * count * pool.shape[1],
             peers={"torch index_select": lambda: torch.index_select(pool, 0, pages)},

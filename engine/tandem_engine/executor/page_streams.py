@@ -5,8 +5,12 @@
     a step      waits for a copy only if it names one of its pages, be it to read what came or to write what goes
 
 So the order is that of the calls, as `memory.page_copy` promises, and a step of other requests computes meanwhile.
+
+A page is one run of bytes, megabytes of a large model, and pages that follow each other on both sides are one run, too.
+So each run is one command to a copy engine, which needs no multiprocessor and no second copy of the pages (ADR 46).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,8 +55,8 @@ class PageStreams:
         began = self._streams.record(stream, timed=True)
         source, target = self._ends(copy.kind)
         with self._streams.on(stream):
-            for origin, destination in zip(copy.source, copy.target, strict=True):
-                target[destination].copy_(source[origin], non_blocking=True)
+            for origin, destination, count in runs_of(copy):
+                target[destination : destination + count].copy_(source[origin : origin + count], non_blocking=True)
         ended = self._streams.record(stream, timed=True)
         if not between:
             on_device = copy.source if copy.kind is CopyKind.DEVICE_TO_HOST else copy.target
@@ -81,3 +85,20 @@ class PageStreams:
             return self._device, self._device
         assert self._host is not None, f"{kind.value} without host pages"
         return (self._device, self._host) if kind is CopyKind.DEVICE_TO_HOST else (self._host, self._device)
+
+
+def runs_of(copy: PageCopy) -> Iterator[tuple[int, int, int]]:
+    """First source, first target and number of pages that follow each other in both; in the order of `copy`.
+
+    Within one memory each page is a run of its own, for the next may read what it has written.
+    """
+    start, pages, within = 0, len(copy.source), copy.kind is CopyKind.DEVICE_TO_DEVICE
+    for index in range(1, pages + 1):
+        if index < pages and not within and _follows(copy.source, index) and _follows(copy.target, index):
+            continue
+        yield copy.source[start], copy.target[start], index - start
+        start = index
+
+
+def _follows(pages: Sequence[int], index: int) -> bool:
+    return pages[index] == pages[index - 1] + 1

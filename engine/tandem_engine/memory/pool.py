@@ -121,7 +121,7 @@ class KvPool:
         if by_triton(self.data.device):
             from tandem_engine.kernels.page_copy import copy_pages
 
-            copy_pages(self._bytes, self._bytes, sources, targets)
+            copy_pages(self._bytes, sources, targets)
         else:
             self._bytes[targets] = self._bytes[sources]
 

@@ -74,15 +74,11 @@ def check_pages_are_copied_whole(device: str) -> None:
     for page_bytes in (24, 40_008, 13):
         pool = torch.randint(0, 256, (6, page_bytes), generator=torch.Generator().manual_seed(1)).byte().to(device)
         before, pages = pool.clone(), torch.tensor([5, 2], device=device)
-        page_copy.copy_pages(pool, pool, pages, torch.tensor([1, 4], device=device))
+        page_copy.copy_pages(pool, pages, torch.tensor([1, 4], device=device))
         expected = before.clone()
         expected[[1, 4]] = before[[5, 2]]
         assert torch.equal(pool, expected)
-        staging = torch.zeros(3, page_bytes, dtype=torch.uint8, device=device)
-        page_copy.gather_pages(pool, pages, staging)
-        assert torch.equal(staging[:2], before[[5, 2]])
-        assert not staging[2].any()
-        page_copy.scatter_pages(staging, pool, torch.tensor([0, -1], device=device))
+        page_copy.copy_pages(pool, pages, torch.tensor([0, -1], device=device))
         expected[0] = before[5]
         assert torch.equal(pool, expected)
 
@@ -97,9 +93,9 @@ def compile_tables_and_pages() -> None:
         moved = dict.fromkeys(("table", "values", "rows"), INTS) | {"width": "i32:16"}
         for scatter in (False, True):
             compile_kernel(row_tables.move_rows_kernel, moved, block | {"SCATTER": scatter}, arch=arch).assert_fits()
-        pages = dict.fromkeys(("source", "target", "sources", "targets"), INTS)
-        strides = dict.fromkeys(("source_stride", "target_stride", "page_words"), "i32:16")
-        constants = {"LISTED_SOURCES": True, "LISTED_TARGETS": True, "BLOCK": page_copy.BLOCK}
+        pages = dict.fromkeys(("pool", "sources", "targets"), INTS)
+        strides = dict.fromkeys(("page_stride", "page_words"), "i32:16")
+        constants = {"BLOCK": page_copy.BLOCK}
         compile_kernel(
             page_copy.copy_pages_kernel, pages | strides, constants, arch=arch, num_warps=page_copy.WARPS
         ).assert_fits()

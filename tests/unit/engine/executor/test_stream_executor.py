@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem_engine.executor.page_streams import PageStreams
+from tandem_engine.executor.page_streams import PageStreams, runs_of
 from tandem_engine.executor.stream_executor import Queued, StreamExecutor, StreamFuture
 from tandem_engine.executor.streams import StreamName
 from tandem_engine.forward.forward_batch import ForwardResult
@@ -124,6 +124,42 @@ def test_a_step_waits_for_copies_of_its_own_pages_alone(monkeypatch):
     assert len(waits) == 1
     pages.before(batch_on(3, 9))
     assert [stream for stream, _ in waits[1:]] == [StreamName.FORWARD]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "runs"),
+    [
+        ([], [], []),
+        ([5], [2], [(5, 2, 1)]),
+        ([5, 6, 7], [1, 2, 3], [(5, 1, 3)]),
+        ([5, 6, 7], [1, 2, 4], [(5, 1, 2), (7, 4, 1)]),
+        ([5, 7, 8, 9], [1, 2, 3, 4], [(5, 1, 1), (7, 2, 3)]),
+        ([6, 5], [2, 1], [(6, 2, 1), (5, 1, 1)]),
+    ],
+)
+def test_pages_that_follow_each_other_on_both_sides_are_one_copy(source, target, runs):
+    assert [*runs_of(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=source, target=target))] == runs
+
+
+def test_within_the_device_a_page_may_read_what_the_one_before_wrote():
+    copy = PageCopy(kind=CopyKind.DEVICE_TO_DEVICE, source=[1, 2], target=[2, 3])
+    assert [*runs_of(copy)] == [(1, 2, 1), (2, 3, 1)]
+
+
+@torch.inference_mode()
+def test_runs_of_pages_arrive_whole():
+    streams, pool = TwinStreams(), make_pool()
+    host = HostPool(num_pages=6, page_bytes=pool.page_bytes)
+    streams.adopt(pool.data, shared=True)
+    memory = streams.know(host.data)
+    memory.pinned = memory.shared = True
+    pages, before = PageStreams(streams, pool, host), pool.data.clone()
+    for kind, source, target in (
+        (CopyKind.DEVICE_TO_HOST, [7, 8, 9, 12], [1, 2, 3, 4]),
+        (CopyKind.HOST_TO_DEVICE, [1, 2, 3, 4], [20, 21, 24, 25]),
+    ):
+        StreamFuture(pages.enqueue(PageCopy(kind=kind, source=source, target=target))).result()
+    assert torch.equal(pool.data[[20, 21, 24, 25]], before[[7, 8, 9, 12]])
 
 
 @torch.inference_mode()
