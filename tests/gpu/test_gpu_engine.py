@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, GraphConfig, HostConfig, SchedulerConfig
+from tandem_engine.config import (
+    CacheConfig,
+    DisaggConfig,
+    EngineConfig,
+    GraphConfig,
+    HostConfig,
+    SchedulerConfig,
+    SpecAlgorithm,
+    SpecConfig,
+)
 from tandem_engine.engine import Engine, LoadedModel, load
 from tandem_engine.errors import ConfigError
 from tandem_engine.messages.requests import GenerateRequest
@@ -17,7 +26,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.stream import discard
 from tandem_engine.verify.paths import WITHOUT_GRAPHS
 from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, HOST, MIXED, RETRACTED, SWAPPED, run_paths_of
-from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +46,8 @@ ALONE = [
     HOST,
     "n-gram drafts",
     "drafts by the model itself",
+    "EAGLE drafts",
+    "EAGLE drafts, retracted",
     "every fifth step raises",
 ]
 HANDED_OVER = [DISAGGREGATED, "disaggregated, layer by layer", "drained mid-stream", "prefix fetched over NIXL"]
@@ -44,7 +55,10 @@ HANDED_OVER = [DISAGGREGATED, "disaggregated, layer by layer", "drained mid-stre
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma2", "llama-llama3-rope"])
 def checkpoint(request, tmp_path_factory) -> Path:
-    return write_tiny_checkpoint(request.param, tmp_path_factory.mktemp("model"))
+    """With a head beside it."""
+    target = write_tiny_checkpoint(request.param, tmp_path_factory.mktemp("models") / "model")
+    write_tiny_head(target, Path(f"{target}-eagle"))
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +140,26 @@ def test_nothing_waits_for_the_device_while_requests_decode(model, graphs):
             for _ in range(16):
                 engine.step()
         assert engine.scheduler.stats().engine_errors_total == 0
+        while not engine.idle:
+            engine.step()
+
+
+@torch.inference_mode()
+def test_nothing_waits_for_the_device_but_for_results_while_a_head_drafts(model):
+    head = SpecConfig(
+        algorithm=SpecAlgorithm.EAGLE, draft_model_path=f"{model.config.model_path}-eagle", adaptive=False
+    )
+    with Engine.build(model, config_of(model, speculative=head), sink=discard) as engine:
+        for request in requests(6):
+            engine.add(request)
+        for _ in range(12):
+            engine.step()
+        with no_waiting():
+            for _ in range(8):
+                engine.step()
+        stats = engine.scheduler.stats()
+        assert stats.engine_errors_total == 0
+        assert engine.stats().speculation.drafted_total > 0
         while not engine.idle:
             engine.step()
 
