@@ -122,7 +122,9 @@ def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> D
     rotary = tuple(_rotary(rope, config, weights, positions) for rope in _ropes(config))
     blocks = tuple(builder.block(layer) for layer in range(config.num_layers))
     norm = rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm)
-    embedding = token_embedding(table, weights.group, scale=config.embedding_scale)
+    embedding = token_embedding(
+        table, weights.group, scores=scores if config.tie_embeddings else None, scale=config.embedding_scale
+    )
     decoder = Decoder(
         config=config,
         attention=specs,

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem_engine.model.layers.embedding import Embedding, TokenEmbedding
+from tandem_engine.model.layers.embedding import Embedding, TokenEmbedding, table_of
 from tandem_engine.model.layers.linear import Projection, projection
 from tandem_engine.model.layers.parallel import RowParallel, VocabularyEmbedding, VocabularyHead
 from tandem_engine.parallel.group import TpGroup
@@ -54,12 +54,16 @@ def row_parallel(weights: Weights, name: str, *, bias: bool, split: Split) -> Pr
     return local if weights.group.size == 1 else RowParallel(local=local, group=weights.group)
 
 
-def token_embedding(weight: Tensor, group: TpGroup, *, scale: float = 1.0) -> TokenEmbedding:
-    """`weight`: this rank's part [vocab share, hidden] of the table; `scale`: factor of its rows."""
+def token_embedding(
+    weight: Tensor, group: TpGroup, *, scores: Projection | None = None, scale: float = 1.0
+) -> TokenEmbedding:
+    """`weight`: this rank's part [vocab share, hidden] of the table; `scores`: the projection by the same weight, if the
+    model has one; `scale`: factor of the rows."""
     factor = None if scale == 1.0 else torch.tensor(scale, dtype=weight.dtype, device=weight.device)
+    table = table_of(weight, scores)
     if group.size == 1:
-        return Embedding(weight=weight, scale=factor)
-    return VocabularyEmbedding(weight=weight, start=group.rank * len(weight), group=group, scale=factor)
+        return Embedding(table=table, scale=factor)
+    return VocabularyEmbedding(table=table, start=group.rank * len(weight), group=group, scale=factor)
 
 
 def head(local: Projection, vocab_size: int, group: TpGroup) -> Projection:

@@ -14,9 +14,9 @@ import torch
 from tandem_engine.attention.cpu_kernels import Array
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.fused.numbers import as_numbers
-from tandem_engine.model.fused.panels import Panels, pack
+from tandem_engine.model.fused.panels import OUTPUTS, Panels, pack, steps_of
 from tandem_engine.model.fused.step import PROJECTION_COLUMNS, PROJECTIONS, STEP
-from tandem_engine.model.layers.embedding import Embedding, TokenEmbedding
+from tandem_engine.model.layers.embedding import DenseTable, Embedding, PanelTable, Table, TokenEmbedding
 from tandem_engine.model.layers.linear import Linear, PackedLinear, Projection
 from tandem_engine.model.layers.mlp import FeedForward
 from tandem_engine.model.layers.norm import Norm, RmsNorm
@@ -69,7 +69,6 @@ class ModelArrays:
         norms = _norms(blocks, norm)
         assert isinstance(embedding, Embedding), f"{type(embedding).__name__} on a single rank"
         arrays = {
-            "embedding": as_numbers(embedding.weight),
             "angles": as_numbers(rotary.angles),
             "projections": table,
             **norms,
@@ -79,18 +78,40 @@ class ModelArrays:
             dtype=dtype,
             embedding=embedding,
             blocks=tuple(blocks),
-            constant=_constant(config, arrays),
+            constant=_constant(config, arrays, _places(embedding.table)),
             norms=norms,
-            owned=(arrays, biases, panels),
+            owned=(arrays, biases, panels, embedding),
             weight_bytes=sum(part.count * part.bytes_each for part in panels),
         )
 
 
-def _constant(config: ModelConfig, arrays: dict[str, Array]) -> Array:
+def _places(table: Table) -> dict[str, int]:
+    """What `STEP` knows of an embedding."""
+    if isinstance(table, PanelTable):
+        panel, row, step, _ = table.view.stride()
+        address, size = table.view.data_ptr(), len(table.view) * panel
+    else:
+        assert isinstance(table, DenseTable), f"{type(table).__name__} of a single rank"
+        weight = table.weight
+        row, step = weight.stride(0), steps_of(weight.dtype)
+        address, panel, size = weight.data_ptr(), row * OUTPUTS, weight.numel()
+    return {
+        "vocabulary": len(table),
+        "embedding": address,
+        "embedding_size": size,
+        "embedding_panel": panel,
+        "embedding_row": row,
+        "embedding_step": step,
+    }
+
+
+def _constant(config: ModelConfig, arrays: dict[str, Array], embedding: dict[str, int]) -> Array:
     constant = np.zeros(1, STEP)
+    for name, number in embedding.items():
+        constant[name] = number
     constant["num_layers"], constant["num_kv_heads"] = config.num_layers, config.num_kv_heads
     constant["size"], constant["inner"] = config.hidden_size, config.intermediate_size
-    constant["vocabulary"], constant["num_positions"] = len(arrays["embedding"]), len(arrays["angles"])
+    constant["num_positions"] = len(arrays["angles"])
     constant["eps"] = config.rms_eps
     for name, array in arrays.items():
         constant[name] = array.ctypes.data

@@ -37,7 +37,7 @@ from tandem_engine.attention.phases import PHASE_BYTES, array_at, finish, is_ope
 from tandem_engine.compiled import revision_of
 from tandem_engine.model.fused import numbers, panels, rows, step, tiles
 from tandem_engine.model.fused.numbers import narrowed, rounded, widened
-from tandem_engine.model.fused.panels import OUTPUTS
+from tandem_engine.model.fused.panels import OUTPUTS, WORD_BYTES
 from tandem_engine.model.fused.rows import norm_row, norm_rows, place_heads, silu_and_multiply
 from tandem_engine.model.fused.step import (
     ADDRESS,
@@ -87,7 +87,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
         all_heads = heads + 2 * work.num_kv_heads
         normed_heads = work.num_layers if work.head_norm != 0 else 0
         model = Model(
-            embedding=array_at(work.embedding, (work.vocabulary, work.size), number),
+            embedding=array_at(work.embedding, (work.embedding_size,), number),
             angles=array_at(work.angles, (work.num_positions, 2, head_dim), number),
             projections=array_at(work.projections, (work.num_layers, PROJECTIONS, PROJECTION_COLUMNS), types.int64),
             attention_norm=array_at(work.attention_norm, (work.num_layers, work.size), types.float32),
@@ -111,7 +111,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
             gate_up=array_at(work.gate_up, (tokens, 2 * work.inner), types.float32),
             out=array_at(work.out, (work.wanted_tokens, work.size), number),
         )
-        if not _has_places(shared, model):
+        if not _has_places(work.vocabulary, shared, model):
             work.refused = 1
             return
         own = Own(
@@ -124,7 +124,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
             sums=np.empty((tokens, OUTPUTS), np.float32),
         )
         phase = work.phases
-        _embed(phase, shared, model)
+        _embed(phase, work, shared, model)
         for layer in range(work.num_layers):
             phase += PHASE_BYTES
             _project_heads(phase, layer, work, shared, model, own)
@@ -144,10 +144,10 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
 
 
 @inlined
-def _has_places(shared: Shared, model: Model) -> bool:
+def _has_places(vocabulary: int, shared: Shared, model: Model) -> bool:
     """Whether every id is in the vocabulary, and every position in the rotary table."""
     for token in range(shared.input_ids.shape[0]):
-        if not 0 <= shared.input_ids[token] < model.embedding.shape[0]:
+        if not 0 <= shared.input_ids[token] < vocabulary:
             return False
         if not 0 <= shared.positions[token] < model.angles.shape[0]:
             return False
@@ -155,12 +155,15 @@ def _has_places(shared: Shared, model: Model) -> bool:
 
 
 @inlined
-def _embed(phase: int, shared: Shared, model: Model) -> None:
-    tokens = shared.hidden.shape[0]
+def _embed(phase: int, work: Record, shared: Shared, model: Model) -> None:
+    tokens, numbers_of_word = shared.hidden.shape[0], WORD_BYTES // model.embedding.itemsize
     token = take(phase)
     while token < tokens:
+        panel, row = shared.input_ids[token] // OUTPUTS, shared.input_ids[token] % OUTPUTS
+        first = panel * work.embedding_panel + row * work.embedding_row
         for i in range(shared.hidden.shape[1]):
-            shared.hidden[token, i] = widened(model.embedding[shared.input_ids[token], i])
+            place = first + i // numbers_of_word * work.embedding_step + i % numbers_of_word
+            shared.hidden[token, i] = widened(model.embedding[place])
         finish(phase)
         token = take(phase)
     wait(phase, tokens)

@@ -45,6 +45,14 @@ class Panels:
     def count(self) -> int:
         return -(-self.outputs // OUTPUTS)
 
+    def view(self, dtype: torch.dtype) -> Tensor:
+        """[count, OUTPUTS, steps, inputs of a step] of the weight's `dtype`: the same memory, which is to be kept."""
+        step, panel = steps_of(dtype), self.bytes_each // dtype.itemsize
+        memory: Any = (ctypes.c_char * (self.count * self.bytes_each)).from_address(self.address)
+        return torch.frombuffer(memory, dtype=dtype).as_strided(
+            (self.count, OUTPUTS, self.inputs // step, step), (panel, step, OUTPUTS * step, 1)
+        )
+
 
 def pack(weight: Tensor) -> Panels:
     """A copy of `weight` [outputs, inputs], float32 or bfloat16 with an even number of inputs."""

@@ -48,6 +48,10 @@ STEP = np.dtype(
             "inner",
             "vocabulary",
             "embedding",
+            "embedding_size",
+            "embedding_panel",
+            "embedding_row",
+            "embedding_step",
             "num_positions",
             "angles",
             "projections",
@@ -80,7 +84,8 @@ scratch
 
 of the model
     size, inner     E, I
-    embedding       [vocabulary, E] of the model's dtype
+    embedding       [embedding_size] of the model's dtype. Row r begins at r // OUTPUTS · embedding_panel
+                    + r % OUTPUTS · embedding_row; word after word, of one number or two, follows by embedding_step
     angles          [num_positions, 2, D] of the model's dtype: `RotaryTable.angles`
     projections     [L, PROJECTIONS, PROJECTION_COLUMNS] int64; biases are float32
     head_norm       [L, H + KV, D], or 0 when heads are not normalised
@@ -92,6 +97,7 @@ class Model(NamedTuple):
     """Of a step; see `STEP`."""
 
     embedding: Array
+    """[embedding_size]"""
     angles: Array
     projections: Array
     attention_norm: Array

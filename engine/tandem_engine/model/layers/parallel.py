@@ -9,9 +9,9 @@ next row-parallel projection takes exactly that share as its inputs.
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tandem_engine.model.layers.embedding import Table
 from tandem_engine.model.layers.linear import Projection
 from tandem_engine.parallel.group import TpGroup
 
@@ -32,7 +32,7 @@ class RowParallel:
 class VocabularyEmbedding:
     """Looks up token ids of which this rank holds a range."""
 
-    weight: Tensor
+    table: Table
     """[vocab share, hidden]"""
     start: int
     """Token id of the first row."""
@@ -43,8 +43,8 @@ class VocabularyEmbedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 to a fresh [T, hidden]. Exact: all but one rank contribute zero to each row."""
         local = token_ids - self.start
-        elsewhere = (local < 0) | (local >= len(self.weight))
-        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        elsewhere = (local < 0) | (local >= len(self.table))
+        rows = self.table(local.masked_fill_(elsewhere, 0))
         self.group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0.0))
         return rows if self.scale is None else rows.mul_(self.scale)
 

@@ -17,6 +17,9 @@ from tandem_engine.model.fused import arrays, small_step
 from tandem_engine.model.fused.large_step import LargeStep
 from tandem_engine.model.fused.small_step import SmallStep
 from tandem_engine.model.fused.stack import FEW_TOKENS
+from tandem_engine.model.layers import embedding
+from tandem_engine.model.layers.embedding import Embedding, PanelTable
+from tandem_engine.model.tensor_names import EMBEDDING
 from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.forward_builders import PageDealer, Seq, make_batch
 from tandem_testing.random_weights import RandomWeights, small_config
@@ -66,7 +69,7 @@ def compute(model: Decoder, pool: KvPool, batch: ForwardBatch, wanted: torch.Ten
 
 def assert_same(model: Decoder, page_size: int, sequences: Sequence[Seq], *, kind: type = SmallStep) -> None:
     """In hidden states and in what is written to pages. bfloat16 rounds most of what order makes of a sum away."""
-    dtype = model.embedding.weight.dtype
+    dtype = model.norm.weight.dtype
     batch = make_batch(with_ids(sequences), page_size=page_size)
     pools = [filled_pool(model.config, page_size, dtype) for _ in range(2)]
     assert type(step_of(model, pools[0], batch)) is kind
@@ -228,6 +231,26 @@ def test_weights_in_panels_are_not_copied(monkeypatch):
         pytest.skip("oneDNN keeps weights otherwise on this CPU")
     dealer = dealer_of(model)
     assert_same(model, 16, [dealer.decode(length) for length in (5, 40, 17)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tied_table_is_read_from_the_panels_of_the_scores(dtype, monkeypatch):
+    monkeypatch.setattr(embedding, "MIN_SHARED_BYTES", 0)
+    config = small_config(hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=200)
+    model = build(config, dtype)
+    assert isinstance(model.embedding, Embedding)
+    if not isinstance(model.embedding.table, PanelTable):
+        pytest.skip("oneDNN keeps weights otherwise on this CPU")
+    stored = RandomWeights(config=config, dtype=dtype).stacked(EMBEDDING)
+    assert torch.equal(model.embedding(torch.arange(200)), stored)
+    dealer = dealer_of(model)
+    assert_same(model, 16, [dealer.decode(length) for length in (5, 40, 17)])
+    assert_same(model, 16, [dealer.seq(41, 41), dealer.decode(20)], kind=LargeStep)
+    for sequence in (dealer.decode(5), dealer.seq(40, 40)):
+        batch = make_batch([sequence])
+        beyond = replace(batch, input_ids=torch.full((batch.num_tokens,), 200))
+        with pytest.raises(IndexError):
+            compute(model, filled_pool(config, dtype=dtype), beyond)
 
 
 def test_a_prompt_takes_a_large_step():

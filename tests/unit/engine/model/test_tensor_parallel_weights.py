@@ -9,6 +9,7 @@ from tandem_engine.config import ModelImpl, MoeConfig
 from tandem_engine.errors import ConfigError
 from tandem_engine.model.checkpoint import parse_config
 from tandem_engine.model.directory import open_directory
+from tandem_engine.model.layers.embedding import DenseTable
 from tandem_engine.model.layers.linear import Linear
 from tandem_engine.model.layers.parallel import RowParallel, VocabularyEmbedding, VocabularyHead
 from tandem_engine.model.loader import WeightReader
@@ -108,7 +109,7 @@ def test_lookup_and_scores_of_a_padded_vocabulary_are_those_of_the_whole_table()
 
     def work(parallel: Parallel) -> tuple[torch.Tensor, torch.Tensor]:
         share = padded.chunk(3)[parallel.rank]
-        embedding = VocabularyEmbedding(weight=share, start=parallel.rank * 3, group=parallel.forward)
+        embedding = VocabularyEmbedding(table=DenseTable(weight=share), start=parallel.rank * 3, group=parallel.forward)
         head = VocabularyHead(local=Linear(weight=share, bias=None), vocab_size=7, group=parallel.forward)
         return embedding(ids), head(hidden)
 
