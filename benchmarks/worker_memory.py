@@ -3,15 +3,15 @@
     python benchmarks/worker_memory.py MODEL [MODEL ...] [--dtypes float32,bfloat16] [--kv-mib 512]
 
 MODEL: folders of checkpoints (tools/random_model.py makes some). Each is served by `tandem up` with one worker for both
-phases; requests fill its whole KV pool. Resident memory of the engine process and of the worker service is read once the
-system is ready and again with the pool full. A process that has imported torch, and nothing else, is taken off:
+phases; requests fill its whole KV pool. Resident memory of the engine process and of the worker service is read once
+the system is ready and again with the pool full. A process that has imported torch, and nothing else, is taken off:
 
-    share   (engine − torch) / (weights + KV pool), pool full; 1.15 is the target
-    beside  engine − torch − weights − KV pool: what is there whatever the model
-    peak    (highest of the engine until it is ready − torch) / weights: what loading takes
+    share     (engine − torch) / (weights + KV pool), pool full; 1.15 is the target
+    beside    engine − torch − weights − KV pool
+    peak      (highest of the engine until it is ready − torch) / weights: what loading takes
 
-Prints a JSON object per model and dtype. Sizes are MiB; resident memory counts shared pages of files in full. The first
-start on a machine compiles kernels and is not counted.
+`_own` is the same without pages of files, libraries above all: all workers of a machine share these, and the kernel may
+drop them. Prints a JSON object per model and dtype; sizes are MiB. The first start compiles kernels and is not counted.
 """
 
 import argparse
@@ -41,6 +41,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "tandem_services.cli.main"]
 BARE_TORCH = "import torch, sys; print('ready', flush=True); sys.stdin.read()"
 MIB = 1 << 20
+LEAST_PAGES = 320
+"""A pool that takes a request of the default context length."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 PAGE_SIZE = 16
 PROMPT, OUTPUT, STREAMS = 1000, 8, 4
@@ -98,10 +100,10 @@ class Worker:
     def __init__(self, root: int, url: str) -> None:
         self._url = url
         family = list(_family(root))
-        [self.engine] = [each.pid for each in family if "tandem_engine" in each.command or "tandem-engine" in each.command]
+        [self.engine] = [each.pid for each in family if re.search("tandem[_-]engine", each.command)]
         [self.service] = [each.parent for each in family if each.pid == self.engine]
 
-    def fill(self, config: ModelConfig, tokens: int) -> None:
+    def fill(self, tokens: int) -> None:
         """Compute distinct prompts of so many tokens in all."""
         random_ids = random.Random(0)
         prompts = [random_ids.choices(range(FEWEST_TOKENS), k=PROMPT) for _ in range(tokens // PROMPT + 1)]
@@ -121,7 +123,8 @@ class Worker:
 def _family(root: int) -> Iterator[Process]:
     """Everything that `root` and its children have started."""
     every = [_process(int(folder.name)) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-    known, wanted = [each for each in every if each is not None], [root]
+    known = [each for each in every if each is not None]
+    wanted = [root]
     while wanted:
         parent = wanted.pop()
         for each in known:
@@ -166,7 +169,7 @@ def measure(model: Path, dtype: str, kv_mib: float, threads: int) -> dict[str, o
     weights, pool, torch = weight_mib(config, dtype), pages * page_mib(config, dtype), bare_torch()
     with served(model, dtype, pages, threads) as worker:
         ready = Resident.of(worker.engine)
-        worker.fill(config, (pages + 1) * PAGE_SIZE)
+        worker.fill((pages + 1) * PAGE_SIZE)
         full, service = Resident.of(worker.engine), Resident.of(worker.service)
     figures = {
         "weights": weights,
@@ -176,11 +179,12 @@ def measure(model: Path, dtype: str, kv_mib: float, threads: int) -> dict[str, o
         "full": full.now,
         "service": service.now,
         "beside": full.now - torch.now - weights - pool,
-        "beside_without_files": full.own - torch.own - weights - pool,
+        "beside_own": full.own - torch.own - weights - pool,
         "peak_at_load": ready.peak,
     }
     shares = {
         "share": (full.now - torch.now) / (weights + pool),
+        "share_own": (full.own - torch.own) / (weights + pool),
         "share_with_service": (full.now - torch.now + service.now) / (weights + pool),
         "peak": (ready.peak - torch.now) / weights,
     }
@@ -198,7 +202,7 @@ def main() -> None:
     args = parser.parse_args()
     for model in args.models:
         for dtype in args.dtypes.split(","):
-            with served(model, dtype, 2 * PAGE_SIZE + 256, args.threads):
+            with served(model, dtype, LEAST_PAGES, args.threads):
                 pass  # kernels are compiled now
             figures = measure(model, dtype, args.kv_mib, args.threads)
             print(json.dumps({"model": model.name, "dtype": dtype, "threads": args.threads, **figures}), flush=True)

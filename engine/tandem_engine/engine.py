@@ -45,6 +45,7 @@ from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, R
 from tandem_engine.executor.profiler import StepProfiler
 from tandem_engine.executor.self_test import SelfTestReport, self_test
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.freed import give_back
 from tandem_engine.generation import Generation, Generations
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.memory.allocator import PageAllocator
@@ -186,6 +187,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         group=parallel.forward,
         load_format=config.load_format,
     )
+    give_back()
     scheduler = replace(config.scheduler, context_length=context_length)
     folder = Path(config.model_path)
     text = TextTokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None

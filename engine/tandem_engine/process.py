@@ -24,6 +24,7 @@ from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.errors import EngineError, RankLostError
 from tandem_engine.executor.self_test import SelfTestReport
+from tandem_engine.freed import give_back
 from tandem_engine.ipc.channels import IpcContext, KeyPair, PairChannel, RouterChannel
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_engine.ipc.poller import Poller
@@ -327,6 +328,7 @@ def _serve(
         # What is there now stays. Else every full collection walks all of torch: measured, 0.2 s without a token.
         gc.collect()
         gc.freeze()
+        give_back()
         requests: RouterChannel[EngineRequest, EngineReply] = RouterChannel(
             context, config.host, config.request_port, inbound=EngineRequest, outbound=EngineReply
         )

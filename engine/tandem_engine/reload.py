@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from tandem_engine.errors import BusyError, CheckpointError, EngineError, EngineStoppedError
+from tandem_engine.freed import give_back
 from tandem_engine.parallel.agreement import Agreement
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class WeightsReload:
         if failed < self.size:
             raise CheckpointError(f"rank {failed} cannot load its part of {self._path}: its line in the log says why")
         ended = self.replace(loaded)
+        give_back()
         return Reloaded(path=self._path, fingerprint=loaded.model_config.fingerprint, ended=ended)
 
 

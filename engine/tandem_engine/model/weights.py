@@ -57,8 +57,8 @@ def row_parallel(weights: Weights, name: str, *, bias: bool, split: Split) -> Pr
 def token_embedding(
     weight: Tensor, group: TpGroup, *, scores: Projection | None = None, scale: float = 1.0
 ) -> TokenEmbedding:
-    """`weight`: this rank's part [vocab share, hidden] of the table; `scores`: the projection by the same weight, if the
-    model has one; `scale`: factor of the rows."""
+    """`weight`: this rank's part [vocab share, hidden] of the table; `scores`: the projection by the same weight, if
+    there is one; `scale`: factor of the rows."""
     factor = None if scale == 1.0 else torch.tensor(scale, dtype=weight.dtype, device=weight.device)
     table = table_of(weight, scores)
     if group.size == 1:

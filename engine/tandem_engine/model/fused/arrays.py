@@ -88,8 +88,8 @@ class ModelArrays:
 def _places(table: Table) -> dict[str, int]:
     """What `STEP` knows of an embedding."""
     if isinstance(table, PanelTable):
-        panel, row, step, _ = table.view.stride()
-        address, size = table.view.data_ptr(), len(table.view) * panel
+        panel, row, step = (steps_of(table.dtype) * stride for stride in table.words.stride())
+        address, size = table.words.data_ptr(), len(table.words) * panel
     else:
         assert isinstance(table, DenseTable), f"{type(table).__name__} of a single rank"
         weight = table.weight

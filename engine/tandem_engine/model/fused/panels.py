@@ -45,12 +45,11 @@ class Panels:
     def count(self) -> int:
         return -(-self.outputs // OUTPUTS)
 
-    def view(self, dtype: torch.dtype) -> Tensor:
-        """[count, OUTPUTS, steps, inputs of a step] of the weight's `dtype`: the same memory, which is to be kept."""
-        step, panel = steps_of(dtype), self.bytes_each // dtype.itemsize
+    def words(self, dtype: torch.dtype) -> Tensor:
+        """int32 [count, OUTPUTS, steps of the weight's `dtype`]: the same memory, whose owner is to be kept."""
         memory: Any = (ctypes.c_char * (self.count * self.bytes_each)).from_address(self.address)
-        return torch.frombuffer(memory, dtype=dtype).as_strided(
-            (self.count, OUTPUTS, self.inputs // step, step), (panel, step, OUTPUTS * step, 1)
+        return torch.frombuffer(memory, dtype=torch.int32).as_strided(
+            (self.count, OUTPUTS, self.inputs // steps_of(dtype)), (self.bytes_each // WORD_BYTES, 1, OUTPUTS)
         )
 
 

@@ -52,19 +52,20 @@ class PanelTable:
     """Implements `Table`: the weight of a projection to its rows."""
 
     panels: "Panels"
-    view: Tensor
-    """[panels, outputs of a panel, steps, inputs of a step], of the same memory."""
+    words: Tensor
+    """int32 [panels, outputs of a panel, words of a row], of the same memory."""
+    dtype: torch.dtype
 
     def __len__(self) -> int:
         return self.panels.outputs
 
     def __call__(self, rows: Tensor) -> Tensor:
-        width = self.view.shape[1]
+        width = self.words.shape[1]
         # Behind the last row there are others, of zeros.
         least, most = torch.aminmax(rows) if len(rows) else (0, 0)
         if not 0 <= int(least) <= int(most) < len(self):
             raise IndexError(f"token ids {int(least)} to {int(most)} lie outside of the table's {len(self)} rows")
-        return self.view[rows // width, rows % width].flatten(1).contiguous()
+        return self.words[rows // width, rows % width].view(self.dtype)
 
 
 def table_of(weight: Tensor, scores: Projection | None) -> Table:
@@ -72,7 +73,7 @@ def table_of(weight: Tensor, scores: Projection | None) -> Table:
     few = scores.few if isinstance(scores, PackedLinear) else None
     if few is None or weight.nbytes < MIN_SHARED_BYTES:
         return DenseTable(weight=weight)
-    return PanelTable(panels=few.panels, view=few.panels.view(weight.dtype))
+    return PanelTable(panels=few.panels, words=few.panels.words(weight.dtype), dtype=weight.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
