@@ -133,10 +133,15 @@ def plan(args: argparse.Namespace) -> Plan:
         run_dir=_make_run_dir(args.run_dir or Path(".tandem") / str(port)),
         workers=workers,
         # Two engines with as many threads as cores each fight over them: OpenMP spins.
-        threads=args.threads or max(1, (os.cpu_count() or 1) // len(workers)),
+        threads=args.threads or max(1, _cores() // len(workers)),
         # They share one memory, a GPU's too; each measures for itself and knows nothing of the others.
         mem_fraction_static=round(share / len(workers), 4) if share else None,
     )
+
+
+def _cores() -> int:
+    """That this process may use: fewer than there are under `taskset`, or with a set of cores of a container's own."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _make_run_dir(path: Path) -> Path:

@@ -179,7 +179,8 @@ def args(*argv: str):
 
 
 def test_a_plan_names_every_worker_and_shares_the_cores(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4, 12)))
     todo = plan(args("--prefill", "2", "--decode", "1", "--both", "1", "--port", "0", "--run-dir", str(tmp_path)))
     assert [name for name, _, _ in todo.workers] == ["prefill-0", "prefill-1", "decode-0", "both-0"]
     assert todo.threads == 2
