@@ -17,7 +17,12 @@ cpu)
     pip install "torch==$(torch_version)+cpu" ||
         pip install "torch==$(torch_version)+cpu" --extra-index-url "$cpu_index"
     ;;
-cuda) pip install "torch==$(torch_version)" ;;
+cuda)
+    PIP_CONSTRAINT="$PIP_CONSTRAINT $PWD/docker/constraints-cuda.txt"
+    export PIP_CONSTRAINT
+    # "===": "==" takes 2.13.0+cpu for newer than 2.13.0, which is the CUDA build, where an index or a mirror has both.
+    pip install "torch===$(torch_version)"
+    ;;
 *) echo "install-dependencies.sh: torch is none, cpu or cuda, not '$torch'" >&2 && exit 2 ;;
 esac
 

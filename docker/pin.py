@@ -3,8 +3,7 @@
     .venv/bin/python docker/pin.py            write it
     .venv/bin/python docker/pin.py --check    exit status 1 when it is not what would be written
 
-Images then get what was tested. What only the CUDA build of torch requires is not in a CPU environment; torch names
-those versions exactly, so its own pin is enough.
+Images then get what was tested. What only the CUDA build of torch requires is not in a CPU environment: `pin_cuda.py`.
 """
 
 import sys

@@ -53,7 +53,7 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 step 3 "torch $torch_version ($flavour build)"
 have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
 if [ "$flavour" = cuda ]; then
-    case $have in $torch_version | $torch_version+cu*) echo "already there: $have" ;; *) "${pip[@]}" install "torch==$torch_version" ;; esac
+    case $have in "$torch_version" | "$torch_version"+cu*) echo "already there: $have" ;; *) "${pip[@]}" install "torch==$torch_version" ;; esac
 elif [ "$have" = "$torch_version+cpu" ]; then
     echo "already there: $have"
 else

@@ -71,6 +71,9 @@ VIOLATIONS = {
     "routerPolicy is locality, round_robin, least_loaded, power_of_two or session, or prefill=P,decode=P": Violation(
         {"routerPolicy": "prefill=fastest"}
     ),
+    "curveSecret cannot change: pods with other keys do not talk to those that run; make another ModelService": (
+        Violation({"curveSecret": "new"}, before={"curveSecret": "old"})
+    ),
     "role cannot change: a pool has one role": Violation({"role": "prefill"}, before={"role": "decode"}),
     "serviceName cannot change": Violation({"serviceName": "other"}, before={"serviceName": "chat"}),
 }

@@ -4,7 +4,8 @@
 #
 # usage: build_images.sh [TARGET...]       (default: engine-cpu services operator redis)
 #
-#   images    localhost/tandem/engine:e2e (and services, operator, redis), in $TANDEM_KUBE_HOME/images
+#   images    localhost/tandem/engine:e2e (and services, operator, redis), in $TANDEM_KUBE_HOME/images; engine-cuda, which
+#             no node here can run, is localhost/tandem/engine:e2e-cuda in buildah's storage alone (20 GB free, for a while)
 #   pip       the configuration of PYTHON (.venv/bin/python) holds inside, too: local indices, find-links, certificate
 #
 # Needs root and setup_node.sh done. The first time takes minutes; then layers whose inputs are the same are kept.
@@ -51,7 +52,13 @@ make_pause() {
     buildah commit --quiet --rm "$container" localhost/pause:1 >/dev/null
 }
 
-name_of() { case $1 in engine-*) echo "localhost/tandem/engine:$TAG" ;; *) echo "localhost/tandem/$1:$TAG" ;; esac; }
+name_of() {
+    case $1 in
+    engine-cuda) echo "localhost/tandem/engine:$TAG-cuda" ;;
+    engine-cpu) echo "localhost/tandem/engine:$TAG" ;;
+    *) echo "localhost/tandem/$1:$TAG" ;;
+    esac
+}
 
 # save NAME: as an archive, unless the one that is there is of the same image.
 save() {
@@ -87,5 +94,5 @@ have_image localhost/pause:1 || make_pause
 save localhost/pause:1
 for target in "$@"; do
     timed "image $target" build "$target"
-    timed "archive of $target" save "$(name_of "$target")"
+    [ "$target" = engine-cuda ] || timed "archive of $target" save "$(name_of "$target")"
 done

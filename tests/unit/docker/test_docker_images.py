@@ -32,8 +32,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SETTINGS = OperatorSettings()
 
 
-def constraints() -> dict[str, str]:
-    lines = [line for line in (DOCKER / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+def constraints(name: str = "constraints.txt") -> dict[str, str]:
+    lines = [line for line in (DOCKER / name).read_text().splitlines() if not line.startswith("#")]
     return dict(line.split("==") for line in lines)
 
 
@@ -210,3 +210,21 @@ def test_everything_that_images_install_is_pinned():
 def test_torch_is_the_version_of_the_set_up():
     setup = (ROOT / "tools" / "setup.sh").read_text()
     assert f"torch_version={constraints()['torch']}\n" in setup
+
+
+def test_gpus_get_the_cuda_build_where_an_index_has_the_cpu_build_too():
+    """A mirror with torch-2.13.0+cpu beside torch-2.13.0: "==" takes the first for newer."""
+    script = (DOCKER / "install-dependencies.sh").read_text()
+    [specifier] = re.findall(r'torch(=+)\$\(torch_version\)"$', script, re.MULTILINE)
+    version = constraints()["torch"]
+    assert Requirement(f"torch{specifier}{version}").specifier.contains(version)
+    assert not Requirement(f"torch{specifier}{version}").specifier.contains(f"{version}+cpu")
+
+
+def test_what_cuda_adds_is_pinned_and_nothing_is_pinned_twice():
+    known, added = constraints(), constraints("constraints-cuda.txt")
+    assert added.keys().isdisjoint(known)
+    assert {"triton", "nvidia-nccl-cu13", "nvidia-nvjitlink", "cuda-bindings"} <= added.keys()
+    dev = [Requirement(line) for line in PROJECT["optional-dependencies"]["dev"]]
+    [triton] = [one for one in dev if one.name == "triton"]
+    assert triton.specifier.contains(added["triton"]), "what kernels are tested with"
