@@ -1,6 +1,7 @@
 """`tandem-engine`: the engine's own commands. People use `tandem`, which starts these as processes.
 
 serve    one engine process for a worker service; with --tensor-parallel-size it starts its further ranks
+follow   the ranks of a further machine of an engine with --nnodes
 verify   compare with transformers, token by token
 bench    offline throughput and latency against transformers
 """
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_serve(commands)
+    _add_follow(commands)
     _add_verify(commands)
     _add_bench(commands)
     _add_rank(commands)
@@ -44,15 +46,19 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
     parser.add_argument("--worker-id", required=True, metavar="ID", help="stable name of the worker")
     parser.add_argument("--incarnation", required=True, metavar="ID@N", help="this process of that worker")
-    parser.add_argument("--host", default="127.0.0.1", help="address that gateways and peers reach")
     parser.add_argument("--request-port", type=non_negative_int, default=0, metavar="PORT", help="0 picks a free one")
     parser.add_argument("--peer-port", type=non_negative_int, default=0, metavar="PORT", help="0 picks a free one")
-    parser.add_argument("--control", metavar="ENDPOINT", help="ipc:// endpoint of the worker service")
-    parser.add_argument("--curve-keys", type=Path, metavar="FILE", help="key file of the deployment")
+    _add_process_flags(parser)
     parser.add_argument("--report-ended", action="store_true", help="tell the worker service about traced requests")
-    _add_log_format(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=_serve)
+
+
+def _add_process_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address that gateways, peers and other nodes reach")
+    parser.add_argument("--control", metavar="ENDPOINT", help="ipc:// endpoint of the worker service")
+    parser.add_argument("--curve-keys", type=Path, metavar="FILE", help="key file of the deployment")
+    _add_log_format(parser)
 
 
 def _add_log_format(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +83,25 @@ def _serve(args: argparse.Namespace) -> int:
             curve_keys=args.curve_keys,
             report_ended=args.report_ended,
         )
+    )
+
+
+def _add_follow(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("follow", help="ranks of a further machine of one engine", allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="PATH", help="checkpoint folder")
+    parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
+    _add_process_flags(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(run=_follow)
+
+
+def _follow(args: argparse.Namespace) -> int:
+    configure_logging(LogFormat(args.log_format), level=read_environment().level)
+    set_default("OMP_WAIT_POLICY", "PASSIVE")
+    from tandem_engine.node import NodeConfig, follow
+
+    return follow(
+        NodeConfig(engine=engine_config(args), host=args.host, control=args.control, curve_keys=args.curve_keys)
     )
 
 

@@ -72,6 +72,7 @@ from tandem_engine.model.sharing import heads_of_rank, require_shareable
 from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.devices import device_of_rank, require_device
+from tandem_engine.parallel.failure import Departure
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.parallel.inputs import (
     Abort,
@@ -168,10 +169,10 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
     parallel = parallel or Parallel()
     assert parallel.size == config.parallel.tp_size, f"{parallel.size} ranks for {config.parallel}"
     facts = require_loadable(config)
-    config = replace(config, device=device_of_rank(config.device, parallel.rank))
+    config = replace(config, device=device_of_rank(config.device, config.parallel.local_rank(parallel.rank)))
     read_draft(config.speculative, target=facts, target_path=config.model_path)
     context_length = _context_length(config, facts)
-    threads = max(1, (config.threads or torch.get_num_threads()) // parallel.size)
+    threads = max(1, (config.threads or torch.get_num_threads()) // config.parallel.local_size)
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
     torch.set_num_threads(1)
     dtype = resolve_dtype(config.dtype, facts, device=config.device)
@@ -213,7 +214,7 @@ def _vocabulary(folder: Path, facts: ModelConfig) -> GuidanceVocabulary | None:
 
 def require_loadable(config: EngineConfig) -> ModelConfig:
     """What the checkpoint says of itself. Raises what `load` would, before any weights are read."""
-    require_device(config.device, ranks=config.parallel.tp_size)
+    require_device(config.device, ranks=config.parallel.local_size)
     facts = read_model_config(config.model_path, impl=config.model_impl, load_format=config.load_format)
     require_shareable(facts, config.parallel.tp_size)
     _context_length(config, facts)
@@ -510,6 +511,11 @@ class Engine:
         """Another rank may be about to report what wakes nobody here: `step` again in a moment."""
         return self._transport is not None and self._transport.awaits_ranks
 
+    @property
+    def departure(self) -> Departure:
+        """Why this engine should be drained, once a node of it is to leave."""
+        return self._parallel.departure
+
     def audit(self) -> ConservationReport:
         """The five sets of pages, and what is wrong with them."""
         return self.scheduler.audit()
@@ -611,8 +617,8 @@ class Engine:
         return answer
 
     def _load_replacement(self, path: str) -> LoadedModel:
-        # A configuration names the device of rank 0.
-        device = device_of_rank(self._loaded_with.device, -self._parallel.rank)
+        # A configuration names the device of the node's first rank.
+        device = device_of_rank(self._loaded_with.device, -self._loaded_with.parallel.local_rank(self._parallel.rank))
         config = replace(self._loaded_with, model_path=path, device=device)
         loaded = load(config, progress=False, parallel=self._parallel)
         self._require_same_architecture(loaded)

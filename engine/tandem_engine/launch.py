@@ -1,14 +1,17 @@
 """An engine with all of its ranks: what a caller needs who does not want to know how many there are.
 
-checks that need no other process ─▶ other ranks start ─▶ load ─▶ build ─▶ the caller's use
+checks that need no other process ─▶ other nodes come ─▶ other ranks start ─▶ load ─▶ build ─▶ the caller's use
 ranks end ◀─ the engine closes, which tells them ◀────────────────────────────┘
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort, load, require_loadable
+from tandem_engine.errors import ConfigError
+from tandem_engine.parallel.nodes.access import NodeAccess
+from tandem_engine.parallel.nodes.gathering import Gathered, gathered_nodes
 from tandem_engine.parallel.rank_processes import other_ranks
 from tandem_engine.scheduler.stream import Sink
 
@@ -21,6 +24,7 @@ def launched_engine(
     self_test: bool = False,
     sink: Sink | None = None,
     port: EnginePort | None = None,
+    nodes: NodeAccess | None = None,
 ) -> Iterator[Engine]:
     """Load and build the engine that `config` describes, on as many ranks as it asks for.
 
@@ -28,14 +32,26 @@ def launched_engine(
         progress: show a bar while weights are read.
         self_test: the caller calls `Engine.self_test` before anything else; with several ranks all take part.
         sink, port: see `Engine.build`.
+        nodes: how other nodes reach this one, which leads them.
 
     Raises:
-        ConfigError, CheckpointError: the configuration or the checkpoint cannot work.
+        ConfigError, CheckpointError: the configuration or the checkpoint cannot work; it asks for nodes and there is
+            no `nodes`.
         RankLostError: a rank could not start, or ended while the engine was in use.
     """
-    if config.parallel.tp_size > 1:
-        require_loadable(config)
-    with other_ranks(config, self_test=self_test) as parallel:
+    with ExitStack() as stack:
+        gathered = _gathered(config, nodes, self_test=self_test, stack=stack) if config.parallel.tp_size > 1 else None
+        parallel = stack.enter_context(other_ranks(config, self_test=self_test, gathered=gathered))
         loaded = load(config, progress=progress, parallel=parallel)
-        with Engine.build(loaded, loaded.config, sink=sink, port=port) as engine:
-            yield engine
+        yield stack.enter_context(Engine.build(loaded, loaded.config, sink=sink, port=port))
+
+
+def _gathered(config: EngineConfig, nodes: NodeAccess | None, *, self_test: bool, stack: ExitStack) -> Gathered | None:
+    facts = require_loadable(config)
+    if config.parallel.nnodes == 1:
+        return None
+    if nodes is None:
+        raise ConfigError(
+            f"--nnodes {config.parallel.nnodes} is for `tandem worker`; here all ranks are on one machine"
+        )
+    return stack.enter_context(gathered_nodes(config, facts.fingerprint, nodes, self_test=self_test))

@@ -45,7 +45,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
 
     Raises `ConfigError` when pages, or one request of the context length, do not fit.
     """
-    meter, cache = meter_for(config.device), _share_of_rank(config, parallel)
+    meter, cache = meter_for(config.device), _share_of_rank(config)
     measured = cache.mem_fraction_static > 0
     activations = _measure(config, footprint, meter) if measured else None
     graphs = footprint.graph_bytes() if measured else 0
@@ -56,7 +56,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
         cache,
         MemoryFacts(
             total=meter.total(),
-            available=available // _ranks_on_one_memory(config, parallel),
+            available=available // _ranks_on_one_memory(config),
             used=meter.used(),
             weights=footprint.weight_bytes,
             activations=activations,
@@ -78,16 +78,16 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
     return plan
 
 
-def _share_of_rank(config: EngineConfig, parallel: Parallel) -> CacheConfig:
+def _share_of_rank(config: EngineConfig) -> CacheConfig:
     cache = config.cache.for_device(config.device)
     if not cache.mem_fraction_static:
         return cache
-    return replace(cache, mem_fraction_static=cache.mem_fraction_static / _ranks_on_one_memory(config, parallel))
+    return replace(cache, mem_fraction_static=cache.mem_fraction_static / _ranks_on_one_memory(config))
 
 
-def _ranks_on_one_memory(config: EngineConfig, parallel: Parallel) -> int:
-    """Those on a CPU divide it; on accelerators each has its own."""
-    return parallel.size if torch.device(config.device).type == "cpu" else 1
+def _ranks_on_one_memory(config: EngineConfig) -> int:
+    """Those of a node that are on a CPU divide it; on accelerators each has its own."""
+    return config.parallel.local_size if torch.device(config.device).type == "cpu" else 1
 
 
 def _measure(config: EngineConfig, footprint: Footprint, meter: MemoryMeter) -> int:

@@ -33,6 +33,7 @@ from tandem_engine.messages.control import (
     Audit,
     AuditReport,
     Drain,
+    DrainWanted,
     EngineFailed,
     EngineReady,
     EngineToWorker,
@@ -49,6 +50,7 @@ from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_engine.names import RequestId
 from tandem_engine.operations import Operations
+from tandem_engine.parallel.nodes.access import NodeAccess
 from tandem_engine.watchdog import Watchdog, describe_scheduler
 
 log = logging.getLogger(__name__)
@@ -125,6 +127,7 @@ class EngineProcess:
         self._event_sequence = 0
         self._stats_at = 0.0
         self._stopping = False
+        self._drain_wanted = False
         self._early: deque[tuple[bytes, EngineRequest]] = deque()
         """Requests that came during a long step; handled at the next turn."""
         engine.scheduler.ended.wanted = config.report_ended and control is not None
@@ -160,6 +163,7 @@ class EngineProcess:
         worked = self._engine.step()
         self._abort_unreachable()
         self._operations.poll()
+        self._pass_on_departure()
         self._publish()
         if not (received or worked):
             self._poller.wait(RANKS_SLEEP if self._engine.awaits_ranks else LONGEST_SLEEP)
@@ -238,6 +242,14 @@ class EngineProcess:
         """A gateway that died cannot abort its requests, so its worker does (RELIABILITY B3 14)."""
         while self._outbox.unreachable:
             self._engine.abort_client(self._outbox.unreachable.pop())
+
+    def _pass_on_departure(self) -> None:
+        """A node of this engine is to leave: whoever knows the fleet has requests move before it does."""
+        reason = self._engine.departure.reason
+        if reason is not None and not self._drain_wanted:
+            self._drain_wanted = True
+            log.info("asking to be drained: %s", reason)
+            self._tell(DrainWanted(reason=reason))
 
     def _publish(self) -> None:
         events = self._engine.memory.cache.take_events()
@@ -323,7 +335,8 @@ def _serve(
         host=config.host,
         peer_port=config.peer_port,
     )
-    with launched_engine(config.engine, progress=True, self_test=True, sink=outbox, port=port) as engine:
+    nodes = NodeAccess(host=config.host, curve_keys=config.curve_keys)
+    with launched_engine(config.engine, progress=True, self_test=True, sink=outbox, port=port, nodes=nodes) as engine:
         test = engine.self_test()
         # What is there now stays. Else every full collection walks all of torch: measured, 0.2 s without a token.
         gc.collect()

@@ -2,7 +2,7 @@
 
 Start   order from standard input → meet the other ranks → load this rank's weights → build → self-test
 Turn    wait for rank 0's turn → take the same inputs → plan, launch and settle the same step; say nothing
-Stop    rank 0 closes the engine; or it is gone, which standard input shows by its end
+Stop    rank 0 closes the engine; or the process that started this one is gone, which standard input shows by its end
 
 Signals are rank 0's business: a terminal or service manager sends them to every process of a group, and a rank
 that left at once would look like one that was lost.
@@ -23,6 +23,7 @@ from tandem_engine.engine import Engine, load
 from tandem_engine.errors import EngineError
 from tandem_engine.parallel.devices import device_of_rank
 from tandem_engine.parallel.meeting_place import remove
+from tandem_engine.parallel.nodes.leader import follows_key
 from tandem_engine.parallel.rank_processes import RankOrder, announce
 from tandem_engine.parallel.torch_group import join_ranks
 from tandem_engine.scheduler.stream import discard
@@ -69,13 +70,15 @@ def _follow(order: RankOrder) -> None:
         store,
         rank=order.rank,
         size=config.parallel.tp_size,
-        device=torch.device(device_of_rank(config.device, order.rank)),
+        device=torch.device(device_of_rank(config.device, config.parallel.local_rank(order.rank))),
         timeout_s=config.parallel.timeout,
+        host=None if order.meeting is None else order.meeting.host,
     )
     loaded = load(config, progress=False, parallel=parallel)
     with Engine.build(loaded, loaded.config, sink=discard) as engine:
         if order.self_test:
             engine.self_test()
+        store.set(follows_key(order.rank), "1")
         engine.follow()
 
 

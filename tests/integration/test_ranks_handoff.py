@@ -6,122 +6,23 @@ Real processes, gloo and NIXL. Every wait is for an event, under a bound that on
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tandem_engine.ipc.channels import AsyncDealerChannel, AsyncPairServer, IpcContext
 from tandem_engine.messages.control import (
-    Audit,
-    AuditReport,
-    EngineReady,
-    EngineToWorker,
     PeerEnded,
-    WorkerToEngine,
 )
-from tandem_engine.messages.outputs import EngineReply, Finish, FinishReason, OutputBatch
-from tandem_engine.messages.requests import EngineRequest, Handoff, HandoffSide, Peer
+from tandem_engine.messages.outputs import FinishReason
+from tandem_testing.engine_processes import PATIENCE_S, Engine, hand_over, serving
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
-PATIENCE_S = 60.0
-GRANT_S, HOLD_S = 2.0, 2.0
 PROMPTS = [tuple(range(5, 25)), (40, 41, 42), tuple(i % 200 + 5 for i in range(300))]
-
-
-@dataclass
-class Received:
-    tokens: list[int] = field(default_factory=list)
-    finish: Finish | None = None
-
-
-@dataclass
-class Engine:
-    """An engine process, as its worker service and a gateway have it."""
-
-    name: str
-    process: asyncio.subprocess.Process
-    control: "AsyncPairServer[EngineToWorker, WorkerToEngine]"
-    client: "AsyncDealerChannel[EngineReply, EngineRequest]"
-    ready: EngineReady
-
-    @property
-    def peer(self) -> Peer:
-        return Peer(
-            worker_id=self.name,
-            incarnation=f"{self.name}@1",
-            endpoint=self.ready.peer_endpoint,
-            compat_hash=self.ready.compat_hash,
-        )
-
-    @property
-    def further_rank(self) -> int:
-        """Process id of rank 1."""
-        pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
-
-    async def until(self, rid: str, *, tokens: int | None = None) -> Received:
-        """What comes of `rid` until it ends, or has so many tokens. Nothing else may be asked for meanwhile."""
-        received = Received()
-        async with asyncio.timeout(PATIENCE_S):
-            while received.finish is None and (tokens is None or len(received.tokens) < tokens):
-                reply = await self.client.receive()
-                for output in reply.outputs if isinstance(reply, OutputBatch) else ():
-                    assert output.rid == rid
-                    received.tokens += output.token_ids
-                    received.finish = output.finish
-        return received
-
-    async def audit(self) -> AuditReport:
-        await self.control.send(Audit(nonce=1))
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                report = await self.control.receive()
-                if isinstance(report, AuditReport):
-                    return report
-
-    async def is_clean(self) -> bool:
-        """Idle with nothing leaked, at last."""
-        while True:
-            report = await self.audit()
-            assert report.problems == ()
-            if report.idle and report.private_pages == report.held_pages == 0:
-                return True
-
-
-@asynccontextmanager
-async def serving(checkpoint: Path, folder: Path, name: str, ranks: int) -> AsyncIterator[Engine]:
-    context = IpcContext()
-    endpoint = f"ipc://{folder}/{name}"
-    control: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(
-        context, endpoint, inbound=EngineToWorker, outbound=WorkerToEngine
-    )
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tandem_engine.cli", "serve", "--model", str(checkpoint), "--dtype", "float32"),
-        *("--worker-id", name, "--incarnation", f"{name}@1", "--control", endpoint, "--threads", "1"),
-        *("--num-pages", "256", "--chunked-prefill-size", "32", "--tensor-parallel-size", str(ranks)),
-        *("--grant-timeout", str(GRANT_S), "--hold-timeout", str(HOLD_S), "--dist-timeout", str(PATIENCE_S)),
-    )
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            ready = await control.receive()
-        assert isinstance(ready, EngineReady), ready
-        client = AsyncDealerChannel(context, ready.request_endpoint, inbound=EngineReply, outbound=EngineRequest)
-        yield Engine(name=name, process=process, control=control, client=client, ready=ready)
-        client.close()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        control.close()
-        context.close()
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +36,6 @@ async def pair(checkpoint: Path, folder: Path, senders: int, receivers: int) -> 
         prefill = await stack.enter_async_context(serving(checkpoint, folder, "p", senders))
         decode = await stack.enter_async_context(serving(checkpoint, folder, "d", receivers))
         yield prefill, decode
-
-
-def hand_over(rid: str, prompt: tuple[int, ...], prefill: Engine, decode: Engine, **params: object) -> None:
-    """Both ends of one request, as a gateway sends them."""
-    for engine, other, side in ((decode, prefill, HandoffSide.RECEIVE), (prefill, decode, HandoffSide.SEND)):
-        handoff = Handoff(side=side, room=rid, generation=1, peer=other.peer)
-        engine.client.send(make_message(rid, prompt, handoff=handoff, **params))
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 2)])

@@ -65,6 +65,20 @@ class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     code: str
 
 
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="node"):
+    """A node that is not the first lives, and so does node 0 once it was joined. About once a second."""
+
+    node_rank: int
+    serving: bool
+    """Its ranks take part in the engine's steps."""
+
+
+class DrainWanted(msgspec.Struct, frozen=True, kw_only=True, tag="drain_wanted"):
+    """The engine should be drained, because a part of it is about to go. Sent once."""
+
+    reason: str
+
+
 class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
     """What became of drafts since start."""
 
@@ -250,7 +264,16 @@ class OrderRefused(msgspec.Struct, frozen=True, kw_only=True, tag="order_refused
 
 
 EngineToWorker = (
-    EngineReady | EngineFailed | EngineStats | AuditReport | OrderDone | OrderRefused | KvEventBatch | EndedRequests
+    EngineReady
+    | EngineFailed
+    | NodeReport
+    | DrainWanted
+    | EngineStats
+    | AuditReport
+    | OrderDone
+    | OrderRefused
+    | KvEventBatch
+    | EndedRequests
 )
 
 

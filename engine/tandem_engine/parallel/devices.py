@@ -6,9 +6,9 @@ from tandem_engine.errors import ConfigError
 
 
 def device_of_rank(device: str, rank: int) -> str:
-    """`cpu` for all ranks; of GPUs each rank has its own, from the one that is named, or the first, upwards.
+    """`cpu` for all ranks; of GPUs each rank of a node has its own, from the one that is named, or the first, upwards.
 
-    With the rank negated, from that of a rank back to that of rank 0.
+    `rank` is counted on its node. Negated it leads from the device of a rank back to that of the node's first.
     """
     named = torch.device(device)
     return device if named.type == "cpu" else f"{named.type}:{(named.index or 0) + rank}"

@@ -1,4 +1,4 @@
-"""The first thing that made it impossible for a rank to go on."""
+"""The first thing that made it impossible for a rank to go on, and what should bring its engine to an end in order."""
 
 from dataclasses import dataclass
 
@@ -20,6 +20,18 @@ class FirstFailure:
         """Raise the `RankLostError` that was recorded, if one was."""
         if self.error is not None:
             raise self.error
+
+
+@dataclass(kw_only=True, slots=True)
+class Departure:
+    """Set by whoever watches other nodes, read by the scheduler thread."""
+
+    reason: str | None = None
+    """Why the engine should drain; None while nothing asks for it."""
+
+    def ask(self, reason: str) -> None:
+        """Remember `reason`, unless there was one before."""
+        self.reason = self.reason or reason
 
 
 def _step_failed(cause: Exception) -> RankLostError:

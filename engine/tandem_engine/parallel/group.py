@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem_engine.parallel.failure import FirstFailure
+from tandem_engine.parallel.failure import Departure, FirstFailure
 
 
 class TpGroup(Protocol):
@@ -98,6 +98,8 @@ class Parallel:
     """For the scheduler thread, which uses it in `agree` alone."""
     failure: FirstFailure = field(default_factory=FirstFailure)
     """What makes this rank unable to go on, once something does."""
+    departure: Departure = field(default_factory=Departure)
+    """What should end this engine in order, once something does."""
 
     @property
     def rank(self) -> int:

@@ -1,9 +1,10 @@
-"""Ranks 1 to N - 1, as rank 0 sees them: processes that it starts, watches and ends.
+"""The ranks of a node as the process sees them that starts, watches and ends them: rank 0, or a follower.
 
 Life of the ranks of an engine
     1. started     `tandem-engine rank` with its `RankOrder` on standard input, which then stays open: when it
                    closes, rank 0 is gone and the rank leaves, however rank 0 came to its end
-    2. met         all have come to the store (a file in their `meeting_place`) and formed their groups
+    2. met         all have come to the store (a file in their `meeting_place`, or between nodes that of `nodes.store`)
+                   and formed their groups
     3. following   each does what rank 0 does, turn by turn
     4. ended       `Stop` was agreed on: they leave by themselves, and are killed if they do not
        or lost     one ended before that, or this rank failed: the rest is killed at once, so that nobody waits
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -26,11 +27,16 @@ from torch._C._distributed_c10d import FileStore, Store
 
 from tandem_engine.config import EngineConfig
 from tandem_engine.errors import RankLostError
+from tandem_engine.ipc.calls import CallChannel
 from tandem_engine.logs import configured_format
+from tandem_engine.messages.nodes import LeaderToNode, NodeToLeader
 from tandem_engine.parallel.devices import device_of_rank
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.parallel.meeting_place import meeting_place
+from tandem_engine.parallel.nodes.access import Meeting
+from tandem_engine.parallel.nodes.gathering import Gathered
+from tandem_engine.parallel.nodes.store import RemoteStore
 from tandem_engine.parallel.torch_group import join_ranks
 
 logger = logging.getLogger(__name__)
@@ -51,8 +57,16 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     self_test: bool
     """Rank 0 will run the self-test before its first turn."""
+    meeting: Meeting | None = None
+    """Of an engine on several nodes."""
 
     def open_store(self) -> Store:
+        """Where this rank meets the others, for as long as its process lives. Rank 0 of several nodes has its own."""
+        if self.meeting is not None:
+            channel: CallChannel[LeaderToNode, NodeToLeader] = CallChannel(
+                self.meeting.access.open(), self.meeting.endpoint, inbound=LeaderToNode, outbound=NodeToLeader
+            )
+            return RemoteStore(channel, session=self.meeting.session)
         return FileStore(str(Path(self.folder) / "store"), self.engine.parallel.tp_size)
 
     @property
@@ -63,7 +77,11 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 def announce(store: Store, rank: int) -> None:
     """Tell rank 0 that this rank runs and is about to join."""
-    store.set(f"here-{rank}", "1")
+    store.set(_here_key(rank), "1")
+
+
+def _here_key(rank: int) -> str:
+    return f"here-{rank}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,25 +124,17 @@ class RankProcess:
 
 @dataclass(kw_only=True, slots=True)
 class RankProcesses:
-    """All ranks but this one. `watch` runs on a thread of its own."""
+    """Those of a node that are processes of this one. `watch` runs on a thread of its own."""
 
     ranks: Sequence[RankProcess]
     failure: FirstFailure
     done: threading.Event = field(default_factory=threading.Event)
+    failed: threading.Event = field(default_factory=threading.Event)
+    """Set when `watch` has ended them after a failure."""
     cause: str | None = None
     """How the rank that broke off ended, once `watch` has seen it."""
-
-    def await_arrival(self, store: Store, timeout_s: float) -> None:
-        """Return when every rank has come to the store. Raises `RankLostError` when one does not."""
-        deadline = time.monotonic() + timeout_s
-        for rank in self.ranks:
-            while not store.check([f"here-{rank.order.rank}"]):
-                self.failure.raise_if_any()
-                if time.monotonic() > deadline:
-                    raise RankLostError(
-                        f"rank {rank.order.rank} did not start within {timeout_s:g} s; raise --dist-timeout"
-                    )
-                time.sleep(POLL_S)
+    grace_s: float = 0.0
+    """How long they may take to leave in the end."""
 
     def watch(self) -> None:
         """Until `done`: notice the end of a rank, and end the others after a failure of any."""
@@ -137,6 +147,7 @@ class RankProcesses:
                 deadline = deadline or time.monotonic() + LAST_WORDS_S
                 if self.cause is not None or time.monotonic() > deadline:
                     self.end(grace_s=0.0)
+                    self.failed.set()
                     return
 
     def end(self, *, grace_s: float) -> None:
@@ -147,13 +158,28 @@ class RankProcesses:
 
 
 @contextmanager
-def other_ranks(config: EngineConfig, *, self_test: bool) -> Iterator[Parallel]:
-    """Start the ranks that `config` asks for besides this one, and end them on leaving.
+def started(orders: Sequence[RankOrder], failure: FirstFailure) -> Iterator[RankProcesses]:
+    """Start ranks, watch them, and end them on leaving."""
+    ranks = RankProcesses(ranks=[RankProcess.start(order) for order in orders], failure=failure)
+    watcher = threading.Thread(target=ranks.watch, name="rank-watcher", daemon=True)
+    watcher.start()
+    try:
+        yield ranks
+    finally:
+        ranks.done.set()
+        watcher.join()
+        ranks.end(grace_s=ranks.grace_s)
+
+
+@contextmanager
+def other_ranks(config: EngineConfig, *, self_test: bool, gathered: Gathered | None = None) -> Iterator[Parallel]:
+    """Start the ranks that `config` asks for on this node besides this one, and end them on leaving.
 
     Use it around everything that uses the `Parallel` it gives: `load`, `Engine.build`, and the engine's life.
 
     Args:
         self_test: the engine will run its self-test, in which all ranks must take part.
+        gathered: the other nodes, of an engine that has several.
 
     Raises:
         RankLostError: a rank could not start, or ended early; the message says why.
@@ -161,38 +187,47 @@ def other_ranks(config: EngineConfig, *, self_test: bool) -> Iterator[Parallel]:
     if config.parallel.tp_size == 1:
         yield Parallel()
         return
+    failure = FirstFailure() if gathered is None else gathered.failure
+    meeting = None if gathered is None else gathered.meeting
     with meeting_place() as folder:
         orders = [
-            RankOrder(engine=config, rank=rank, folder=str(folder), self_test=self_test)
-            for rank in range(config.parallel.tp_size)
+            RankOrder(engine=config, rank=rank, folder=str(folder), self_test=self_test, meeting=meeting)
+            for rank in config.parallel.ranks_of(0)
         ]
-        failure = FirstFailure()
-        others = RankProcesses(ranks=[RankProcess.start(order) for order in orders[1:]], failure=failure)
-        watcher = threading.Thread(target=others.watch, name="rank-watcher", daemon=True)
-        watcher.start()
-        grace_s = 0.0
-        try:
-            yield _meet(others, orders[0])
-            grace_s = STOP_S
-        except RankLostError as error:
-            failure.record(error)
-            watcher.join()
-            raise RankLostError(others.cause or str(error)) from error
-        finally:
-            others.done.set()
-            watcher.join()
-            others.end(grace_s=grace_s)
+        with started(orders[1:], failure) as ranks:
+            try:
+                store = orders[0].open_store() if gathered is None else gathered.store
+                parallel = _meet(store, orders[0], failure)
+                yield parallel if gathered is None else replace(parallel, departure=gathered.departure)
+                ranks.grace_s = STOP_S
+            except RankLostError as error:
+                failure.record(error)
+                ranks.failed.wait()
+                cause = ranks.cause or (None if gathered is None else gathered.cause())
+                raise RankLostError(cause or str(error)) from error
 
 
-def _meet(others: RankProcesses, order: RankOrder) -> Parallel:
-    config = order.engine
-    store = order.open_store()
-    others.await_arrival(store, config.parallel.timeout)
+def _meet(store: Store, order: RankOrder, failure: FirstFailure) -> Parallel:
+    parallel = order.engine.parallel
+    _await_arrival(store, order.engine, failure)
     return join_ranks(
         store,
         rank=order.rank,
-        size=config.parallel.tp_size,
-        device=torch.device(device_of_rank(config.device, order.rank)),
-        timeout_s=config.parallel.timeout,
-        failure=others.failure,
+        size=parallel.tp_size,
+        device=torch.device(device_of_rank(order.engine.device, parallel.local_rank(order.rank))),
+        timeout_s=parallel.timeout,
+        failure=failure,
+        host=None if order.meeting is None else order.meeting.host,
     )
+
+
+def _await_arrival(store: Store, config: EngineConfig, failure: FirstFailure) -> None:
+    """Return when every rank has come to the store. Raises `RankLostError` when one does not."""
+    timeout_s = config.parallel.timeout
+    deadline = time.monotonic() + timeout_s
+    for rank in range(1, config.parallel.tp_size):
+        while not store.check([_here_key(rank)]):
+            failure.raise_if_any()
+            if time.monotonic() > deadline:
+                raise RankLostError(f"rank {rank} did not start within {timeout_s:g} s; raise --dist-timeout")
+            time.sleep(POLL_S)

@@ -3,8 +3,10 @@
 Process groups are made directly and not through `init_process_group`, which would keep them in globals of the
 process: an engine owns its groups, and a process may hold ranks of several engines, or several ranks of one.
 
-All ranks run on one machine. Gloo is bound to the loopback device and the store is a file that only this user
-can read, so nothing of a group can be reached from outside (RELIABILITY: unauthenticated side channels).
+Where all ranks run on one machine, gloo is bound to the loopback device and the store is a file that only this user
+can read, so nothing of a group can be reached from outside (RELIABILITY C1: unauthenticated side channels). Between
+nodes it is bound to the address by which the nodes reach each other, the store answers ranks of this engine alone
+(`nodes.store`), and each connection is proved to lead to the rank that it should (`nodes.proof`).
 """
 
 import time
@@ -19,9 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from tandem_engine.environment import set_default
 from tandem_engine.errors import ConfigError, RankLostError
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.group import Parallel
+from tandem_engine.parallel.nodes.interfaces import interface_of
+from tandem_engine.parallel.nodes.proof import require_proofs
 
 LOOPBACK = "127.0.0.1"
 NO_TIMEOUT_S = 365 * 24 * 3600.0
@@ -110,6 +115,7 @@ def join_ranks(
     device: torch.device,
     timeout_s: float,
     failure: FirstFailure | None = None,
+    host: str | None = None,
 ) -> Parallel:
     """Meet the other ranks and form both groups. Blocks until all have come.
 
@@ -117,18 +123,19 @@ def join_ranks(
         store: shared by all ranks, and by no other engine.
         timeout_s: how long a rank waits for the others, here and in each collective of a forward.
         failure: this rank's, which ends a wait for others early; None makes a new one.
+        host: address of this node by which those of other nodes reach it; None when all ranks are on one machine.
 
     Raises:
         ConfigError: there is no backend for `device`.
         RankLostError: another rank did not come in time.
     """
     failure = failure or FirstFailure()
-    host = torch.device("cpu")
-    place = Place(store=store, rank=rank, size=size, failure=failure)
+    on_host = torch.device("cpu")
+    place = Place(store=store, rank=rank, size=size, failure=failure, host=host)
     return Parallel(
         forward=_group(place, "forward", device=device, timeout_s=timeout_s),
         # The scheduler agrees on things that the host knows, whatever computes the forward.
-        schedule=_group(place, "schedule", device=host, timeout_s=NO_TIMEOUT_S, arrival_s=timeout_s),
+        schedule=_group(place, "schedule", device=on_host, timeout_s=NO_TIMEOUT_S, arrival_s=timeout_s),
         failure=failure,
     )
 
@@ -141,6 +148,8 @@ class Place:
     rank: int
     size: int
     failure: FirstFailure
+    host: str | None = None
+    """See `join_ranks`."""
 
     def await_others(self, meeting: str, timeout_s: float) -> None:
         """Return when every rank has come to `meeting`. Raises `RankLostError` when one does not."""
@@ -161,13 +170,17 @@ def _group(
     place: Place, name: str, *, device: torch.device, timeout_s: float, arrival_s: float | None = None
 ) -> TorchGroup:
     """`timeout_s` bounds a collective, `arrival_s` the others' coming, as long if None."""
-    make = _maker(device)
+    make = _maker(device, place.host)
 
     def form(meeting: int) -> Collectives:
         label = f"{name}-{meeting}"
-        place.await_others(label, arrival_s or timeout_s)
+        arrival = arrival_s or timeout_s
+        place.await_others(label, arrival)
+        store = PrefixStore(label, place.store)
         try:
-            made = make(PrefixStore(label, place.store), place.rank, place.size, timedelta(seconds=timeout_s))
+            made = make(store, place.rank, place.size, timedelta(seconds=timeout_s))
+            if place.host is not None and device.type == "cpu":
+                require_proofs(store, _exchange(made, arrival), rank=place.rank, size=place.size)
         except RuntimeError as error:
             raise RankLostError(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
         # Torch's stubs do not know the methods of its process groups, and a build without NCCL not even the class.
@@ -176,25 +189,40 @@ def _group(
     return TorchGroup(form, rank=place.rank, size=place.size, can_meet_again=device.type == "cpu")
 
 
-def _maker(device: torch.device) -> Callable[[Store, int, int, timedelta], object]:
+def _exchange(made: object, timeout_s: float) -> Callable[[Tensor, Tensor], None]:
+    def exchange(output: Tensor, rows: Tensor) -> None:
+        options = dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        # As for `Collectives`: the stubs do not know it.
+        made.alltoall_base(output, rows, [], [], options).wait()  # type: ignore[attr-defined]
+
+    return exchange
+
+
+def _maker(device: torch.device, host: str | None) -> Callable[[Store, int, int, timedelta], object]:
     match device.type:
         case "cpu":
-            return _make_gloo
+            return partial(_make_gloo, host or LOOPBACK)
         case "cuda":
             if not dist.is_nccl_available():
                 raise ConfigError("--tensor-parallel-size above 1 on --device cuda needs a build of torch with NCCL")
-            return partial(_make_nccl, device)
+            return partial(_make_nccl, device, host)
     raise ConfigError(f"--tensor-parallel-size above 1 works on --device cpu and cuda, got {device.type}")
 
 
-def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> object:
+def _make_gloo(host: str, store: Store, rank: int, size: int, timeout: timedelta) -> object:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _make_nccl(device: torch.device, store: Store, rank: int, size: int, timeout: timedelta) -> object:
+def _make_nccl(
+    device: torch.device, host: str | None, store: Store, rank: int, size: int, timeout: timedelta
+) -> object:
+    if host is not None:
+        # Else NCCL may listen on another network of the machine.
+        set_default("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
     torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

@@ -113,6 +113,8 @@ def plan(args: argparse.Namespace) -> Plan:
         raise StartupError("nothing to start: ask for --prefill and --decode workers, or --both")
     if args.both == 0 and args.decode == 0:
         raise StartupError("prefill workers need a decode worker to hand over to: add --decode 1 or --both 1")
+    if args.nnodes > 1:
+        raise StartupError(f"--nnodes {args.nnodes}: `tandem up` is for one machine; start `tandem worker` on each")
     model = model_folder(args.model)
     if args.model is None and args.dtype == "auto":
         # bfloat16 rounds differently in batches of different size; the bundled model is small enough for exactness.

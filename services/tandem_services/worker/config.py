@@ -14,6 +14,7 @@ from tandem_services.common.tracing import TracingConfig
 from tandem_services.router.keys import check_name
 
 ENGINE_COMMAND = (sys.executable, "-m", "tandem_engine.cli", "serve")
+NODE_COMMAND = (sys.executable, "-m", "tandem_engine.cli", "follow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,10 @@ class WorkerConfig:
     """Passed to the engine verbatim."""
     log_format: LogFormat = LogFormat.PLAIN
     """Of the engine's log too."""
+    node_rank: int = 0
+    """Which machine of an engine with `--nnodes` this is; all but 0 only follow."""
     engine_command: tuple[str, ...] = ENGINE_COMMAND
+    node_command: tuple[str, ...] = NODE_COMMAND
     start_timeout_s: float = 1800.0
     """Loading a large model from slow storage takes a while."""
     redis_start_timeout_s: float = 30.0

@@ -16,10 +16,12 @@ from tandem_engine.ipc.channels import AsyncPairServer, IpcContext
 from tandem_engine.messages.control import (
     Audit,
     AuditReport,
+    DrainWanted,
     EngineFailed,
     EngineReady,
     EngineStats,
     EngineToWorker,
+    NodeReport,
     OperatorOrder,
     OrderDone,
     OrderRefused,
@@ -53,6 +55,7 @@ class Subscribers:
     stats: Callable[[EngineStats], None]
     kv_events: Callable[[KvEventBatch], None]
     ended: Callable[[EndedRequests], None]
+    drain_wanted: Callable[[DrainWanted], None]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,6 +133,10 @@ class EngineLink:
                 subscribers.kv_events(message)
             case EndedRequests():
                 subscribers.ended(message)
+            case DrainWanted():
+                subscribers.drain_wanted(message)
+            case NodeReport():
+                logger.warning("an engine sent the report of a following node")
             case AuditReport() | OrderDone() | OrderRefused():
                 answer = self._questions.get(message.nonce)
                 if answer is not None and not answer.done():

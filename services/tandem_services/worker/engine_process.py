@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from asyncio.subprocess import Process
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem_engine.ipc.parent import die_with_parent
@@ -28,9 +29,8 @@ class EngineChild:
     process: Process
 
     @classmethod
-    async def start(cls, config: WorkerConfig, *, incarnation: str, control: str) -> "EngineChild":
+    async def start(cls, argv: Sequence[str]) -> "EngineChild":
         """Raises `StartupError` when the command cannot be started at all."""
-        argv = engine_argv(config, incarnation=incarnation, control=control)
         try:
             # The child sets it again, after exec; this covers its imports, which take seconds.
             process = await asyncio.create_subprocess_exec(*argv, preexec_fn=die_with_parent)
@@ -62,18 +62,28 @@ def engine_argv(config: WorkerConfig, *, incarnation: str, control: str) -> list
     """Command line of the engine: the worker's own settings, then the engine flags verbatim."""
     argv = [
         *config.engine_command,
-        *("--model", config.model_path),
-        *("--role", config.role.value),
+        *_common_argv(config, control),
         *("--worker-id", config.worker_id),
         *("--incarnation", incarnation),
-        *("--host", config.host),
         *("--request-port", str(config.request_port)),
         *("--peer-port", str(config.peer_port)),
-        *("--control", control),
-        *("--log-format", config.log_format.value),
     ]
-    if config.curve_keys is not None:
-        argv += ["--curve-keys", str(config.curve_keys)]
     if config.tracing is not None:
         argv.append("--report-ended")
     return [*argv, *config.engine_flags]
+
+
+def node_argv(config: WorkerConfig, *, control: str) -> list[str]:
+    """Command line of the process that has the ranks of a node that is not the first."""
+    return [*config.node_command, *_common_argv(config, control), *config.engine_flags]
+
+
+def _common_argv(config: WorkerConfig, control: str) -> list[str]:
+    argv = [
+        *("--model", config.model_path),
+        *("--role", config.role.value),
+        *("--host", config.host),
+        *("--control", control),
+        *("--log-format", config.log_format.value),
+    ]
+    return argv if config.curve_keys is None else [*argv, "--curve-keys", str(config.curve_keys)]

@@ -131,14 +131,14 @@ def build_app(probes: WorkerProbes) -> Starlette:
 class HealthServer(uvicorn.Server):
     """Serves the probes on a port of its own. Signals are the worker's business."""
 
-    def __init__(self, probes: WorkerProbes, host: str, port: int, *, advertised: str = "127.0.0.1") -> None:
-        """Binds at once. `advertised` is where others find it when `host` stands for all addresses.
+    def __init__(self, app: Starlette, host: str, port: int, *, advertised: str = "127.0.0.1") -> None:
+        """Serves `app`. Binds at once. `advertised` is where others find it when `host` stands for all addresses.
 
         Raises `StartupError` when the address is taken or not ours.
         """
         super().__init__(
             uvicorn.Config(
-                build_app(probes),
+                app,
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from tandem_engine.clock import MonotonicClock
@@ -13,6 +14,7 @@ from tandem_services.common.errors import StartupError
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tracing import require_opentelemetry
 from tandem_services.worker.config import WorkerConfig
+from tandem_services.worker.follower import FollowerService
 from tandem_services.worker.service import EXIT_FAILED, WorkerService
 
 logger = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ EXIT_USAGE = 2
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Run one worker until it is drained or cannot go on; returns the exit status.
+    """Run one worker, or a machine that computes for one, until it is drained or cannot go on; returns the exit status.
 
     0 drained · 1 failed, restart it · 2 a flag cannot work · 3 the engine refused model or flags
     """
@@ -43,10 +45,18 @@ async def _run(config: WorkerConfig, keys: KeyPair | None) -> int:
     try:
         # Mode 0700: nobody else may speak on the control channel.
         with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
+            if config.node_rank > 0:
+                follower = FollowerService(config, context, Path(folder), MonotonicClock())
+                _on_signals(follower.leave)
+                return await follower.run()
             service = WorkerService(config, context, Path(folder), MonotonicClock())
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, service.drain)
+            _on_signals(service.drain)
             return await service.run()
     finally:
         context.close()
+
+
+def _on_signals(end: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)

@@ -30,6 +30,7 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.control import (
     DecodeElsewhere,
     Drain,
+    DrainWanted,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -50,8 +51,8 @@ from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
 from tandem_services.worker.config import WorkerConfig, new_incarnation
 from tandem_services.worker.control import EngineLink, OrderRefusedError, Subscribers
-from tandem_services.worker.engine_process import EngineChild
-from tandem_services.worker.health import HealthServer, WorkerProbes
+from tandem_services.worker.engine_process import EngineChild, engine_argv
+from tandem_services.worker.health import HealthServer, WorkerProbes, build_app
 from tandem_services.worker.index_feed import IndexFeed
 from tandem_services.worker.introductions import Introductions
 from tandem_services.worker.lifelines import Lifelines
@@ -118,7 +119,7 @@ class WorkerService:
             links=self._links,
         )
         self._health_server = HealthServer(
-            self._probes(), config.health_host, config.health_port, advertised=config.host
+            build_app(self._probes()), config.health_host, config.health_port, advertised=config.host
         )
 
     @property
@@ -133,7 +134,9 @@ class WorkerService:
         """
         try:
             await self._redis.require(wait_s=self._config.redis_start_timeout_s)
-            child = await EngineChild.start(self._config, incarnation=self.incarnation, control=self._link.endpoint)
+            child = await EngineChild.start(
+                engine_argv(self._config, incarnation=self.incarnation, control=self._link.endpoint)
+            )
             if self._traces is not None:
                 # After the fork: its thread must not be copied.
                 self._traces.open(incarnation=self.incarnation, model=self._config.model_name)
@@ -233,6 +236,7 @@ class WorkerService:
             stats=self._engine_reported,
             kv_events=self._feed.accept,
             ended=lambda message: None if self._traces is None else self._traces.record(message),
+            drain_wanted=self._engine_wants_drain,
         )
 
     # Orders of an operator
@@ -296,6 +300,11 @@ class WorkerService:
             self._end(Ending(EXIT_ENGINE_REFUSED, f"the engine cannot start ({failed.code}): {failed.message}"))
         else:
             self._end(Ending(EXIT_FAILED, f"the engine cannot go on ({failed.code}): {failed.message}"))
+
+    def _engine_wants_drain(self, wanted: DrainWanted) -> None:
+        if not self._monitor.draining:
+            logger.info("the engine of %s is to be drained: %s", self.incarnation, wanted.reason)
+            self.drain()
 
     def _describe(self) -> WorkerRecord:
         assert self._ready is not None, "heartbeats begin when the engine is ready"

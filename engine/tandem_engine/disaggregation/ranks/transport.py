@@ -20,6 +20,7 @@ two engines that are alone nothing is sliced, renamed or joined.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Self
 
 import msgspec
@@ -276,6 +277,11 @@ def _joined_hello(me: Peer, hellos: Sequence[Hello], place: RankPlace) -> Hello:
     first = msgspec.structs.replace(hellos[0], sender=me)
     if len(hellos) == 1:
         return first
+    first = msgspec.structs.replace(
+        first,
+        machine=_common_machine([hello.machine for hello in hellos]),
+        transports=tuple(each for each in first.transports if all(each in hello.transports for hello in hellos)),
+    )
     ranks = tuple(
         RankPool(
             nixl_metadata=hello.nixl_metadata,
@@ -286,6 +292,13 @@ def _joined_hello(me: Peer, hellos: Sequence[Hello], place: RankPlace) -> Hello:
         for rank, hello in enumerate(hellos)
     )
     return msgspec.structs.replace(first, ranks=ranks)
+
+
+def _common_machine(machines: Sequence[str]) -> str:
+    """That of all ranks. Ranks on several machines are on none that a peer could be on: their slowest link counts."""
+    if len(set(machines)) == 1 or "" in machines:
+        return machines[0] if "" not in machines else ""
+    return blake2b("|".join(machines).encode(), digest_size=8).hexdigest()
 
 
 def _hello_of(hello: Hello, rank: int) -> Hello:

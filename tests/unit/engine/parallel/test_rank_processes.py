@@ -1,6 +1,7 @@
 """Rank 0 and the processes of the other ranks: none outlives the other, and the reason is told."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -8,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from tandem_engine import launch
 from tandem_engine.config import EngineConfig, ParallelConfig
 from tandem_engine.errors import ConfigError, RankLostError
 from tandem_engine.parallel import rank_processes
@@ -111,3 +113,38 @@ def test_an_order_reaches_the_rank_as_it_was_given(monkeypatch, capfd):
 def test_an_impossible_configuration_is_refused(tp_size, timeout):
     with pytest.raises(ConfigError, match="--tensor-parallel-size|--dist-timeout"):
         ParallelConfig(tp_size=tp_size, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp_size": 3, "nnodes": 2}, "--nnodes must be at least 1 and divide --tensor-parallel-size 3, got 2"),
+        ({"nnodes": 0}, "--nnodes"),
+        ({"tp_size": 2, "nnodes": 2, "dist_init_addr": "a:1", "node_rank": 2}, "--node-rank must be below --nnodes 2"),
+        ({"node_rank": 1}, "--node-rank"),
+        ({"tp_size": 2, "nnodes": 2}, "--dist-init-addr must be HOST:PORT of node 0 with --nnodes 2, got ''"),
+        ({"tp_size": 2, "nnodes": 2, "dist_init_addr": "a b:1"}, "--dist-init-addr"),
+        ({"tp_size": 2, "nnodes": 2, "dist_init_addr": "a"}, "--dist-init-addr"),
+        ({"dist_init_addr": "a:1"}, "--dist-init-addr a:1 needs --nnodes above 1"),
+        ({"init_timeout": 0.0}, "--dist-init-timeout"),
+    ],
+)
+def test_nodes_that_cannot_share_an_engine_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ParallelConfig(**fields)
+
+
+def test_each_node_has_its_share_of_the_ranks():
+    parallel = ParallelConfig(tp_size=6, nnodes=3, node_rank=1, dist_init_addr="[fd00::7]:5757")
+    assert (parallel.local_size, list(parallel.ranks_of(1)), parallel.local_rank(3)) == (2, [2, 3], 1)
+    assert parallel.init_port == 5757
+
+
+def test_where_nobody_can_reach_this_process_all_ranks_are_on_its_machine(monkeypatch):
+    monkeypatch.setattr(launch, "require_loadable", lambda _: None)
+    two = replace(CONFIG, parallel=ParallelConfig(tp_size=2, nnodes=2, dist_init_addr="a:1"))
+    with (
+        pytest.raises(ConfigError, match="--nnodes 2 is for `tandem worker`"),
+        launch.launched_engine(two, progress=False),
+    ):
+        pass

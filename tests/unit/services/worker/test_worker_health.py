@@ -320,10 +320,10 @@ async def test_an_order_that_was_not_carried_out_says_why(probed, client, outcom
 
 
 def test_a_taken_port_is_named(probed):
-    first = HealthServer(probed.probes(), "127.0.0.1", 0)
+    first = HealthServer(build_app(probed.probes()), "127.0.0.1", 0)
     port = int(first.endpoint.rpartition(":")[2])
     with pytest.raises(StartupError, match=f"127.0.0.1:{port} .*--health-host or --health-port"):
-        HealthServer(probed.probes(), "127.0.0.1", port)
+        HealthServer(build_app(probed.probes()), "127.0.0.1", port)
     first.close()
 
 
@@ -374,6 +374,6 @@ def test_a_port_on_all_addresses_is_made_known_by_one_that_can_be_reached(probed
         ("0.0.0.0", "2001:db8::7", "http://[2001:db8::7]:"),
         ("127.0.0.1", "10.0.0.7", "http://127.0.0.1:"),
     ):
-        server = HealthServer(probed.probes(), host, 0, advertised=advertised)
+        server = HealthServer(build_app(probed.probes()), host, 0, advertised=advertised)
         server.close()
         assert server.endpoint.startswith(known)
