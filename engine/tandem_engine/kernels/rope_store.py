@@ -177,6 +177,7 @@ def rotate_and_store(
         scales: what a float8 pool's numbers are multiplied by when they are read; None stores as it is.
     """
     require_heads(k, v)
+    assert scales is not None or keys.dtype.itemsize > 1, f"a pool of {keys.dtype} without scales"
     tiles = triton.cdiv(q.shape[1], TILE) + 2 * triton.cdiv(k.shape[1], TILE)
     place = _Place(k, v, keys, values, slots, page_stride_of(keys, values), scales)
     return _launch(q, turn, place, tiles)

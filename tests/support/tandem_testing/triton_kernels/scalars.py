@@ -1,4 +1,4 @@
-"""Scalars as bounds of loops in Triton's interpreter, for Triton 3.6 beside numpy 2.4.
+"""Scalars as bounds of loops in Triton's interpreter, for Triton 3.6 beside numpy 2.4 and later.
 
 The interpreter holds a scalar as an array of one number, which newer versions of numpy do not take for an integer.
 Later versions of Triton take the number out of it, as this does for the process it is installed in.
