@@ -91,14 +91,15 @@ class Running:
 System = Callable[[ExitStack, Case, argparse.Namespace], Running]
 
 
-def tandem(stack: ExitStack, case: Case, _: argparse.Namespace) -> Running:
+def tandem(stack: ExitStack, case: Case, options: argparse.Namespace) -> Running:
     redis = RedisServer.start()
     stack.callback(redis.stop)
     assert redis.process is not None
     os.sched_setaffinity(redis.process.pid, OTHER_CORES)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-benchmark-")))
     mock_checkpoint(folder)
-    fleet = stack.enter_context(process([sys.executable, __file__, "--fleet", redis.url, str(case.step_s)], told=True))
+    fleet_of = ["--fleet", redis.url, str(case.step_s), str(options.workers)]
+    fleet = stack.enter_context(process([sys.executable, __file__, *fleet_of], told=True))
     assert fleet.stdout is not None
     fleet.stdout.readline()
     port = free_port()
@@ -367,7 +368,7 @@ def ratios(systems: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[st
     }
 
 
-def run_fleet(redis_url: str, step_s: float) -> None:
+def run_fleet(redis_url: str, step_s: float, workers: int) -> None:
     tokenizer = mock_tokenizer()
     context = IpcContext()
     handed_over: set[str] = set()
@@ -379,7 +380,7 @@ def run_fleet(redis_url: str, step_s: float) -> None:
             behaviour=behaviour(tokenizer, step_s=step_s),
             context_length=CONTEXT_LENGTH,
         ).start()
-        for number in range(WORKERS)
+        for number in range(workers)
     ]
     print("ready", flush=True)
     asyncio.run(keep_registered(redis_url, engines))
@@ -396,10 +397,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=400.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--fleet", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--fleet", nargs=3, help=argparse.SUPPRESS)
+    parser.set_defaults(workers=WORKERS)
     options = parser.parse_args()
     if options.fleet is not None:
-        run_fleet(options.fleet[0], float(options.fleet[1]))
+        run_fleet(options.fleet[0], float(options.fleet[1]), int(options.fleet[2]))
         return
     os.sched_setaffinity(0, OTHER_CORES)
     results = json.dumps(run_all(options), indent=2)

@@ -1,6 +1,8 @@
-"""A line plot as an SVG file, without a plotting library: one line per series, both axes linear from zero."""
+"""A line plot as an SVG file, without a plotting library: one line per series, both axes linear from zero or
+logarithmic."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -9,11 +11,11 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 Series = Mapping[str, Mapping[float, float]]
 
 
-def draw(path: Path, series: Series, *, title: str, x_label: str, y_label: str) -> None:
-    """Write `series` (name → x → y) to `path`."""
-    right = max(x for points in series.values() for x in points)
-    top = max(y for points in series.values() for y in points.values()) * 1.05
-    plot = _Plot(right, top)
+def draw(path: Path, series: Series, *, title: str, x_label: str, y_label: str, logarithmic: bool = False) -> None:
+    """Write `series` (name → x → y) to `path`; `logarithmic` of both axes, for values above 0."""
+    xs = [x for points in series.values() for x in points]
+    ys = [y for points in series.values() for y in points.values()]
+    plot = _LogPlot(min(xs), max(xs), min(ys), max(ys)) if logarithmic else _Plot(max(xs), max(ys) * 1.05)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
@@ -45,16 +47,19 @@ class _Plot:
             f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(x_label)}</text>',
             f'<text transform="translate(16 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>',
         ]
-        for tick in sorted(ticks):
-            if tick == 0 or tick / self.right > 0.08:
-                lines.append(
-                    f'<text x="{self.x(tick)}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick:g}</text>'
-                )
-        for step in range(6):
-            value = self.top * step / 5
+        for tick in self.marked(sorted(ticks)):
+            lines.append(f'<text x="{self.x(tick)}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick:g}</text>')
+        for value, text in self.levels():
             lines.append(f'<path d="M{LEFT} {self.y(value)}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
-            lines.append(f'<text x="{LEFT - 6}" y="{self.y(value) + 4}" text-anchor="end">{value:.0f}</text>')
+            lines.append(f'<text x="{LEFT - 6}" y="{self.y(value) + 4}" text-anchor="end">{text}</text>')
         return lines
+
+    def marked(self, ticks: Sequence[float]) -> list[float]:
+        """Those of `ticks` that have room for their number."""
+        return [tick for tick in ticks if tick == 0 or tick / self.right > 0.08]
+
+    def levels(self) -> list[tuple[float, str]]:
+        return [(self.top * step / 5, f"{self.top * step / 5:.0f}") for step in range(6)]
 
     def line(self, number: int, name: str, points: Mapping[float, float]) -> list[str]:
         colour = COLOURS[number % len(COLOURS)]
@@ -67,3 +72,26 @@ class _Plot:
             f'<path d="M{WIDTH - RIGHT + 14} {label_y}h22" stroke="{colour}" stroke-width="2"/>',
             f'<text x="{WIDTH - RIGHT + 42}" y="{label_y + 4}">{escape(name)}</text>',
         ]
+
+
+class _LogPlot(_Plot):
+    """The same with powers of ten at equal distances."""
+
+    def __init__(self, left: float, right: float, bottom: float, top: float) -> None:
+        super().__init__(right, top)
+        self._from_x, self._to_x = math.log10(left), math.log10(right)
+        self._from_y, self._to_y = math.floor(math.log10(bottom)), math.ceil(math.log10(top))
+
+    def x(self, value: float) -> float:
+        share = (math.log10(value) - self._from_x) / max(self._to_x - self._from_x, 1e-9)
+        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        share = (math.log10(value) - self._from_y) / max(self._to_y - self._from_y, 1)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP), 1)
+
+    def marked(self, ticks: Sequence[float]) -> list[float]:
+        return list(ticks)
+
+    def levels(self) -> list[tuple[float, str]]:
+        return [(10.0**power, f"{10.0**power:g}") for power in range(self._from_y, self._to_y + 1)]

@@ -106,18 +106,21 @@ def run_bench(options: BenchOptions) -> int:
 
 
 def _build(options: BenchOptions) -> Engine:
+    loaded = load(engine_config(options), progress=not options.as_json)
+    return Engine.build(loaded, loaded.config)
+
+
+def engine_config(options: BenchOptions) -> EngineConfig:
+    """Of an engine that takes all of the workload at once."""
     longest = max(options.input_len + options.output_len, 1024) + 8
-    config = EngineConfig(
+    return EngineConfig(
         model_path=options.model_path,
         dtype=options.dtype,
         threads=options.threads,
-        scheduler=SchedulerConfig(
-            context_length=longest, max_running_requests=options.num_prompts, chunked_prefill_size=2048
-        ),
+        context_length=longest,
+        scheduler=SchedulerConfig(max_running_requests=options.num_prompts, chunked_prefill_size=2048),
         cache=CacheConfig(num_pages=2 + options.num_prompts * (longest // 16 + 1)),
     )
-    loaded = load(config, progress=not options.as_json)
-    return Engine.build(loaded, replace(loaded.config, scheduler=config.scheduler))
 
 
 def run_on(engine: Engine, jobs: Sequence[Job]) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from tandem_engine.bench.command import BenchOptions, engine_config
 from tandem_engine.bench.workload import mixed_jobs
 from tandem_engine.cli import main
 
@@ -26,3 +27,18 @@ def test_a_run_reports_throughput_latency_cache_and_overlap(capsys) -> None:
     assert report["offline_ratio"] is None
     assert report["ttft_cached_ms"] > 0
     assert 0 <= report["overlap_hidden_share"] <= 1
+
+
+def test_the_model_has_positions_for_the_longest_request() -> None:
+    options = BenchOptions(
+        model_path="m",
+        num_prompts=2,
+        input_len=5000,
+        output_len=100,
+        rounds=1,
+        dtype="float32",
+        threads=0,
+        skip_reference=True,
+        as_json=True,
+    )
+    assert engine_config(options).context_length >= 5100, "without it a model has positions for DEFAULT_CONTEXT tokens"

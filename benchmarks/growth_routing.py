@@ -1,0 +1,109 @@
+"""What routing costs, by workers and by blocks in the index. Not a command: see `cost_growth.py`."""
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from gateway_peers import OTHER_CORES, tandem
+from gateway_peers import Case as Load
+from gateway_peers import measure as measure_gateway
+from growth_fit import Curve
+from router_redis import PAGE, SLICE, Bench, Case, index_bytes, local_us, measure, redis_us
+
+from tandem_services.router.index import IndexUpdate, UpdateKind
+from tandem_services.router.shortlist import PAIR_ENDS
+from tandem_testing.redis_server import RedisServer
+
+PROMPT = 32_768
+"""Tokens of a prompt that is routed."""
+HOLDERS = 8
+"""Workers that share the blocks of an index."""
+MIB_PER_MILLION = 80
+"""Of Redis's memory, more than a million blocks take."""
+
+
+PAIRS = (
+    f"every pair of up to {PAIR_ENDS} prefill and {PAIR_ENDS} decode workers is priced: "
+    f"the square of the workers until there are {2 * PAIR_ENDS}, linear from there"
+)
+
+
+def worker_curves(deciding: Sequence[int], serving: Sequence[int], *, requests: int, rounds: int) -> dict[str, Curve]:
+    """CPU of a decision among `deciding` workers, and of a whole request with `serving` ones: microseconds."""
+    redis, local, gateway = {}, {}, {}
+    server = RedisServer.start()
+    try:
+        for count in deciding:
+            case = Case(workers=count, tokens=PROMPT, state="shared")
+            redis[count] = float(str(asyncio.run(measure(server, case, calls=200, rounds=rounds))["redis_us"]))
+            local[count] = local_us(count, 1000)["p50_us"]
+    finally:
+        server.stop()
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, OTHER_CORES)
+    try:
+        for count in serving:
+            options = argparse.Namespace(workers=count)
+            load = Load(clients=16, requests=requests, tokens=1, stream=False)
+            each = [measure_gateway(tandem, load, options)["us_per_request"] for _ in range(rounds)]
+            gateway[count] = median(each)
+    finally:
+        os.sched_setaffinity(0, cores)
+    return {
+        "decision in Redis by workers": Curve(points=redis, unit="µs", reason=PAIRS),
+        "decision without Redis by workers": Curve(points=local, unit="µs", reason=PAIRS),
+        "request through the gateway by workers": Curve(points=gateway, unit="µs"),
+    }
+
+
+def block_curves(blocks: Sequence[int], *, rounds: int) -> tuple[dict[str, Curve], dict[int, str]]:
+    """Redis's memory and its time for a decision, by blocks in the index; and what does not fit here, and why."""
+    fits = {count: _lacking(count) for count in blocks}
+    taken, times = {}, {}
+    for count in blocks:
+        if not fits[count]:
+            taken[count], times[count] = asyncio.run(_filled(count, rounds))
+    curves = {
+        "memory of the index by blocks": Curve(points=taken, unit="MiB"),
+        "decision in Redis by blocks": Curve(points=times, unit="µs"),
+    }
+    return curves, {count: why for count, why in fits.items() if why}
+
+
+def _lacking(blocks: int) -> str:
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available, needed = int(fields["MemAvailable"].split()[0]) >> 10, 2 * blocks * MIB_PER_MILLION // 10**6
+    return "" if needed <= available else f"needs {needed} MiB of memory, {available} are free"
+
+
+async def _filled(blocks: int, rounds: int) -> tuple[float, float]:
+    """MiB that `blocks` take, and µs of Redis per decision with so many in the index."""
+    server = RedisServer.start()
+    try:
+        mib = (await index_bytes(server, blocks))["mib_per_million_blocks"] * blocks / 1e6
+        await asyncio.to_thread(server.command, "FLUSHALL")
+        return mib, await _decision_us(server, blocks, rounds)
+    finally:
+        server.stop()
+
+
+async def _decision_us(server: RedisServer, blocks: int, rounds: int) -> float:
+    bench = Bench(server, HOLDERS)
+    chain = [os.urandom(16) for _ in range(PROMPT // PAGE)]
+    await bench.fill("shared", chain)
+    for each in bench.records:
+        for number in range(blocks // HOLDERS // SLICE):
+            stored = IndexUpdate(UpdateKind.STORED, tuple(os.urandom(16) for _ in range(SLICE)))
+            await bench.index.apply(each.view.incarnation, [stored], builds_on=1 + number, revision=2 + number)
+    await bench.heartbeats()
+    heart = asyncio.create_task(bench.keep_alive())
+    try:
+        await redis_us(bench, b"".join(chain), PROMPT, 1, 20)
+        return median([await redis_us(bench, b"".join(chain), PROMPT, 1, 300) for _ in range(rounds)])
+    finally:
+        heart.cancel()
+        await asyncio.gather(heart, return_exceptions=True)
+        await bench.client.close()

@@ -1,0 +1,87 @@
+"""How costs are found to grow, and what is said of them."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+AXIS = [2.0**power for power in range(8)]
+
+
+@pytest.fixture(scope="module")
+def growth():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module("growth_fit")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def line_plot():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module("line_plot")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize(
+    ("cost", "power", "superlinear"),
+    [
+        (lambda _: 5.0, 0.0, False),
+        (lambda x: 3 * x, 1.0, False),
+        (lambda x: x**0.5, 0.5, False),
+        (lambda x: 0.1 * x**2, 2.0, True),
+    ],
+    ids=["constant", "linear", "root", "square"],
+)
+def test_the_power_of_a_cost_is_found(growth, cost, power, superlinear):
+    curve = growth.Curve(points={x: cost(x) for x in AXIS}, unit="ms")
+    assert (curve.power, curve.superlinear) == (pytest.approx(power, abs=0.01), superlinear)
+
+
+def test_what_is_constant_weighs_little_at_the_end_of_the_axis(growth):
+    curve = growth.Curve(points={x: 10 + x**2 for x in AXIS}, unit="ms")
+    assert curve.power > 1.5
+
+
+def test_terms_are_those_of_the_parabola_and_never_negative(growth):
+    parabola = growth.Curve(points={x: 4 + 2 * x + 0.5 * x**2 for x in AXIS}, unit="ms")
+    assert parabola.terms == pytest.approx([4, 2, 0.5], rel=1e-3)
+    bent = growth.Curve(points={x: 100 * x**0.3 for x in AXIS}, unit="ms")
+    assert min(bent.terms) >= 0
+
+
+def test_a_reason_is_told_where_one_is_needed(growth):
+    square = {x: x**2 for x in AXIS}
+    assert growth.Curve(points=square, unit="ms", reason="because").told()["reason"] == "because"
+    assert "reason" not in growth.Curve(points=square, unit="ms").told()
+    assert "reason" not in growth.Curve(points={x: x for x in AXIS}, unit="ms", reason="because").told()
+
+
+def test_two_points_are_a_line(growth):
+    assert growth.Curve(points={1.0: 1.0, 2.0: 4.0}, unit="ms").power == 2.0
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_a_plot_has_every_point_inside_its_axes(line_plot, tmp_path, logarithmic):
+    series = {"measured": {1e4: 0.7, 1e6: 70.0, 1e7: 700.0}}
+    path = tmp_path / "plot.svg"
+    line_plot.draw(path, series, title="a & b", x_label="blocks", y_label="MiB", logarithmic=logarithmic)
+    text = path.read_text()
+    assert "a &amp; b" in text
+    places = [line.split('"') for line in text.splitlines() if line.startswith("<circle")]
+    assert len(places) == 3
+    for _, x, _, y, *_ in places:
+        assert line_plot.LEFT <= float(x) <= line_plot.WIDTH - line_plot.RIGHT
+        assert line_plot.TOP <= float(y) <= line_plot.HEIGHT - line_plot.BOTTOM
+
+
+def test_equal_distances_are_equal_factors_on_logarithmic_axes(line_plot, tmp_path):
+    path = tmp_path / "plot.svg"
+    line_plot.draw(path, {"m": {1: 1, 10: 10, 100: 100}}, title="", x_label="", y_label="", logarithmic=True)
+    xs = [float(line.split('"')[1]) for line in path.read_text().splitlines() if line.startswith("<circle")]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
