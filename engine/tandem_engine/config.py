@@ -111,6 +111,17 @@ class LoadFormat(StrEnum):
     """Nowhere: random numbers of the shapes that config.json implies, to measure speed and memory."""
 
 
+class Quantization(StrEnum):
+    """How projections are held in memory."""
+
+    AUTO = "auto"
+    """As the checkpoint stores them where a kernel of the device multiplies by that, in the model's dtype otherwise."""
+    DEQUANTIZE = "dequantize"
+    """In the model's dtype."""
+    INT8 = "int8"
+    """In eight bits with a scale for each output, whatever the device; plain weights are rounded as they are read."""
+
+
 class Activation(StrEnum):
     """Of the gate in a feed-forward block."""
 
@@ -192,7 +203,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     """dtype that the checkpoint declares: float32, bfloat16 or float16."""
     quantization: str = ""
-    """How the checkpoint stores its matrices; empty: as they are."""
+    """How the checkpoint stores its matrices and how they are held; empty: as they are, in the dtype."""
     fingerprint: str = ""
     """Digest of config and weight headers: two workers with different ones never exchange KV."""
 
@@ -653,6 +664,7 @@ class EngineConfig:
     load_format: LoadFormat = LoadFormat.AUTO
     dtype: str = "auto"
     """auto (the checkpoint's; bfloat16 on a GPU), float32 or bfloat16."""
+    quantization: Quantization = Quantization.AUTO
     device: str = "cpu"
     threads: int = 0
     """Intra-op threads on a CPU, shared by all ranks; 0 leaves torch's choice."""

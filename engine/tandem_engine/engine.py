@@ -187,6 +187,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         progress=progress,
         group=parallel.forward,
         load_format=config.load_format,
+        quantization=config.quantization,
     )
     give_back()
     scheduler = replace(config.scheduler, context_length=context_length)
@@ -215,7 +216,13 @@ def _vocabulary(folder: Path, facts: ModelConfig) -> GuidanceVocabulary | None:
 def require_loadable(config: EngineConfig) -> ModelConfig:
     """What the checkpoint says of itself. Raises what `load` would, before any weights are read."""
     require_device(config.device, ranks=config.parallel.local_size)
-    facts = read_model_config(config.model_path, impl=config.model_impl, load_format=config.load_format)
+    facts = read_model_config(
+        config.model_path,
+        impl=config.model_impl,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        device=config.device,
+    )
     require_shareable(facts, config.parallel.tp_size)
     _context_length(config, facts)
     return facts

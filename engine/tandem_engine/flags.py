@@ -20,6 +20,7 @@ from tandem_engine.config import (
     OperationConfig,
     ParallelConfig,
     PreemptionMode,
+    Quantization,
     Role,
     SchedulePolicy,
     SchedulerConfig,
@@ -85,6 +86,18 @@ def add_model_impl_flag(parser: "argparse._ActionsContainer") -> None:
     )
 
 
+def add_quantization_flag(parser: "argparse._ActionsContainer") -> None:
+    """Add `--quantization`."""
+    parser.add_argument(
+        "--quantization",
+        choices=[kind.value for kind in Quantization],
+        default=Quantization.AUTO.value,
+        help="how projections are held. auto: as a quantized checkpoint stores them where the device has a kernel for "
+        "it (a GPU), else in --dtype; dequantize: in --dtype; int8: rounded to eight bits with a scale for each "
+        "output, which saves memory and its bandwidth on a CPU too, and changes outputs a little (default auto)",
+    )
+
+
 def add_device_flag(parser: "argparse._ActionsContainer") -> None:
     """Add `--device`, which `verify` has too."""
     parser.add_argument(
@@ -145,6 +158,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="weights and KV (default: the checkpoint's; bfloat16 on a GPU)",
     )
+    add_quantization_flag(group)
     add_device_flag(group)
     _add_graph_flags(group)
     group.add_argument(
@@ -575,6 +589,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         model_impl=ModelImpl(args.model_impl),
         load_format=LoadFormat(args.load_format),
         dtype=args.dtype,
+        quantization=Quantization(args.quantization),
         device=args.device,
         threads=args.threads,
         cache=CacheConfig(

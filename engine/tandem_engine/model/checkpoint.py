@@ -13,13 +13,16 @@ compute is read by `fallback`, after the same checks of its weight files.
 from dataclasses import replace
 from pathlib import Path
 
-from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl
+import torch
+
+from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.directory import ModelDirectory, open_directory
 from tandem_engine.model.eos import read_eos
 from tandem_engine.model.fingerprint import fingerprint
 from tandem_engine.model.json_file import read_json_object
+from tandem_engine.model.quantization.holding import Holding, described, holding_of
 from tandem_engine.model.quantization.scheme import read_scheme
 from tandem_engine.model.registry import find_family, require_family
 from tandem_engine.model.shards import open_tensors
@@ -31,16 +34,22 @@ MAX_CONFIG = 1 << 20
 
 
 def read_model_config(
-    path: str | Path, *, impl: ModelImpl = ModelImpl.TANDEM, load_format: LoadFormat = LoadFormat.AUTO
+    path: str | Path,
+    *,
+    impl: ModelImpl = ModelImpl.TANDEM,
+    load_format: LoadFormat = LoadFormat.AUTO,
+    quantization: Quantization = Quantization.AUTO,
+    device: str | torch.device = "cpu",
 ) -> ModelConfig:
     """Read the model directory `path`: its config, and its weight files as far as identity needs it.
 
     Args:
         impl: who shall compute the model; `auto` leaves it to transformers when we do not know the architecture.
         load_format: without weight files, the identity is the config's.
+        quantization: how projections are to be held, on `device`.
 
     Raises:
-        ConfigError: transformers is to compute a model without weights.
+        ConfigError: transformers is to compute a model without weights, or `quantization` does not go with the model.
         CheckpointError: anything is absent, malformed, out of bounds, unsupported or inconsistent. The
             message names the file and the field or tensor.
     """
@@ -49,11 +58,15 @@ def read_model_config(
     if impl is ModelImpl.TRANSFORMERS or (impl is ModelImpl.AUTO and find_family(fields) is None):
         if load_format is LoadFormat.DUMMY:
             raise ConfigError("--load-format dummy works with models that Tandem computes itself")
+        if quantization is Quantization.INT8:
+            raise ConfigError("--quantization int8 works with models that Tandem computes itself")
         return _read_fallback(directory, fields)
-    config = parse_config(directory)
+    scheme = read_scheme(fields)
+    holding = holding_of(quantization, scheme, torch.device(device))
+    config = replace(parse_config(directory), quantization=described(scheme, holding))
     if load_format is LoadFormat.DUMMY:
         return replace(config, fingerprint=fingerprint(config, {}))
-    tensors = open_weights(directory, read_scheme(fields))
+    tensors = open_weights(directory, scheme)
     require_tensors(config, tensors, where=directory.path)
     return replace(config, fingerprint=fingerprint(config, tensors))
 
@@ -68,8 +81,7 @@ def parse_config(directory: ModelDirectory) -> ModelConfig:
     """The part of `read_model_config` that needs no weights, of a model we compute; the fingerprint stays empty."""
     fields = read_fields(directory)
     family = require_family(fields)
-    scheme = read_scheme(fields)
-    config = replace(family.read(fields), quantization="" if scheme is None else repr(scheme))
+    config = replace(family.read(fields), quantization=described(read_scheme(fields), Holding.DTYPE))
     return replace(config, eos_token_ids=read_eos(directory, fields, vocab_size=config.vocab_size))
 
 

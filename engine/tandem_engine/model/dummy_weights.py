@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem_engine.model.layers.quantized import can_multiply
+from tandem_engine.model.quantization.holding import Holding
+from tandem_engine.model.quantization.levels import Levels, int8_levels
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.parallel.split import Split, part_of, shape_of_part
 
@@ -27,6 +30,16 @@ class DummyWeights:
     dtype: torch.dtype
     device: torch.device
     group: TpGroup = field(default_factory=SingleRank)
+    holding: Holding = Holding.DTYPE
+    """`PACKED` is that of a checkpoint, and means nothing here."""
+
+    def matrix(self, *names: str, split: Split | None = None) -> Tensor | Levels:
+        """See `Weights.matrix`."""
+        plain = self.stacked(*names, split=split)
+        if self.holding is not Holding.INT8:
+            return plain
+        levels = int8_levels(plain)
+        return levels if can_multiply(levels, self.device) else plain
 
     def stacked(self, *names: str, split: Split | None = None) -> Tensor:
         """As `Weights.stacked`: normal with deviation `STD`; weights of norms lie around 1."""

@@ -15,13 +15,17 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl
+from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_fields
 from tandem_engine.model.decoder import build_decoder
 from tandem_engine.model.directory import open_directory
 from tandem_engine.model.dummy_weights import DummyWeights
+from tandem_engine.model.layers.quantized import can_multiply
+from tandem_engine.model.quantization.dequantized import DequantizedTensor
+from tandem_engine.model.quantization.holding import Holding, holding_of
+from tandem_engine.model.quantization.levels import Levels, int8_levels
 from tandem_engine.model.quantization.scheme import read_scheme
 from tandem_engine.model.safetensors_file import ReadableTensor
 from tandem_engine.model.sharing import require_shareable
@@ -29,7 +33,7 @@ from tandem_engine.model.stored_part import StoredPart
 from tandem_engine.model.stored_weights import open_weights
 from tandem_engine.model.tensor_names import EMBEDDING, expected_shapes, require_tensors
 from tandem_engine.parallel.group import SingleRank, TpGroup
-from tandem_engine.parallel.split import Split
+from tandem_engine.parallel.split import Split, part_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,6 +61,7 @@ def load_model(
     progress: bool = True,
     group: TpGroup | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
+    quantization: Quantization = Quantization.DEQUANTIZE,
 ) -> CausalLM:
     """Load the weights in `path`, the directory that `config` was read from.
 
@@ -65,9 +70,10 @@ def load_model(
         progress: show a bar on standard error when that is a terminal.
         group: the ranks that share the model; this one reads its part alone. None reads all.
         load_format: with `dummy`, no weight file is opened.
+        quantization: how projections are held; what `config` was read with.
 
     Raises:
-        ConfigError: the ranks of `group` cannot share this model evenly.
+        ConfigError: the ranks of `group` cannot share this model evenly, or it is not held like that.
         CheckpointError: a file is absent or broken, a tensor missing, superfluous, misshapen or not finite.
     """
     group = group or SingleRank()
@@ -79,17 +85,19 @@ def load_model(
 
         return load_fallback(directory, config, dtype, torch.device(device), progress=progress)
     positions = min(context_length or config.max_position, config.max_position)
+    place, scheme = torch.device(device), read_scheme(read_fields(directory))
+    holding = holding_of(quantization, scheme, place)
     if load_format is LoadFormat.DUMMY:
-        dummy = DummyWeights(shapes=expected_shapes(config), dtype=dtype, device=torch.device(device), group=group)
+        dummy = DummyWeights(shapes=expected_shapes(config), dtype=dtype, device=place, group=group, holding=holding)
         return build_decoder(config, dummy, positions=positions)
-    tensors = open_weights(directory, read_scheme(read_fields(directory)))
+    tensors = open_weights(directory, scheme)
     require_tensors(config, tensors, where=directory.path)
     total = sum(tensors[name].size for name in expected_shapes(config))
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="loading weights", disable=None if progress else True
     ) as bar:
         weights = WeightReader(
-            tensors=tensors, dtype=dtype, device=torch.device(device), advance=bar.update, group=group
+            tensors=tensors, dtype=dtype, device=place, advance=bar.update, group=group, holding=holding
         )
         return build_decoder(config, weights, positions=positions)
 
@@ -104,6 +112,39 @@ class WeightReader:
     advance: Callable[[int], object]
     """Told the bytes of every tensor read, those of other ranks included."""
     group: TpGroup = field(default_factory=SingleRank)
+    holding: Holding = Holding.DTYPE
+
+    def matrix(self, *names: str, split: Split | None = None) -> torch.Tensor | Levels:
+        """See `Weights.matrix`."""
+        levels = None if self.holding is Holding.DTYPE else self._levels(*names, split=split)
+        if levels is None or not can_multiply(levels, self.device):
+            return self.stacked(*names, split=split)
+        for name in names:
+            self.advance(self.tensors[name].size)
+        return levels.to(self.device)
+
+    def _levels(self, *names: str, split: Split | None) -> Levels | None:
+        """This rank's part of each, stacked; None where they do not go together, or ranks cut groups."""
+        parts = []
+        for name in names:
+            stored = self.tensors[name]
+            whole = self._whole(stored)
+            dim, range_ = part_of(stored.shape, split, rank=self.group.rank, size=self.group.size)
+            part = None if whole is None else whole.part(dim, range_.start, range_.stop)
+            if part is None:
+                return None
+            if not part.is_sound():
+                raise CheckpointError(
+                    f"{stored.path}: tensor {stored.name} holds NaN or infinity; download the checkpoint again"
+                )
+            parts.append(part)
+        return Levels.stacked(parts)
+
+    def _whole(self, stored: ReadableTensor) -> Levels | None:
+        """All of it even if a rank holds a part: that must not depend on how many ranks there are."""
+        if isinstance(stored, DequantizedTensor):
+            return stored.levels()
+        return int8_levels(stored.read_part(0, 0, stored.shape[0])) if self.holding is Holding.INT8 else None
 
     def stacked(self, *names: str, split: Split | None = None) -> torch.Tensor:
         """The named tensors one below the other, along dimension 0; just the tensor when there is one.

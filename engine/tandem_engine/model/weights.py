@@ -11,6 +11,8 @@ from torch import Tensor
 from tandem_engine.model.layers.embedding import Embedding, TokenEmbedding, table_of
 from tandem_engine.model.layers.linear import Projection, projection
 from tandem_engine.model.layers.parallel import RowParallel, VocabularyEmbedding, VocabularyHead
+from tandem_engine.model.layers.quantized import quantized_projection
+from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.split import Split
 
@@ -36,20 +38,32 @@ class Weights(Protocol):
         """
         ...
 
+    def matrix(self, *names: str, split: Split | None = None) -> Tensor | Levels:
+        """As `stacked`, for a projection: quantized if it is to be held so and there is a kernel for it."""
+        ...
+
+
+def held_projection(matrix: Tensor | Levels, bias: Tensor | None, dtype: torch.dtype) -> Projection:
+    """x Wᵀ + b by a matrix as `Weights.matrix` gives it, for a model of `dtype`."""
+    return quantized_projection(matrix, bias, dtype) if isinstance(matrix, Levels) else projection(matrix, bias)
+
 
 def column_parallel(weights: Weights, *names: str, bias: bool, split: Split) -> Projection:
     """The named projections as one; each rank computes its share of the outputs of each."""
-    return projection(
-        weights.stacked(*(f"{name}.weight" for name in names), split=split),
+    return held_projection(
+        weights.matrix(*(f"{name}.weight" for name in names), split=split),
         weights.stacked(*(f"{name}.bias" for name in names), split=split) if bias else None,
+        weights.dtype,
     )
 
 
 def row_parallel(weights: Weights, name: str, *, bias: bool, split: Split) -> Projection:
     """The named projection, from a share of its inputs on each rank to all of its outputs on every rank."""
     adds_bias = bias and weights.group.rank == 0
-    local = projection(
-        weights.stacked(f"{name}.weight", split=split), weights.stacked(f"{name}.bias") if adds_bias else None
+    local = held_projection(
+        weights.matrix(f"{name}.weight", split=split),
+        weights.stacked(f"{name}.bias") if adds_bias else None,
+        weights.dtype,
     )
     return local if weights.group.size == 1 else RowParallel(local=local, group=weights.group)
 

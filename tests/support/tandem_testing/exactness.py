@@ -34,11 +34,15 @@ def run_paths_of(
     platform: PlatformMaker = platform_of_device,
     every: int = 1,
     prompts: PromptSet | None = None,
+    worth: Path | None = None,
 ) -> list[PathResult]:
-    """As `run_paths`, of a model that is loaded, on engines of `platform`, with one prompt in `every` so many."""
+    """As `run_paths`, of a model that is loaded, on engines of `platform`, with one prompt in `every` so many.
+
+    `worth`: a checkpoint with the plain numbers that a quantized one stands for, which transformers is to compute.
+    """
     checkpoint, facts = model.config.model_path, model.model_config
     prompts = prompts or make_prompts(checkpoint, facts.vocab_size, quick=True)
-    reference = TransformersReference(checkpoint)
+    reference = TransformersReference(str(worth or checkpoint))
     eos = frozenset(facts.eos_token_ids)
     references = [
         reference.generate(prompt, prompts.max_tokens, eos, ignore_eos=True) for prompt in prompts.prompts[::every]

@@ -4,7 +4,8 @@ Each takes the plain matrices of a model and gives the tensors of a file, and wh
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +64,8 @@ def in_order(inputs: int, groups: int) -> Tensor:
     return torch.arange(inputs) // (inputs // groups)
 
 
-def awq(matrix: Tensor, seed: int) -> Quantized:
-    levels, zeros, scales = levels_of(matrix, 4, 8, seed)
+def awq(matrix: Tensor, seed: int, *, group_size: int = 8) -> Quantized:
+    levels, zeros, scales = levels_of(matrix, 4, group_size, seed)
     parts = {
         "qweight": packed(levels.t(), 4, dim=1, order=AWQ_ORDER),
         "qzeros": packed(zeros.t(), 4, dim=1, order=AWQ_ORDER),
@@ -77,7 +78,8 @@ def gptq(matrix: Tensor, seed: int, *, bits: int = 4, group_size: int = 8, order
     levels, zeros, scales = levels_of(matrix, bits, group_size, seed)
     group = in_order(matrix.shape[1], zeros.shape[1])
     if not ordered:
-        group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(seed))]
+        # As of layers with the same inputs: it follows from these.
+        group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(len(group)))]
     parts = {
         "qweight": packed(levels.t(), bits, dim=0),
         "qzeros": packed((zeros - 1).t(), bits, dim=1),
@@ -97,8 +99,8 @@ def gptq_v2(matrix: Tensor, seed: int) -> Quantized:
     return Quantized(parts, worth(levels, zeros, scales, in_order(matrix.shape[1], 1)))
 
 
-def pack_quantized(matrix: Tensor, seed: int, *, symmetric: bool = True) -> Quantized:
-    levels, zeros, scales = levels_of(matrix, 4, 8, seed)
+def pack_quantized(matrix: Tensor, seed: int, *, group_size: int = 8, symmetric: bool = True) -> Quantized:
+    levels, zeros, scales = levels_of(matrix, 4, group_size, seed)
     zeros = torch.full_like(zeros, 8) if symmetric else zeros
     parts = {
         "weight_packed": packed(levels, 4, dim=1),
@@ -164,11 +166,32 @@ KINDS: dict[str, tuple[Writer, dict[str, Any]]] = {
     ),
     "fp8": (fp8_blocks, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 12]}),
 }
+W4_OF_32 = W4 | {"group_size": 32}
+KERNEL_KINDS: dict[str, tuple[Writer, dict[str, Any]]] = {
+    "awq": (partial(awq, group_size=32), KINDS["awq"][1] | {"group_size": 32}),
+    "gptq": (partial(gptq, group_size=64), KINDS["gptq"][1] | {"group_size": 64}),
+    "gptq, in another order": (
+        partial(gptq, group_size=32, ordered=False),
+        KINDS["gptq, in another order"][1] | {"group_size": 32},
+    ),
+    "gptq, 2 bits": (partial(gptq, bits=2, group_size=32), KINDS["gptq"][1] | {"bits": 2, "group_size": 32}),
+    "gptq_v2, 8 bits": KINDS["gptq_v2, 8 bits"],
+    "pack-quantized": (
+        partial(pack_quantized, group_size=32),
+        of_compressed_tensors("pack-quantized", symmetric=True, **W4_OF_32),
+    ),
+    "int-quantized": KINDS["int-quantized"],
+    "float-quantized": KINDS["float-quantized"],
+    "fp8": (partial(fp8_blocks, rows=48, columns=64), KINDS["fp8"][1] | {"weight_block_size": [48, 64]}),
+}
+"""In groups of sizes that kernels have, of models whose matrices have a multiple of 64 inputs."""
 
 
-def write_quantized(directory: Path, kind: str, **config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def write_quantized(
+    directory: Path, kind: str, *, kinds: Mapping[str, tuple[Writer, dict[str, Any]]] = KINDS, **config: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A checkpoint whose projections are quantized; returns what its files hold, and what all tensors are worth."""
-    writer, scheme = KINDS[kind]
+    writer, scheme = kinds[kind]
     write_config(directory, **config)
     held: dict[str, Tensor] = {}
     worths: dict[str, Tensor] = {}

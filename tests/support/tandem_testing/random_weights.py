@@ -44,6 +44,10 @@ class RandomWeights:
         assert split is None or self.group.size == 1, "one rank has everything"
         return torch.cat([self._tensor(name) for name in names])
 
+    def matrix(self, *names: str, split: Split | None = None) -> Tensor:
+        """Plain, as `stacked`."""
+        return self.stacked(*names, split=split)
+
     def _tensor(self, name: str) -> Tensor:
         shapes = expected_shapes(self.config)
         values = torch.randn(shapes[name], generator=torch.Generator().manual_seed(sorted(shapes).index(name)))

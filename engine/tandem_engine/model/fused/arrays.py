@@ -56,12 +56,14 @@ class ModelArrays:
         rotary: RotaryTable,
         norm: Norm,
     ) -> "ModelArrays | None":
-        """None for a model of which too much would have to be copied."""
+        """None for a model of which too much would have to be copied, or whose projections are quantized."""
         projections = [
             part
             for block in blocks
             for part in (block.attention.qkv, block.attention.output, *_pair(block.feed_forward))
         ]
+        if not all(isinstance(part, Linear | PackedLinear) for part in projections):
+            return None
         if sum(_copied_bytes(part) for part in projections) > MAX_COPIED_BYTES:
             return None
         panels = [_panels(part) for part in projections]

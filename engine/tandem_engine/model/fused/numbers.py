@@ -43,6 +43,11 @@ def narrowed(value: Any, like: Any) -> Any:
     raise NotImplementedError("narrowed is for compiled code")
 
 
+def cut(value: Any, like: Any) -> Any:
+    """As `narrowed`, of a value that needs no rounding."""
+    raise NotImplementedError("cut is for compiled code")
+
+
 def rounded(value: Any, like: Any) -> Any:
     """A float32 value as it is after a stay in the array `like`."""
     raise NotImplementedError("rounded is for compiled code")
@@ -56,6 +61,16 @@ def _from_bfloat16(typing_context: Any, number: Any) -> Any:  # noqa: ARG001
         return builder.bitcast(bits, ir.FloatType())
 
     return types.float32(types.uint16), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _cut_to_bfloat16(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        word = ir.IntType(32)
+        bits = builder.lshr(builder.bitcast(arguments[0], word), ir.Constant(word, _HIGH_HALF))
+        return builder.trunc(bits, ir.IntType(16))
+
+    return types.uint16(types.float32), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -94,6 +109,10 @@ def _narrow(value: Any, like: Any) -> Any:  # noqa: ARG001
     return _to_bfloat16(value)
 
 
+def _cut(value: Any, like: Any) -> Any:  # noqa: ARG001
+    return _cut_to_bfloat16(value)
+
+
 def _round(value: Any, like: Any) -> Any:  # noqa: ARG001
     return _from_bfloat16(_to_bfloat16(value))
 
@@ -106,6 +125,11 @@ def _widened_of_dtype(number: Any) -> Any:
 @overload(narrowed, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
 def _narrowed_of_dtype(value: Any, like: Any) -> Any:  # noqa: ARG001
     return _keep if like.dtype == types.float32 else _narrow
+
+
+@overload(cut, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
+def _cut_of_dtype(value: Any, like: Any) -> Any:  # noqa: ARG001
+    return _keep if like.dtype == types.float32 else _cut
 
 
 @overload(rounded, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.attention.cpu_kernels import Array
-from tandem_engine.model.fused.numbers import as_numbers, dtype_of
+from tandem_engine.model.fused.numbers import as_numbers
 
 OUTPUTS = 64
 WORD_BYTES = 4
@@ -29,7 +29,7 @@ ROW_BYTES = OUTPUTS * WORD_BYTES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panels:
-    """A weight [outputs, inputs] of float32 or bfloat16."""
+    """A weight [outputs, inputs] of float32 or bfloat16, or of int8 in their place."""
 
     address: int
     bytes_each: int
@@ -55,11 +55,19 @@ class Panels:
 
 def pack(weight: Tensor) -> Panels:
     """A copy of `weight` [outputs, inputs], float32 or bfloat16 with an even number of inputs."""
+    return _packed(as_numbers(weight.contiguous()), steps_of(weight.dtype))
+
+
+def pack_int8(weight: Tensor, dtype: torch.dtype) -> Panels:
+    """A copy of int8 `weight`, whose numbers lie as those of `dtype` would: a byte instead of each."""
+    return _packed(weight.contiguous().numpy(), steps_of(dtype))
+
+
+def _packed(weight: Array, step: int) -> Panels:
     outputs, inputs = weight.shape
-    step = steps_of(weight.dtype)
     assert inputs % step == 0, f"{inputs} inputs are no multiple of {step}"
-    whole = np.zeros((-(-outputs // OUTPUTS) * OUTPUTS, inputs), dtype_of(weight.dtype))
-    whole[:outputs] = as_numbers(weight.contiguous())
+    whole = np.zeros((-(-outputs // OUTPUTS) * OUTPUTS, inputs), weight.dtype)
+    whole[:outputs] = weight
     panels = np.ascontiguousarray(whole.reshape(-1, OUTPUTS, inputs // step, step).transpose(0, 2, 1, 3))
     return Panels(
         address=panels.ctypes.data,

@@ -19,7 +19,8 @@ from tandem_engine.attention.cpu_kernels import compiled_callback
 from tandem_engine.attention.phases import array_at, take
 from tandem_engine.attention.team import team
 from tandem_engine.compiled import revision_of
-from tandem_engine.model.fused import numbers, panels, tiles
+from tandem_engine.model.fused import int8_tiles, numbers, panels, tiles
+from tandem_engine.model.fused.int8_tiles import multiply_int8_panel
 from tandem_engine.model.fused.numbers import dtype_of, narrowed
 from tandem_engine.model.fused.panels import OUTPUTS, Panels, in_place
 from tandem_engine.model.fused.tiles import multiply_panel
@@ -32,22 +33,36 @@ PARALLEL_BYTES = 1 << 18
 PRODUCT = np.dtype(
     [
         (name, np.int64)
-        for name in ("next_panel", "tokens", "inputs", "outputs", "x", "panels", "panel_bytes", "bias", "out")
+        for name in (
+            "next_panel",
+            "tokens",
+            "inputs",
+            "outputs",
+            "x",
+            "panels",
+            "panel_bytes",
+            "scales",
+            "bias",
+            "out",
+        )
     ]
 )
-"""What the kernel is given. Addresses: x [tokens, inputs] and out [tokens, outputs] of the weight's dtype, bias
-[outputs] float32 or 0. `next_panel` counts what has been taken, from 0."""
+"""What the kernel is given. Addresses: x [tokens, inputs] and out [tokens, outputs] of the weight's dtype, or of the
+model's where that is int8; scales [outputs], for int8, and bias [outputs], float32 or 0. `next_panel` counts what has
+been taken, from 0."""
 
 ProductKernel = Any
 """A compiled callback of the address of a `PRODUCT` record; takes panels until none is left."""
 
 
 @cache
-def build_product_kernel(dtype: np.dtype[Any]) -> ProductKernel:
-    """The kernel for weights of float32, or of bfloat16 seen as uint16."""
+def build_product_kernel(dtype: np.dtype[Any], *, int8: bool = False) -> ProductKernel:
+    """The kernel for weights of float32, of bfloat16 seen as uint16, or of `int8` and an x of one of these."""
     revision = revision_of(
-        cpu_kernels, phases, vectors, numbers, panels, tiles, constant=vectors.LANES + vectors.MULTIPLIES_PAIRS
-    )
+        cpu_kernels, phases, vectors, numbers, panels, tiles, int8_tiles,
+        constant=vectors.LANES + vectors.MULTIPLIES_PAIRS + 2 * int8,
+    )  # fmt: skip
+    multiply = multiply_int8_panel if int8 else multiply_panel
     number = numba.from_dtype(dtype)
 
     def multiply_panels(data: Any) -> None:
@@ -59,9 +74,14 @@ def build_product_kernel(dtype: np.dtype[Any]) -> ProductKernel:
         sums = np.empty((work.tokens, OUTPUTS), np.float32)
         panel = take(data)
         while panel * OUTPUTS < work.outputs:
-            multiply_panel(x, work.panels + panel * work.panel_bytes, sums)
+            multiply(x, work.panels + panel * work.panel_bytes, sums)
             first = panel * OUTPUTS
             count = min(OUTPUTS, work.outputs - first)
+            if int8:
+                scales = array_at(work.scales, (work.outputs,), types.float32)
+                for token in range(work.tokens):
+                    for i in range(count):
+                        sums[token, i] *= scales[first + i]
             if work.bias != 0:
                 bias = array_at(work.bias, (work.outputs,), types.float32)
                 for token in range(work.tokens):
@@ -93,8 +113,11 @@ def panel_linear(packed: Tensor, weight: Tensor, bias: Tensor | None) -> PanelLi
     return None if panels is None else PanelLinear(panels=panels, bias=None if bias is None else bias.float())
 
 
-def multiply(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
-    """x [T, inputs] Wᵀ + b, of the weight's dtype, which is that of x; b is float32."""
+def multiply(x: Tensor, weight: Panels, bias: Tensor | None, *, scales: Tensor | None = None) -> Tensor:
+    """x [T, inputs] Wᵀ + b, of the weight's dtype, which is that of x; b is float32.
+
+    `scales`: float32 [outputs], what int8 weights are multiplied by; then x has the dtype that they are packed for.
+    """
     x = x.contiguous()
     out = torch.empty((len(x), weight.outputs), dtype=x.dtype)
     work = np.zeros(1, PRODUCT)
@@ -102,7 +125,9 @@ def multiply(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
     record["tokens"], record["inputs"], record["outputs"] = len(x), weight.inputs, weight.outputs
     record["x"], record["out"] = x.data_ptr(), out.data_ptr()
     record["panels"], record["panel_bytes"] = weight.address, weight.bytes_each
+    record["scales"] = 0 if scales is None else scales.data_ptr()
     record["bias"] = 0 if bias is None else bias.data_ptr()
     threads = torch.get_num_threads() if weight.count * weight.bytes_each >= PARALLEL_BYTES else 1
-    team().run(build_product_kernel(dtype_of(x.dtype)).address, work.ctypes.data, threads)
+    kernel = build_product_kernel(dtype_of(x.dtype), int8=scales is not None)
+    team().run(kernel.address, work.ctypes.data, threads)
     return out

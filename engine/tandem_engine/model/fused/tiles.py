@@ -10,6 +10,7 @@ bfloat16 goes by pairs of inputs (`attention.vectors`).
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import llvmlite.ir
@@ -18,7 +19,7 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic, overload
 
-from tandem_engine.attention.cpu_kernels import kernel_piece_options
+from tandem_engine.attention.cpu_kernels import inlined, kernel_piece_options
 from tandem_engine.attention.vectors import LANES, Vectors
 from tandem_engine.model.fused.panels import OUTPUTS, ROW_BYTES, WORD_BYTES
 
@@ -100,8 +101,39 @@ _SHAPES = ((6, 4), (4, 4), (2, 4), (1, 4)) if _WIDE else ((4, 2), (4, 2), (2, 4)
 """Rows and vectors of the tiles: as many sums as hide the latency of adding, and fit the registers beside weights."""
 
 
-def _multiplier(*, pairs: bool) -> Callable[[Any, Any, Any], None]:
+@cache
+def block_adder(*, pairs: bool) -> Callable[[int, int, int, int, int, int], None]:
+    """A function for compiled code: sums += x · a block of a panel, for any number of rows.
+
+    Its arguments: address of x in the first column of the block, words of a row of x, address of the block, address of
+    the sums, steps of the block, rows.
+    """
     full, four, two, one = (_build_tile(rows, vectors, pairs=pairs) for rows, vectors in _SHAPES)
+
+    def add_block(source: int, row: int, weights: int, target: int, count: int, rows: int) -> None:
+        left = rows
+        while left > 0:
+            if left >= _FULL:
+                full(source, row, weights, target, count)
+                done = _FULL
+            elif left >= 4:
+                four(source, row, weights, target, count)
+                done = 4
+            elif left >= 2:
+                two(source, row, weights, target, count)
+                done = 2
+            else:
+                one(source, row, weights, target, count)
+                done = 1
+            left -= done
+            source += done * row * WORD_BYTES
+            target += done * ROW_BYTES
+
+    return inlined(add_block)  # type: ignore[no-any-return]
+
+
+def _multiplier(*, pairs: bool) -> Callable[[Any, Any, Any], None]:
+    add_block = block_adder(pairs=pairs)
 
     # numba wants the very same signature, annotations included, of the stub, the chooser and the choices.
     def multiply(x: Any, panel: Any, sums: Any) -> Any:
@@ -110,25 +142,8 @@ def _multiplier(*, pairs: bool) -> Callable[[Any, Any, Any], None]:
         sums[:rows] = np.float32(0.0)
         for first in range(0, steps, block):
             count = min(block, steps - first)
-            source, target = x.ctypes.data + first * WORD_BYTES, sums.ctypes.data
             weights = panel + first * ROW_BYTES
-            left = rows
-            while left > 0:
-                if left >= _FULL:
-                    full(source, steps, weights, target, count)
-                    done = _FULL
-                elif left >= 4:
-                    four(source, steps, weights, target, count)
-                    done = 4
-                elif left >= 2:
-                    two(source, steps, weights, target, count)
-                    done = 2
-                else:
-                    one(source, steps, weights, target, count)
-                    done = 1
-                left -= done
-                source += done * steps * WORD_BYTES
-                target += done * ROW_BYTES
+            add_block(x.ctypes.data + first * WORD_BYTES, steps, weights, sums.ctypes.data, count, rows)
 
     return multiply
 

@@ -9,15 +9,19 @@ from functools import partial
 from itertools import chain
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from tandem_engine.config import Activation
 from tandem_engine.kernels.fused_moe import fused_experts
 from tandem_engine.kernels.gated_activation import gated_activation
+from tandem_engine.kernels.packed_weight import FLOAT8, INT4, INT8, PackedWeight
+from tandem_engine.kernels.quantized_gemm import FEW, quantized_linear
 from tandem_engine.kernels.rms_norm import add_rms_norm, rms_norm
 from tandem_engine.model.layers.activation import GatedActivation
 from tandem_engine.model.layers.moe import Router
 from tandem_engine.model.layers.norm import Norm
+from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.parallel.group import TpGroup
 
 
@@ -79,3 +83,48 @@ class DeviceExperts:
         experts, weights = self.router(normed)
         out = fused_experts(normed, experts, weights, self.gate_up, self.down, activation=self.activation.value)
         return self.group.all_reduce(out)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceQuantizedLinear:
+    """Implements `Projection` by a weight that stays quantized."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+    order: Tensor | None
+    """int64 [in]: the inputs in the order of their groups, where a checkpoint has them otherwise (GPTQ's act-order)."""
+
+    @classmethod
+    def of(cls, levels: Levels, bias: Tensor | None, dtype: torch.dtype) -> Self:
+        """For a matrix that `quantized.can_multiply` has accepted, and inputs of `dtype`. Kernels are compiled."""
+        order = None
+        if levels.groups is not None:
+            ordered = levels.sorted()
+            assert ordered is not None, "groups of unequal size"
+            levels, order = ordered
+        layer = cls(weight=packed_weight(levels), bias=bias, order=order)
+        layer._warm_up(dtype)
+        return layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return quantized_linear(x if self.order is None else x.index_select(1, self.order), self.weight, self.bias)
+
+    def _warm_up(self, dtype: torch.dtype) -> None:
+        """No request waits for a compiler: run whatever any number of tokens takes."""
+        counts = [1, *(tile.tokens + 1 for tile in FEW)]
+        x = torch.zeros((max(counts), self.weight.inputs), dtype=dtype, device=self.weight.codes.device)
+        for tokens in counts:
+            self(x[:tokens])
+
+
+def packed_weight(levels: Levels) -> PackedWeight:
+    """A matrix whose inputs are in order, as kernels read it."""
+    coding = FLOAT8 if levels.is_float8 else INT8 if levels.bits == 8 else INT4
+    return PackedWeight.pack(
+        levels.codes.view(torch.uint8),
+        levels.scales,
+        # Numbers of two bits are read as four, whose middle is another one.
+        None if levels.zeros_are(8 if coding == INT4 else 128) else levels.zeros,
+        coding=coding,
+        group_size=levels.group_size,
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.model.quantization.groups import FLOATS, group_count, require, two
+from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.quantization.packing import unpack
 from tandem_engine.model.safetensors_file import StoredTensor
 
@@ -46,12 +47,11 @@ class Awq:
         require(parts, "scales", (groups, words * PER_WORD), FLOATS)
         return words * PER_WORD, inputs
 
-    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """See `WeightFormat.values`."""
-        scales = parts["scales"].float()
-        groups, outputs = scales.shape
-        q, zeros = (_in_order(parts[name]).view(groups, -1, outputs) for name in ("qweight", "qzeros"))
-        return ((q - zeros) * scales[:, None]).flatten(0, 1).t()
+    def levels(self, parts: Mapping[str, Tensor]) -> Levels:
+        """See `WeightFormat.levels`."""
+        codes, zeros = (_in_order(parts[name]).to(torch.uint8).t() for name in ("qweight", "qzeros"))
+        scales = parts["scales"].t()
+        return Levels(bits=BITS, codes=codes, scales=scales, zeros=zeros, group_size=codes.shape[1] // scales.shape[1])
 
 
 def _in_order(words: Tensor) -> Tensor:

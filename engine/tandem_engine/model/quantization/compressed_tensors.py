@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from tandem_engine.errors import CheckpointError
-from tandem_engine.model.quantization.groups import FLOATS, group_count, group_of_inputs, require, two
+from tandem_engine.model.quantization.groups import FLOATS, checked_order, group_count, require, two
+from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.quantization.packing import unpack
 from tandem_engine.model.safetensors_file import StoredTensor
 
@@ -45,6 +46,8 @@ class CompressedTensors:
 
     bits: int
     packed: bool
+    floating: bool
+    """float8 instead of integers; tells apart what config.json says, the tensors say it again."""
     strategy: Strategy
     group_size: int
     """−1: all inputs."""
@@ -73,32 +76,47 @@ class CompressedTensors:
         require(parts, "weight_g_idx", (inputs,), INDICES)
         return outputs, inputs
 
-    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """See `WeightFormat.values`."""
-        q, scales = self._levels(parts), self._by_row(parts["weight_scale"].float())
+    def levels(self, parts: Mapping[str, Tensor]) -> Levels:
+        """See `WeightFormat.levels`."""
+        codes = self._codes(parts)
+        outputs, inputs = codes.shape
         said = parts.get("weight_shape")
-        if said is not None and said.tolist() != list(q.shape):
-            raise ValueError(f"its weight_shape is {said.tolist()}, and {list(q.shape)} numbers are packed")
-        group = group_of_inputs(q.shape[1], scales.shape[1], parts.get("weight_g_idx"))
-        zeros = self._zeros(parts, len(q))
-        return (q if zeros is None else q - zeros[:, group]) * scales[:, group]
+        if said is not None and said.tolist() != [outputs, inputs]:
+            raise ValueError(f"its weight_shape is {said.tolist()}, and {[outputs, inputs]} numbers are packed")
+        scales = self._by_row(parts["weight_scale"], outputs)
+        groups = scales.shape[1]
+        return Levels(
+            bits=self.bits,
+            codes=codes,
+            scales=scales,
+            zeros=self._zeros(parts, scales),
+            group_size=inputs // groups,
+            groups=checked_order(parts.get("weight_g_idx"), inputs, groups),
+        )
 
-    def _levels(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def _codes(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Integers without a sign."""
         if self.packed:
-            return unpack(parts["weight_packed"], self.bits, dim=1) - self._middle
-        return parts["weight"].float()
+            return unpack(parts["weight_packed"], self.bits, dim=1).to(torch.uint8)
+        weight = parts["weight"]
+        return weight if weight.dtype is torch.float8_e4m3fn else (weight.int() + self._middle).to(torch.uint8)
 
-    def _zeros(self, parts: Mapping[str, Tensor], outputs: int) -> Tensor | None:
+    def _zeros(self, parts: Mapping[str, Tensor], scales: Tensor) -> Tensor | None:
         stored = parts.get("weight_zero_point")
-        if stored is None:
+        if not self.packed and parts["weight"].dtype is torch.float8_e4m3fn:
+            # Some writers have zero points even there.
+            if stored is not None and bool(stored.any()):
+                raise ValueError("its weight_zero_point is not zero, which float8 weights do without")
             return None
+        if stored is None:
+            return torch.full_like(scales, self._middle, dtype=torch.uint8)
         if self.packed and self.strategy is not Strategy.TENSOR:
-            return unpack(stored, self.bits, dim=0)[:outputs] - self._middle
-        return self._by_row(stored.float())
+            return unpack(stored, self.bits, dim=0)[: len(scales)].to(torch.uint8)
+        return (self._by_row(stored, len(scales)).int() + self._middle).to(torch.uint8)
 
-    def _by_row(self, numbers: Tensor) -> Tensor:
-        """[outputs, groups], or [1, 1] for all."""
-        return numbers.reshape(1, 1) if self.strategy is Strategy.TENSOR else numbers
+    def _by_row(self, numbers: Tensor, outputs: int) -> Tensor:
+        """[outputs, groups]"""
+        return numbers.reshape(1, 1).expand(outputs, 1) if self.strategy is Strategy.TENSOR else numbers
 
     @property
     def _middle(self) -> int:

@@ -3,8 +3,8 @@
     tensors of the files ─▶ those of one matrix found by their suffixes, compared with each other and with the config
                          ─▶ one `DequantizedTensor` named …weight ─▶ read: all its parts, put together in float32
 
-A matrix is put together when it is read, one at a time, and the model holds it in its own dtype: quantized
-checkpoints are served with the accuracy of their weights, and take the memory of the dtype.
+Matrices are read one at a time. Whoever can multiply by a quantized one takes its `levels`; everybody else reads it as
+any other, and holds it in the model's dtype.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem_engine.errors import CheckpointError
 from tandem_engine.model.json_file import shown
 from tandem_engine.model.quantization.interface import WeightFormat
+from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.safetensors_file import ReadableTensor, StoredTensor
 
 
@@ -52,12 +53,15 @@ class DequantizedTensor:
 
     def read_part(self, dim: int, start: int, stop: int) -> Tensor:
         """See `ReadableTensor.read_part`. The whole matrix is put together first."""
+        return self.levels().values().narrow(dim, start, stop - start)
+
+    def levels(self) -> Levels:
+        """The whole matrix as it is. Raises `CheckpointError` for contents that no writer would write."""
         stored = {suffix: part.read() for suffix, part in self.parts.items()}
         try:
-            whole = self.format.values(stored)
+            return self.format.levels(stored)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: tensor {shown(self.name)} cannot be put together: {error}") from error
-        return whole.narrow(dim, start, stop - start)
 
 
 def dequantized(tensors: Mapping[str, StoredTensor], scheme: WeightFormat | None) -> dict[str, ReadableTensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.model.quantization.groups import FLOATS, require, two
+from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.safetensors_file import StoredTensor
 
 FLOAT8 = frozenset({torch.float8_e4m3fn})
@@ -42,10 +43,8 @@ class Fp8Blocks:
         require(parts, "weight_scale_inv", (-(-outputs // self.rows), -(-inputs // self.columns)), FLOATS)
         return outputs, inputs
 
-    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """See `WeightFormat.values`."""
-        weight = parts["weight"].float()
-        outputs, inputs = weight.shape
-        scales = parts["weight_scale_inv"].float()
-        by_row = scales.repeat_interleave(self.rows, dim=0)[:outputs]
-        return weight * by_row.repeat_interleave(self.columns, dim=1)[:, :inputs]
+    def levels(self, parts: Mapping[str, Tensor]) -> Levels:
+        """See `WeightFormat.levels`."""
+        codes = parts["weight"]
+        scales = parts["weight_scale_inv"].repeat_interleave(self.rows, dim=0)[: len(codes)]
+        return Levels(bits=8, codes=codes, scales=scales, zeros=None, group_size=self.columns)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem_engine.model.quantization.groups import FLOATS, group_count, group_of_inputs, require, two
+from tandem_engine.model.quantization.groups import FLOATS, checked_order, group_count, require, two
+from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.quantization.packing import unpack
 from tandem_engine.model.safetensors_file import StoredTensor
 
@@ -50,10 +51,17 @@ class Gptq:
         require(parts, "g_idx", (inputs,), INDICES)
         return outputs, inputs
 
-    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """See `WeightFormat.values`."""
-        q, scales = unpack(parts["qweight"], self.bits, dim=0), parts["scales"].float()
+    def levels(self, parts: Mapping[str, Tensor]) -> Levels:
+        """See `WeightFormat.levels`."""
+        codes, scales = unpack(parts["qweight"], self.bits, dim=0).to(torch.uint8).t(), parts["scales"].t()
         # A stored −1 has all bits set.
         zeros = (unpack(parts["qzeros"], self.bits, dim=1) + self.zero_offset) & ((1 << self.bits) - 1)
-        group = group_of_inputs(len(q), len(scales), parts.get("g_idx"))
-        return ((q - zeros[group]) * scales[group]).t()
+        (inputs, groups), order = (codes.shape[1], scales.shape[1]), parts.get("g_idx")
+        return Levels(
+            bits=self.bits,
+            codes=codes,
+            scales=scales,
+            zeros=zeros.to(torch.uint8).t(),
+            group_size=inputs // groups,
+            groups=checked_order(order, inputs, groups),
+        )

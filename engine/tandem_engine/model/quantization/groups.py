@@ -40,13 +40,17 @@ def require(
         raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; expected {names}")
 
 
-def group_of_inputs(inputs: int, groups: int, order: Tensor | None) -> Tensor:
-    """int64 [inputs]: the group of each. Raises `ValueError` when `order` names one that does not exist."""
+def checked_order(order: Tensor | None, inputs: int, groups: int) -> Tensor | None:
+    """int64 [inputs]: the group of each, None where they are in order.
+
+    Raises `ValueError` when `order` names a group that does not exist.
+    """
     if order is None:
-        return torch.arange(inputs) // (inputs // groups)
+        return None
     if order.numel() and not (int(order.min()) >= 0 and int(order.max()) < groups):
         raise ValueError(f"its group indices go from {int(order.min())} to {int(order.max())}; it has {groups} groups")
-    return order.long()
+    in_order = torch.arange(inputs, dtype=order.dtype) // (inputs // groups)
+    return None if torch.equal(order, in_order) else order.long()
 
 
 def two(tensor: StoredTensor) -> tuple[int, int]:

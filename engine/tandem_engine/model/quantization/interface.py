@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.safetensors_file import StoredTensor
 
 
@@ -25,6 +26,6 @@ class WeightFormat(Protocol):
         """[outputs, inputs] of the matrix. Raises `CheckpointError` unless all parts fit each other and the config."""
         ...
 
-    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Its numbers, float32 [outputs, inputs]. Raises `ValueError` for contents that no writer would write."""
+    def levels(self, parts: Mapping[str, Tensor]) -> Levels:
+        """The matrix. Raises `ValueError` for contents that no writer would write."""
         ...

@@ -69,7 +69,7 @@ def _compressed_tensors(fields: ConfigFields) -> CompressedTensors:
         weights.refuse("type", "must be int for packed weights")
     strategy = Strategy(weights.choice("strategy", tuple(Strategy)))
     size = _group_size(weights) if strategy is Strategy.GROUP else -1
-    return CompressedTensors(bits=bits, packed=packed, strategy=strategy, group_size=size)
+    return CompressedTensors(bits=bits, packed=packed, floating=kind == "float", strategy=strategy, group_size=size)
 
 
 def _group_size(fields: ConfigFields) -> int:

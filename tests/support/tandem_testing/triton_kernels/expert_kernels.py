@@ -84,10 +84,14 @@ def layers_by_kernels(device: str) -> Iterator[None]:
 
 
 def logits_of(config: ModelConfig, device: str) -> tuple[Tensor, Tensor]:
+    """See `logits_through`; of random weights."""
+    weights = RandomWeights(config=config, device=torch.device(device))
+    return logits_through(decoder.build_decoder(config, weights, positions=config.max_position), device)
+
+
+def logits_through(model: decoder.Decoder, device: str) -> tuple[Tensor, Tensor]:
     """Of the last tokens of a prompt and of a decode behind it, and all KV that they wrote."""
-    model = decoder.build_decoder(
-        config, RandomWeights(config=config, device=torch.device(device)), positions=config.max_position
-    )
+    config = model.config
     pool = KvPool(
         num_pages=4, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         page_size=4, dtype=FLOAT32, device=device,
@@ -95,7 +99,7 @@ def logits_of(config: ModelConfig, device: str) -> tuple[Tensor, Tensor]:
     backend = TorchReferenceBackend(pool, specs=model.attention)
     logits = []
     for seq in (
-        Seq(seq_len=6, extend_len=6, pages=[3, 1], input_ids=[3, 9, 4, 9, 30, 7]),
+        Seq(seq_len=6, extend_len=6, pages=[3, 1], input_ids=[3, 9, 4, 9, 13, 7]),
         Seq(seq_len=7, decode=True, pages=[3, 1], input_ids=[11]),
     ):
         batch = to_device(make_batch([seq], page_size=4), device)

@@ -1,0 +1,90 @@
+"""Quantized weights as `quantized_gemm` reads them: where each number lies, without a look at Triton.
+
+    codes    uint8 [N, K] for numbers of eight bits, [N, K / 2] for those of four
+    scales   [groups, N], any float type                         g = k // group_size, one group for group_size ≥ K
+    zeros    uint8 [groups, N]; None: all in the middle, 8 or 128; always None for float8
+
+    int4, int8   W[n, k] = (code − zero) · scale[g, n]
+    float8       W[n, k] = e4m3(code) · scale[g, n]
+
+Numbers of four bits go in pairs that a kernel takes apart without moving anything between lanes: in each run of
+2 · depth inputs, byte j holds input j in its lower half and input depth + j in its upper half. So the lower halves of a
+run are one operand of `depth` inputs, and the upper halves the next one. Scales and zeros have their outputs side by
+side, for a program reads those of one group and many outputs.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+INT4, INT8, FLOAT8 = "int4", "int8", "float8"
+DEPTHS = (64, 32)
+"""Inputs of one multiplication, the larger ones preferred: tensor cores take 16 at a time."""
+
+
+def depth_for(inputs: int, group_size: int, *, paired: bool) -> int | None:
+    """Of a matrix; None where a group is less than any of them, or pairs do not come out even."""
+    whole_groups = group_size >= inputs
+    for depth in DEPTHS:
+        if (whole_groups or group_size % depth == 0) and not (paired and inputs % (2 * depth)):
+            return depth
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedWeight:
+    """One matrix [outputs, inputs] on a device."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    coding: str
+    """`INT4`, `INT8` or `FLOAT8`."""
+    inputs: int
+    group_size: int
+    depth: int
+
+    @classmethod
+    def pack(cls, codes: Tensor, scales: Tensor, zeros: Tensor | None, *, coding: str, group_size: int) -> Self:
+        """Lay out a matrix that `depth_for` has a depth for.
+
+        Args:
+            codes: uint8 [N, K], one number each; bits of float8.
+            scales: [N, groups].
+            zeros: uint8 [N, groups], or None.
+        """
+        inputs = codes.shape[1]
+        depth = depth_for(inputs, group_size, paired=coding == INT4)
+        assert depth is not None, f"groups of {group_size} of {inputs} inputs"
+        return cls(
+            codes=paired(codes, depth) if coding == INT4 else codes.contiguous(),
+            scales=scales.t().contiguous(),
+            zeros=None if zeros is None else zeros.t().contiguous(),
+            coding=coding,
+            inputs=inputs,
+            group_size=min(group_size, inputs),
+            depth=depth,
+        )
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def step(self) -> int:
+        """Inputs that a program reads together."""
+        return 2 * self.depth if self.coding == INT4 else self.depth
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
+
+
+def paired(codes: Tensor, depth: int) -> Tensor:
+    """uint8 [N, K] below 16 to dense [N, K / 2], as this module says."""
+    # Dense at once: what is computed from a transposed matrix is one, too.
+    runs = codes.contiguous().view(len(codes), -1, 2, depth)
+    return torch.bitwise_or(runs[:, :, 0], runs[:, :, 1] << 4).flatten(1)

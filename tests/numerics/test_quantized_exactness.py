@@ -1,0 +1,37 @@
+"""Engines of int8 weights give the tokens that transformers gives with the numbers these stand for, on every path."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tandem_engine.config import EngineConfig, Quantization
+from tandem_engine.engine import load
+from tandem_engine.model.quantization.levels import int8_levels
+from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, SHARED, run_paths_of
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+
+def write_worth(checkpoint, worth) -> None:
+    """The checkpoint with its projections rounded to int8 and back."""
+    shutil.copytree(checkpoint, worth)
+    for file in worth.glob("*.safetensors"):
+        tensors = {
+            name: int8_levels(tensor).values() if name.endswith("_proj.weight") else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "gemma2"])
+def test_int8_weights_take_the_paths_on_which_pages_meet(name, tmp_path) -> None:
+    checkpoint, worth = write_tiny_checkpoint(name, tmp_path / "stored"), tmp_path / "worth"
+    write_worth(checkpoint, worth)
+    assert json.loads((worth / "config.json").read_text())["dtype"] == "float32"
+    config = EngineConfig(model_path=str(checkpoint), dtype="float32", quantization=Quantization.INT8)
+    model = load(config, progress=False)
+    assert "held int8" in model.model_config.quantization
+    paths = (CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SHARED)
+    results = run_paths_of(model, paths, every=2, worth=worth)
+    assert [(result.path, result.difference) for result in results] == [(path, None) for path in paths]

@@ -1,0 +1,184 @@
+"""Quantized matrices that stay so: whole, merged, and a rank's part; and what that means for a model's identity."""
+
+import argparse
+import contextlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tandem_engine.config import LoadFormat, Quantization
+from tandem_engine.errors import CheckpointError, ConfigError
+from tandem_engine.flags import add_engine_flags, engine_config
+from tandem_engine.model.checkpoint import read_fields, read_model_config
+from tandem_engine.model.decoder import Decoder
+from tandem_engine.model.directory import open_directory
+from tandem_engine.model.layers.int8_linear import Int8Linear
+from tandem_engine.model.layers.linear import Linear
+from tandem_engine.model.loader import WeightReader, load_model
+from tandem_engine.model.quantization.holding import Holding, holding_of
+from tandem_engine.model.quantization.levels import Levels
+from tandem_engine.model.quantization.scheme import read_scheme
+from tandem_engine.model.stored_weights import open_weights
+from tandem_engine.parallel.split import INPUTS, OUTPUTS
+from tandem_testing.checkpoint_files import write_checkpoint, write_config
+from tandem_testing.quantized_files import KERNEL_KINDS, KINDS, write_quantized
+from tandem_testing.triton_kernels.tensors import kernels_on
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+LAYER = "model.layers.0."
+QKV = tuple(f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv")
+DOWN = f"{LAYER}mlp.down_proj.weight"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Implements as much of `TpGroup` as reading needs."""
+
+    rank: int
+    size: int = 2
+
+
+def reader(path, holding: Holding, group: object = None) -> WeightReader:
+    directory = open_directory(path)
+    tensors = open_weights(directory, read_scheme(read_fields(directory)))
+    rank = {} if group is None else {"group": group}
+    return WeightReader(
+        tensors=tensors, dtype=torch.float32, device=CPU, advance=lambda _: None, holding=holding, **rank
+    )
+
+
+def values(matrix) -> torch.Tensor:
+    assert isinstance(matrix, Levels)
+    return matrix.values()
+
+
+@pytest.mark.parametrize("kind", KERNEL_KINDS)
+def test_merged_matrices_stay_what_their_parts_stand_for(tmp_path, kind):
+    _, worths = write_quantized(tmp_path, kind, kinds=KERNEL_KINDS, **SIZES)
+    expected = torch.cat([worths[name] for name in QKV])
+    with kernels_on("cpu"):
+        assert torch.equal(values(reader(tmp_path, Holding.PACKED).matrix(*QKV)), expected)
+
+
+@pytest.mark.parametrize("kind", KERNEL_KINDS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_part_with_its_scales(tmp_path, kind, rank):
+    _, worths = write_quantized(tmp_path, kind, kinds=KERNEL_KINDS, **SIZES)
+    with kernels_on("cpu"):
+        held = reader(tmp_path, Holding.PACKED, Rank(rank))
+        outputs = values(held.matrix(*QKV, split=OUTPUTS))
+        inputs = held.matrix(DOWN, split=INPUTS)
+    assert torch.equal(outputs, torch.cat([worths[name].chunk(2)[rank] for name in QKV]))
+    expected = worths[DOWN].chunk(2, dim=1)[rank]
+    if kind == "gptq, in another order":
+        assert torch.equal(inputs, expected), "its groups are spread over both ranks: plain numbers"
+    else:
+        assert torch.equal(values(inputs), expected)
+
+
+def test_what_no_kernel_multiplies_is_plain(tmp_path):
+    """Groups of eight inputs; and on a CPU anything but int8 with one scale for each output."""
+    _, worths = write_quantized(tmp_path, "awq", **SIZES)
+    with kernels_on("cpu"):
+        assert torch.equal(reader(tmp_path, Holding.PACKED).matrix(DOWN), worths[DOWN])
+    assert torch.equal(reader(tmp_path, Holding.PACKED).matrix(DOWN), worths[DOWN])
+
+
+def test_int8_does_not_depend_on_how_many_ranks_there_are(tmp_path):
+    write_checkpoint(tmp_path, **SIZES)
+    whole = values(reader(tmp_path, Holding.INT8).matrix(DOWN))
+    halves = [values(reader(tmp_path, Holding.INT8, Rank(rank)).matrix(DOWN, split=INPUTS)) for rank in (0, 1)]
+    assert torch.equal(torch.cat(halves, dim=1), whole)
+
+
+def test_every_projection_of_a_model_is_int8_and_nothing_else(tmp_path):
+    tensors = write_checkpoint(tmp_path, **SIZES)
+    config = read_model_config(tmp_path, quantization=Quantization.INT8)
+    model = load_model(tmp_path, config, torch.float32, progress=False, quantization=Quantization.INT8)
+    assert isinstance(model, Decoder)
+    (block,) = model.blocks
+    parts = (block.attention.qkv, block.attention.output, block.feed_forward.gate_up, block.feed_forward.down)
+    assert [type(part) for part in parts] == [Int8Linear] * 4
+    assert isinstance(model.lm_head, Linear)
+    assert model.fused is None
+    x = torch.randn(3, 64)
+    exact = x @ torch.cat([tensors[name] for name in QKV]).T
+    assert float((block.attention.qkv(x) - exact).abs().max()) < 0.02 * float(exact.abs().max())
+
+
+def test_random_weights_are_held_in_int8_too(tmp_path):
+    write_config(tmp_path, **SIZES)
+    config = read_model_config(tmp_path, load_format=LoadFormat.DUMMY, quantization=Quantization.INT8)
+    model = load_model(
+        tmp_path, config, torch.bfloat16, progress=False, load_format=LoadFormat.DUMMY, quantization=Quantization.INT8
+    )
+    assert isinstance(model, Decoder)
+    assert isinstance(model.blocks[0].attention.qkv, Int8Linear)
+
+
+def test_kv_is_never_exchanged_between_ways_to_hold_a_checkpoint(tmp_path):
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    for path in (plain, quantized):
+        path.mkdir()
+    write_checkpoint(plain, **SIZES)
+    write_quantized(quantized, "awq", kinds=KERNEL_KINDS, **SIZES)
+    found = [
+        read_model_config(plain).fingerprint,
+        read_model_config(plain, quantization=Quantization.INT8).fingerprint,
+        read_model_config(quantized).fingerprint,
+        read_model_config(quantized, device="cuda").fingerprint,
+    ]
+    assert len(set(found)) == 4
+    assert read_model_config(quantized, device="cuda", quantization=Quantization.DEQUANTIZE).fingerprint == found[2]
+    assert read_model_config(plain, quantization=Quantization.DEQUANTIZE, device="cuda").fingerprint == found[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_of_another_quantization_is_refused(tmp_path, kind):
+    write_quantized(tmp_path, kind, **SIZES)
+    refused = contextlib.nullcontext() if kind == "int-quantized" else pytest.raises(ConfigError, match="not quantized")
+    with refused:
+        assert "held int8" in read_model_config(tmp_path, quantization=Quantization.INT8).quantization
+
+
+def test_nothing_is_packed_without_a_kernel(tmp_path):
+    write_quantized(tmp_path, "awq", **SIZES)
+    scheme = read_scheme(read_fields(open_directory(tmp_path)))
+    assert holding_of(Quantization.AUTO, scheme, CPU) is Holding.DTYPE
+    assert holding_of(Quantization.AUTO, scheme, torch.device("cuda")) is Holding.PACKED
+    assert holding_of(Quantization.DEQUANTIZE, scheme, torch.device("cuda")) is Holding.DTYPE
+    assert holding_of(Quantization.AUTO, None, torch.device("cuda")) is Holding.DTYPE
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("awq", "scales"), ("float-quantized", "weight")])
+def test_numbers_that_are_none_are_refused(tmp_path, kind, suffix):
+    held, _ = write_quantized(tmp_path, kind, kinds=KERNEL_KINDS, **SIZES)
+    name = DOWN.removesuffix("weight") + suffix
+    held[name].view(torch.uint8)[-1] = 0x7F if suffix == "weight" else 0xFF
+    held[name].view(torch.uint8)[-1, -1] = 0x7F
+    save_file(held, tmp_path / "model.safetensors")
+    with kernels_on("cpu"), pytest.raises(CheckpointError, match=r"down_proj\.weight holds NaN or infinity"):
+        reader(tmp_path, Holding.PACKED).matrix(DOWN)
+
+
+def test_zero_points_of_float8_are_refused_unless_they_are_zero(tmp_path):
+    held, worths = write_quantized(tmp_path, "float-quantized", **SIZES)
+    name = DOWN.removesuffix("weight") + "weight_zero_point"
+    held[name] = torch.zeros(1, dtype=torch.int8)
+    save_file(held, tmp_path / "model.safetensors")
+    assert torch.equal(reader(tmp_path, Holding.DTYPE).matrix(DOWN), worths[DOWN])
+    held[name] += 1
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="weight_zero_point is not zero"):
+        reader(tmp_path, Holding.DTYPE).matrix(DOWN)
+
+
+def test_the_flag_reaches_the_engine():
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    parser.set_defaults(model="m", role="both")
+    assert engine_config(parser.parse_args([])).quantization is Quantization.AUTO
+    assert engine_config(parser.parse_args(["--quantization", "int8"])).quantization is Quantization.INT8
