@@ -1,19 +1,35 @@
 """Each kernel as a share of the ceiling that bounds it, and as a multiple of its peers' speed."""
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 
 from gpu.budget import Budget
 from gpu.ceilings import Ceilings
 from gpu.figures import Figure, Report
-from gpu.kernel_cases import Case, CaseMaker
+from gpu.kernel_cases import Case
+from gpu.shapes import Shape
 from gpu.stopwatch import Stopwatch
+
+
+class MakesCases(Protocol):
+    """Of one model."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    def cases(self) -> Iterator[Case]:
+        """Each is made when it is asked for and dropped after it."""
+        ...
+
 
 CASE_S = 5.0
 """About what one case and its peers take, with compiling."""
 
 
 @torch.inference_mode()
-def measure_kernels(report: Report, watch: Stopwatch, maker: CaseMaker, ceilings: Ceilings, budget: Budget) -> None:
+def measure_kernels(report: Report, watch: Stopwatch, maker: MakesCases, ceilings: Ceilings, budget: Budget) -> None:
     for case in maker.cases():
         if budget.allows(f"{case.name}, {maker.shape.name}", needs_s=CASE_S):
             report.figures += _figures(case, watch, ceilings, maker.shape.name)

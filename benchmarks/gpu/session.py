@@ -16,6 +16,7 @@ from gpu.engine import EngineRun
 from gpu.figures import Report
 from gpu.handoff import measure_handoff
 from gpu.kernels import measure_kernels
+from gpu.quantized_cases import QuantizedCases
 from gpu.shapes import SHAPES
 from gpu.stopwatch import Stopwatch
 
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace) -> Report:
         sizes = kernel_cases.TINY if args.dry_run else kernel_cases.Sizes()
         maker = kernel_cases.CaseMaker(shape=shape, sizes=sizes, device=device, dtype=dtype)
         measure_kernels(report, watch, maker, ceilings, budget)
+        quantized = QuantizedCases(shape=shape, prompt=sizes.prompt, device=device, dtype=dtype)
+        measure_kernels(report, watch, quantized, ceilings, budget)
     if "engine" in args.only:
         loads = engine.TINY if args.dry_run else engine.Loads()
         told = EngineRun(shape=shape, loads=loads, ceilings=ceilings, dtype=dtype, report=report, budget=budget)

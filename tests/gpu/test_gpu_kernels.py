@@ -12,7 +12,7 @@ from tandem_engine.config import NormKind
 from tandem_testing.triton_kernels.checks import KernelChecks
 
 SUITES = [
-    KernelChecks(f"tandem_testing.triton_kernels.{name}_kernels") for name in ("layer", "expert", "sampling", "table")
+    KernelChecks(f"tandem_testing.triton_kernels.{name}_kernels") for name in ("layer", "expert", "sampling", "table", "quantized")
 ]
 CHECKS = [pytest.param(suite, check, id=check) for suite in SUITES for check in suite.on_device]
 pytestmark = [
@@ -64,6 +64,30 @@ def test_experts_of_a_real_model(tokens):
     expert_kernels.experts_agree(
         "cuda", torch.bfloat16, "silu", tokens=tokens, hidden=2048, inner=768, experts=128, chosen=8
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize(("coding", "group_size"), [("int4", 128), ("int8", 14336), ("float8", 128)])
+def test_products_by_quantized_weights_of_a_real_model(coding, group_size, tokens):
+    from tandem_testing.triton_kernels import quantized_kernels
+
+    levels = quantized_kernels.random_levels(coding, 4096, 14336, group_size, symmetric=False)
+    quantized_kernels.product_agrees("cuda", torch.bfloat16, levels, tokens=tokens)
+
+
+@pytest.mark.parametrize("coding", ["int4", "int8", "float8"])
+def test_a_token_has_the_same_bits_alone_and_in_a_prompt_of_a_real_model(coding):
+    """Tiles of 16 and of 64 tokens are multiplied by instructions of different width."""
+    from tandem_engine.kernels.quantized_gemm import quantized_linear
+    from tandem_testing.triton_kernels import quantized_kernels
+
+    weight = quantized_kernels.packed(
+        quantized_kernels.random_levels(coding, 1024, 4096, 128, symmetric=False), "cuda"
+    )
+    x = torch.randn((300, 4096), device="cuda").bfloat16()
+    together = quantized_linear(x, weight)
+    for tokens in (1, 16, 40):
+        assert torch.equal(quantized_linear(x[:tokens], weight), together[:tokens]), tokens
 
 
 @pytest.mark.parametrize("vocab", [151_936, 128_256])

@@ -1,0 +1,78 @@
+"""Products by quantized weights: one projection of a real model, in the formats that checkpoints have.
+
+A decode cannot do without reading codes, scales and zero points, and is measured against copy bandwidth; a prompt
+cannot do without its multiplications. The peer is torch's product by a matrix of that size in the dtype, which reads
+two to four times as much.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from gpu.kernel_cases import Case
+from gpu.shapes import Shape
+from tandem_engine.kernels.packed_weight import FLOAT8, INT4, INT8, PackedWeight
+from tandem_engine.kernels.quantized_gemm import quantized_linear
+
+
+class Format(NamedTuple):
+    name: str
+    coding: str
+    group_size: int | None
+    """None: one scale for each output."""
+    zeros: bool
+
+
+FORMATS = (
+    Format("AWQ", INT4, 128, zeros=True),
+    Format("int8", INT8, None, zeros=False),
+    Format("fp8, 128 × 128", FLOAT8, 128, zeros=False),
+)
+DECODES = (1, 8, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedCases:
+    """Makes the cases of the projection from the inner size to the hidden one."""
+
+    shape: Shape
+    prompt: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def cases(self) -> Iterator[Case]:
+        for kind in FORMATS:
+            weight, plain = self._weight(kind), self._randn(self.shape.hidden, self.shape.inner)
+            for tokens in (*DECODES, self.prompt):
+                yield self._product(kind, weight, plain, tokens)
+
+    def _product(self, kind: Format, weight: PackedWeight, plain: torch.Tensor, tokens: int) -> Case:
+        x, outputs = self._randn(tokens, weight.inputs), weight.outputs
+        moved = weight.nbytes + x.nbytes + tokens * outputs * self.dtype.itemsize
+        few = tokens <= max(DECODES)
+        return Case(
+            name=f"product by {kind.name} weights, {tokens} tokens",
+            run=lambda: quantized_linear(x, weight),
+            ceiling="copy" if few else "matmul",
+            work=moved if few else 2 * tokens * outputs * weight.inputs,
+            peers={"torch in the dtype": lambda: linear(x, plain)},
+        )
+
+    def _weight(self, kind: Format) -> PackedWeight:
+        outputs, inputs = self.shape.hidden, self.shape.inner
+        group_size = inputs if kind.group_size is None else min(kind.group_size, inputs)
+        groups = -(-inputs // group_size)
+        largest = 16 if kind.coding == INT4 else 127
+        codes, zeros = (
+            torch.randint(0, largest, (outputs, size), dtype=torch.uint8, device=self.device)
+            for size in (inputs, groups)
+        )
+        scales = torch.rand((outputs, groups), device=self.device).half()
+        given = zeros if kind.zeros else None
+        return PackedWeight.pack(codes, scales, given, coding=kind.coding, group_size=group_size)
+
+    def _randn(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, device=self.device).to(self.dtype)
