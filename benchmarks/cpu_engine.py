@@ -1,7 +1,7 @@
 """The engine on a CPU against what memory and multipliers of the machine allow, measured in the same run.
 
     python benchmarks/cpu_engine.py [--models q25m,q125m,q500m] [--dtypes float32,bfloat16] [--threads 2] [--rounds 5]
-                                    [--only decode,prefill] [--offline] [--profile]
+                                    [--only decode,prefill] [--offline] [--profile] [--quantization int8]
 
 Models are random Qwen3s of three sizes, made in memory. Each round measures, on the threads that compute the forwards:
 
@@ -37,12 +37,12 @@ from tandem_engine.bench.workload import Job, mixed_jobs, random_ids
 from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
 from tandem_engine.engine import Engine, LoadedModel
 from tandem_engine.model.decoder import Block, Decoder, build_decoder
+from tandem_engine.model.dummy_weights import DummyWeights
 from tandem_engine.model.layers.linear import projection
 from tandem_engine.model.layers.mlp import FeedForward
 from tandem_engine.model.layers.norm import Norm
+from tandem_engine.model.quantization.holding import Holding
 from tandem_engine.model.tensor_names import expected_shapes
-from tandem_engine.parallel.group import SingleRank
-from tandem_engine.parallel.split import Split
 
 PROMPT = 2048
 STREAM_IN, STREAM_OUT = 128, 128
@@ -77,30 +77,13 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RandomWeights:
-    """Implements `Weights`: norms are 1, everything else is small and random."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    group: SingleRank = field(default_factory=SingleRank)
-
-    def stacked(self, *names: str, split: Split | None = None) -> Tensor:  # noqa: ARG002 - one rank has everything
-        shapes = expected_shapes(self.config)
-        return torch.cat([self._tensor(name, shapes[name]) for name in names])
-
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype)
-        return tensor.fill_(1.0) if "norm" in name else tensor.normal_(std=0.02)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
     """What a model's arithmetic and memory traffic come to."""
 
     config: ModelConfig
     dtype: torch.dtype
+    holding: Holding
 
     @property
     def projection_shapes(self) -> list[tuple[int, int]]:
@@ -126,7 +109,8 @@ class Cost:
         """That a token behind `context` others reads."""
         c = self.config
         kv = 2 * c.num_layers * c.num_kv_heads * c.head_dim * context
-        return (self.block_weights + self.head_weights + kv) * self.dtype.itemsize
+        weight = 1 if self.holding is Holding.INT8 else self.dtype.itemsize
+        return self.block_weights * weight + (self.head_weights + kv) * self.dtype.itemsize
 
     def prefill_operations(self, tokens: int) -> float:
         """Of a prompt: all projections, causal attention, one row of logits; multiplying and adding are two."""
@@ -139,11 +123,13 @@ class Cost:
 class Subject:
     """An engine around random weights, and the thread that its forwards run on."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, threads: int, *, requests: int) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, threads: int, *, requests: int, holding: Holding
+    ) -> None:
         torch.set_num_threads(1)
-        torch.manual_seed(0)
-        self.cost = Cost(config=config, dtype=dtype)
-        self.model = build_decoder(config, RandomWeights(config=config, dtype=dtype), positions=config.max_position)
+        self.cost = Cost(config=config, dtype=dtype, holding=holding)
+        weights = DummyWeights(shapes=expected_shapes(config), dtype=dtype, device=torch.device("cpu"), holding=holding)
+        self.model = build_decoder(config, weights, positions=config.max_position)
         pages = 2 + max(CONTEXT // PAGE_SIZE + 1, requests * (640 // PAGE_SIZE + 1))
         self.config = EngineConfig(
             model_path="random",
@@ -355,10 +341,17 @@ def main() -> None:
     parser.add_argument("--only", default="decode,prefill", help="decode, prefill or both")
     parser.add_argument("--offline", action="store_true", help="64 mixed requests too; minutes at 500M")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--quantization", choices=("dtype", "int8"), default="dtype", help="how projections are held")
     args = parser.parse_args()
     for name in args.models.split(","):
         for dtype in args.dtypes.split(","):
-            subject = Subject(MODELS[name], getattr(torch, dtype), args.threads, requests=64 if args.offline else 1)
+            subject = Subject(
+                MODELS[name],
+                getattr(torch, dtype),
+                args.threads,
+                requests=64 if args.offline else 1,
+                holding=Holding(args.quantization),
+            )
             if args.profile:
                 print(json.dumps({"model": name, "dtype": dtype, "threads": args.threads}))
                 profile(subject)
@@ -373,9 +366,8 @@ def report(subject: Subject, name: str, dtype: str, args: argparse.Namespace) ->
     rounds = [measure(subject, limits, only, offline=args.offline) for _ in range(args.rounds)]
     figures = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
     shown = {key: round(value, 3) for key, value in figures.items()}
-    print(
-        json.dumps({"model": name, "dtype": dtype, "threads": args.threads, "rounds": len(rounds), **shown}), flush=True
-    )
+    facts = {"model": name, "dtype": dtype, "quantization": args.quantization, "threads": args.threads}
+    print(json.dumps(facts | {"rounds": len(rounds)} | shown), flush=True)
 
 
 if __name__ == "__main__":

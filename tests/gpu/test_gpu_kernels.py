@@ -12,7 +12,8 @@ from tandem_engine.config import NormKind
 from tandem_testing.triton_kernels.checks import KernelChecks
 
 SUITES = [
-    KernelChecks(f"tandem_testing.triton_kernels.{name}_kernels") for name in ("layer", "expert", "sampling", "table", "quantized")
+    KernelChecks(f"tandem_testing.triton_kernels.{name}_kernels")
+    for name in ("layer", "expert", "sampling", "table", "quantized")
 ]
 CHECKS = [pytest.param(suite, check, id=check) for suite in SUITES for check in suite.on_device]
 pytestmark = [
@@ -81,9 +82,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_prompt_of_a_real_model(coding)
     from tandem_engine.kernels.quantized_gemm import quantized_linear
     from tandem_testing.triton_kernels import quantized_kernels
 
-    weight = quantized_kernels.packed(
-        quantized_kernels.random_levels(coding, 1024, 4096, 128, symmetric=False), "cuda"
-    )
+    weight = quantized_kernels.packed(quantized_kernels.random_levels(coding, 1024, 4096, 128, symmetric=False), "cuda")
     x = torch.randn((300, 4096), device="cuda").bfloat16()
     together = quantized_linear(x, weight)
     for tokens in (1, 16, 40):
