@@ -4,10 +4,12 @@
 
 MODEL: folders of checkpoints (tools/random_model.py makes some). Each is served by `tandem up` with one worker for both
 phases; requests fill its whole KV pool. Resident memory of the engine process and of the worker service is read once
-the system is ready and again with the pool full. A process that has imported torch, and nothing else, is taken off:
+the system is ready, with the pool full, and some seconds later, at rest. A process that has imported torch, and nothing
+else, is taken off:
 
-    share     (engine − torch) / (weights + KV pool), pool full; 1.15 is the target
-    beside    engine − torch − weights − KV pool
+    share     (engine at rest − torch) / (weights + KV pool); 1.15 is the target
+    beside    engine at rest − torch − weights − KV pool
+    worked    as `beside`, at once: what steps have taken and freed is still there
     peak      (highest of the engine until it is ready − torch) / weights: what loading takes
 
 `_own` is the same without pages of files, libraries above all: all workers of a machine share these, and the kernel may
@@ -23,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +36,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from tandem_engine.config import ModelConfig
+from tandem_engine.freed import REST_S
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.tensor_names import expected_shapes
 from tandem_services.common.ports import free_port
@@ -50,6 +54,8 @@ PROMPT, OUTPUT, STREAMS = 1000, 8, 4
 FEWEST_TOKENS = 1000
 """Of a vocabulary and its tokenizer."""
 ANSWER_S = 600.0
+SETTLE_S = 3.0
+"""Beyond the rest that an engine gives memory back after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +176,15 @@ def measure(model: Path, dtype: str, kv_mib: float, threads: int) -> dict[str, o
     with served(model, dtype, pages, threads) as worker:
         ready = Resident.of(worker.engine)
         worker.fill((pages + 1) * PAGE_SIZE)
+        worked = Resident.of(worker.engine)
+        time.sleep(REST_S + SETTLE_S)
         full, service = Resident.of(worker.engine), Resident.of(worker.service)
     figures = {
         "weights": weights,
         "kv_pool": pool,
         "torch": torch.now,
         "ready": ready.now,
+        "worked": worked.now - torch.now - weights - pool,
         "full": full.now,
         "service": service.now,
         "beside": full.now - torch.now - weights - pool,

@@ -24,7 +24,7 @@ from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.errors import EngineError, RankLostError
 from tandem_engine.executor.self_test import SelfTestReport
-from tandem_engine.freed import give_back
+from tandem_engine.freed import AtRest, give_back
 from tandem_engine.ipc.channels import IpcContext, KeyPair, PairChannel, RouterChannel
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_engine.ipc.poller import Poller
@@ -128,6 +128,7 @@ class EngineProcess:
         self._stats_at = 0.0
         self._stopping = False
         self._drain_wanted = False
+        self._at_rest = AtRest()
         self._early: deque[tuple[bytes, EngineRequest]] = deque()
         """Requests that came during a long step; handled at the next turn."""
         engine.scheduler.ended.wanted = config.report_ended and control is not None
@@ -165,6 +166,7 @@ class EngineProcess:
         self._operations.poll()
         self._pass_on_departure()
         self._publish()
+        self._at_rest.turn(worked=received or worked, now=time.monotonic())
         if not (received or worked):
             self._poller.wait(RANKS_SLEEP if self._engine.awaits_ranks else LONGEST_SLEEP)
 

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 
 from tandem_engine.executor.memory_meter import HostMeter
-from tandem_engine.freed import give_back
+from tandem_engine.freed import REST_S, AtRest, give_back
 
 BLOCKS, BLOCK_BYTES = 100_000, 600
 
@@ -28,3 +28,22 @@ def test_memory_below_a_block_that_stays_is_given_back():
         assert held - HostMeter().used() > BLOCKS * BLOCK_BYTES / 2
     finally:
         libc.free(stays)
+
+
+def test_each_rest_gives_back_once_and_not_before_it_is_one():
+    given: list[float] = []
+    now = 100.0
+    rest = AtRest(lambda: given.append(now))
+    for now, worked in (
+        (100.0, False),  # nothing was done yet
+        (110.0, True),
+        (110.1, False),
+        (110.0 + REST_S / 2, True),
+        (110.0 + REST_S, False),
+        (111.0 + REST_S, False),
+        (112.0 + 2 * REST_S, False),
+        (150.0, True),
+        (150.0 + REST_S, False),
+    ):
+        rest.turn(worked=worked, now=now)
+    assert given == [111.0 + REST_S, 150.0 + REST_S]
