@@ -77,17 +77,29 @@ class TextTokenizer:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a rendered conversation. `tools` as OpenAI's requests have them.
+        """Ids of a rendered conversation. `tools` as OpenAI's requests have them. `continue_final`: they end with the
+        content of the last message, so that the model goes on with it.
 
         Raises `InvalidRequestError` without a chat template and when the template refuses the messages.
         """
-        marks = draw_marks()
+        marks, end = draw_marks(), draw_marks().begin
+        if continue_final:
+            *before, last = messages
+            messages = [*before, {**last, "content": last["content"] + end}]
         text = self._render(
             messages, marks, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
+        if continue_final:
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise InvalidRequestError(
+                    "this model's chat template rewrites the last message, so it cannot be continued",
+                    param="continue_final_message",
+                )
         return self._encode_marked(text, marks, add_special_tokens=add_special_tokens)
 
     def encode_chat_turn(

@@ -6,7 +6,7 @@ from tandem_services.common.errors import bad_request
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat
 from tandem_services.gateway.chat_format import ChatFormat
-from tandem_services.gateway.chat_messages import template_messages
+from tandem_services.gateway.chat_messages import continues_final, template_messages
 from tandem_services.gateway.limits import MAX_OUTPUT_TOKENS, check_context
 from tandem_services.gateway.openai_schemas import ChatRequest
 from tandem_services.gateway.output_reader import OutputReading
@@ -42,6 +42,8 @@ class ChatPlanner:
         check_common_fields(request)
         if request.echo:
             raise bad_request("echo is not supported for chat", "echo")
+        if request.continue_final_message and request.session_params is not None:
+            raise bad_request("continue_final_message is not available with session_params", "continue_final_message")
         counts = choice_counts(request, prompts=1)
         wanted = _wanted_tokens(request)
         tools = _tools(request, served)
@@ -113,7 +115,10 @@ async def _encode(
     continues = turn is not None and not turn.begins
     messages = template_messages(request.messages, continues=continues)
     shown = None if tools is None else tools.for_template
-    add_generation_prompt = request.add_generation_prompt is not False
+    final = continues_final(
+        request.messages, asked=request.continue_final_message, add_generation_prompt=request.add_generation_prompt
+    )
+    add_generation_prompt = not final and request.add_generation_prompt is not False
     if turn is not None and continues:
         return await served.prompts.encode_chat_turn(
             messages,
@@ -126,6 +131,7 @@ async def _encode(
         messages,
         add_generation_prompt=add_generation_prompt,
         add_special_tokens=bool(request.add_special_tokens),
+        continue_final=final,
         tools=shown,
         variables=request.chat_template_kwargs,
     )

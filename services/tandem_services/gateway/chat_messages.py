@@ -30,6 +30,21 @@ def template_messages(messages: list[ChatMessage] | None, *, continues: bool = F
     return entries
 
 
+def continues_final(
+    messages: list[ChatMessage] | None, *, asked: bool | None, add_generation_prompt: bool | None
+) -> bool:
+    """Whether the model goes on with the last message. Raises `ApiError` 400 for what excludes it."""
+    if not asked:
+        return False
+    field = "continue_final_message"
+    if add_generation_prompt:
+        raise bad_request(f"{field} and add_generation_prompt exclude each other: set one of them", field)
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or last.tool_calls or not last.content:
+        raise bad_request(f"{field} needs a last message of the assistant's that has content and no tool calls", field)
+    return True
+
+
 def _entry(message: ChatMessage, param: str) -> dict[str, Any]:
     _check_tool_fields(message, param)
     # Templates predate the newer name of the same role.

@@ -109,6 +109,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    continue_final_message: bool | None = None
+    """The last message is the beginning of the answer."""
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -117,6 +119,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     tools: Any = None
     tool_choice: Any = None
     include_reasoning: Any = None
+    continue_final_message: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -125,6 +128,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: ChatTemplateVariables | None = None
     tools: list[Tool] | None = None

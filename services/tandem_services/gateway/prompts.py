@@ -57,6 +57,7 @@ class PromptEncoder:
         *,
         add_generation_prompt: bool,
         add_special_tokens: bool,
+        continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: ChatTemplateVariables | None,
     ) -> tuple[int, ...]:
@@ -65,6 +66,7 @@ class PromptEncoder:
             messages,
             add_generation_prompt=add_generation_prompt,
             add_special_tokens=add_special_tokens,
+            continue_final=continue_final,
             tools=tools,
             variables=_given(variables),
         )

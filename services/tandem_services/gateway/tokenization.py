@@ -8,7 +8,7 @@ from starlette.responses import Response
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.answering import Answering
-from tandem_services.gateway.chat_messages import template_messages
+from tandem_services.gateway.chat_messages import continues_final, template_messages
 from tandem_services.gateway.limits import check_token_ids
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import ModelService
@@ -64,10 +64,15 @@ async def _encode(asked: TokenizeRequest, served: ModelService) -> tuple[int, ..
         raise bad_request("give either prompt or messages", "prompt")
     if asked.prompt is not None:
         return await served.prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+    messages = template_messages(asked.messages)
+    final = continues_final(
+        asked.messages, asked=asked.continue_final_message, add_generation_prompt=asked.add_generation_prompt
+    )
     return await served.prompts.encode_chat(
-        template_messages(asked.messages),
-        add_generation_prompt=asked.add_generation_prompt is not False,
+        messages,
+        add_generation_prompt=not final and asked.add_generation_prompt is not False,
         add_special_tokens=bool(asked.add_special_tokens),
+        continue_final=final,
         tools=_tools(asked, served),
         variables=asked.chat_template_kwargs,
     )

@@ -35,7 +35,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     function_call: Any = None
     reasoning_effort: Any = None
     thinking_token_budget: Any = None
-    continue_final_message: Any = None
     documents: Any = None
     chat_template: Any = None
     audio: Any = None
@@ -47,7 +46,8 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "spaces_between_special_tokens": (True,),
+    # None are written here, nor by any fast tokenizer.
+    "spaces_between_special_tokens": (True, False),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "stream_interval": (1,),
@@ -64,7 +64,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Values, beside null, that mean "as if the field were absent"."""
 
 _FIELDS = UnsupportedFields.__struct_fields__
-FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning")
+FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning", "continue_final_message")
 """What completion requests refuse as well."""
 
 

@@ -40,6 +40,21 @@ def test_user_text_never_becomes_a_control_token(text, tmp_path_factory):  # E3 
     assert not {ENDOFTEXT, IM_START, IM_END, REFERENCE.token_to_id("<think>")} & set(tokenizer.encode(text))
 
 
+def test_a_final_message_is_continued_where_it_ends(tokenizer):
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the <|im_end|> quick "}]
+    ids = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final=True)
+    rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nthe <|im_end|> quick "
+    assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
+    assert ids.count(IM_END) == 1, "the literal in the message is text, and nothing ends it"
+
+
+def test_a_template_that_drops_the_final_message_cannot_continue_it(tmp_path):
+    dropping = TextTokenizer.load(write_tokenizer(tmp_path, chat_template="{{ messages[0].content }}"))
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the"}]
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        dropping.encode_chat(messages, continue_final=True)
+
+
 def test_a_conversation_is_encoded_as_the_reference_does(tokenizer):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello > world"}]
     rendered = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello > world<|im_end|>\n"

@@ -285,6 +285,17 @@ async def test_the_newer_name_of_max_tokens_wins(gateway):  # E3 #36
 # A2.13, E2 #30: extra and null fields
 
 
+@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}])
+async def test_the_model_goes_on_with_the_final_message(gateway, rack, tokenizer, fields):  # A3
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the quick"}]
+    body = {"model": "mock", "messages": messages, "continue_final_message": True, **fields}
+    answer = await gateway.http.post("/v1/chat/completions", json={**body, "max_tokens": 2})
+    assert answer.status_code == 200
+    prompt = rack.engines[0].received[0].input_ids
+    assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|im_start|>assistant\nthe quick")
+    assert (await gateway.http.post("/tokenize", json=body)).json()["tokens"] == list(prompt)
+
+
 async def test_unknown_and_neutral_fields_are_accepted(gateway):
     harmless = {
         "made_up": 1,

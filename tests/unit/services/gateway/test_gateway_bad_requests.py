@@ -386,6 +386,9 @@ async def test_bad_messages_are_refused(gateway, rack, messages):  # E3 #54
     assert answer.json()["error"]["param"].startswith("messages")
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so", "tool_calls": [CALL]}]
+ANSWERED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
 CHAT_FIELDS = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -397,6 +400,9 @@ CHAT_FIELDS = [
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"enable_thinking": "x" * 10**6}}, "chat_template_kwargs.enable_thinking"),
     ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"continue_final_message": True, "messages": CALLED}, "continue_final_message"),
+    ({"continue_final_message": True, "messages": ANSWERED, "session_params": {"id": "s"}}, "continue_final_message"),
     ({"documents": [{}]}, "documents"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
 ]
