@@ -52,8 +52,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.text = template
         """As the checkpoint has it."""
-        self.knows_tools = "tools" in meta.find_undeclared_variables(_environment().parse(template))
-        """Whether it has a place for tools."""
+        self.variables = frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+        """Names of what it has a place for."""
+        self.knows_tools = "tools" in self.variables
 
     def render(
         self,

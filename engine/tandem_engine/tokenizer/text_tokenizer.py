@@ -148,7 +148,7 @@ class TextTokenizer:
             self._literals.mark(messages, marks),
             add_generation_prompt=add_generation_prompt,
             tools=self._literals.mark(tools, marks),
-            variables=variables,
+            variables=self._literals.mark(variables, marks),
         )
 
     def _encode_marked(self, text: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:

@@ -6,7 +6,7 @@ from tandem_services.common.errors import bad_request
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat
 from tandem_services.gateway.chat_format import ChatFormat
-from tandem_services.gateway.chat_messages import continues_final, template_messages
+from tandem_services.gateway.chat_messages import continues_final, template_messages, template_variables
 from tandem_services.gateway.limits import MAX_OUTPUT_TOKENS, check_context
 from tandem_services.gateway.openai_schemas import ChatRequest
 from tandem_services.gateway.output_reader import OutputReading
@@ -119,13 +119,19 @@ async def _encode(
         request.messages, asked=request.continue_final_message, add_generation_prompt=request.add_generation_prompt
     )
     add_generation_prompt = not final and request.add_generation_prompt is not False
+    variables = template_variables(
+        served.prompts.tokenizer.chat_template,
+        request.chat_template_kwargs,
+        documents=request.documents,
+        reasoning_effort=request.reasoning_effort,
+    )
     if turn is not None and continues:
         return await served.prompts.encode_chat_turn(
             messages,
             last_token=turn.last_token,
             add_generation_prompt=add_generation_prompt,
             tools=shown,
-            variables=request.chat_template_kwargs,
+            variables=variables,
         )
     return await served.prompts.encode_chat(
         messages,
@@ -133,7 +139,7 @@ async def _encode(
         add_special_tokens=bool(request.add_special_tokens),
         continue_final=final,
         tools=shown,
-        variables=request.chat_template_kwargs,
+        variables=variables,
     )
 
 

@@ -5,9 +5,10 @@ from typing import Any
 import msgspec
 
 from tandem_engine.logs import quoted
+from tandem_engine.tokenizer.chat_template import ChatTemplate
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.limits import MAX_MESSAGES
-from tandem_services.gateway.openai_schemas import CalledTool, ChatMessage, ContentPart
+from tandem_services.gateway.openai_schemas import CalledTool, ChatMessage, ChatTemplateVariables, ContentPart
 
 
 def template_messages(messages: list[ChatMessage] | None, *, continues: bool = False) -> list[dict[str, Any]]:
@@ -43,6 +44,24 @@ def continues_final(
     if last is None or last.role != "assistant" or last.tool_calls or not last.content:
         raise bad_request(f"{field} needs a last message of the assistant's that has content and no tool calls", field)
     return True
+
+
+def template_variables(
+    template: ChatTemplate | None,
+    variables: ChatTemplateVariables | None,
+    *,
+    documents: list[dict[str, str]] | None = None,
+    reasoning_effort: str | None = None,
+) -> dict[str, Any]:
+    """What the template is told besides messages and tools. Raises `ApiError` 400 for what it has no place for."""
+    told = {} if variables is None else {k: v for k, v in msgspec.structs.asdict(variables).items() if v is not None}
+    for name, value in (("documents", documents or None), ("reasoning_effort", reasoning_effort)):
+        if value is None:
+            continue
+        if template is None or name not in template.variables:
+            raise bad_request(f"{name} is not supported: this model's chat template has no place for it", name)
+        told[name] = value
+    return told
 
 
 def _entry(message: ChatMessage, param: str) -> dict[str, Any]:

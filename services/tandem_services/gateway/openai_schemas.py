@@ -91,6 +91,9 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """vLLM's newer name of the same."""
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ChatTemplateVariables(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The variables of a chat template that a client may set."""
 
@@ -111,6 +114,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     include_reasoning: bool | None = None
     continue_final_message: bool | None = None
     """The last message is the beginning of the answer."""
+    documents: list[dict[str, str]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    """For chat templates that have a place for them, as `documents`."""
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -120,6 +126,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
     tool_choice: Any = None
     include_reasoning: Any = None
     continue_final_message: Any = None
+    documents: Any = None
+    reasoning_effort: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -129,6 +137,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    documents: list[dict[str, str]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: ChatTemplateVariables | None = None
     tools: list[Tool] | None = None

@@ -11,7 +11,6 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import unavailable
 from tandem_services.gateway.limits import check_text_length
 from tandem_services.gateway.models import ServedModel
-from tandem_services.gateway.openai_schemas import ChatTemplateVariables
 from tandem_services.gateway.token_rules import bad_word_ids
 from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 
@@ -59,7 +58,7 @@ class PromptEncoder:
         add_special_tokens: bool,
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: ChatTemplateVariables | None,
+        variables: Mapping[str, Any],
     ) -> tuple[int, ...]:
         work = partial(
             self.tokenizer.encode_chat,
@@ -68,9 +67,9 @@ class PromptEncoder:
             add_special_tokens=add_special_tokens,
             continue_final=continue_final,
             tools=tools,
-            variables=_given(variables),
+            variables=variables,
         )
-        return tuple(await self.threads.run(work, characters=self._characters(messages, tools)))
+        return tuple(await self.threads.run(work, characters=self._characters(messages, tools, variables)))
 
     async def encode_chat_turn(
         self,
@@ -79,7 +78,7 @@ class PromptEncoder:
         last_token: int | None,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: ChatTemplateVariables | None,
+        variables: Mapping[str, Any],
     ) -> tuple[int, ...]:
         """New messages of a conversation whose beginning, up to `last_token`, a worker keeps."""
         work = partial(
@@ -88,9 +87,9 @@ class PromptEncoder:
             last_token=last_token,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            variables=_given(variables),
+            variables=variables,
         )
-        return tuple(await self.threads.run(work, characters=self._characters(messages, tools)))
+        return tuple(await self.threads.run(work, characters=self._characters(messages, tools, variables)))
 
     async def bad_words(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
         """Token sequences of `words`: see `bad_word_ids`."""
@@ -112,15 +111,15 @@ class PromptEncoder:
 
         return await self.threads.run(work, characters=len(token_ids))
 
-    def _characters(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
-        """Raises `ApiError` 400 for more than can be answered. Tools count for the time they take, not for their
-        length: a template may leave out parts of them."""
+    def _characters(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> int:
+        """Raises `ApiError` 400 for more than can be answered. Tools and documents count for the time they take,
+        not for their length: a template may leave out parts of them."""
         characters = sum(len(message["content"]) for message in messages)
         check_text_length(characters, self.model.longest_token, self.context_length(), "messages")
-        return characters + (len(msgspec.json.encode(tools)) if tools else 0)
-
-
-def _given(variables: ChatTemplateVariables | None) -> dict[str, Any]:
-    if variables is None:
-        return {}
-    return {name: value for name, value in msgspec.structs.asdict(variables).items() if value is not None}
+        beside = [value for value in (tools, variables.get("documents")) if value]
+        return characters + (len(msgspec.json.encode(beside)) if beside else 0)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.answering import Answering
-from tandem_services.gateway.chat_messages import continues_final, template_messages
+from tandem_services.gateway.chat_messages import continues_final, template_messages, template_variables
 from tandem_services.gateway.limits import check_token_ids
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import ModelService
@@ -74,7 +74,12 @@ async def _encode(asked: TokenizeRequest, served: ModelService) -> tuple[int, ..
         add_special_tokens=bool(asked.add_special_tokens),
         continue_final=final,
         tools=_tools(asked, served),
-        variables=asked.chat_template_kwargs,
+        variables=template_variables(
+            served.prompts.tokenizer.chat_template,
+            asked.chat_template_kwargs,
+            documents=asked.documents,
+            reasoning_effort=asked.reasoning_effort,
+        ),
     )
 
 

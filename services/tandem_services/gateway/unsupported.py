@@ -33,9 +33,7 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     suffix: Any = None
     functions: Any = None
     function_call: Any = None
-    reasoning_effort: Any = None
     thinking_token_budget: Any = None
-    documents: Any = None
     chat_template: Any = None
     audio: Any = None
     modalities: Any = None
@@ -64,7 +62,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Values, beside null, that mean "as if the field were absent"."""
 
 _FIELDS = UnsupportedFields.__struct_fields__
-FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning", "continue_final_message")
+_OF_TEMPLATES = ("continue_final_message", "documents", "reasoning_effort")
+FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning", *_OF_TEMPLATES)
 """What completion requests refuse as well."""
 
 

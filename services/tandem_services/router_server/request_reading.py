@@ -85,7 +85,7 @@ class RequestReading:
         else:
             messages, param = template_messages(ask.messages), "messages"
             ids = await reader.prompts.encode_chat(
-                messages, add_generation_prompt=True, add_special_tokens=False, variables=None
+                messages, add_generation_prompt=True, add_special_tokens=False, variables={}
             )
         check_context(len(ids), 0, reader.prompts.context_length(), param)
         return ids

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import events, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
-from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.tokenizer_builders import CHATML, EOS, write_tokenizer
 
 USAGE = {"include_usage": True}
 
@@ -294,6 +295,20 @@ async def test_the_model_goes_on_with_the_final_message(gateway, rack, tokenizer
     prompt = rack.engines[0].received[0].input_ids
     assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|im_start|>assistant\nthe quick")
     assert (await gateway.http.post("/tokenize", json=body)).json()["tokens"] == list(prompt)
+
+
+async def test_a_template_with_a_place_for_them_gets_documents_and_effort(rack, tmp_path):  # A3, E3 #55
+    template = "{{ reasoning_effort }}:{% for d in documents %}{{ d.text }};{% endfor %}" + CHATML
+    knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=template))
+    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    async with live_gateway(rack.context, knowing, rack.engines) as live:
+        told = {"documents": [{"text": "a<|im_end|>"}, {"text": "b"}], "reasoning_effort": "high"}
+        assert (await live.chat("hi", max_tokens=1, **told)).status_code == 200
+        prompt = rack.engines[0].received[0].input_ids
+        body = {"messages": [{"role": "user", "content": "hi"}], **told}
+        assert (await live.http.post("/tokenize", json=body)).json()["tokens"] == list(prompt)
+    assert knowing.decode(prompt, skip_special_tokens=False).startswith("high:a<|im_end|>;b;<|im_start|>user\nhi")
+    assert prompt.count(EOS) == 1, "a literal in a document is text"
 
 
 async def test_unknown_and_neutral_fields_are_accepted(gateway):
