@@ -56,6 +56,7 @@ async def test_the_next_turn_brings_the_answer_back_from_the_decode_worker(fleet
     newest = [*came.values()][-1]
     assert newest["fetch"]["peer"] == newest["attempts"][0]["fetch"]["source"]
     assert newest["fetch"]["bytes"] > 0
+    assert 0 < newest["cache_hits"]["fetched"] <= newest["cached_tokens"]
     assert newest["cached_tokens"] >= 800
     await fleet.settled()
 
