@@ -203,6 +203,10 @@ class FakeTransport:
         self.verified.clear()
         return events
 
+    @property
+    def alone(self) -> bool:
+        return True
+
     def fileno(self) -> int:
         """Nothing to wait for: events come only from `FakeFabric.advance`."""
         return -1

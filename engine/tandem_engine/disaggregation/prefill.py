@@ -129,14 +129,24 @@ class PrefillStage:
         self.early.drop_expired()
         self.said.drop_expired()
         now = self.host.clock.now()
+        self.hand_over_complete()
         for room in [*self._rooms.values()]:
-            if room.complete and room.keep_until is not None:
-                self._hand_over(room)
-            elif (overdue := self._overdue(room, now)) is not None:
+            if (overdue := self._overdue(room, now)) is not None:
                 self._fail(room, overdue)
             else:
                 self._push(room)
         return self._release_closed()
+
+    @property
+    def nearly_out(self) -> bool:
+        """Whether a prompt that is computed only waits for pushes that are under way."""
+        return any(room.keep_until is not None and room.outstanding for room in self._rooms.values())
+
+    def hand_over_complete(self) -> None:
+        """Send the records of rooms that are complete. Touches no queue and no memory."""
+        for room in [*self._rooms.values()]:
+            if room.complete and room.keep_until is not None:
+                self._hand_over(room)
 
     def abort(self, rid: RequestId, wish: Finish) -> bool:
         """End a request that is kept here as `wish` says. False when it is not."""

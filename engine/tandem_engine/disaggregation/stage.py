@@ -9,7 +9,7 @@ router offers to a worker. This is where messages from peers and events of the t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Self
 
@@ -67,6 +67,8 @@ class HandoffStage:
     receiver_leases: ReceiverLeases
     links: Links
     prefixes: Prefixes
+    _early: list[TransportEvent] = field(default_factory=list)
+    """Seen during a step, for the next `poll`."""
 
     @classmethod
     def build(
@@ -133,7 +135,7 @@ class HandoffStage:
         events = [*self.peers.receive()]
         for event in events:
             self._on_peer(event)
-        outcomes = self.transport.poll()
+        outcomes, self._early = [*self._early, *self.transport.poll()], []
         for outcome in outcomes:
             self._on_transport(outcome)
         handed_over = self.prefill.tick()
@@ -144,6 +146,22 @@ class HandoffStage:
         self.prefixes.tick()
         self.transport.expect(sum(table.open_transfers() for table in self._hold_tables()))
         return bool(events or outcomes or handed_over or moved)
+
+    def meanwhile(self) -> bool:
+        """Hand over what has been written. The request's memory is given back by the next `poll`, which also hears of
+        everything else. With several ranks all of it waits for that: they look at their transports together."""
+        if not self.transport.alone or not self.prefill.nearly_out:
+            return False
+        for outcome in self.transport.poll():
+            if (
+                isinstance(outcome, PushDone)
+                and room_key(outcome.key.room, outcome.key.generation) in self.prefill.rooms
+            ):
+                self._on_transport(outcome)
+            else:
+                self._early.append(outcome)
+        self.prefill.hand_over_complete()
+        return self.prefill.nearly_out
 
     def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
         self.prefill.chunk_launched(req, stop, progress)

@@ -168,6 +168,12 @@ class KvTransport(Protocol):
         """Events since the last call, never blocking."""
         ...
 
+    @property
+    def alone(self) -> bool:
+        """Whether `poll` answers for this process alone, so that it may be called at any time: no other rank has to
+        call it in the same moment."""
+        ...
+
     def fileno(self) -> int:
         """Readable when `poll` has something: lets the scheduler sleep while idle."""
         ...

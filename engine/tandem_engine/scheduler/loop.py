@@ -21,7 +21,7 @@ in flight, as after drafts. Whatever that comes to, a forward waits for them. In
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 WAIT_SLICE = 0.25
 """Seconds that the loop waits for a step before it lets its owner answer others."""
+FIRST_LOOK = 1e-3
+"""Seconds into that wait after which it looks at handoffs that are nearly over, and then after twice as long each time:
+a look takes the interpreter from the step for a moment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +204,7 @@ class Loop:
         hangs = False
         while True:
             try:
-                error = future.exception(timeout=WAIT_SLICE)
+                error = self._wait_a_slice(future)
             except TimeoutError:
                 waited = self.clock.now() - began
                 if waited < self.longest_step:
@@ -213,6 +216,20 @@ class Loop:
             else:
                 self.tally.spend(Phase.WAIT, self.clock.now() - began)
                 return error
+
+    def _wait_a_slice(self, future: Future[ForwardResult]) -> BaseException | None:
+        """Raises `TimeoutError` when the step goes on. Handoffs do not wait for it: they were computed before."""
+        left, pause = WAIT_SLICE, FIRST_LOOK
+        while pause < left and self._more_is_to_come():
+            with suppress(TimeoutError):
+                return future.exception(timeout=pause)
+            left, pause = left - pause, 2 * pause
+        return future.exception(timeout=left)
+
+    def _more_is_to_come(self) -> bool:
+        """Let every stage get on during a step; whether one has more to do soon."""
+        asked = [stage.meanwhile() for stage in self.stages]
+        return any(asked)
 
     @contextmanager
     def _scheduling(self, phase: Phase, *, beside: InFlight | None) -> Iterator[None]:

@@ -59,6 +59,11 @@ class QueueStage(Protocol):
         """Once per loop, before planning: exchange messages, move requests. True if anything happened."""
         ...
 
+    def meanwhile(self) -> bool:
+        """Once and again while a step is waited for: get on with what touches neither queues nor memory. True if more
+        is to come soon. With several ranks each calls it when and as often as it likes."""
+        ...
+
     def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
         """A step that computes KV of `req` up to token `stop` is about to be launched; `progress` follows it.
 

@@ -45,6 +45,9 @@ class DirectReceiver(FetchesNothing):
         moved = [room for room in [*self.waiting] if room in self.arrived and self._admit(room)]
         return bool(moved)
 
+    def meanwhile(self) -> bool:
+        return False
+
     def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
         """Nothing is sent before it is settled."""
 
@@ -121,6 +124,9 @@ class DirectSender(FetchesNothing):
         for req in due:
             self._send(req)
         return bool(due)
+
+    def meanwhile(self) -> bool:
+        return False
 
     def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
         """Nothing is sent before it is settled."""

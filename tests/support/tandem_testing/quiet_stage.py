@@ -41,6 +41,9 @@ class QuietStage(FetchesNothing):
     def poll(self) -> bool:
         return False
 
+    def meanwhile(self) -> bool:
+        return False
+
     def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
         """Nothing is sent before it is settled."""
 

@@ -100,6 +100,10 @@ class NixlTransport:
     def poll(self) -> list[TransportEvent]:
         return self._outbox.take()
 
+    @property
+    def alone(self) -> bool:
+        return True
+
     def fileno(self) -> int:
         return self._outbox.fileno()
 

@@ -204,6 +204,10 @@ class RankedTransport:
             events += self._hear(news)
         return events
 
+    @property
+    def alone(self) -> bool:
+        return self.place.size == 1
+
     def fileno(self) -> int:
         return self.local.fileno()
 

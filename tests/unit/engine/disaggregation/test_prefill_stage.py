@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.fake import FakeFabric, Fate
+from tandem_engine.disaggregation.fake import FakeFabric, FakeTransport, Fate
 from tandem_engine.disaggregation.transport import PushFailed
 from tandem_engine.executor.fake import next_token
 from tandem_engine.messages.outputs import CacheHits, FinishReason
@@ -87,6 +87,66 @@ def sender() -> Sender:
 
 def first_token(prompt: Sequence[int] = PROMPT) -> int:
     return next_token(prompt, vocab_size=VOCAB)
+
+
+# While a step is waited for
+
+
+def test_what_is_written_during_a_step_is_handed_over_during_that_step(sender):
+    sender.allow()
+    sender.submit()
+    sender.turn()
+    assert sender.records() == []
+    stage = sender.side.stage
+    assert not stage.meanwhile()
+    assert [record.output_ids for record in sender.records()] == [(first_token(),)]
+    assert stage.inflight() == 1, "its memory is given back between steps"
+    sender.turn()
+    assert stage.inflight() == 0
+    assert len(sender.records()) == 1
+    sender.side.assert_clean()
+
+
+def test_only_a_prompt_that_waits_for_its_last_pushes_is_looked_at_during_a_step(sender):
+    stage = sender.side.stage
+    assert not stage.meanwhile()
+    sender.hold_back()
+    sender.submit()
+    sender.turn()
+    assert not stage.meanwhile(), "nothing is granted"
+    sender.allow()
+    sender.turn()
+    assert stage.meanwhile()
+    sender.turn(8)
+    assert not stage.meanwhile()
+    assert len(sender.records()) == 1
+
+
+def test_what_else_the_transport_says_during_a_step_is_heard_after_it(sender):
+    sender.hold_back(1)
+    sender.allow()
+    sender.submit()
+    sender.turn()
+    stage, events = sender.side.stage, sender.side.transport.events
+    sender.fabric.kill(RECEIVER.incarnation)
+    sender.fabric.advance()
+    assert [type(event) for event in events if isinstance(event, PushFailed)]
+    stage.meanwhile()
+    assert not events
+    assert stage.prefill.rooms, "a failure closes a room between steps"
+    sender.turn()
+    assert not stage.prefill.rooms
+
+
+def test_several_ranks_hear_of_pushes_together_and_so_between_steps(sender, monkeypatch):
+    sender.allow()
+    sender.submit()
+    sender.turn()
+    monkeypatch.setattr(FakeTransport, "alone", False)
+    assert not sender.side.stage.meanwhile()
+    assert sender.records() == []
+    sender.turn()
+    assert len(sender.records()) == 1
 
 
 # Handing over

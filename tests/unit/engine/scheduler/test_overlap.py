@@ -1,6 +1,7 @@
 """Step N+1 is launched before step N is settled (BEHAVIOUR C.3, C.4)."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -9,6 +10,7 @@ from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, ForwardRe
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.scheduler import loop
 from tandem_testing.fake_executors import EagerExecutor, resolve
+from tandem_testing.quiet_stage import QuietStage
 from tandem_testing.scheduler_builders import Engine, ManualClock, expected_output, make_engine, make_message
 
 
@@ -247,3 +249,48 @@ def test_a_step_that_never_comes_back_is_not_covered_up(monkeypatch):
     rescue.join()
     assert len(answers) == 2, "after the longest step nobody is told any more that this engine lives"
     assert hangs == [engine.scheduler.config.watchdog_timeout], "and it is reported once"
+
+
+class ImpatientStage(QuietStage):
+    """Has handoffs under way for so many looks; then the step ends."""
+
+    def __init__(self, looks: int, end: Callable[[], None]) -> None:
+        super().__init__()
+        self.looks = [True] * looks
+        self.end = end
+
+    def meanwhile(self) -> bool:
+        if self.looks:
+            return self.looks.pop()
+        self.end()
+        return False
+
+
+def test_handoffs_under_way_are_looked_at_during_a_step(monkeypatch):
+    monkeypatch.setattr(loop, "WAIT_SLICE", 3600.0)
+    engine = make_engine(executor=StuckExecutor)
+    stage = ImpatientStage(looks=3, end=engine.executor.finish)
+    engine.scheduler.attach(stage)
+    engine.add(make_message(max_tokens=1))
+    engine.step()
+    assert stage.looks == []
+    engine.assert_expected()
+
+
+def test_looks_at_handoffs_become_rarer_within_a_slice_of_the_wait(monkeypatch):
+    monkeypatch.setattr(loop, "WAIT_SLICE", 0.005)
+    monkeypatch.setattr(loop, "FIRST_LOOK", 0.001)
+    engine = make_engine(executor=StuckExecutor)
+    stage = ImpatientStage(looks=1000, end=lambda: None)
+    engine.scheduler.attach(stage)
+    slices = []
+
+    def answer_others() -> None:
+        slices.append(1000 - len(stage.looks))
+        if len(slices) == 2:
+            engine.executor.finish()
+
+    engine.scheduler.on_wait(answer_others)
+    engine.add(make_message(max_tokens=1))
+    engine.step()
+    assert slices == [2, 4], "after 1 ms and after 3"
