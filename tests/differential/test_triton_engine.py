@@ -1,4 +1,4 @@
-"""Engines whose attention, or whose every layer, is Triton's, interpreted, against transformers."""
+"""Engines whose attention is Triton's, interpreted, against transformers."""
 
 import pytest
 

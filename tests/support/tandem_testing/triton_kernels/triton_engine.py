@@ -1,12 +1,6 @@
-"""Whole engines whose attention, or whose every layer, is Triton's: tokens and logprobs of transformers.
-
-Interpreted     a CPU's engine with the attention of a device, whatever way a token is planned
-`PlainDevice`   a device's engine: layers, attention, sampling and tables are kernels, and steps are queued
-"""
+"""Whole engines with a device's attention, and with its products by packed weights: tokens of transformers."""
 
 import random
-from collections import Counter
-from collections.abc import Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,23 +9,15 @@ from safetensors.torch import save_file
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import load
 from tandem_engine.executor.platform import OnHost, gpu_attention
-from tandem_engine.verify.paths import WITHOUT_GRAPHS
 from tandem_engine.verify.prompts import PromptSet
 from tandem_engine.verify.ranks import PlatformMaker
 from tandem_testing.checkpoint_files import write_config
 from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, run_paths_of
-from tandem_testing.plain_device import PlainDevice
 from tandem_testing.quantized_files import KERNEL_KINDS, write_quantized
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
-from tandem_testing.triton_kernels.launches import counting
 
 WHOLE = "whole prompts, no overlap"
-EVERY_STEP = {
-    "list_kernel", "split_kernel", "combine_kernel", "extend_kernel", "rotate_store_kernel", "rms_norm_kernel",
-    "resolve_kernel", "publish_kernel", "peak_kernel", "settle_kernel",
-}  # fmt: skip
-"""Kernels of steps of any model: attention, heads on their way to it, norms, tokens of rows, sampling."""
 QUANTIZED_SIZES = {
     "model_type": "llama",
     "vocab_size": 64,
@@ -59,31 +45,12 @@ def long_prompts() -> PromptSet:
     return PromptSet(prompts=(tuple(rest[0]), (*shared, *rest[1]), (*shared, *rest[2])), max_tokens=MAX_TOKENS)
 
 
-def short_prompts() -> PromptSet:
-    """One of a token, and one that ends in its second page: both decode by a graph at last."""
-    ids = random.Random(4)
-    return PromptSet(prompts=((7,), tuple(ids.randrange(256) for _ in range(15))), max_tokens=3)
-
-
 def check_whole_prompts_and_cached_prefixes(device: str) -> None:
     equals_transformers("llama-llama3-rope", (WHOLE, CACHED))
 
 
 def check_chunks_and_mixed_steps_with_windows_and_caps(device: str) -> None:
     equals_transformers("gemma2", (CHUNKED, MIXED))
-
-
-def check_every_layer_by_kernels_with_head_norms_and_graphs_and_a_draft_head(device: str) -> None:
-    device_equals_transformers("qwen3", "EAGLE drafts", launches={"gated_activation_kernel", "move_rows_kernel"})
-
-
-def check_every_layer_by_kernels_with_offset_norms_windows_and_two_rotations(device: str) -> None:
-    device_equals_transformers("gemma3", WITHOUT_GRAPHS, launches={"gated_activation_kernel"})
-
-
-def check_every_layer_by_kernels_with_experts_and_edited_logits(device: str) -> None:
-    experts = {"count_kernel", "place_kernel", "gate_up_kernel", "down_kernel"}
-    device_equals_transformers("mixtral", "edited: mixed, staggered", launches=experts | {"edit_kernel"})
 
 
 def check_packed_weights_in_chunks_mixed_and_handed_over(device: str) -> None:
@@ -101,15 +68,6 @@ def check_packed_weights_in_chunks_mixed_and_handed_over(device: str) -> None:
             few = PromptSet(prompts=tuple(tuple(ids.randrange(64) for _ in range(n)) for n in (9, 3)), max_tokens=3)
             results = run_paths_of(model, (CHUNKED, MIXED, DISAGGREGATED), prompts=few, worth=worth)
     assert [result.difference for result in results] == [None] * 3
-
-
-def device_equals_transformers(name: str, path: str, *, launches: Set[str]) -> None:
-    """By every kernel of `EVERY_STEP` and of `launches`, and with no pass of its own to store K and V."""
-    launched: Counter[str] = Counter()
-    with layers_by_kernels("cpu"), counting(launched):
-        equals_transformers(name, (path,), platform=PlainDevice, prompts=short_prompts())
-    assert EVERY_STEP | launches <= launched.keys(), launched
-    assert "store_kernel" not in launched
 
 
 def equals_transformers(

@@ -1,0 +1,46 @@
+"""Engines of a device, interpreted: layers, attention, sampling and tables are kernels, and steps are queued."""
+
+import random
+from collections import Counter
+from collections.abc import Set
+
+from tandem_engine.verify.paths import WITHOUT_GRAPHS
+from tandem_engine.verify.prompts import PromptSet
+from tandem_testing.plain_device import PlainDevice
+from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
+from tandem_testing.triton_kernels.launches import counting
+from tandem_testing.triton_kernels.triton_engine import equals_transformers
+
+EVERY_STEP = {
+    "list_kernel", "split_kernel", "combine_kernel", "extend_kernel", "rotate_store_kernel", "rms_norm_kernel",
+    "resolve_kernel", "publish_kernel", "peak_kernel", "settle_kernel",
+}  # fmt: skip
+"""Kernels of steps of any model: attention, heads on their way to it, norms, tokens of rows, sampling."""
+
+
+def short_prompts() -> PromptSet:
+    """One of a token, and one that ends in its second page: both decode by a graph at last."""
+    ids = random.Random(4)
+    return PromptSet(prompts=((7,), tuple(ids.randrange(256) for _ in range(15))), max_tokens=3)
+
+
+def check_head_norms_and_graphs_and_a_draft_head(device: str) -> None:
+    device_equals_transformers("qwen3", "EAGLE drafts", launches={"gated_activation_kernel", "move_rows_kernel"})
+
+
+def check_offset_norms_windows_and_two_rotations(device: str) -> None:
+    device_equals_transformers("gemma3", WITHOUT_GRAPHS, launches={"gated_activation_kernel"})
+
+
+def check_experts_and_edited_logits(device: str) -> None:
+    experts = {"count_kernel", "place_kernel", "gate_up_kernel", "down_kernel"}
+    device_equals_transformers("mixtral", "edited: mixed, staggered", launches=experts | {"edit_kernel"})
+
+
+def device_equals_transformers(name: str, path: str, *, launches: Set[str]) -> None:
+    """By every kernel of `EVERY_STEP` and of `launches`, and with no pass of its own to store K and V."""
+    launched: Counter[str] = Counter()
+    with layers_by_kernels("cpu"), counting(launched):
+        equals_transformers(name, (path,), platform=PlainDevice, prompts=short_prompts())
+    assert EVERY_STEP | launches <= launched.keys(), launched
+    assert "store_kernel" not in launched
