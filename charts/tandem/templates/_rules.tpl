@@ -25,6 +25,13 @@ server: nothing is missing, and nothing is left over.
 - apiGroups: [apps]
   resources: [deployments/scale]
   verbs: [patch]
+# Workers of several pods, where that API is there.
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets/scale]
+  verbs: [patch]
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create, patch, delete]

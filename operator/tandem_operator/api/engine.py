@@ -57,6 +57,9 @@ class Engine(Api, frozen=True, kw_only=True):
     """Longest prompt and output together; at most the model's own."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     """GPUs (ranks) of one worker. Must divide the model's attention heads."""
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    """Pods that share the ranks of one worker, as many on each; default: as many as it takes with the GPUs of one pod.
+    More than one needs the LeaderWorkerSet API in the cluster."""
     mem_fraction_static: Share | None = None
     """Share of device memory for weights and KV. Where pods share a GPU: of this worker, all shares together at most
     about 0.9."""

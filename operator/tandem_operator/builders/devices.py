@@ -44,6 +44,14 @@ def device_of(engine: Engine, resources: Resources) -> Device:
     return "cuda" if nvidia_gpus_of(resources) else "cpu"
 
 
+def nodes_of(engine: Engine, resources: Resources) -> int:
+    """Pods of one worker. `engine`: as merged for one role."""
+    if engine.nodes is not None:
+        return engine.nodes
+    ranks, gpus = engine.tensor_parallel_size or 1, gpus_of(resources)
+    return ranks // gpus if gpus and ranks % gpus == 0 else 1
+
+
 def _is_nvidia(name: str) -> bool:
     return name in ("nvidia.com/gpu", SHARED_GPU) or name.startswith(MIG)
 

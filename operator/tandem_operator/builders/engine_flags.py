@@ -15,6 +15,7 @@ ENGINE_FLAGS = {
     "page_size": "--page-size",
     "context_length": "--context-length",
     "tensor_parallel_size": "--tensor-parallel-size",
+    "nodes": "--nnodes",
     "mem_fraction_static": "--mem-fraction-static",
     "kv_cache_gib": "--kv-cache-gib",
     "max_running_requests": "--max-running-requests",

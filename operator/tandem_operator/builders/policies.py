@@ -1,6 +1,6 @@
 """What protects the pods of a ModelService: disruption budgets and network policies."""
 
-from tandem_operator.api.roles import ROLES
+from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import ADMIN_PORT, PORT, gateway_labels
 from tandem_operator.builders.inference_pool import GRPC_PORT
@@ -9,6 +9,7 @@ from tandem_operator.builders.naming import SERVICE_LABEL, Labels, labels_of, se
 from tandem_operator.builders.redis_access import PORT as REDIS_PORT
 from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import HEALTH_PORT
+from tandem_operator.builders.worker_group import FOLLOWER
 from tandem_operator.settings import OperatorSettings
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
@@ -20,7 +21,14 @@ def disruption_budgets(service: Served, settings: OperatorSettings) -> list[Mani
     parts: list[tuple[str, Labels]] = [(role, labels_of(service.name, "worker", role=role)) for role in ROLES]
     if service.spec.gateway.replicas > 1:
         parts.append(("gateway", gateway_labels(service.name)))
+    # A group is gone when any of its pods is.
+    parts += [(f"{role}-followers", labels_of(service.name, FOLLOWER, role=role)) for role in _grouped(service)]
     return [_budget(service, part, labels, settings.apis.pod_disruption_budget) for part, labels in parts]
+
+
+def _grouped(service: Served) -> list[RoleName]:
+    """Roles whose workers have several pods."""
+    return [role for role in ROLES if service.nodes(role) > 1]
 
 
 def _budget(service: Served, part: str, labels: Labels, api: str) -> Manifest:
@@ -57,6 +65,9 @@ def network_policies(service: Served, settings: OperatorSettings) -> list[Manife
         # Engines and NIXL choose their ports freely; the sockets are closed to who has not the service's keys.
         "worker": [{"from": [parts]}, {"from": [operator, *prometheus], "ports": [_port(HEALTH_PORT)]}],
     }
+    if _grouped(service):
+        # Of their tensors only the way in is secret: nobody else comes near.
+        reach[FOLLOWER] = reach["worker"]
     if service.spec.gateway.inference_pool is not None and settings.apis.inference_pools:
         # Data planes of Inference Gateways may run in any namespace, and the protocol knows no token.
         reach["router"] = [{"ports": [_port(GRPC_PORT)]}]

@@ -10,7 +10,7 @@ from tandem_operator.api.images import Images
 from tandem_operator.api.model_service import ModelServiceSpec, Role
 from tandem_operator.api.redis import ManagedRedis, Redis
 from tandem_operator.api.roles import RoleName
-from tandem_operator.builders.devices import Device, device_of
+from tandem_operator.builders.devices import Device, device_of, nodes_of
 from tandem_operator.builders.engine_flags import merged
 from tandem_operator.builders.naming import cluster_name, curve_secret_name
 from tandem_operator.settings import OperatorSettings
@@ -57,6 +57,10 @@ class Served:
     def device(self, name: RoleName) -> Device:
         """What workers of one role run on."""
         return device_of(self.engine(name), self.role(name).resources)
+
+    def nodes(self, name: RoleName) -> int:
+        """Pods of one worker of a role."""
+        return nodes_of(self.engine(name), self.role(name).resources)
 
     def engine_image(self, name: RoleName) -> str:
         """Image of the workers of one role."""

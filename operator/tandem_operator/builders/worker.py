@@ -1,4 +1,6 @@
-"""Deployment of the workers of one role of one revision."""
+"""Deployment of the workers of one role of one revision, and the pods that they are made of."""
+
+import msgspec
 
 from tandem_operator.api.model_service import ModelServiceSpec, Role
 from tandem_operator.api.observability import Observability
@@ -32,6 +34,8 @@ from tandem_operator.builders.redis_access import redis_volumes, redis_words
 from tandem_operator.builders.served import Served
 
 HEALTH_PORT = 9090
+MEETING_PORT = 5757
+"""Of a leader, for the other pods of its group."""
 CURVE_FOLDER = "/etc/tandem/curve"
 CURVE_KEY = "keys.json"
 GRACE_AFTER_DRAIN_S = 15
@@ -65,7 +69,7 @@ def worker_deployment(
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
             },
-            "template": _template(service, role, labels, standby=standby),
+            "template": worker_template(service, role, labels, standby=standby),
         },
     }
 
@@ -75,7 +79,8 @@ def worker_labels(service: Served, role: RoleName, revision: str) -> dict[str, s
     return labels_of(service.name, "worker", role=role, revision=revision)
 
 
-def _template(service: Served, role: RoleName, labels: dict[str, str], *, standby: bool) -> Manifest:
+def worker_template(service: Served, role: RoleName, labels: dict[str, str], *, standby: bool) -> Manifest:
+    """A pod with `labels`: a worker, or one of the pods that a worker is made of."""
     spec, part = service.spec, service.role(role)
     image = service.engine_image(role)
     mount = model_mount(spec.model, image=image, weights=True)
@@ -119,7 +124,17 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
     words += ["--health-host", "0.0.0.0", "--health-port", str(HEALTH_PORT)]  # noqa: S104 - of the pod
     words += ["--drain-timeout", str(spec.drain_seconds), "--await-links", str(AWAIT_LINKS_S), "--log-format", "json"]
     words += traced(spec.observability)
-    return words + engine_flags(service.engine(role), spec.transfer, mount.folder, device=service.device(role))
+    nodes = service.nodes(role)
+    engine = msgspec.structs.replace(service.engine(role), nodes=nodes if nodes > 1 else None)
+    words += engine_flags(engine, spec.transfer, mount.folder, device=service.device(role))
+    return words if nodes == 1 else words + _meeting()
+
+
+def _meeting() -> list[str]:
+    """Which pod of its group a container is in, and where they meet: the LeaderWorkerSet controller says both."""
+    words = ["--node-rank", "$(LWS_WORKER_INDEX)", "--dist-init-addr", f"$(LWS_LEADER_ADDRESS):{MEETING_PORT}"]
+    # Each pod may have an image and weights to fetch first.
+    return [*words, "--dist-init-timeout", str(START_PROBES * 5)]
 
 
 def traced(observability: Observability) -> list[str]:

@@ -10,6 +10,7 @@ from tandem_operator.controller.kinds import (
     DEPLOYMENT,
     HTTP_ROUTE,
     INFERENCE_POOL,
+    LEADER_WORKER_SET,
     MODEL_SERVICE,
     NETWORK_POLICY,
     POD,
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 5.0
 
-_LEADER_WORKER_SET = Kind("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets")
-
 
 async def discover(cluster: Cluster) -> ClusterApis:
     """Optional interfaces. Raises `ApiError` when the API server does not answer."""
@@ -35,7 +34,7 @@ async def discover(cluster: Cluster) -> ClusterApis:
         pod_monitors=await cluster.serves(POD_MONITOR),
         http_routes=await cluster.serves(HTTP_ROUTE),
         inference_pools=await cluster.serves(INFERENCE_POOL),
-        leader_worker_sets=await cluster.serves(_LEADER_WORKER_SET),
+        leader_worker_sets=await cluster.serves(LEADER_WORKER_SET),
     )
 
 
@@ -59,6 +58,7 @@ def watched_kinds(apis: ClusterApis) -> tuple[Kind, ...]:
         (HTTP_ROUTE, apis.http_routes),
         (INFERENCE_POOL, apis.inference_pools),
         (POD_MONITOR, apis.pod_monitors),
+        (LEADER_WORKER_SET, apis.leader_worker_sets),
     )
     optional = [kind for kind, there in offered if there]
     return (MODEL_SERVICE, WORKER_POOL, DEPLOYMENT, POD, SERVICE, NETWORK_POLICY, budget, *optional)

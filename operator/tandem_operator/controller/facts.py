@@ -5,16 +5,17 @@ business of ours, and is neither counted nor changed nor taken away.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from tandem_operator.api.roles import ROLES, RoleName
-from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
-from tandem_operator.controller.kinds import DEPLOYMENT, POD, WORKER_POOL
+from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, selector_of
+from tandem_operator.builders.worker_group import FOLLOWER
+from tandem_operator.controller.kinds import DEPLOYMENT, LEADER_WORKER_SET, POD, WORKER_POOL
 from tandem_operator.controller.objects import Seen
 from tandem_operator.planning.observed import DeploymentSeen, Ref
-from tandem_operator.telemetry.pods import PodSeen
+from tandem_operator.telemetry.pods import COMPONENT_LABEL, PodSeen
 
 _BAD_WAITING = (
     "CrashLoopBackOff",
@@ -59,10 +60,21 @@ class Parts:
 
     def deployments(self, failing: Mapping[str, str] = MappingProxyType({})) -> tuple[DeploymentSeen, ...]:
         """All that the service owns and that are not going. `failing`: as `Findings.failing`."""
-        mine = [one for one in self.owned.values() if one.ref.kind == DEPLOYMENT.name and not one.deleting]
-        return tuple(
-            _deployment(one, self.pods_with(one.body["spec"]["selector"]["matchLabels"]), failing) for one in mine
-        )
+        mine = [one for one in self.owned.values() if not one.deleting]
+        plain = [
+            _deployment(one, self.pods_with(one.body["spec"]["selector"]["matchLabels"]), failing)
+            for one in mine
+            if one.ref.kind == DEPLOYMENT.name
+        ]
+        return (*plain, *(self._group(one, failing) for one in mine if one.ref.kind == LEADER_WORKER_SET.name))
+
+    def _group(self, seen: Seen, failing: Mapping[str, str]) -> DeploymentSeen:
+        """Its leaders are the workers; a follower that does not come up is trouble all the same."""
+        labels = selector_of(seen.body["metadata"].get("labels", {}))
+        found = _deployment(seen, self.pods_with(labels), failing)
+        followers = [pod for pod in self.pods_with({**labels, COMPONENT_LABEL: FOLLOWER}) if not pod.deleting]
+        trouble = found.trouble or _trouble({}, followers, failing)
+        return replace(found, paused=_partition(seen) > 0, trouble=trouble)
 
     def pods_seen(self) -> tuple[PodSeen, ...]:
         """Workers and gateways, as those see them who talk to them."""
@@ -84,6 +96,8 @@ def _deployment(seen: Seen, pods: list[Seen], failing: Mapping[str, str]) -> Dep
     living = [pod for pod in pods if not pod.deleting]
     return DeploymentSeen(
         name=seen.ref.name,
+        api_version=seen.ref.api_version,
+        kind=seen.ref.kind,
         replicas=body["spec"].get("replicas", 1),
         # Of the pods themselves: the Deployment's own status trails behind them.
         ready=sum(_ready(pod) for pod in living),
@@ -94,6 +108,12 @@ def _deployment(seen: Seen, pods: list[Seen], failing: Mapping[str, str]) -> Dep
         paused=body["spec"].get("paused", False),
         trouble=_trouble(body, living, failing),
     )
+
+
+def _partition(group: Seen) -> int:
+    """Groups that keep their template."""
+    strategy = group.body["spec"].get("rolloutStrategy", {})
+    return int(strategy.get("rollingUpdateConfiguration", {}).get("partition", 0))
 
 
 def _ready(pod: Seen) -> bool:

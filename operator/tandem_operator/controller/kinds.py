@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem_operator.api.model_service import GROUP, VERSION
+from tandem_operator.builders.worker_group import LEADER_WORKER_SETS
 from tandem_operator.planning.observed import Ref
 
 
@@ -58,6 +59,7 @@ NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"
 HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
 INFERENCE_POOL = Kind("inference.networking.k8s.io/v1", "InferencePool", "inferencepools")
 POD_MONITOR = Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
+LEADER_WORKER_SET = Kind(LEADER_WORKER_SETS, "LeaderWorkerSet", "leaderworkersets")
 BUDGETS = tuple(
     Kind(f"policy/{version}", "PodDisruptionBudget", "poddisruptionbudgets") for version in ("v1", "v1beta1")
 )
@@ -77,6 +79,7 @@ _BY_NAME = {
         HTTP_ROUTE,
         INFERENCE_POOL,
         POD_MONITOR,
+        LEADER_WORKER_SET,
         *BUDGETS,
     )
 }

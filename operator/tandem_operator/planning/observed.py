@@ -18,9 +18,11 @@ class Ref:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentSeen:
-    """A Deployment of ours."""
+    """A Deployment of ours, or a LeaderWorkerSet, whose leaders count as its pods."""
 
     name: str
+    api_version: str = "apps/v1"
+    kind: str = "Deployment"
     replicas: int
     """As its spec says."""
     ready: int = 0
@@ -35,6 +37,10 @@ class DeploymentSeen:
     """Its pods are not exchanged, whatever its template says."""
     trouble: str = ""
     """Why pods do not come up, in the words of the scheduler or the kubelet."""
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(api_version=self.api_version, kind=self.kind, name=self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +76,7 @@ class Observed:
     """Why the autoscaler decides nothing; empty while it does."""
 
     def workers(self) -> list[DeploymentSeen]:
-        """Deployments of workers, oldest first."""
+        """Those of workers, oldest first."""
         workers = [one for one in self.deployments if one.role is not None]
         return sorted(workers, key=lambda one: (one.created, one.name))
 

@@ -4,7 +4,8 @@
     paused no longer               the Deployment exchanges its pods for the newest template
 
 A Deployment makes its first pods from a template that it has taken up, and a paused one takes none up: it is paused
-once it has pods, and stays so as long as the spec says, whatever becomes of them.
+once it has pods, and stays so as long as the spec says, whatever becomes of them. A LeaderWorkerSet has no such field:
+it exchanges no group below its partition, which is all of them then.
 """
 
 from collections.abc import Iterable
@@ -19,9 +20,16 @@ def held(manifests: Iterable[Manifest], service: Served, observed: Observed) -> 
     if not service.spec.rollout.paused:
         return tuple(manifests)
     running = {one.name for one in observed.deployments if one.paused or one.pods}
-    return tuple(
-        {**one, "spec": {**one["spec"], "paused": True}}
-        if one["kind"] == "Deployment" and one["metadata"]["name"] in running
-        else one
-        for one in manifests
-    )
+    return tuple(_paused(one) if one["metadata"]["name"] in running else one for one in manifests)
+
+
+def _paused(manifest: Manifest) -> Manifest:
+    spec = manifest["spec"]
+    match manifest["kind"]:
+        case "Deployment":
+            return {**manifest, "spec": {**spec, "paused": True}}
+        case "LeaderWorkerSet":
+            strategy = spec["rolloutStrategy"]
+            update = {**strategy["rollingUpdateConfiguration"], "partition": spec["replicas"]}
+            return {**manifest, "spec": {**spec, "rolloutStrategy": {**strategy, "rollingUpdateConfiguration": update}}}
+    return manifest

@@ -35,7 +35,7 @@ from tandem_operator.builders.policies import disruption_budgets, network_polici
 from tandem_operator.builders.pools import worker_pool
 from tandem_operator.builders.redis import redis_deployment, redis_service
 from tandem_operator.builders.served import Served
-from tandem_operator.builders.worker import worker_deployment
+from tandem_operator.builders.worker_group import workers
 from tandem_operator.planning.conditions import READY, ready, settled
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.pausing import held
@@ -76,7 +76,7 @@ def make_plan(
     service: Served, observed: Observed, before: ModelServiceStatus, generation: int, settings: OperatorSettings
 ) -> Plan:
     """`before`: the status as it is, for what time does not change."""
-    problems = problems_of(service)
+    problems = problems_of(service, settings.apis)
     if problems:
         return refused(problems, observed, before, generation)
     if observed.foreign:
@@ -131,8 +131,7 @@ def _revisions(observed: Observed) -> list[RevisionSeen]:
 def _manifests(service: Served, target: str, step: Step, settings: OperatorSettings) -> tuple[Manifest, ...]:
     manifests = [worker_pool(service, role) for role in ROLES]
     manifests += [
-        worker_deployment(service, role, target, step.desired[target][role], standby=settings.canaries)
-        for role in ROLES
+        workers(service, role, target, step.desired[target][role], standby=settings.canaries) for role in ROLES
     ]
     if service.spec.redis.managed is not None:
         manifests += [redis_deployment(service), redis_service(service)]
@@ -176,7 +175,7 @@ def _old_scalings(observed: Observed, target: str, step: Step) -> list[Scaling]:
             continue
         replicas = step.desired.get(one.revision or "", {}).get(one.role, 0)
         if replicas != one.replicas:
-            scalings.append(Scaling(ref=_deployment_ref(one.name), replicas=replicas))
+            scalings.append(Scaling(ref=one.ref, replicas=replicas))
     return scalings
 
 
@@ -186,7 +185,7 @@ def _superfluous(observed: Observed, manifests: tuple[Manifest, ...], step: Step
     for one in observed.workers():
         counts = step.desired.get(one.revision or "", {})
         if one.pods > 0 or (one.role is not None and counts.get(one.role, 0) > 0):
-            kept.add(_deployment_ref(one.name))
+            kept.add(one.ref)
     return tuple(sorted(observed.owned - kept, key=lambda ref: (ref.kind, ref.name)))
 
 
@@ -263,7 +262,3 @@ def _pool_status(service: Served, observed: Observed, role: RoleName) -> WorkerP
 
 def _pool_ref(service: Served, role: RoleName) -> Ref:
     return Ref(api_version=f"{GROUP}/{VERSION}", kind="WorkerPool", name=pool_name(service.name, role))
-
-
-def _deployment_ref(name: str) -> Ref:
-    return Ref(api_version="apps/v1", kind="Deployment", name=name)

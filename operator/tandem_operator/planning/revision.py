@@ -15,7 +15,9 @@ DIGITS = 8
 
 
 def revision_of(service: Served) -> str:
-    """Equal for equal checkpoints, engine images, devices, number formats and page sizes; ten years from now too."""
+    """Equal for equal checkpoints, engine images, devices, pods of a worker, number formats and page sizes; ten years
+    from now too.
+    """
     spec = service.spec
     parts = {
         "model": msgspec.to_builtins(spec.model),
@@ -27,5 +29,9 @@ def revision_of(service: Served) -> str:
     if set(devices.values()) != {"cpu"}:
         # Left out of CPUs', whose revisions are older than this field.
         parts |= {"devices": devices, "decode_image": service.engine_image("decode")}
+    nodes = {role: service.nodes(role) for role in ROLES}
+    if set(nodes.values()) != {1}:
+        # One pod and several are objects of different kinds, which do not take over from each other.
+        parts["nodes"] = nodes
     canonical = msgspec.json.encode(parts, order="deterministic")
     return hashlib.blake2b(canonical, digest_size=DIGITS // 2).hexdigest()

@@ -35,5 +35,5 @@ def _bounds(service: Served, name: RoleName) -> RoleBounds:
             kv_usage=role.scaling.target_kv_usage,
             clear_seconds=role.scaling.clear_seconds,
         ),
-        gpus=gpus_of(role.resources),
+        gpus=gpus_of(role.resources) * service.nodes(name),
     )

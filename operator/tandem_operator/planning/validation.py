@@ -9,14 +9,15 @@ from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.builders.devices import OTHER_GPUS, SHARED_GPU, gpus_of, nvidia_gpus_of, shares_gpu
 from tandem_operator.builders.quantities import parse_quantity
 from tandem_operator.builders.served import Served
+from tandem_operator.settings import ClusterApis
 
 
-def problems_of(service: Served) -> list[str]:
-    """One sentence each; empty when the spec can be served."""
+def problems_of(service: Served, apis: ClusterApis) -> list[str]:
+    """One sentence each; empty when the spec can be served by a cluster that has `apis`."""
     return [
         *_names(service),
         *_quantities(service),
-        *(text for role in ROLES for text in (*_device(service, role), *_ranks(service, role))),
+        *(text for role in ROLES for text in (*_device(service, role), *_ranks(service, role, apis))),
         *_devices(service),
     ]
 
@@ -67,18 +68,23 @@ def _devices(service: Served) -> Iterator[str]:
         yield f"spec.engine.dtype: auto is another type on a GPU than on a CPU ({shown}); set it, e.g. to bfloat16"
 
 
-def _ranks(service: Served, role: RoleName) -> Iterator[str]:
-    part = service.role(role)
+def _ranks(service: Served, role: RoleName, apis: ClusterApis) -> Iterator[str]:
     ranks = service.engine(role).tensor_parallel_size or 1
-    gpus = gpus_of(part.resources)
-    if gpus and ranks > gpus and ranks % gpus == 0:
+    gpus, nodes = gpus_of(service.role(role).resources), service.nodes(role)
+    if ranks % nodes:
         yield (
-            f"spec.{role}: tensorParallelSize {ranks} with {gpus} GPUs in resources.limits would need a worker of "
-            f"{ranks // gpus} pods (a LeaderWorkerSet), which this version does not make: an engine's ranks meet on "
-            f"one machine; give each pod {ranks} GPUs, or set tensorParallelSize to {gpus}"
+            f"spec.{role}: engine.nodes {nodes} does not divide tensorParallelSize {ranks}; each pod of a worker has "
+            f"as many ranks: set nodes to a divisor of {ranks}"
         )
-    elif gpus and ranks != gpus:
+    elif gpus and ranks != gpus * nodes:
+        over = f" and engine.nodes {nodes}" if nodes > 1 else ""
         yield (
-            f"spec.{role}: tensorParallelSize {ranks} with {gpus} GPUs in resources.limits; each rank has one GPU: "
-            f"make them equal"
+            f"spec.{role}: tensorParallelSize {ranks} with {gpus} GPUs in resources.limits{over}; each rank has one "
+            f"GPU: give each pod {ranks // nodes}, or set tensorParallelSize to {gpus * nodes}"
+        )
+    elif nodes > 1 and not apis.leader_worker_sets:
+        yield (
+            f"spec.{role}: tensorParallelSize {ranks} over {nodes} pods of {ranks // nodes} ranks needs the "
+            f"LeaderWorkerSet API (leaderworkerset.x-k8s.io/v1), which this cluster does not serve; install it "
+            f"(https://lws.sigs.k8s.io) and restart the operator, or set tensorParallelSize to {ranks // nodes}"
         )

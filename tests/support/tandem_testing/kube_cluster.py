@@ -90,13 +90,15 @@ class KubeCluster:
     def _apply(self, manifest: dict[str, Any]) -> None:
         name = manifest["metadata"]["name"]
         self.objects[Ref(api_version=manifest["apiVersion"], kind=manifest["kind"], name=name)] = manifest
-        if manifest["kind"] != "Deployment":
+        if manifest["kind"] not in ("Deployment", "LeaderWorkerSet"):
             return
         labels = manifest["metadata"]["labels"]
         self.clock += 1
         if name not in self.deployments:
             self.deployments[name] = DeploymentSeen(
                 name=name,
+                api_version=manifest["apiVersion"],
+                kind=manifest["kind"],
                 replicas=0,
                 role=labels.get(ROLE_LABEL),
                 revision=labels.get(REVISION_LABEL),

@@ -11,7 +11,7 @@ from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.planning.revision import revision_of
 from tandem_operator.planning.validation import problems_of
-from tandem_operator.settings import OperatorSettings
+from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser
 from tandem_testing.kube_cluster import service_of
 
@@ -50,7 +50,7 @@ def device_flag(container: dict[str, Any]) -> str:
 )
 def test_workers_run_on_the_gpus_that_their_role_has(engine, role, device):
     service = service_of(engine=engine, prefill=role, decode=role)
-    assert problems_of(service) == []
+    assert problems_of(service, ClusterApis()) == []
     image = {"cpu": SETTINGS.engine_image, "cuda": SETTINGS.cuda_engine_image}[device]
     for name in ("prefill", "decode"):
         container = worker(service, name)
@@ -90,12 +90,12 @@ def test_another_device_is_another_revision_and_that_of_cpus_stays_what_it_was()
     ids=["no GPU", "another maker's", "a share", "two devices"],
 )
 def test_what_cannot_run_is_refused_with_what_to_do(spec, sentence):
-    (text, *_) = problems_of(service_of(**spec))
+    (text, *_) = problems_of(service_of(**spec), ClusterApis())
     assert sentence in text
 
 
 def test_devices_of_two_kinds_are_served_where_the_type_is_said():
-    assert problems_of(service_of(engine={"dtype": "bfloat16"}, prefill=ONE)) == []
+    assert problems_of(service_of(engine={"dtype": "bfloat16"}, prefill=ONE), ClusterApis()) == []
 
 
 def test_each_kind_of_gpu_counts_for_the_budget():

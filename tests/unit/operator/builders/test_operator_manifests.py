@@ -31,22 +31,29 @@ ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 VERSIONS = ("1.30", "1.33", "1.36")
 """Oldest and newest that are supported, and one between. The API server of tests/kube knows fewer fields than these."""
-OF_OTHERS = {"WorkerPool", "HTTPRoute", "InferencePool", "PodMonitor"}
+OF_OTHERS = {"WorkerPool", "HTTPRoute", "InferencePool", "PodMonitor", "LeaderWorkerSet"}
 """Kinds that no core schema knows."""
 
 
 def manifests(path: Path) -> list[Manifest]:
     example = yaml.safe_load(path.read_text())
     service = service_of(example["spec"], name=example["metadata"]["name"])
-    settings = OperatorSettings(apis=ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True))
+    apis = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True, leader_worker_sets=True)
+    settings = OperatorSettings(apis=apis)
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
     return list(plan.apply)
 
 
 def templates(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    return [
-        (one["metadata"]["name"], one["spec"]["template"]) for one in manifests(path) if one["kind"] == "Deployment"
-    ]
+    found = []
+    for one in manifests(path):
+        name, spec = one["metadata"]["name"], one["spec"]
+        if one["kind"] == "Deployment":
+            found.append((name, spec["template"]))
+        elif one["kind"] == "LeaderWorkerSet":
+            pair = spec["leaderWorkerTemplate"]
+            found += [(name, pair["leaderTemplate"]), (f"{name}/follower", pair["workerTemplate"])]
+    return found
 
 
 def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
@@ -121,7 +128,8 @@ def test_our_commands_understand_their_arguments(path):
     for _, template in templates(path):
         for container in template["spec"]["containers"]:
             if container["command"][0] == "tandem":
-                build_parser().parse_args([*container["command"][1:], *container["args"]])
+                words = [word.replace("$(LWS_WORKER_INDEX)", "1") for word in container["args"]]
+                build_parser().parse_args([*container["command"][1:], *words])
                 seen.add(container["name"])
     assert seen == {"worker", "gateway"} | ({"router"} if path.stem == "full" else set())
 
@@ -222,3 +230,33 @@ def test_only_a_service_that_somebody_scales_may_be_at_zero():
     assert not may({"mode": "internal"}, 0)
     assert not may({"mode": "external"}, 1)
     assert not may({"mode": "none", "idleSecondsToZero": 60}, 0)
+
+
+def test_a_group_is_one_worker_and_its_pods_are_told_apart_by_the_controller():
+    made = {one["metadata"]["name"]: one for one in manifests(ROOT / "examples/multi-node.yaml")}
+    (group,) = [one for one in made.values() if one["kind"] == "LeaderWorkerSet"]
+    assert group["metadata"]["labels"][ROLE_LABEL] == "decode"
+    spec, pair = group["spec"], group["spec"]["leaderWorkerTemplate"]
+    assert (spec["replicas"], pair["size"], pair["restartPolicy"]) == (1, 2, "RecreateGroupOnPodRestart")
+    # With LeaderReady followers would wait for leaders that wait for them.
+    assert spec["startupPolicy"] == "LeaderCreated"
+    leader, follower = pair["leaderTemplate"], pair["workerTemplate"]
+    assert leader["spec"] == follower["spec"]
+    words = leader["spec"]["containers"][0]["args"]
+    for flag, value in (
+        ("--tensor-parallel-size", "16"),
+        ("--nnodes", "2"),
+        ("--node-rank", "$(LWS_WORKER_INDEX)"),
+        ("--dist-init-addr", "$(LWS_LEADER_ADDRESS):5757"),
+    ):
+        assert words[words.index(flag) + 1] == value
+    component = "app.kubernetes.io/component"
+    assert (leader["metadata"]["labels"][component], follower["metadata"]["labels"][component]) == (
+        "worker",
+        "follower",
+    )
+    # Nobody takes a follower for a worker; it is protected all the same.
+    for name in ("large-decode-followers", "large-follower"):
+        selector = made[name]["spec"].get("podSelector", made[name]["spec"].get("selector"))["matchLabels"]
+        assert selector.items() <= follower["metadata"]["labels"].items()
+        assert not selector.items() <= leader["metadata"]["labels"].items()

@@ -5,7 +5,7 @@ import pytest
 from tandem_operator.builders.naming import labels_of
 from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.findings import canaries_by_readiness
-from tandem_operator.controller.kinds import DEPLOYMENT, POD, SERVICE, WORKER_POOL
+from tandem_operator.controller.kinds import DEPLOYMENT, LEADER_WORKER_SET, POD, SERVICE, WORKER_POOL
 from tandem_operator.planning.observed import Canary
 from tandem_testing.kube_objects import a_deployment, a_pod, an_object
 
@@ -108,3 +108,26 @@ def test_a_pod_is_kept_without_what_nobody_reads():
     assert pod.body["spec"] == {"containers": [{"name": "w", "ports": []}]}
     assert DEPLOYMENT.path("models", "d", "scale") == "/apis/apps/v1/namespaces/models/deployments/d/scale"
     assert POD.path(None) == "/api/v1/pods"
+
+
+def a_group(replicas: int = 2, **update: int):
+    spec = {"replicas": replicas, "rolloutStrategy": {"rollingUpdateConfiguration": update}}
+    labels = labels_of("chat", "worker", role="decode", revision="r1")
+    return an_object(LEADER_WORKER_SET, "chat-decode-r1", owner=OWNER, metadata={"labels": labels}, spec=spec)
+
+
+def test_of_a_group_the_leader_counts_and_a_follower_that_does_not_come_up_is_trouble():
+    waiting = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
+    following = labels_of("chat", "follower", role="decode", revision="r1")
+    parts = parts_of(
+        a_group(),
+        a_pod("g-0", role="decode"),
+        a_pod("g-0-1", metadata={"labels": following}),
+        a_pod("g-1", role="decode", ready=False),
+        a_pod("g-1-1", metadata={"labels": following}, status={"conditions": [waiting]}),
+    )
+    (seen,) = parts.deployments()
+    assert (seen.pods, seen.ready, seen.replicas, seen.role) == (2, 1, 2, "decode")
+    assert (seen.trouble, seen.paused) == ("0/3 nodes are available", False)
+    assert (seen.ref.kind, seen.ref.api_version) == ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1")
+    assert parts_of(a_group(partition=2)).deployments()[0].paused

@@ -1,14 +1,17 @@
 """Plans: what is made of a spec, that a plan carried out changes nothing more, and what a status says meanwhile."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tandem_operator.api.model_service import Decision
 from tandem_operator.planning.observed import Canary, Ref
 from tandem_operator.planning.plan import make_plan
+from tandem_operator.planning.scaling_config import scaling_config
 from tandem_operator.planning.status import not_applied
 from tandem_operator.planning.validation import problems_of
+from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_testing.kube_cluster import MINIMAL, KubeCluster, service_of
 
 
@@ -85,11 +88,58 @@ def test_what_cannot_be_served_touches_nothing_and_says_why():
     assert conditions(cluster)["DecodeWorkersReady"] == ("True", "AllReady")
 
 
-def test_a_worker_over_several_pods_is_refused_with_what_to_do_instead():
-    limits = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
-    (text, *_) = problems_of(service_of({**MINIMAL, "engine": {"tensorParallelSize": 16}, "prefill": limits}))
-    assert "a worker of 2 pods (a LeaderWorkerSet)" in text
+SIXTEEN = {**MINIMAL, "engine": {"tensorParallelSize": 16}}
+GROUPS = ClusterApis(leader_worker_sets=True)
+
+
+def eight_gpus(**engine: int) -> dict[str, Any]:
+    return {"resources": {"limits": {"nvidia.com/gpu": 8}}, "engine": engine}
+
+
+def test_a_worker_over_several_pods_is_refused_where_nobody_makes_groups():
+    service = service_of({**SIXTEEN, "prefill": eight_gpus(), "decode": eight_gpus()})
+    (text, *_) = problems_of(service, ClusterApis())
+    assert "tensorParallelSize 16 over 2 pods of 8 ranks needs the LeaderWorkerSet API" in text
     assert "set tensorParallelSize to 8" in text
+    assert problems_of(service, GROUPS) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (eight_gpus(nodes=3), "engine.nodes 3 does not divide tensorParallelSize 16"),
+        (eight_gpus(nodes=4), "tensorParallelSize 16 with 8 GPUs in resources.limits and engine.nodes 4"),
+        (eight_gpus(tensorParallelSize=12), "give each pod 12, or set tensorParallelSize to 8"),
+    ],
+)
+def test_ranks_that_pods_cannot_share_are_refused(part, message):
+    (text,) = problems_of(service_of({**SIXTEEN, "prefill": part, "decode": eight_gpus()}), GROUPS)
+    assert message in text
+
+
+def test_groups_scale_roll_and_pause_as_other_workers_do():
+    settings = OperatorSettings(apis=GROUPS)
+    cluster = KubeCluster(settings=settings)
+    two = {"engine": {"tensorParallelSize": 2, "nodes": 2}}
+    cluster.settle(service_of(decode={**two, "replicas": 3}))
+    first = cluster.status.revision
+    kinds = {ref.name: ref.kind for ref in cluster.objects if ref.name in cluster.deployments}
+    assert (kinds[f"chat-decode-{first}"], kinds[f"chat-prefill-{first}"]) == ("LeaderWorkerSet", "Deployment")
+    plan = cluster.reconcile(service_of(decode={**two, "replicas": 3}, rollout={"paused": True}))
+    (group,) = [one for one in plan.apply if one["kind"] == "LeaderWorkerSet"]
+    assert group["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]["partition"] == 3
+    # Workers of one pod are objects of another kind, so they are another revision.
+    cluster.settle(service_of(decode={"replicas": 3}))
+    second = cluster.status.revision
+    assert second != first
+    assert replicas(cluster) == {f"chat-prefill-{second}": 1, f"chat-decode-{second}": 3}
+    assert not [ref for ref in cluster.objects if ref.kind == "LeaderWorkerSet"]
+
+
+def test_a_group_costs_the_gpus_of_all_its_pods():
+    service = service_of({**SIXTEEN, "prefill": eight_gpus(tensorParallelSize=8), "decode": eight_gpus()})
+    config = scaling_config(service)
+    assert (config.prefill.gpus, config.decode.gpus) == (8, 16)
 
 
 def test_a_change_of_the_weights_makes_a_revision_and_the_old_one_goes_last():

@@ -1,0 +1,106 @@
+"""Workers of several pods on a real API server: with the LeaderWorkerSet API, and what is said without it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem_testing.control_plane import KUBE, PATIENCE_S
+from tandem_testing.kube_services import Services
+from tandem_testing.leader_worker_sets import LeaderWorkerSets
+from tandem_testing.operator_process import OperatorProcess, operator
+from tandem_testing.waiting import wait_for
+
+pytestmark = KUBE
+
+CRD = Path(__file__).with_name("leader_worker_set_crd.yaml")
+TWO_PODS = {"tensorParallelSize": 2, "nodes": 2}
+
+
+@pytest.fixture
+def services(control_plane, namespace) -> Services:
+    return Services(control_plane, namespace)
+
+
+@pytest.fixture
+def sets(control_plane, namespace) -> Iterator[LeaderWorkerSets]:
+    """With the API there; it goes with the test."""
+    crd = yaml.safe_load(CRD.read_text())
+    control_plane.apply(crd).raise_for_status()
+    served = "/apis/leaderworkerset.x-k8s.io/v1/leaderworkersets"
+    wait_for(lambda: control_plane.api.get(served).status_code == 200, PATIENCE_S)
+    yield LeaderWorkerSets(control_plane, namespace)
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}"
+    control_plane.api.delete(path).raise_for_status()
+    wait_for(lambda: control_plane.api.get(served).status_code == 404, PATIENCE_S)
+
+
+def started(control_plane, namespace, tmp_path):
+    return operator(control_plane.kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect")
+
+
+def test_without_the_api_it_is_said_what_is_wanting(services, control_plane, namespace, tmp_path):
+    with started(control_plane, namespace, tmp_path) as running:
+        services.apply(decode={"engine": TWO_PODS})
+        services.wait_condition("Ready", "False", "InvalidSpec")
+        conditions = services.get()["status"]["conditions"]
+        (message,) = [one["message"] for one in conditions if one["type"] == "Ready"]
+        assert "needs the LeaderWorkerSet API" in str(conditions), message
+        assert services.deployments() == {}
+        assert running.stop() == 0
+
+
+def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, control_plane, namespace, tmp_path):
+    with started(control_plane, namespace, tmp_path) as running:
+        services.apply(decode={"engine": TWO_PODS, "replicas": 2})
+        ready(services, sets, running)
+        ((name, made),) = sets.all().items()
+        assert services.get()["status"]["ready"] == "1/1P 2/2D"
+        (owner,) = made["metadata"]["ownerReferences"]
+        assert owner["uid"] == services.get()["metadata"]["uid"]
+        assert sorted(sets.pods(name)) == [f"{name}-0", f"{name}-0-1", f"{name}-1", f"{name}-1-1"]
+        budgets = {key[1] for key in services.owned() if key[0] == "poddisruptionbudgets"}
+        assert "chat-decode-followers" in budgets
+        assert ("networkpolicies", "chat-follower") in services.owned()
+
+        # The pool counts workers, not pods, and its scale subresource is the way to change them.
+        pool = services.cluster.get(services.pool_path("decode"))["status"]
+        assert (pool["replicas"], pool["readyReplicas"]) == (2, 2)
+        services.apply(decode={"engine": TWO_PODS, "replicas": 1})
+        wait(lambda: sorted(sets.pods(name)) == [f"{name}-0", f"{name}-0-1"], sets, running)
+        ready(services, sets, running)
+
+        # From groups to workers of one pod, which are objects of another kind: a revision beside the old one.
+        services.apply(decode={"replicas": 1})
+        wait(lambda: sets.all() == {}, sets, running)
+        ready(services, sets, running)
+        assert list(services.workers("decode").values()) == [1]
+
+        services.apply(decode={"engine": TWO_PODS})
+        wait(lambda: len(sets.all()) == 1, sets, running)
+        services.delete()
+        wait(lambda: services.gone() and sets.all() == {}, sets, running)
+        assert running.stop() == 0
+
+
+def ready(services: Services, sets: LeaderWorkerSets, running: OperatorProcess) -> None:
+    def settled() -> bool:
+        body = services.get()
+        return (
+            body.get("status", {}).get("observedGeneration") == body["metadata"]["generation"]
+            and services.condition("Ready")[0] == "True"
+            and services.condition("Progressing") == ("False", "Complete")
+        )
+
+    wait(settled, sets, running)
+
+
+def wait(condition, sets: LeaderWorkerSets, running: OperatorProcess) -> None:
+    """While the sets' controller has its turns."""
+
+    def after_a_turn() -> bool:
+        sets.turn()
+        return bool(condition())
+
+    wait_for(after_a_turn, PATIENCE_S, running.log)
