@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tandem_engine.config import ModelImpl, Role
+from tandem_engine.config import KvCacheDtype, ModelImpl, Role
 from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
 from tandem_engine.flags import (
     add_device_flag,
     add_engine_flags,
+    add_kv_cache_dtype_flag,
     add_model_impl_flag,
     engine_config,
     non_negative_int,
@@ -110,6 +111,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--model", required=True, metavar="PATH")
     add_model_impl_flag(parser)
     add_device_flag(parser)
+    add_kv_cache_dtype_flag(parser)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=positive_int, metavar="N")
     parser.add_argument("--json", action="store_true")
@@ -123,6 +125,7 @@ def _verify(args: argparse.Namespace) -> int:
         args.model,
         impl=ModelImpl(args.model_impl),
         device=args.device,
+        kv_dtype=KvCacheDtype(args.kv_cache_dtype),
         quick=args.quick,
         as_json=args.json,
         tp_size=args.tensor_parallel_size,

@@ -63,6 +63,20 @@ class WritePolicy(StrEnum):
     """When the device evicts it."""
 
 
+class KvCacheDtype(StrEnum):
+    """Of KV pages. Names follow vLLM."""
+
+    AUTO = "auto"
+    """The model's."""
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FP8 = "fp8"
+    """fp8_e4m3."""
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+
+
 class PreemptionMode(StrEnum):
     """What becomes of the KV of a request that is retracted."""
 
@@ -276,6 +290,7 @@ class CacheConfig:
     """The paged KV pool."""
 
     page_size: int = 16
+    dtype: KvCacheDtype = KvCacheDtype.AUTO
     num_pages: int = 0
     """Pages of the pool, dummy page 0 included. At most one of this and the next two is set."""
     kv_cache_bytes: int = 0

@@ -48,12 +48,14 @@ from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.freed import give_back
 from tandem_engine.generation import Generation, Generations
 from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.kernels.float8 import FLOAT8
 from tandem_engine.memory.allocator import PageAllocator
 from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.memory.copies import CopyQueue
 from tandem_engine.memory.host.disk import DiskStorage
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.kv_dtype import kv_dtype, require_kv_dtype
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.no_cache import NoPrefixCache
 from tandem_engine.memory.pool import KvPool
@@ -67,7 +69,8 @@ from tandem_engine.messages.requests import GenerateRequest, Peer
 from tandem_engine.messages.transfer import Hello, PeerMessage
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.loader import load_model, resolve_dtype
+from tandem_engine.model.kv_scales import scales_digest
+from tandem_engine.model.loader import load_kv_scales, load_model, resolve_dtype
 from tandem_engine.model.sharing import heads_of_rank, require_shareable
 from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Agreement
@@ -90,6 +93,7 @@ from tandem_engine.parallel.inputs import (
     Resume,
 )
 from tandem_engine.parallel.joint import JointWork
+from tandem_engine.parallel.split import OUTPUTS
 from tandem_engine.pool_size import Footprint, plan_pool
 from tandem_engine.reload import Reloaded, WeightsReload
 from tandem_engine.sampling.grammar.compiler import GrammarCompiler, NoGrammars
@@ -140,6 +144,8 @@ class LoadedModel:
     text: TextTokenizer | None
     vocabulary: GuidanceVocabulary | None = None
     """For grammars; None without a tokenizer or an EOS token."""
+    kv_scales: torch.Tensor | None = None
+    """For float8 KV, of all heads of the model: [layers, 2, KV heads]. None where the checkpoint has none."""
     parallel: Parallel = field(default_factory=Parallel)
     """This rank and those that hold the rest of the weights."""
     weight_bytes: int = 0
@@ -200,6 +206,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         threads=threads,
         text=text,
         vocabulary=None if text is None else _vocabulary(folder, facts),
+        kv_scales=load_kv_scales(config.model_path, model.config, load_format=config.load_format),
         parallel=parallel,
         weight_bytes=max(0, meter.used() - before),
     )
@@ -216,6 +223,7 @@ def _vocabulary(folder: Path, facts: ModelConfig) -> GuidanceVocabulary | None:
 def require_loadable(config: EngineConfig) -> ModelConfig:
     """What the checkpoint says of itself. Raises what `load` would, before any weights are read."""
     require_device(config.device, ranks=config.parallel.local_size)
+    require_kv_dtype(config.cache.dtype, config.device)
     facts = read_model_config(
         config.model_path,
         impl=config.model_impl,
@@ -645,11 +653,17 @@ class Engine:
         self.require_replaceable()
         self._require_same_architecture(loaded)
         self.scheduler.stand_still()
-        old, self._runner.model = self._runner.model, loaded.model
+        old, old_scales = self._runner.model, self._pool.scales
+        self._runner.model = loaded.model
+        if old_scales is not None:
+            old_scales = old_scales.clone()
+            self._pool.set_scales(_scales_of_rank(loaded))
         try:
             self.self_test()
         except Exception as error:
             self._runner.model = old
+            if old_scales is not None:
+                self._pool.set_scales(old_scales)
             if isinstance(error, EngineError):
                 raise
             where = loaded.config.model_path
@@ -658,7 +672,11 @@ class Engine:
         self.scheduler.forget_kv()
         self._loaded_with = loaded.config
         self.model_config = loaded.model_config
-        self.geometry = msgspec.structs.replace(self.geometry, fingerprint=loaded.model_config.fingerprint)
+        self.geometry = msgspec.structs.replace(
+            self.geometry,
+            fingerprint=loaded.model_config.fingerprint,
+            kv_scales=_kv_scales(loaded, self._pool.data.dtype),
+        )
         self.compat_hash = compat_hash(self.geometry, loaded.model_config.num_kv_heads, self._peer_group)
         self._rename(self.compat_hash)
         return ended
@@ -673,8 +691,9 @@ class Engine:
 
     def _require_same_architecture(self, loaded: LoadedModel) -> None:
         path, dtype = loaded.config.model_path, _name(loaded.dtype)
-        if dtype != self.geometry.dtype:
-            raise ConfigError(f"{path} loads as {dtype}, served is {self.geometry.dtype}: set --dtype, start anew")
+        served = self.geometry.model_dtype or self.geometry.dtype
+        if dtype != served:
+            raise ConfigError(f"{path} loads as {dtype}, served is {served}: set --dtype, start anew")
         old, new = asdict(self.model_config), asdict(loaded.model_config)
         # The dtype on disk says nothing about the one in memory, and the fingerprint is what changes.
         differing = [name for name in old if old[name] != new[name] and name not in ("fingerprint", "dtype")]
@@ -764,17 +783,32 @@ def compat_hash(geometry: KvGeometry, kv_heads: int, peer_group: str = "") -> st
 
 
 def _geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
-    facts = loaded.model_config
+    facts, dtype = loaded.model_config, kv_dtype(config.cache.dtype, loaded.dtype)
     return KvGeometry(
         fingerprint=facts.fingerprint,
         num_layers=facts.num_layers,
         num_kv_heads=heads_of_rank(facts, loaded.parallel.size).kv,
         head_dim=facts.head_dim,
         page_size=config.cache.page_size,
-        dtype=_name(loaded.dtype),
+        dtype=_name(dtype),
         layout_version=LAYOUT_VERSION,
         tp_size=loaded.parallel.size,
+        model_dtype="" if dtype is loaded.dtype else _name(loaded.dtype),
+        kv_scales=_kv_scales(loaded, dtype),
     )
+
+
+def _kv_scales(loaded: LoadedModel, dtype: torch.dtype) -> str:
+    """See `KvGeometry.kv_scales`."""
+    return scales_digest(loaded.kv_scales) if dtype in FLOAT8 else ""
+
+
+def _scales_of_rank(loaded: LoadedModel) -> torch.Tensor:
+    """Those of the KV heads that this rank holds."""
+    facts, parallel = loaded.model_config, loaded.parallel
+    part = OUTPUTS.part(facts.num_kv_heads, rank=parallel.rank, size=parallel.size)
+    whole = torch.ones(facts.num_layers, 2, facts.num_kv_heads) if loaded.kv_scales is None else loaded.kv_scales
+    return whole[:, :, part.start : part.stop]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -793,7 +827,7 @@ def _sized_pool(
         )
 
     def parts_over(pages: int, *, graphs: bool) -> RunnerParts:
-        return _runner_parts(loaded, _pool(geometry, config, loaded.dtype, pages=pages), config, None, graphs=graphs)
+        return _runner_parts(loaded, _pool(geometry, config, loaded, pages=pages), config, None, graphs=graphs)
 
     def forward_over(pages: int) -> Forward:
         return platform.runner(parts_over(pages, graphs=False)).forward
@@ -808,10 +842,11 @@ def _sized_pool(
         draft_bytes=draft_bytes,
     )
     plan = plan_pool(config, footprint, loaded.parallel)
-    return _pool(geometry, config, loaded.dtype, pages=plan.pages)
+    return _pool(geometry, config, loaded, pages=plan.pages)
 
 
-def _pool(geometry: KvGeometry, config: EngineConfig, dtype: torch.dtype, *, pages: int) -> KvPool:
+def _pool(geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, *, pages: int) -> KvPool:
+    dtype = kv_dtype(config.cache.dtype, loaded.dtype)
     return KvPool(
         num_pages=pages,
         num_layers=geometry.num_layers,
@@ -820,6 +855,7 @@ def _pool(geometry: KvGeometry, config: EngineConfig, dtype: torch.dtype, *, pag
         page_size=geometry.page_size,
         dtype=dtype,
         device=config.device,
+        scales=_scales_of_rank(loaded) if dtype in FLOAT8 else None,
     )
 
 
@@ -885,6 +921,7 @@ def _runner_parts(
         model=loaded.model,
         pool=pool,
         num_heads=heads_of_rank(loaded.model_config, loaded.parallel.size).query,
+        dtype=loaded.dtype,
         rows=_rows(limits),
         observer=observer,
         group=loaded.parallel.forward,

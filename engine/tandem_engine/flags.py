@@ -15,6 +15,7 @@ from tandem_engine.config import (
     GrammarConfig,
     GraphConfig,
     HostConfig,
+    KvCacheDtype,
     LoadFormat,
     ModelImpl,
     OperationConfig,
@@ -137,6 +138,17 @@ def _add_graph_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--disable-cuda-graph", action="store_true", help="queue every operation of every step")
 
 
+def add_kv_cache_dtype_flag(parser: argparse._ActionsContainer) -> None:
+    """`--kv-cache-dtype`, for every command that has a KV cache."""
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=[kind.value for kind in KvCacheDtype],
+        default=KvCacheDtype.AUTO.value,
+        help="dtype of KV pages; fp8, the same as fp8_e4m3, holds twice the tokens of bfloat16 and uses the scales of "
+        "checkpoints that have some (default auto: the model's)",
+    )
+
+
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag of `EngineConfig` except the model and the role."""
     cache = CacheConfig()
@@ -156,7 +168,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="weights and KV (default: the checkpoint's; bfloat16 on a GPU)",
+        help="weights, and KV unless --kv-cache-dtype says otherwise (default: the checkpoint's; bfloat16 on a GPU)",
     )
     add_quantization_flag(group)
     add_device_flag(group)
@@ -178,6 +190,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens per KV page (default {cache.page_size})",
     )
+    add_kv_cache_dtype_flag(group)
     group.add_argument(
         "--kv-cache-gib",
         type=positive_float,
@@ -594,6 +607,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         threads=args.threads,
         cache=CacheConfig(
             page_size=args.page_size,
+            dtype=KvCacheDtype(args.kv_cache_dtype),
             num_pages=args.num_pages,
             kv_cache_bytes=int((args.kv_cache_gib or 0) * GIB),
             mem_fraction_static=args.mem_fraction_static or 0.0,

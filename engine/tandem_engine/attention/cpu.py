@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.attention.cpu_extend import BlockAttention, Extend, Run
+from tandem_engine.attention.cpu_float8 import ScaledPlan
 from tandem_engine.attention.cpu_kernels import Array
 from tandem_engine.attention.cpu_paged import PagedKernels, PagedQueries, Query, plan_paged
 from tandem_engine.attention.spec import AttentionSpec, distinct
@@ -74,7 +75,7 @@ class CpuPlan:
 
 
 class CpuAttention:
-    """Implements `AttentionBackend` over a float32 or bfloat16 pool in host memory.
+    """Implements `AttentionBackend` over a float32, bfloat16 or float8 pool in host memory.
 
     Raises:
         ConfigError: for a pool of another dtype.
@@ -83,20 +84,22 @@ class CpuAttention:
     def __init__(self, pool: KvPool, *, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
         """`specs`: one for each layer of the pool."""
         assert len(specs) == pool.data.shape[1], f"{len(specs)} specs for a pool of {pool.data.shape[1]} layers"
+        self._pool = pool
         self._longest_short = min(SHORT_EXTEND, SHORT_LANES * pool.data.shape[3] // num_heads)
         self._kinds, self._kind_of_layer = distinct(specs)
         self._kernels = PagedKernels(pool, num_heads=num_heads, specs=self._kinds)
         self._blocks = BlockAttention(self._kernels.pages, num_heads=num_heads)
 
-    def plan(self, batch: ForwardBatch) -> CpuPlan:
+    def plan(self, batch: ForwardBatch) -> CpuPlan | ScaledPlan:
         """A few small arrays for each distinct spec."""
-        return CpuPlan(
+        plan = CpuPlan(
             kernels=self._kernels,
             blocks=self._blocks,
             slots=batch.out_cache_loc.numpy(),
             views=tuple(self._view(batch, spec) for spec in self._kinds),
             view_of_layer=self._kind_of_layer,
         )
+        return plan if self._pool.scales is None else ScaledPlan(plan=plan, pool=self._pool)
 
     def _view(self, batch: ForwardBatch, spec: AttentionSpec) -> View:
         extends = _sort_extends(batch, spec, self._longest_short) if batch.num_extend else Extends()

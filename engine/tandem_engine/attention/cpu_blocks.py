@@ -79,7 +79,7 @@ WORK = np.dtype(
     tasks       [num_tasks, TASK_COLUMNS] int64
     sequences   [S, SEQUENCE_COLUMNS] int64
     page_table  [B, table_width] int32
-    pages       [page, num_layers, 2, num_kv_heads, page_size, head_dim] float32, or bfloat16 seen as uint16
+    pages       [page, num_layers, 2, num_kv_heads, page_size, head_dim] float32, or others as `cpu_numbers` has them
     q, out      [T, num_kv_heads · group, head_dim] float32, dense; of `out` the tasks' queries are written
 
 `next_task` counts what has been taken, from 0. `window` is how many of the newest tokens a query sees. `panels` holds
@@ -102,7 +102,7 @@ class Scratch(NamedTuple):
     values: Array
     """[KEYS, D]"""
     wide: Array
-    """[page_size, D] uint32, bfloat16 being widened"""
+    """[page_size, D] uint32, numbers being widened"""
     scores: Array
     """[KEYS, PANEL] S"""
     maxima: Array
@@ -121,7 +121,7 @@ BlockKernel = Any
 
 @cache
 def build_block_kernel(pages_dtype: np.dtype[Any]) -> BlockKernel:
-    """The kernel for pages of float32, or of bfloat16 seen as uint16. A head_dim is even."""
+    """The kernel for pages of float32, or of others as `cpu_numbers` has them. A head_dim is even."""
     revision = revision_of(cpu_kernels, phases, vectors, vector_softmax, constant=PANEL)
     number = numba.from_dtype(pages_dtype)
     pairs = MULTIPLIES_PAIRS and pages_dtype == np.uint16

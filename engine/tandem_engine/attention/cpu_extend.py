@@ -51,10 +51,10 @@ class Extend:
 
 
 class BlockAttention:
-    """The kernel for blocks of queries, bound to a pool of float32 or bfloat16 pages in host memory."""
+    """The kernel for blocks of queries, bound to a pool's pages in host memory."""
 
     def __init__(self, pages: Array, *, num_heads: int) -> None:
-        """`pages` [page, layer, 2, KV, slot, D]; bfloat16 as uint16."""
+        """`pages` [page, layer, 2, KV, slot, D] as `cpu_numbers` has them."""
         _, num_layers, _, kv_heads, page_size, head_dim = pages.shape
         self._pages = pages
         self._num_heads, self._kv_heads = num_heads, kv_heads

@@ -26,9 +26,11 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+import torch
 from numba.core import types
 from numba.extending import overload
 
+from tandem_engine.attention.cpu_numbers import bits_of_codes
 from tandem_engine.compiled import callback, compiled
 
 CHUNK = 512
@@ -63,6 +65,7 @@ _EXP2 = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(7)
 _MIN_EXPONENT = np.float32(-126.0)
 _MANTISSA_BITS = np.int32(23)
 _BFLOAT16_SHIFT = np.uint32(16)
+_E4M3, _E5M2 = bits_of_codes(torch.float8_e4m3fn), bits_of_codes(torch.float8_e5m2)
 
 
 def compiled_kernel(function: Callable[..., Any], **extra: bool) -> Any:
@@ -108,7 +111,7 @@ def build_attend_serial(head_dim: int, group: int, *, capped: bool) -> AttendKer
     With `capped` a score s becomes soft_cap · tanh(s / soft_cap).
 
     The kernel's arguments:
-        pages       [page, layer, 2, KV, slot, D] float32, or bfloat16 seen as uint16
+        pages       [page, layer, 2, KV, slot, D] float32, or other types as `cpu_numbers` has them
         layer
         q           [T, KV * group, D] float32
         scale       float32 factor of the scores
@@ -418,7 +421,7 @@ def _merge(partial: Array, out: Array, head_dim: int) -> None:
 
 
 def as_float32(rows: Any, wide: Any) -> Any:
-    """rows [n, D] as float32: themselves, or bfloat16 bits widened into the uint32 scratch `wide`.
+    """rows [n, D] as float32: themselves, or what `cpu_numbers` has other types' bits widened to, in uint32 scratch.
 
     Chosen by dtype when a kernel is compiled; only kernels can call it.
     """
@@ -437,6 +440,23 @@ def _widen(rows: Any, wide: Any) -> Any:
     return wide.view(np.float32)
 
 
+def _widen_e4m3(rows: Any, wide: Any) -> Any:
+    for slot in range(rows.shape[0]):
+        for d in range(rows.shape[1]):
+            wide[slot, d] = _E4M3[rows[slot, d]]
+    return wide.view(np.float32)
+
+
+def _widen_e5m2(rows: Any, wide: Any) -> Any:
+    for slot in range(rows.shape[0]):
+        for d in range(rows.shape[1]):
+            wide[slot, d] = _E5M2[np.uint8(rows[slot, d])]
+    return wide.view(np.float32)
+
+
+_WIDENERS = {types.float32: _keep, types.uint16: _widen, types.uint8: _widen_e4m3, types.int8: _widen_e5m2}
+
+
 @overload(as_float32, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
 def _as_float32_of_dtype(rows: Any, wide: Any) -> Any:  # noqa: ARG001
-    return _keep if rows.dtype == types.float32 else _widen
+    return _WIDENERS[rows.dtype]

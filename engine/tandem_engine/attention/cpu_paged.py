@@ -18,11 +18,13 @@ from tandem_engine.attention.cpu_kernels import (
     Array,
     AttendKernel,
 )
+from tandem_engine.attention.cpu_numbers import as_array
 from tandem_engine.attention.cpu_queries import NO_WINDOW, cut_queries
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.errors import ConfigError
 from tandem_engine.forward.borrowed import borrowed
 from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.kernels.float8 import FLOAT8
 from tandem_engine.memory.pool import KvPool
 
 PARALLEL_BYTES = 2 * 1024 * 1024
@@ -82,17 +84,17 @@ class KernelPair:
 
 
 class PagedKernels:
-    """The compiled kernels that `specs` need, bound to a pool of float32 or bfloat16 pages in host memory."""
+    """The compiled kernels that `specs` need, bound to a pool of float32, bfloat16 or float8 pages in host memory."""
 
     def __init__(self, pool: KvPool, *, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
-        if pool.data.dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"attention on a CPU needs --dtype float32 or bfloat16, got {pool.data.dtype}")
+        if pool.data.dtype not in {torch.float32, torch.bfloat16} | FLOAT8:
+            raise ConfigError(f"attention on a CPU reads KV of float32, bfloat16 or fp8, got {pool.data.dtype}")
         # Threads that sleep when idle: those of OpenMP spin, beside torch's own spinning ones (ADR 0002).
         if numba.config.THREADING_LAYER == "default":
             numba.config.THREADING_LAYER = "workqueue"
-        self._dtype = pool.data.dtype
-        self.pages = _as_array(pool.data)
-        """[page, layer, 2, KV, slot, D]; bfloat16 as uint16."""
+        self._dtype, self._converted = pool.data.dtype, pool.converted
+        self.pages = as_array(pool.data)
+        """[page, layer, 2, KV, slot, D]; bfloat16 as uint16, float8 as uint8 (e4m3) and int8 (e5m2)."""
         _, _, _, kv_heads, _, self._head_dim = pool.data.shape
         self._row_bytes = 2 * kv_heads * self._head_dim * self._dtype.itemsize
         self._num_heads = num_heads
@@ -104,7 +106,7 @@ class PagedKernels:
 
     def warm_up(self) -> None:
         """Compile, by calls with nothing to do."""
-        row = torch.empty((0, self._kv_heads, self._head_dim), dtype=self._dtype)
+        row = torch.empty((0, self._kv_heads, self._head_dim))
         self.store(0, row, row, np.empty(0, np.int64))
         nothing = PagedQueries(
             queries=np.empty((0, QUERY_COLUMNS), np.int64),
@@ -122,7 +124,7 @@ class PagedKernels:
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Array) -> None:
         """Write k and v [T, kv_heads, head_dim], any float dtype, to int64 slots [T] of one layer."""
-        keys, values = (_as_array(rows.to(self._dtype).contiguous()) for rows in (k, v))
+        keys, values = (as_array(rows.contiguous()) for rows in self._converted(layer, k, v))
         cpu_kernels.store(self.pages, layer, keys, values, slots)
 
     def attend(self, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec, out: Tensor) -> None:
@@ -167,8 +169,3 @@ class PagedKernels:
 def _num_threads() -> int:
     """As many as torch is told to use."""
     return min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
-
-
-def _as_array(tensor: Tensor) -> Array:
-    """The tensor's memory as numpy sees it; numpy knows no bfloat16, so its bits go as uint16."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -42,15 +42,12 @@ class TorchReferencePlan:
         self.pool.store(layer, k, v, self.out_cache_loc)
         out = torch.empty_like(q)
         for sequence in self.sequences:
-            keys, values = (self._gather(side, sequence.slots) for side in self.pool.key_value(layer))
+            places = sequence.slots // self.pool.page_size, sequence.slots % self.pool.page_size
+            keys, values = self.pool.gathered(layer, *places)
             part = slice(sequence.start, sequence.stop)
             rows = attend_dense(q[part].float(), keys, values, sequence.prefix_len, self.specs[layer])
             out[part] = rows.to(q.dtype)
         return out.flatten(1)
-
-    def _gather(self, side: Tensor, slots: Tensor) -> Tensor:
-        """[pages, kv_heads, page_size, head_dim] -> float32 [seq_len, kv_heads, head_dim]."""
-        return side[slots // self.pool.page_size, :, slots % self.pool.page_size].float()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +71,13 @@ class TorchGraphPlan:
         """See `AttentionPlan.__call__`."""
         self.pool.store(layer, k, v, self.slots)
         spec, page_size = self.specs[layer], self.pool.page_size
-        # [rows, max_pages, kv_heads, page_size, D] to [rows, tokens, heads, D]
+        pages = self.page_table.long()[:, :, None].expand(-1, -1, page_size).flatten()
+        slots = torch.arange(page_size, device=q.device).repeat(self.page_table.numel())
+        # [rows * tokens, kv_heads, D] to [rows, tokens, heads, D]
         group = q.shape[1] // k.shape[1]
         keys, values = (
-            part[self.page_table.long()].transpose(2, 3).flatten(1, 2).float().repeat_interleave(group, dim=2)
-            for part in self.pool.key_value(layer)
+            part.view(len(q), -1, *k.shape[1:]).repeat_interleave(group, dim=2)
+            for part in self.pool.gathered(layer, pages, slots)
         )
         scores = torch.einsum("rhd,rshd->rhs", q.float(), keys) * spec.scale
         if spec.soft_cap is not None:

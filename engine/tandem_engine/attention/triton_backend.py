@@ -47,15 +47,17 @@ class PagedAttention:
     def attend(self, layer: int, q: Tensor, out: Tensor, rows: Rows, work: WorkList, partials: Partials) -> None:
         """Write the results of all rows to `out`, [T, heads, head_dim]."""
         keys, values = self.pool.key_value(layer)
-        spec = self.specs[layer]
+        spec, scales = self.specs[layer], self.pool.scales_of(layer)
+        k_scale, v_scale = scales or (None, None)
         decode_attention(
-            q, keys, values, out, rows, work, partials,
-            scale=spec.scale, soft_cap=spec.soft_cap, tiling=self.decode, programs=self.programs,
+            q, keys, values, out, rows, work, partials, scale=spec.scale, soft_cap=spec.soft_cap,
+            k_scale=k_scale, v_scale=v_scale, tiling=self.decode, programs=self.programs,
         )  # fmt: skip
         if work.has_tiles:
             extend_attention(
-                q, keys, values, out, rows, work, scale=spec.scale, soft_cap=spec.soft_cap, tiling=self.extend
-            )
+                q, keys, values, out, rows, work, scale=spec.scale, soft_cap=spec.soft_cap,
+                k_scale=k_scale, v_scale=v_scale, tiling=self.extend,
+            )  # fmt: skip
 
     def plan(self, rows: Rows, slots: Tensor, bounds: Bounds, partials: Partials | None = None) -> "TritonPlan":
         """The plan of `rows`, which are within `bounds`. `partials`: memory that no other step uses meanwhile."""
@@ -148,17 +150,27 @@ class TritonGraphPlan(TurningPlan):
 class TritonBackend:
     """Implements `AttentionBackend` over a pool on a CUDA device, or anywhere in Triton's interpreter."""
 
-    def __init__(self, pool: KvPool, *, num_heads: int, specs: Sequence[AttentionSpec], max_queries: int = 1) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        *,
+        num_heads: int,
+        specs: Sequence[AttentionSpec],
+        dtype: torch.dtype | None = None,
+        max_queries: int = 1,
+    ) -> None:
         """Choose tiles for the pool's shape.
 
         Args:
             specs: one for each layer of the pool.
+            dtype: of queries, which the pool's numbers are converted to; None is the pool's.
             max_queries: longest row that decodes: 1 + the drafts that a step may verify.
         """
         _, layers, _, kv_heads, _, head_dim = pool.data.shape
         assert len(specs) == layers, f"{len(specs)} specs for a pool of {layers} layers"
         facts = facts_of(pool.data.device)
-        itemsize = pool.data.dtype.itemsize
+        dtype = dtype or pool.data.dtype
+        itemsize = max(dtype.itemsize, pool.data.dtype.itemsize)
         extend = extend_tiling(head_dim, itemsize, facts.shared_bytes)
         self._attention = PagedAttention(
             pool=pool,
@@ -170,7 +182,7 @@ class TritonBackend:
             extend=extend,
             programs=facts.programs,
         )
-        self._num_heads = num_heads
+        self._num_heads, self._dtype = num_heads, dtype
         self._graph_partials: Partials | None = None
         self._graph_items = 0
 
@@ -197,7 +209,7 @@ class TritonBackend:
         pool, specs = self._attention.pool.data, self._attention.specs
         none = torch.zeros(1, dtype=torch.int32, device=pool.device)
         rows = Rows(none[:, None], none, none)
-        q = torch.zeros((1, self._num_heads, pool.shape[-1]), dtype=pool.dtype, device=pool.device)
+        q = torch.zeros((1, self._num_heads, pool.shape[-1]), dtype=self._dtype, device=pool.device)
         for extend_tokens in (0, 1):
             plan = self._attention.plan(rows, none, self._bounds(rows.page_table, extend_tokens=extend_tokens))
             for spec in dict.fromkeys(specs):

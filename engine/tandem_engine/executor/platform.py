@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 Settle = Callable[[ForwardBatch, ForwardResult], ForwardResult]
 """What the host makes of a step's results, before anybody else sees them."""
-AttentionMaker = Callable[[KvPool, int, Sequence[AttentionSpec]], GraphBackend]
-"""Of a pool, for so many query heads, with one spec for each layer."""
+AttentionMaker = Callable[[KvPool, int, Sequence[AttentionSpec], torch.dtype], GraphBackend]
+"""Of a pool, for so many query heads of a dtype, with one spec for each layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,8 @@ class RunnerParts:
     pool: KvPool
     num_heads: int
     """Query heads of this rank."""
+    dtype: torch.dtype
+    """That the model computes in."""
     rows: int
     """Largest `req_pool_idx`."""
     observer: HiddenObserver | None = None
@@ -85,8 +87,10 @@ class ExecutorParts:
 class Platform(Protocol):
     """One kind of device."""
 
-    def attention(self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
-        """Attention over `pool`."""
+    def attention(
+        self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype
+    ) -> AttentionBackend:
+        """Attention over `pool`, of queries of `dtype`."""
         ...
 
     def host_pool(self, *, num_pages: int, page_bytes: int) -> HostPool:
@@ -112,7 +116,13 @@ Executor = ForwardThread | InlineExecutor | StreamExecutor
 class OnHost:
     """Implements `Platform` for a CPU."""
 
-    def attention(self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
+    def attention(
+        self,
+        pool: KvPool,
+        num_heads: int,
+        specs: Sequence[AttentionSpec],
+        dtype: torch.dtype,  # noqa: ARG002 - its kernels take queries of float32
+    ) -> AttentionBackend:
         # Only an engine on a CPU needs numba.
         from tandem_engine.attention.cpu import CpuAttention
 
@@ -125,7 +135,7 @@ class OnHost:
         return ModelRunner(
             model=parts.model,
             pool=parts.pool,
-            backend=self.attention(parts.pool, parts.num_heads, parts.model.attention),
+            backend=self.attention(parts.pool, parts.num_heads, parts.model.attention, parts.dtype),
             sampler=Sampler(),
             future_map=FutureMap(parts.rows),
             observer=parts.observer,
@@ -158,8 +168,10 @@ class OnStreams:
         self._capturer = capturer
         self._attention = attention
 
-    def attention(self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
-        return self._attention(pool, num_heads, specs)
+    def attention(
+        self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype
+    ) -> AttentionBackend:
+        return self._attention(pool, num_heads, specs, dtype)
 
     def host_pool(self, *, num_pages: int, page_bytes: int) -> HostPool:
         return HostPool(num_pages=num_pages, page_bytes=page_bytes, pinned=self.streams.device.type == "cuda")
@@ -206,7 +218,7 @@ class OnStreams:
         device = self.streams.device
         return Decoding(
             model=parts.model,
-            backend=self._attention(parts.pool, parts.num_heads, parts.model.attention),
+            backend=self._attention(parts.pool, parts.num_heads, parts.model.attention, parts.dtype),
             future_map=FutureMap(parts.rows, device=device, queued=True),
             observer=parts.observer,
             device=device,
@@ -229,9 +241,9 @@ def platform_for(device: str) -> Platform:
     return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=gpu_attention)
 
 
-def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec]) -> GraphBackend:
+def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> GraphBackend:
     """Kernels."""
     # Only an engine on a device needs Triton.
     from tandem_engine.attention.triton_backend import TritonBackend
 
-    return TritonBackend(pool, num_heads=num_heads, specs=specs)
+    return TritonBackend(pool, num_heads=num_heads, specs=specs, dtype=dtype)

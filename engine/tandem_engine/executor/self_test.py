@@ -123,9 +123,9 @@ def _best_time(runner: Runner, batch: ForwardBatch) -> float:
 
 
 def _save(pool: KvPool, pages: Sequence[PageId]) -> Tensor:
-    return torch.stack([pool.data[page] for page in pages])
+    return torch.stack([pool.page_view(page) for page in pages])
 
 
 def _restore(pool: KvPool, pages: Sequence[PageId], data: Tensor) -> None:
     for page, values in zip(pages, data, strict=True):
-        pool.data[page] = values
+        pool.page_view(page).copy_(values)

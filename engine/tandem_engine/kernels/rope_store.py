@@ -28,12 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_engine.kernels.float8 import KvScales
 from tandem_engine.kernels.head_turn import HeadTurn
 from tandem_engine.kernels.rms_norm import normalised
 from tandem_engine.kernels.rounding import rounded
 from tandem_engine.kernels.store_kv import (
     TILE,
-    KvScales,
     copy_heads,
     page_stride_of,
     require_heads,

@@ -1,43 +1,43 @@
 """K and V of a step's tokens on their way to their pages.
 
-    k, v   ─▶ (÷ the head's scale, clamped to ±448) ─▶ the pool's dtype ─▶ pages
+    k, v   ─▶ (÷ the head's scale, clamped to the largest number) ─▶ the pool's dtype ─▶ pages
 
 Shapes: k and v [T, KV, D], heads dense and tokens as far apart as their projection left them. One layer's keys and
 values are views [pages, KV, P, D] of a page-major pool, whose pages may be any distance apart. `slots` [T] int64 are
 page · P + offset; a token with a negative slot (padding) is written nowhere, and slots of page 0 are any token's.
-Float8 pools take values of e4m3 (a device of compute capability 8.9 or more) and have scales [KV] float32, for K and
-for V.
+Float8 pools, of e4m3 (a device of compute capability 8.9 or more) or e5m2, have scales [KV] float32, for K and for V,
+and get the bits that `float8` gives them.
 
 Tiling: program (t, i) has TILE heads of token t, k's first. Each number is read and written once.
 
 Source: the write as in vLLM's reshape_and_cache and SGLang's set_kv_buffer, here one head of a page as one run.
 """
 
-from typing import NamedTuple
-
+import torch
 import triton
 import triton.language as tl
 from torch import Size, Tensor
 
+from tandem_engine.kernels.device import interpreted
+from tandem_engine.kernels.float8 import KvScales
+from tandem_engine.kernels.rounding import float8_code
+
 TILE = 16
 """Heads of a program."""
-LARGEST_FP8 = 448.0
-"""Of e4m3: what is larger is stored as this, not as NaN."""
 
-_LARGEST_FP8 = tl.constexpr(LARGEST_FP8)
-
-
-class KvScales(NamedTuple):
-    """What K and V are divided by before they are stored, float32 [KV] each."""
-
-    k: Tensor
-    v: Tensor
+_INTERPRETED = tl.constexpr(interpreted())
+_LARGEST_E4M3 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+_LARGEST_E5M2 = tl.constexpr(torch.finfo(torch.float8_e5m2).max)
 
 
 @triton.jit
 def stored(x, scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+    """`x` as the pool has it. What is too large for float8 becomes the largest number, not infinity or NaN."""
     if SCALED:
-        x = tl.clamp(tl.math.div_rn(x, scale), -_LARGEST_FP8, _LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
+        LARGEST: tl.constexpr = _LARGEST_E5M2 if tl.float8e5 == DTYPE else _LARGEST_E4M3
+        x = tl.clamp(tl.math.div_rn(x, scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        if _INTERPRETED:
+            return float8_code(x, DTYPE)
     return x.to(DTYPE)
 
 

@@ -6,6 +6,9 @@ descriptor and a digest reads it in a single pass.
     data   [page, layer, 2, kv_head, slot, head_dim]      2 = K, V
     page 0 is the dummy page: padding reads and writes it, so it must hold finite numbers (T38, T39)
 
+A pool of float8 has a scale for K and for V of each head of each layer, which its numbers are multiplied with when they
+are read (`kernels.float8`). They are no part of a page: who moves pages must have the same (ADR 0045).
+
 The pool knows nothing about who owns which page.
 """
 
@@ -18,6 +21,7 @@ import torch
 
 from tandem_engine.errors import ConfigError
 from tandem_engine.kernels.dispatch import by_triton
+from tandem_engine.kernels.float8 import FLOAT8, KvScales, from_float8, to_float8
 from tandem_engine.kernels.head_turn import HeadTurn
 from tandem_engine.names import PageId
 
@@ -45,6 +49,8 @@ class KvPool:
 
     data: torch.Tensor
     """[num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] of the pool's dtype, contiguous."""
+    scales: torch.Tensor | None
+    """[num_layers, 2, num_kv_heads] float32, where the pool is; None unless its dtype is one of float8."""
 
     def __init__(
         self,
@@ -56,12 +62,23 @@ class KvPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        scales: torch.Tensor | None = None,
     ) -> None:
+        """`scales`, of a pool of float8: copied; None is 1 for all heads."""
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
         self.data = _zeros(shape, dtype, torch.device(device))
         self._bytes = self.data.view(num_pages, -1).view(torch.uint8)
+        self.scales = _ones(*shape[1:4], device=device) if dtype in FLOAT8 else None
+        if scales is not None:
+            self.set_scales(scales)
+
+    def set_scales(self, scales: torch.Tensor) -> None:
+        """Read and write with `scales` from now on, where those before were. What the pool holds loses its meaning."""
+        assert self.scales is not None, f"scales for a pool of {self.data.dtype}"
+        assert scales.shape == self.scales.shape, f"scales {tuple(scales.shape)} for {tuple(self.scales.shape)}"
+        self.scales.copy_(scales)
 
     @property
     def page_bytes(self) -> int:
@@ -87,22 +104,43 @@ class KvPool:
         """K and V of one layer as views, each [num_pages, num_kv_heads, page_size, head_dim]."""
         return self.data[:, layer, 0], self.data[:, layer, 1]
 
+    def scales_of(self, layer: int) -> KvScales | None:
+        """Of one layer, where there are any."""
+        return None if self.scales is None else KvScales(*self.scales[layer])
+
+    def gathered(self, layer: int, pages: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens in `slots` of `pages`, both int64 [N], each float32 [N, num_kv_heads, head_dim]."""
+        sides = (side[pages, :, slots] for side in map(_indexable, self.key_value(layer)))
+        scales = self.scales_of(layer)
+        if scales is None:
+            keys, values = (side.float() for side in sides)
+        else:
+            numbers = (side.view(self.data.dtype) for side in sides)
+            keys, values = (from_float8(*pair) for pair in zip(numbers, scales, strict=True))
+        return keys, values
+
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
         """Write one layer's new K and V.
 
         k, v           [T, num_kv_heads, head_dim], converted to the pool's dtype if they differ
         out_cache_loc  [T] int64 slots, `page * page_size + offset`; distinct, but for padding in page 0
         """
-        keys, values = self.key_value(layer)
         if by_triton(self.data.device):
             from tandem_engine.kernels.store_kv import store_kv
 
-            store_kv(k, v, keys, values, out_cache_loc)
+            store_kv(k, v, *self.key_value(layer), out_cache_loc, scales=self.scales_of(layer))
             return
         pages = out_cache_loc // self.page_size
         slots = out_cache_loc % self.page_size
-        keys[pages, :, slots] = k.to(keys.dtype)
-        values[pages, :, slots] = v.to(values.dtype)
+        for side, numbers in zip(self.key_value(layer), self.converted(layer, k, v), strict=True):
+            _indexable(side)[pages, :, slots] = _indexable(numbers)
+
+    def converted(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v [T, num_kv_heads, head_dim] as the pages of `layer` hold them."""
+        dtype, scales = self.data.dtype, self.scales_of(layer)
+        if scales is None:
+            return k.to(dtype), v.to(dtype)
+        return to_float8(k, scales.k, dtype), to_float8(v, scales.v, dtype)
 
     def turn_and_store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_cache_loc: torch.Tensor, turn: HeadTurn
@@ -110,7 +148,9 @@ class KvPool:
         """`store` on a device, of k that is turned on its way; q [T, heads, head_dim] turned as well, in one launch."""
         from tandem_engine.kernels.rope_store import rotate_and_store
 
-        return rotate_and_store(q, k, v, turn, *self.key_value(layer), out_cache_loc)
+        return rotate_and_store(
+            q, k, v, turn, *self.key_value(layer), out_cache_loc, scales=self.scales_of(layer)
+        )
 
     def copy_pages(self, copies: Sequence[tuple[PageId, PageId]]) -> None:
         """Copy whole pages, (source, target) each. No target may be a source."""
@@ -132,6 +172,17 @@ class KvPool:
     def page_view(self, page: PageId) -> torch.Tensor:
         """The bytes of one page: uint8 [page_bytes], a view."""
         return self._bytes[page]
+
+
+def _ones(*shape: int, device: torch.device | str) -> torch.Tensor:
+    """float32, each row 16 bytes from the next or a multiple: kernels are compiled for addresses of that kind."""
+    *rows, length = shape
+    return torch.ones(*rows, -(-length // 4) * 4, device=device)[..., :length]
+
+
+def _indexable(numbers: torch.Tensor) -> torch.Tensor:
+    """The same memory as a type that torch can index: of float8 it can do little but convert."""
+    return numbers.view(torch.uint8) if numbers.dtype in FLOAT8 else numbers
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ MAX_LINKS = 64
 """Peers that one engine measures its links to. Reports and registry entries grow with it."""
 
 
-class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
+class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's KV. All but `num_kv_heads` and `tp_size` must agree before a worker may write into another's pages."""
 
     fingerprint: str
@@ -29,13 +29,18 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     page_size: int
     dtype: str
+    """Of pages."""
     layout_version: int
     tp_size: int
+    model_dtype: str = ""
+    """That the model computes in, where it is another one."""
+    kv_scales: str = ""
+    """Digest of the scales of pages of float8; "" for pages of another dtype, and where all scales are 1."""
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page on one rank."""
-        item = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        item = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}[self.dtype]
         return self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim * item
 
 

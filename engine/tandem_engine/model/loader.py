@@ -22,12 +22,14 @@ from tandem_engine.model.checkpoint import read_fields
 from tandem_engine.model.decoder import build_decoder
 from tandem_engine.model.directory import open_directory
 from tandem_engine.model.dummy_weights import DummyWeights
+from tandem_engine.model.kv_scales import read_kv_scales
 from tandem_engine.model.layers.quantized import can_multiply
 from tandem_engine.model.quantization.dequantized import DequantizedTensor
 from tandem_engine.model.quantization.holding import Holding, holding_of
 from tandem_engine.model.quantization.levels import Levels, int8_levels
 from tandem_engine.model.quantization.scheme import read_scheme
 from tandem_engine.model.safetensors_file import ReadableTensor
+from tandem_engine.model.shards import open_tensors
 from tandem_engine.model.sharing import require_shareable
 from tandem_engine.model.stored_part import StoredPart
 from tandem_engine.model.stored_weights import open_weights
@@ -100,6 +102,14 @@ def load_model(
             tensors=tensors, dtype=dtype, device=place, advance=bar.update, group=group, holding=holding
         )
         return build_decoder(config, weights, positions=positions)
+
+
+def load_kv_scales(path: str | Path, config: ModelConfig, *, load_format: LoadFormat) -> torch.Tensor | None:
+    """The scales for float8 KV that the model in `path` brings: see `read_kv_scales`."""
+    if load_format is LoadFormat.DUMMY:
+        return None
+    directory = open_directory(path)
+    return read_kv_scales(open_tensors(directory), config, read_fields(directory))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -156,6 +156,7 @@ def _network(model: StepModel, draft: Draft, target: Target) -> DraftNetwork:
             model=model,
             pool=pool,
             num_heads=draft.config.num_heads,
+            dtype=target.dtype,
             rows=target.rows,
             group=target.group,
             max_pages=-(-target.context_length // target.page_size) + 1,

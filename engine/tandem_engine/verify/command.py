@@ -1,6 +1,7 @@
 """`tandem verify`: run the exactness matrix on one checkpoint and report.
 
-1. transformers generates every prompt greedily in float32, with logprobs
+1. transformers generates every prompt greedily in float32, with logprobs; with KV of fewer bits, which transformers
+   does not have, the first of our paths does it again, and the others are compared with that
 2. the checkpoint is loaded once by Tandem; each path builds an engine (or a pair) around it
 3. each path's outputs are compared; the table grows as paths finish
 4. the first difference ends the run with exit status 1
@@ -10,18 +11,27 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path as Folder
 from tempfile import TemporaryDirectory
 
 import msgspec
 from tqdm import tqdm
 
-from tandem_engine.config import CacheConfig, EngineConfig, GraphConfig, ModelImpl, SchedulerConfig
+from tandem_engine.config import CacheConfig, EngineConfig, GraphConfig, KvCacheDtype, ModelImpl, SchedulerConfig
 from tandem_engine.engine import Engine, LoadedModel, load
 from tandem_engine.messages.kv_events import Tier
 from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.scheduler.tally import SchedulerStats
-from tandem_engine.verify.compare import Generate, PathResult, compare, generate_on, requests_for
+from tandem_engine.verify.compare import (
+    LOGPROB_TOLERANCE,
+    ROUNDED_KV_TOLERANCE,
+    Generate,
+    PathResult,
+    compare,
+    generate_on,
+    requests_for,
+)
 from tandem_engine.verify.conversation import in_turns
 from tandem_engine.verify.drained import Drained
 from tandem_engine.verify.edited import edits_against
@@ -66,6 +76,8 @@ class Verification:
     """For the paths whose requests edit their logits, one for each of `references`."""
     platform: PlatformMaker = platform_of_device
     """For paths on one rank."""
+    kv_dtype: KvCacheDtype = KvCacheDtype.AUTO
+    """Of the pages of all paths."""
     ranks: dict[tuple[str, int], ThreadRanks] = field(default_factory=dict)
     """For paths on several ranks, by side and number; loaded when the first of them runs."""
 
@@ -74,7 +86,7 @@ class Verification:
         began = time.perf_counter()
         config = replace(
             self.model.config,
-            cache=path.cache,
+            cache=self._cache(path),
             scheduler=path.scheduler,
             speculative=path.speculative,
             graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS),
@@ -133,11 +145,21 @@ class Verification:
         """Warm one engine up, and measure another that has nothing of it but its files."""
         with TemporaryDirectory(prefix="tandem-verify-") as folder:
             host = replace(path.cache.host, storage_dir=folder)
-            config = replace(config, cache=replace(path.cache, host=host))
+            config = replace(config, cache=replace(self._cache(path), host=host))
             with self._maker("sender", 1).engine(config) as first:
                 self._warm_up(path, generate_on(first))
             with self._maker("sender", 1).engine(config) as second:
                 return self._compare(replace(path, repeat=False), generate_on(second), (second,), began)
+
+    def with_references_of(self, path: Path) -> "Verification":
+        """The same, whose truth is what `path` makes of the references' prompts."""
+        config = replace(self.model.config, cache=self._cache(path), scheduler=path.scheduler)
+        with self._maker("sender", 1).engine(config) as engine:
+            again = partial(_again, generate_on(engine), path, self.max_tokens)
+            return replace(self, references=again(self.references), edited=again(self.edited))
+
+    def _cache(self, path: Path) -> CacheConfig:
+        return replace(path.cache, dtype=self.kv_dtype)
 
     def _warm_up(self, path: Path, generate: Generate) -> None:
         generate(requests_for(path, self._references(path), self.max_tokens, "warm"), _stagger(path))
@@ -152,7 +174,8 @@ class Verification:
             self._warm_up(path, generate)
         requests = requests_for(path, references, self.max_tokens, path.name)
         outputs = generate(requests, _stagger(path))
-        found = compare(requests, outputs, references)
+        tolerance = LOGPROB_TOLERANCE if self.kv_dtype is KvCacheDtype.AUTO else ROUNDED_KV_TOLERANCE
+        found = compare(requests, outputs, references, tolerance=tolerance)
         cached = sum(output.cached_tokens for output in outputs)
         stats = [engine.scheduler.stats() for engine in engines]
         retractions = sum(one.retracted_total for one in stats)
@@ -178,6 +201,22 @@ class Verification:
         # Outputs with a grammar come after all others and are not edited: a bad word may be all that it allows.
         pairs = zip(self.references, self.edited, strict=False)
         return None if any(a.token_ids != b.token_ids for a, b in pairs) else "no edit changed a token"
+
+
+def _again(
+    generate: Generate, path: Path, max_tokens: int, references: Sequence[ReferenceOutput]
+) -> list[ReferenceOutput]:
+    """`references` with what `generate` makes of their prompts."""
+    outputs = generate(requests_for(replace(path, choices=1), references, max_tokens, "reference"), 0)
+    return [
+        replace(
+            reference,
+            token_ids=tuple(output.token_ids),
+            logprobs=tuple(each.logprob for each in output.logprobs),
+            prompt_logprobs=tuple(each.logprob for each in output.prompt_logprobs or () if each is not None),
+        )
+        for reference, output in zip(references, outputs, strict=True)
+    ]
 
 
 def _unmet(path: Path, cached: int, retractions: int, accepted: int, faults: int) -> str | None:
@@ -220,6 +259,7 @@ def run_verify(
     *,
     impl: ModelImpl = ModelImpl.AUTO,
     device: str = "cpu",
+    kv_dtype: KvCacheDtype = KvCacheDtype.AUTO,
     quick: bool,
     as_json: bool,
     tp_size: int | None = None,
@@ -228,6 +268,7 @@ def run_verify(
 
     Args:
         device: where Tandem computes; transformers always does on a CPU.
+        kv_dtype: of pages. Unless it is the model's, paths are compared with the first of them.
         tp_size: how many ranks share the model in the tensor-parallel paths; 1 leaves these out, None takes
             `DEFAULT_RANKS` where the model can be shared by so many.
     """
@@ -239,7 +280,7 @@ def run_verify(
         model_impl=impl,
         dtype="float32",
         device=device,
-        cache=CacheConfig(),
+        cache=CacheConfig(dtype=kv_dtype),
         scheduler=SchedulerConfig(audit_every_step=True),
     )
     model = load(config, progress=not as_json)
@@ -275,7 +316,11 @@ def run_verify(
         graphs=device != "cpu",
     )
     paths += on_ranks(paths, tp_size, quick=quick)
-    verification = Verification(model=model, references=references, max_tokens=prompts.max_tokens, edited=edited)
+    verification = Verification(
+        model=model, references=references, max_tokens=prompts.max_tokens, edited=edited, kv_dtype=kv_dtype
+    )
+    if kv_dtype is not KvCacheDtype.AUTO:
+        verification = verification.with_references_of(paths[0])
     results = _run_paths(verification, paths, as_json=as_json)
     equal = len(results) == len(paths) and all(result.equal for result in results)
     if as_json:

@@ -14,6 +14,8 @@ from tandem_engine.verify.path import Path
 from tandem_engine.verify.reference import ReferenceOutput
 
 LOGPROB_TOLERANCE = 1e-4
+ROUNDED_KV_TOLERANCE = 0.05
+"""Where KV has another dtype than the model: what differs in the last bit may be on the other side of a tie."""
 PAUSE_EVERY = 7
 """Turns: a retracted prompt has time to be computed again in between."""
 
@@ -69,12 +71,19 @@ def requests_for(path: Path, references: Sequence[ReferenceOutput], max_tokens: 
 
 
 def compare(
-    requests: Sequence[GenerateRequest], outputs: Sequence[Generation], references: Sequence[ReferenceOutput]
+    requests: Sequence[GenerateRequest],
+    outputs: Sequence[Generation],
+    references: Sequence[ReferenceOutput],
+    *,
+    tolerance: float = LOGPROB_TOLERANCE,
 ) -> Comparison:
-    """The first difference in tokens or logprobs, and the largest logprob difference up to there."""
+    """The first difference in tokens or logprobs, and the largest logprob difference up to there.
+
+    `tolerance`: of logprobs.
+    """
     worst = 0.0
     for request, output, reference in zip(requests, outputs, references, strict=True):
-        wrong = _prompt_difference(request, output, reference)
+        wrong = _prompt_difference(request, output, reference, tolerance)
         if wrong is not None:
             return Comparison(difference=wrong, max_logprob_difference=worst)
         start = len(request.resume_ids)
@@ -88,13 +97,15 @@ def compare(
             return Comparison(difference=text, max_logprob_difference=worst)
         for i, (mine, truth) in enumerate(zip(output.logprobs, reference.logprobs[start:], strict=True)):
             worst = max(worst, abs(mine.logprob - truth))
-            if worst > LOGPROB_TOLERANCE:
+            if worst > tolerance:
                 text = f"{request.rid}: logprob {mine.logprob:.6f} at output {start + i}, reference {truth:.6f}"
                 return Comparison(difference=text, max_logprob_difference=worst)
     return Comparison(difference=None, max_logprob_difference=worst)
 
 
-def _prompt_difference(request: GenerateRequest, output: Generation, reference: ReferenceOutput) -> str | None:
+def _prompt_difference(
+    request: GenerateRequest, output: Generation, reference: ReferenceOutput, tolerance: float
+) -> str | None:
     """What is wrong with the prompt's logprobs; nothing, when they were not asked for and did not come."""
     if request.sampling.prompt_logprobs is None:
         return None if output.prompt_logprobs is None else f"{request.rid}: prompt logprobs that nobody asked for"
@@ -103,7 +114,7 @@ def _prompt_difference(request: GenerateRequest, output: Generation, reference: 
     if first is not None or len(mine) != len(reference.prompt_logprobs):
         return f"{request.rid}: {len(mine)} prompt logprobs for {len(reference.prompt) - 1} predicted tokens"
     for at, (value, truth) in enumerate(zip(mine, reference.prompt_logprobs, strict=True), 1):
-        if abs(value - truth) > LOGPROB_TOLERANCE:
+        if abs(value - truth) > tolerance:
             return f"{request.rid}: logprob {value:.6f} of prompt token {at}, reference {truth:.6f}"
     return None
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from tandem_engine.environment import set_default
-from tandem_engine.flags import add_model_impl_flag, positive_int
+from tandem_engine.flags import add_kv_cache_dtype_flag, add_model_impl_flag, positive_int
 from tandem_services.cli.bundled import model_folder
 
 EXAMPLES = """\
@@ -13,6 +13,7 @@ examples:
   tandem verify                      the bundled model, every path
   tandem verify --quick              a minute's subset
   tandem verify --model ~/qwen3-0.6b --json
+  tandem verify --kv-cache-dtype fp8   paths against each other: transformers has no such KV
   TANDEM_LOG_LEVEL=info tandem verify   with the engines' logs
 """
 
@@ -30,6 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
     add_model_impl_flag(parser)
+    add_kv_cache_dtype_flag(parser)
     parser.add_argument("--quick", action="store_true", help="fewer prompts and paths")
     parser.add_argument(
         "--tensor-parallel-size",
@@ -47,6 +49,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     argv = [sys.executable, "-m", "tandem_engine.cli", "verify", "--model", str(model_folder(args.model))]
     argv += ["--model-impl", args.model_impl]
+    argv += ["--kv-cache-dtype", args.kv_cache_dtype]
     argv += ["--tensor-parallel-size", str(args.tensor_parallel_size)] if args.tensor_parallel_size else []
     argv += ["--quick"] if args.quick else []
     argv += ["--json"] if args.json else []

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem_engine.config import EngineConfig, ModelImpl
+from tandem_engine.config import EngineConfig, KvCacheDtype, ModelImpl
 from tandem_engine.engine import LoadedModel, load
 from tandem_engine.verify.command import Verification
 from tandem_engine.verify.compare import PathResult
@@ -35,10 +35,12 @@ def run_paths_of(
     every: int = 1,
     prompts: PromptSet | None = None,
     worth: Path | None = None,
+    kv_dtype: KvCacheDtype = KvCacheDtype.AUTO,
 ) -> list[PathResult]:
     """As `run_paths`, of a model that is loaded, on engines of `platform`, with one prompt in `every` so many.
 
     `worth`: a checkpoint with the plain numbers that a quantized one stands for, which transformers is to compute.
+    With a `kv_dtype` they are compared with the first of all paths.
     """
     checkpoint, facts = model.config.model_path, model.model_config
     prompts = prompts or make_prompts(checkpoint, facts.vocab_size, quick=True)
@@ -64,6 +66,13 @@ def run_paths_of(
         if any(by_name[name].edited for name in names)
     ]
     verification = Verification(
-        model=model, references=references, max_tokens=prompts.max_tokens, edited=edited, platform=platform
+        model=model,
+        references=references,
+        max_tokens=prompts.max_tokens,
+        edited=edited,
+        platform=platform,
+        kv_dtype=kv_dtype,
     )
+    if kv_dtype is not KvCacheDtype.AUTO:
+        verification = verification.with_references_of(paths[0])
     return [verification.run(by_name[name]) for name in names]

@@ -27,7 +27,7 @@ def make_pool(
     dtype: torch.dtype = torch.float32,
     num_kv_heads: int = NUM_KV_HEADS,
 ) -> KvPool:
-    """A pool full of random numbers."""
+    """A pool full of random numbers, with a scale of its own for each head if it is of float8."""
     pool = KvPool(
         num_pages=num_pages,
         num_layers=NUM_LAYERS,
@@ -37,6 +37,8 @@ def make_pool(
         dtype=dtype,
         device="cpu",
     )
+    if pool.scales is not None:
+        pool.set_scales(torch.rand(pool.scales.shape, generator=torch.Generator().manual_seed(3)) + 0.5)
     pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(1)))
     return pool
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.executor.platform import RunnerParts
 from tandem_engine.executor.runner import ModelRunner
@@ -32,6 +34,7 @@ class Beside:
                 model=self.model,
                 pool=make_pool(),
                 num_heads=NUM_HEADS,
+                dtype=torch.float32,
                 rows=ROWS,
                 max_pages=4,
                 graph_sizes=self.graph_sizes,

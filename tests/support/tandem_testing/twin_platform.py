@@ -31,7 +31,7 @@ class TwinPlatform(OnStreams):
         super().__init__(
             streams=streams,
             capturer=self.capturer,
-            attention=lambda pool, _, specs: self._turning(pool, specs),
+            attention=lambda pool, _heads, specs, _dtype: self._turning(pool, specs),
         )
 
     def _turning(self, pool: KvPool, specs: Sequence[AttentionSpec]) -> TurningReference:

@@ -80,22 +80,47 @@ def check_heads_are_normalised_before_their_rotation(device: str) -> None:
         rotation_agrees(device, dtype, heads, kind)
 
 
-def check_a_pool_of_float8_has_scaled_numbers(device: str) -> None:
-    """Numbers that float8 has, and some that are too large for it: the interpreter rounds others as no device does."""
-    heads = Heads(tokens=3, query=2, kv=2, size=8, rotary=8, page=2)
-    q, _, _, _, slots = qkv_of(heads, BFLOAT16, device)
-    short = random_floats(2, 3, 2, 8, seed=16, dtype=torch.float8_e4m3fn, device=device, scale=20.0)
-    scales = store_kv.KvScales(torch.tensor([0.5, 2.0**-9], device=device), torch.tensor([2.0, 0.25], device=device))
-    k, v = (x.to(BFLOAT16) * scale[:, None].to(BFLOAT16) for x, scale in zip(short, scales, strict=True))
-    k[0, 0, 0], v[1, 1, 7] = 1e6, -1e6
-    short[0, 0, 0, 0], short[1, 1, 1, 7] = 448.0, -448.0
-    cos, sin = torch.ones(3, 8, device=device, dtype=BFLOAT16), torch.zeros(3, 8, device=device, dtype=BFLOAT16)
-    pools = [pool_of(heads, torch.float8_e4m3fn, device) for _ in range(2)]
-    rope_store.rotate_and_store(q, k, v, HeadTurn(cos, sin, None), *pools[0].key_value(1), slots, scales=scales)
-    store_kv.store_kv(k, v, *pools[1].key_value(1), slots, scales=scales)
-    for pool, side in product(pools, (0, 1)):
-        stored = pool.data.view(torch.uint8)[slots // 2, 1, side, :, slots % 2]
-        assert torch.equal(stored, short[side].view(torch.uint8)), side
+def check_float8_has_the_bits_that_a_cpu_stores(device: str) -> None:
+    """Every number of the type, what lies between two and beside that, what is too large, zeros, infinities and NaN."""
+    scales = torch.tensor([[1.0, 0.37], [3.0, 2.0**-9]])
+    for stored, dtype in product((torch.float8_e4m3fn, torch.float8_e5m2), (FLOAT32, BFLOAT16)):
+        numbers = float8_edges(stored).to(dtype)
+        k, v = numbers.view(-1, 2, 8), numbers.flip(0).view(-1, 2, 8)
+        heads = Heads(tokens=len(k), query=1, kv=2, size=8, rotary=8, page=4)
+        slots, (q, cos, sin) = torch.arange(4, 4 + len(k)), unturned(heads, dtype)
+        theirs, *ours = (pool_of(heads, stored, place) for place in ("cpu", device, device))
+        for pool in (theirs, *ours):
+            pool.set_scales(scales.expand(2, 2, 2))
+        theirs.store(1, k, v, slots)
+        q, k, v, cos, sin, slots = (x.to(device) for x in (q, k, v, cos, sin, slots))
+        store_kv.store_kv(k, v, *ours[0].key_value(1), slots, scales=ours[0].scales_of(1))
+        turn = HeadTurn(cos, sin, None)
+        rope_store.rotate_and_store(q, k, v, turn, *ours[1].key_value(1), slots, scales=ours[1].scales_of(1))
+        expected = theirs.data.float()
+        assert torch.equal(ours[0].data.float().cpu().nan_to_num(9e9), expected.nan_to_num(9e9))
+        # A rotation by nothing multiplies with zero, too.
+        sound = k.cpu().isfinite().all(-1)
+        pages, at = slots.cpu() // 4, slots.cpu() % 4
+        found = ours[1].data.float().cpu()[pages, 1, :, :, at]
+        assert torch.equal(found[:, 0][sound], expected[pages, 1, :, :, at][:, 0][sound])
+        assert torch.equal(found[:, 1].nan_to_num(9e9), expected[pages, 1, :, :, at][:, 1].nan_to_num(9e9))
+
+
+def float8_edges(dtype: torch.dtype) -> Tensor:
+    """Whole tokens of 2 heads of 8 float32, see above."""
+    every = torch.arange(256).to(torch.uint8).view(dtype).float()
+    codes = every[every.isfinite()].unique()
+    middle = (codes[1:] + codes[:-1]) / 2
+    beside = [torch.nextafter(middle, torch.full_like(middle, end)) for end in (1e9, -1e9)]
+    special = torch.tensor([1e6, -1e6, torch.inf, -torch.inf, torch.nan, 1e-30, -1e-30, 0.0, -0.0])
+    numbers = torch.cat((codes, middle, *beside, special))
+    return torch.cat((numbers, torch.zeros(-len(numbers) % 16)))
+
+
+def unturned(heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, and the cosines and sines of angles that turn nothing."""
+    angles = torch.ones(heads.tokens, heads.rotary, dtype=dtype)
+    return torch.zeros(heads.tokens, heads.query, heads.size, dtype=dtype), angles, torch.zeros_like(angles)
 
 
 def check_kv_is_stored_as_the_pool_stores_it(device: str) -> None:

@@ -19,6 +19,7 @@ def pools(device: str, **shape):
     """Two pools with the same in them: one for the reference, on the CPU."""
     here, there = make_pool(num_pages=140, **shape), make_pool(num_pages=140, **shape)
     there.data = there.data.to(device)
+    there.scales = None if there.scales is None else there.scales.to(device)
     return here, there
 
 
@@ -30,7 +31,9 @@ def agrees(sequences, here, there, device: str, specs, *, max_queries: int = 1) 
         qkv = make_qkv(batch.num_tokens, seed=layer)
         out = plan(layer, *(part.to(device) for part in qkv))
         torch.testing.assert_close(out.cpu(), reference(layer, *qkv), rtol=1e-5, atol=2e-5)
-    assert torch.equal(there.data.cpu(), here.data), "K and V of the step, and nothing else, is written"
+    assert torch.equal(there.data.cpu().view(torch.uint8), here.data.view(torch.uint8)), (
+        "K and V of the step, and nothing else, is written"
+    )
 
 
 def check_prompts_chunks_and_decodes(device: str) -> None:
@@ -48,6 +51,13 @@ def check_pages_of_one_token(device: str) -> None:
     here, there = pools(device, page_size=1)
     dealer = PageDealer(pool=here)
     agrees([dealer.seq(20, 11), dealer.decode(37)], here, there, device, PLAIN)
+
+
+def check_float8_with_a_scale_for_each_head(device: str) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        here, there = pools(device, dtype=dtype)
+        dealer = PageDealer(pool=here)
+        agrees([dealer.seq(20, 20), dealer.seq(70, 30), dealer.decode(37)], here, there, device, SPECS)
 
 
 def check_drafts_behind_a_token(device: str) -> None:
@@ -100,17 +110,25 @@ def check_lengths_may_be_of_any_integer_type(device: str) -> None:
 
 def compile_nothing_that_warming_up_has_not() -> None:
     """No request waits for a compiler: prompts, mixed steps, any number of decodes, and graphs."""
-    pool = make_pool(num_pages=140, dtype=torch.bfloat16)
-    backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN)
+    readers = {"extend_kernel", "split_kernel"}
+    nothing_compiles_later(torch.bfloat16, warmed={*readers, "combine_kernel", "list_kernel"})
+    nothing_compiles_later(torch.float8_e4m3fn, warmed=readers)
+
+
+def nothing_compiles_later(dtype: torch.dtype, *, warmed: set[str]) -> None:
+    pool = make_pool(num_pages=140, dtype=dtype)
+    backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN, dtype=torch.bfloat16)
     dealer = PageDealer(pool=pool)
     prompt, decodes = dealer.seq(40, 20), [dealer.decode(20) for _ in range(33)]
     with launches_that_only_compile(HOPPER) as compiled:
         backend.warm_up()
         first = list(compiled)
-        assert sorted(set(first)) == ["combine_kernel", "extend_kernel", "list_kernel", "split_kernel"]
+        assert set(first) == warmed
         for sequences in ([prompt], [prompt, decodes[0]], decodes[:1], decodes):
             batch = make_batch(sequences)
-            backend.plan(batch)(0, *make_qkv(batch.num_tokens, dtype=torch.bfloat16))
+            plan = backend.plan(batch)
+            for layer in range(len(PLAIN)):
+                plan(layer, *make_qkv(batch.num_tokens, dtype=torch.bfloat16))
         graph = backend.graph_plan(max_rows=8, max_pages=5)
         graph.load(make_batch(decodes[:3]))
         graph(0, *make_qkv(8, dtype=torch.bfloat16))

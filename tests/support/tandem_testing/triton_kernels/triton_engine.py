@@ -33,8 +33,8 @@ MAX_TOKENS = 4
 class Interpreted(OnHost):
     """A CPU with the attention of a GPU."""
 
-    def attention(self, pool, num_heads, specs):
-        return gpu_attention(pool, num_heads, specs)
+    def attention(self, pool, num_heads, specs, dtype):
+        return gpu_attention(pool, num_heads, specs, dtype)
 
 
 def long_prompts() -> PromptSet:

@@ -1,11 +1,13 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from tandem_engine.attention import cpu_paged
 from tandem_engine.attention.cpu import SHORT_EXTEND, CpuAttention
-from tandem_engine.attention.cpu_kernels import CHUNK, compiled
+from tandem_engine.attention.cpu_kernels import CHUNK, as_float32, compiled, compiled_kernel
+from tandem_engine.attention.cpu_numbers import as_array
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.config import MAX_DRAFT_TOKENS
 from tandem_engine.errors import ConfigError
@@ -48,6 +50,23 @@ def test_every_kind_of_sequence_attends_as_the_reference_does(page_size):
     expected = attend(pools[0], sequences, qkv, TorchReferenceBackend)
     torch.testing.assert_close(attend(pools[1], sequences, qkv), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(pools[0].data, pools[1].data)
+
+
+def test_float8_pages_attend_as_the_reference_does():
+    pools = [make_pool(num_pages=320, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    sequences = mixed_sequences(PageDealer(pool=pools[0]))
+    qkv = make_qkv(num_tokens(sequences))
+    expected = attend(pools[0], sequences, qkv, TorchReferenceBackend)
+    torch.testing.assert_close(attend(pools[1], sequences, qkv), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(*(pool.data.view(torch.uint8) for pool in pools))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_kernels_read_every_code_of_float8_as_torch_does(dtype):
+    read = compiled_kernel(lambda rows, wide: as_float32(rows, wide).copy())
+    codes = torch.arange(256).to(torch.uint8).view(dtype).view(8, 32)
+    found = read(as_array(codes), np.empty((8, 32), np.uint32))
+    torch.testing.assert_close(torch.from_numpy(found), codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_token_and_its_drafts_attend_to_the_bit_as_tokens_that_come_one_by_one():
@@ -172,7 +191,7 @@ def test_an_empty_step_attends_to_nothing():
 
 
 def test_a_pool_of_another_dtype_is_refused():
-    with pytest.raises(ConfigError, match="float32 or bfloat16"):
+    with pytest.raises(ConfigError, match="float32, bfloat16 or fp8"):
         CpuAttention(make_pool(dtype=torch.float16), num_heads=NUM_HEADS, specs=PLAIN)
 
 

@@ -73,3 +73,44 @@ def test_store_converts_to_the_dtype_of_the_pool() -> None:
     pool.store(0, torch.full((1, 2, 8), 1.5), torch.full((1, 2, 8), 2.5), torch.tensor([4]))
     assert pool.data[1, 0, 0, 0, 0, 0].item() == 1.5
     assert pool.data[1, 0, 1, 0, 0, 0].item() == 2.5
+
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_a_page_of_float8_has_a_byte_for_each_number(dtype: torch.dtype) -> None:
+    assert make_pool(dtype).page_bytes == 3 * 2 * 2 * 4 * 8
+    assert make_pool().scales is None
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_is_scaled_on_its_way_in_and_out(dtype: torch.dtype) -> None:
+    pool, slots = make_pool(dtype), torch.tensor([9, 17])
+    scales = torch.ones(3, 2, 2)
+    scales[1] = torch.tensor([[0.5, 4.0], [2.0, 0.25]])
+    pool.set_scales(scales)
+    k, v = (torch.tensor([1.0, 1.5, -3.0, 0.0])[torch.randint(4, (2, 2, 8))] for _ in range(2))
+    pool.store(1, k, v, slots)
+    stored_k, stored_v = pool.key_value(1)
+    assert torch.equal(stored_k[2, :, 1].float(), k[0] / scales[1, 0][:, None])
+    assert torch.equal(stored_v[4, :, 1].float(), v[1] / scales[1, 1][:, None])
+    for found, given in zip(pool.gathered(1, slots // 4, slots % 4), (k, v), strict=True):
+        assert torch.equal(found, given)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_numbers_too_large_for_float8_become_its_largest(dtype: torch.dtype) -> None:
+    """E4M3 has no infinity: without this they would be NaN, and with them all that is computed after."""
+    pool, largest = make_pool(dtype), torch.finfo(dtype).max
+    pool.store(0, torch.full((1, 2, 8), 1e6), torch.full((1, 2, 8), -torch.inf), torch.tensor([4]))
+    assert {float(x) for x in pool.data[1, 0, 0, :, 0].float().flatten()} == {largest}
+    assert {float(x) for x in pool.data[1, 0, 1, :, 0].float().flatten()} == {-largest}
+
+
+def test_pages_of_float8_are_copied_with_the_others() -> None:
+    pool = make_pool(torch.float8_e4m3fn)
+    pool.store(0, torch.ones(1, 2, 8), torch.ones(1, 2, 8), torch.tensor([4]))
+    pool.copy_pages([(PageId(1), PageId(3))])
+    assert torch.equal(pool.page_view(PageId(1)), pool.page_view(PageId(3)))
+    assert pool.page_view(PageId(3)).any()
