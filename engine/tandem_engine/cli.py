@@ -4,6 +4,7 @@ serve    one engine process for a worker service; with --tensor-parallel-size it
 follow   the ranks of a further machine of an engine with --nnodes
 verify   compare with transformers, token by token
 bench    offline throughput and latency against transformers
+accuracy what fewer bits of weights and KV cost, on a text
 """
 
 import argparse
@@ -18,6 +19,7 @@ from tandem_engine.config import KvCacheDtype, ModelImpl, Role
 from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
 from tandem_engine.flags import (
+    add_accuracy_flags,
     add_device_flag,
     add_engine_flags,
     add_kv_cache_dtype_flag,
@@ -37,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_follow(commands)
     _add_verify(commands)
     _add_bench(commands)
+    _add_accuracy(commands)
     _add_rank(commands)
     return parser
 
@@ -157,6 +160,33 @@ def _bench(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             threads=args.threads,
             skip_reference=args.skip_reference,
+            as_json=args.json,
+        )
+    )
+
+
+def _add_accuracy(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("accuracy", help="perplexity and KL divergence on a text", allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="PATH")
+    add_accuracy_flags(parser)
+    parser.set_defaults(run=_accuracy)
+
+
+def _accuracy(args: argparse.Namespace) -> int:
+    from tandem_engine.accuracy.command import AccuracyOptions, run_accuracy
+
+    return run_accuracy(
+        AccuracyOptions(
+            model_path=args.model,
+            baseline_dtype=args.baseline_dtype,
+            dtypes=tuple(args.dtype),
+            kv_dtypes=tuple(map(KvCacheDtype, args.kv_cache_dtype)),
+            compared=tuple(args.compare),
+            text=args.text,
+            tokens=args.tokens,
+            window=args.window,
+            device=args.device,
+            threads=args.threads,
             as_json=args.json,
         )
     )

@@ -10,9 +10,10 @@ All methods belong to one thread, the scheduler thread.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,7 @@ from tandem_engine.executor.faults import LosesResults
 from tandem_engine.executor.forward_thread import Forward
 from tandem_engine.executor.graphs import graph_sizes
 from tandem_engine.executor.interface import HiddenObserver, Runner
+from tandem_engine.executor.lone_batch import logits_of, lone_batch
 from tandem_engine.executor.memory_meter import meter_for
 from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, RunnerParts, Settle, platform_for
 from tandem_engine.executor.profiler import StepProfiler
@@ -561,6 +563,27 @@ class Engine:
             self.memory.give_back(pages)
         self.scheduler.tally.expect(report.prefill_tokens_per_s, report.decode_step_s)
         return report
+
+    def forced_logits(self, tokens: Sequence[int], *, chunk: int) -> Iterator[torch.Tensor]:
+        """What the model says after each of `tokens`, given those before it: float32 [n, vocab], `chunk` at a time.
+
+        On pages that are free, with no step in flight and nobody else's meanwhile. Of one rank.
+
+        Raises:
+            BusyError: too few pages are free.
+        """
+        assert self._parallel.size == 1, "logits of a rank are those of its part of the vocabulary"
+        pages = self.memory.reserve_pages(self.memory.pages_for(len(tokens)))
+        if pages is None:
+            raise BusyError(f"{len(tokens)} tokens need more KV pages than are free")
+        text, page_size = torch.tensor(tokens), self.geometry.page_size
+        try:
+            for begin in range(0, len(tokens), chunk):
+                so_far = text[: begin + chunk]
+                batch = lone_batch(so_far, pages, page_size, extend_len=len(so_far) - begin, every_token=True)
+                yield self._executor.run(partial(logits_of, self._runner, batch))
+        finally:
+            self.memory.give_back(pages)
 
     @property
     def me(self) -> Peer:

@@ -6,6 +6,8 @@ without torch can show, check and forward them.
 
 import argparse
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 from tandem_engine.config import (
     DEVICES,
@@ -147,6 +149,49 @@ def add_kv_cache_dtype_flag(parser: argparse._ActionsContainer) -> None:
         help="dtype of KV pages; fp8, the same as fp8_e4m3, holds twice the tokens of bfloat16 and uses the scales of "
         "checkpoints that have some (default auto: the model's)",
     )
+
+
+def add_accuracy_flags(parser: argparse.ArgumentParser) -> None:
+    """All of `tandem accuracy` but the model."""
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="further checkpoints of the same vocabulary, such as a quantized one",
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="what is predicted (default: a text that comes along)"
+    )
+    parser.add_argument("--tokens", type=positive_int, default=4096, metavar="N", help="of it, at most (default 4096)")
+    parser.add_argument(
+        "--window", type=positive_int, default=512, metavar="N", help="tokens that are seen together (default 512)"
+    )
+    parser.add_argument(
+        "--baseline-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="weights and KV of --model that all others are compared with (default float32)",
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=("float32", "bfloat16"),
+        default=["float32", "bfloat16"],
+        help="of weights (default: both)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        nargs="+",
+        choices=[kind.value for kind in KvCacheDtype],
+        default=[KvCacheDtype.AUTO.value, KvCacheDtype.FP8_E4M3.value, KvCacheDtype.FP8_E5M2.value],
+        help="of KV pages, with each dtype of weights (default auto fp8_e4m3 fp8_e5m2; auto is that of the weights)",
+    )
+    add_device_flag(parser)
+    parser.add_argument(
+        "--threads", type=non_negative_int, default=0, metavar="N", help="of a CPU; 0 is torch's choice"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -664,8 +709,17 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def engine_argv(args: argparse.Namespace) -> list[str]:
     """The flags again, as arguments for a child process that uses the same table."""
+    return _argv(args, add_engine_flags)
+
+
+def accuracy_argv(args: argparse.Namespace) -> list[str]:
+    """As `engine_argv`, of `tandem accuracy`."""
+    return _argv(args, add_accuracy_flags)
+
+
+def _argv(args: argparse.Namespace, add_flags: Callable[[argparse.ArgumentParser], None]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False)
-    add_engine_flags(parser)
+    add_flags(parser)
     argv: list[str] = []
     for action in parser._actions:
         value = getattr(args, action.dest)

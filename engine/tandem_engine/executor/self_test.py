@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tandem_engine.errors import CheckpointError
 from tandem_engine.executor.interface import Runner
-from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.executor.lone_batch import lone_batch
+from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.names import PADDING_ROW, PageId
+from tandem_engine.names import PageId
 
 PROMPT_TOKENS = 256
 REPEATS = 2
@@ -61,8 +61,8 @@ def self_test(
     assert pages, "a self-test needs a page"
     length = min(prompt_tokens, len(pages) * page_size)
     prompt = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0))
-    extend = _batch(prompt, pages, page_size, extend_len=length)
-    decode = _batch(prompt, pages, page_size, extend_len=1)
+    extend = lone_batch(prompt, pages, page_size, extend_len=length)
+    decode = lone_batch(prompt, pages, page_size, extend_len=1)
     runner.backend.warm_up()
     before = _save(runner.pool, pages)
     try:
@@ -81,35 +81,6 @@ def check_logits(logits: Tensor) -> None:
         raise CheckpointError("the model computes NaN or infinite logits: its weights are damaged")
     if bool((logits == logits[:, :1]).all()):
         raise CheckpointError("the model gives every token the same logit: its weights are zero or damaged")
-
-
-def _batch(prompt: Tensor, pages: Sequence[PageId], page_size: int, *, extend_len: int) -> ForwardBatch:
-    """The last `extend_len` tokens of `prompt` as one sequence on `pages`."""
-    length = len(prompt)
-    positions = torch.arange(length - extend_len, length)
-    page_table = torch.tensor([list(pages)], dtype=torch.int32)
-    is_decode = extend_len == 1
-    return ForwardBatch(
-        step=0,
-        mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
-        input_ids=prompt[-extend_len:],
-        positions=positions,
-        out_cache_loc=page_table[0, positions // page_size].long() * page_size + positions % page_size,
-        rows=torch.tensor([PADDING_ROW]),
-        seq_lens=torch.tensor([length]),
-        extend_lens=torch.tensor([extend_len]),
-        page_table=page_table,
-        num_extend=0 if is_decode else 1,
-        sample_index=torch.tensor([0]),
-        sampling=_no_sampling(),
-    )
-
-
-def _no_sampling() -> SamplingBatch:
-    empty, none = torch.empty(0), torch.empty(0, dtype=torch.int64)
-    return SamplingBatch(
-        temperature=empty, top_k=none, top_p=empty, min_p=empty, seed=none, position=none, all_greedy=True
-    )
 
 
 def _best_time(runner: Runner, batch: ForwardBatch) -> float:

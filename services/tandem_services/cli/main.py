@@ -9,17 +9,31 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tandem_services.cli import bench, chat, ctl, gateway, keys, quarantine, router, simulate, up, verify, worker
+from tandem_services.cli import (
+    accuracy,
+    bench,
+    chat,
+    ctl,
+    gateway,
+    keys,
+    quarantine,
+    router,
+    simulate,
+    up,
+    verify,
+    worker,
+)
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.k8s import command as k8s
 
-COMMANDS = (up, chat, bench, verify, simulate, gateway, router, worker, ctl, k8s, quarantine, keys)
+COMMANDS = (up, chat, bench, verify, accuracy, simulate, gateway, router, worker, ctl, k8s, quarantine, keys)
 
 EPILOG = """\
 first steps:
   tandem up                          start everything on this machine with the bundled model
   tandem chat                        talk to it (in a second terminal)
   tandem verify --quick              prove that outputs equal transformers, token by token
+  tandem accuracy                    what KV and weights of fewer bits cost, on a text
   tandem bench serve --help          measure a running server
   tandem k8s --help                  look at deployments on Kubernetes, and give orders
   tandem simulate --help             replay a trace against the router, without a GPU

@@ -1,0 +1,221 @@
+"""`tandem accuracy`: what fewer bits cost, on a text.
+
+1. the baseline predicts every token of the text from those before it; what it thinks of each is kept in a file
+2. every variant predicts the same and is compared, place by place: other dtypes of weights and KV, other checkpoints
+3. a table, or one JSON object
+
+Both are computed by the engine's own steps, so that this measures our kernels and our rounding. It is no test: it says
+how far, not whether that is far.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, product
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Never
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from tqdm import tqdm
+
+from tandem_engine.accuracy.divergence import Divergence, kept
+from tandem_engine.accuracy.text import cut, read_text
+from tandem_engine.accuracy.variant import Variant, Weights, predictions
+from tandem_engine.config import KvCacheDtype, ModelImpl
+from tandem_engine.engine import Engine, LoadedModel
+from tandem_engine.errors import ConfigError
+from tandem_engine.model.checkpoint import read_model_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccuracyOptions:
+    model_path: str
+    baseline_dtype: str
+    """Of weights and KV of what the others are compared with."""
+    dtypes: tuple[str, ...]
+    kv_dtypes: tuple[KvCacheDtype, ...]
+    compared: tuple[str, ...] = ()
+    """Further checkpoints of the same vocabulary."""
+    text: Path | None = None
+    """None is ours."""
+    tokens: int = 4096
+    """Of the text, at most."""
+    window: int = 512
+    device: str = "cpu"
+    threads: int = 0
+    as_json: bool = False
+
+    def baseline(self) -> Variant:
+        return Variant(weights=self._weights(self.model_path, self.baseline_dtype), kv_dtype=KvCacheDtype.AUTO)
+
+    def variants(self) -> list[Variant]:
+        """All but the baseline; those of the same weights one after the other."""
+        paths = (self.model_path, *self.compared)
+        variants = [
+            Variant(weights=self._weights(path, dtype), kv_dtype=kv)
+            for path, dtype, kv in product(paths, dict.fromkeys(self.dtypes), dict.fromkeys(self.kv_dtypes))
+        ]
+        return [variant for variant in variants if variant != self.baseline()]
+
+    def _weights(self, path: str, dtype: str) -> Weights:
+        return Weights(path=path, dtype=dtype, device=self.device, threads=self.threads)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One variant."""
+
+    model: str
+    dtype: str
+    """Of activations, and of weights that are not quantized."""
+    quantization: str
+    """How the checkpoint stores its weights; "" as they are."""
+    kv_dtype: str
+    kv_bytes_per_token: int
+    perplexity: float
+    mean_kl: float
+    """In nats."""
+    max_kl: float
+    top1_agreement: float
+    seconds: float
+
+
+class AccuracyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    torch: str
+    device: str
+    predicted_tokens: int
+    window: int
+    baseline: Row
+    variants: tuple[Row, ...]
+
+
+def run_accuracy(options: AccuracyOptions) -> int:
+    """Entry point of the command; returns the exit status. Raises `EngineError`."""
+    _require_one_vocabulary(options)
+    loaded = options.baseline().weights.load(window=options.window, progress=not options.as_json)
+    if loaded.text is None:
+        raise ConfigError(f"{options.model_path} has no tokenizer.json, without which a text has no tokens")
+    windows = cut(loaded.text.encode(read_text(options.text)), options.window, at_most=options.tokens)
+    variants = options.variants()
+    table = Table(silent=options.as_json)
+    with tqdm(
+        total=(1 + len(variants)) * len(windows),
+        unit="window",
+        file=sys.stderr,
+        disable=True if options.as_json else None,
+    ) as bar:
+        measurement = Measurement(windows=windows, vocab_size=loaded.model_config.vocab_size, bar=bar)
+        baseline = table.add(measurement.keep(options.baseline(), loaded))
+        del loaded
+        rows = tuple(table.add(row) for row in _compared(measurement, variants, options))
+    if options.as_json:
+        report = AccuracyReport(
+            torch=str(torch.__version__),
+            device=options.device,
+            predicted_tokens=measurement.places,
+            window=options.window,
+            baseline=baseline,
+            variants=rows,
+        )
+        print(msgspec.json.encode(report).decode())
+    return 0
+
+
+def _require_one_vocabulary(options: AccuracyOptions) -> None:
+    first, *rest = (options.model_path, *options.compared)
+    size = read_model_config(first, impl=ModelImpl.AUTO).vocab_size
+    for path in rest:
+        theirs = read_model_config(path, impl=ModelImpl.AUTO).vocab_size
+        if theirs != size:
+            raise ConfigError(
+                f"{path} has {theirs} token ids and {first} {size}: only models of one vocabulary can be compared"
+            )
+
+
+def _compared(measurement: "Measurement", variants: Sequence[Variant], options: AccuracyOptions) -> Iterator[Row]:
+    """Weights are loaded once for all that hold their KV in different ways."""
+    for weights, group in groupby(variants, key=lambda variant: variant.weights):
+        loaded = weights.load(window=options.window, progress=not options.as_json)
+        for variant in group:
+            yield measurement.compare(variant, loaded)
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """The baseline's opinion of a text, and what others make of the same."""
+
+    windows: Sequence[Sequence[int]]
+    vocab_size: int
+    bar: "tqdm[Never]"
+    baseline: npt.NDArray[np.float32] = field(init=False)
+    """[places, vocab], log p: in a file that nobody else sees, for it is larger than many a model."""
+
+    @property
+    def places(self) -> int:
+        return sum(len(window) - 1 for window in self.windows)
+
+    def keep(self, variant: Variant, loaded: LoadedModel) -> Row:
+        """Measure the baseline."""
+        with TemporaryFile() as file:
+            self.baseline = np.memmap(file, np.float32, "w+", shape=(self.places, self.vocab_size))
+        return self._measure(variant, loaded, first=True)
+
+    def compare(self, variant: Variant, loaded: LoadedModel) -> Row:
+        return self._measure(variant, loaded, first=False)
+
+    def _measure(self, variant: Variant, loaded: LoadedModel, *, first: bool) -> Row:
+        began, divergence = time.perf_counter(), Divergence()
+        self.bar.set_description(variant.name)
+        with variant.engine(loaded) as engine:
+            for window in self.windows:
+                for places, logits in predictions(engine, window):
+                    part = self.baseline[divergence.places : divergence.places + len(places)]
+                    if first:
+                        part[:] = kept(logits).numpy()
+                    divergence.add(torch.from_numpy(part), logits, torch.tensor(window)[places.start : places.stop])
+                self.bar.update()
+            return _row(variant, loaded, engine, divergence, time.perf_counter() - began)
+
+
+def _row(variant: Variant, loaded: LoadedModel, engine: Engine, found: Divergence, seconds: float) -> Row:
+    geometry = engine.geometry
+    return Row(
+        model=variant.weights.path,
+        dtype=geometry.model_dtype or geometry.dtype,
+        quantization=loaded.model_config.quantization,
+        kv_dtype=geometry.dtype,
+        kv_bytes_per_token=geometry.page_bytes // geometry.page_size,
+        perplexity=found.perplexity,
+        mean_kl=found.mean_kl,
+        max_kl=found.largest_kl,
+        top1_agreement=found.agreement,
+        seconds=seconds,
+    )
+
+
+@dataclass(kw_only=True)
+class Table:
+    """Rows as they come."""
+
+    silent: bool
+    _begun: bool = False
+
+    def add(self, row: Row) -> Row:
+        if not self.silent:
+            if not self._begun:
+                tqdm.write(
+                    f"{'model':<24} {'dtype':<9} {'KV':<14} {'KV B/token':>10} {'perplexity':>10} {'mean KL':>9} "
+                    f"{'max KL':>9} {'top-1':>7}"
+                )
+                self._begun = True
+            tqdm.write(
+                f"{Path(row.model).name[:24]:<24} {row.dtype:<9} {row.kv_dtype:<14} {row.kv_bytes_per_token:>10} "
+                f"{row.perplexity:>10.4f} {row.mean_kl:>9.2e} {row.max_kl:>9.2e} {row.top1_agreement:>7.2%}"
+            )
+        return row

@@ -1,0 +1,39 @@
+"""`tandem accuracy`: what fewer bits cost, on a text. Runs the engine's own command in a process."""
+
+import argparse
+import subprocess
+import sys
+
+from tandem_engine.environment import set_default
+from tandem_engine.flags import accuracy_argv, add_accuracy_flags
+from tandem_services.cli.bundled import model_folder
+
+EXAMPLES = """\
+examples:
+  tandem accuracy                                  the bundled model: float32, bfloat16, KV of fp8
+  tandem accuracy --model ~/llama --device cuda --baseline-dtype bfloat16 --dtype bfloat16
+  tandem accuracy --model ~/llama --compare ~/llama-awq --kv-cache-dtype auto --text notes.txt
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "accuracy",
+        help="measure what fewer bits of weights and KV cost",
+        description="Predict every token of a text from those before it, with a model as it is and with variants of "
+        "it: weights and KV of other dtypes, quantized checkpoints. For each the perplexity, and how far predictions "
+        "are from the baseline's: KL divergence (mean and largest, in nats) and how often both think the same token "
+        "likeliest. Nothing is downloaded; the engine's own steps compute.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
+    add_accuracy_flags(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    # Each of many small engines would say how it divides its memory.
+    set_default("TANDEM_LOG_LEVEL", "warning")
+    argv = [sys.executable, "-m", "tandem_engine.cli", "accuracy", "--model", str(model_folder(args.model))]
+    return subprocess.run([*argv, *accuracy_argv(args)], check=False).returncode
