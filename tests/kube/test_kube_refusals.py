@@ -55,7 +55,7 @@ VIOLATIONS = {
     "labels of tandem.dev/ and app.kubernetes.io/ are set by the operator": Violation(
         {"labels": {"tandem.dev/role": "decode"}}
     ),
-    "pageSize, dtype and contextLength must be equal for both roles: set them in spec.engine": Violation(
+    "pageSize, dtype, kvCacheDtype and contextLength must be equal for both roles: set them in spec.engine": Violation(
         {"engine": {"dtype": "float32"}}
     ),
     "give managed or external, not both": Violation({"managed": {}, "external": {"url": "redis://r:6379"}}),

@@ -50,7 +50,9 @@ class Engine(Api, frozen=True, kw_only=True):
     """What workers run on; auto: the NVIDIA GPUs that `resources.limits` of the role names, else a CPU. Both roles'
     should be the same; where they are not, say `dtype`."""
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
-    """Type of weights and KV."""
+    """Type of weights, and of KV unless `kvCacheDtype` is set."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = None
+    """Type of KV pages. The same for all roles: workers exchange pages with those of the same type alone."""
     page_size: Annotated[int, msgspec.Meta(extra_json_schema={"enum": [1, 16, 64]}, ge=1, le=64)] | None = None
     """Tokens per KV page: 1, 16 or 64."""
     context_length: PositiveInt | None = None

@@ -39,14 +39,15 @@ class Role(Api, frozen=True, kw_only=True):
     pod: PodOverrides = PodOverrides()
     """What is different about its pods."""
     engine: Engine = Engine()
-    """Engine settings of this role alone; each wins over `spec.engine`. Page size, dtype and context length may not
-    differ between roles and are refused here."""
+    """Engine settings of this role alone; each wins over `spec.engine`. Page size, dtypes and context length may
+    not differ between roles and are refused here."""
 
     RULES: ClassVar = (
         Rule(
             "!has(self.engine) || "
-            "!(has(self.engine.pageSize) || has(self.engine.dtype) || has(self.engine.contextLength))",
-            "pageSize, dtype and contextLength must be equal for both roles: set them in spec.engine",
+            "!(has(self.engine.pageSize) || has(self.engine.dtype) || has(self.engine.kvCacheDtype)"
+            " || has(self.engine.contextLength))",
+            "pageSize, dtype, kvCacheDtype and contextLength must be equal for both roles: set them in spec.engine",
         ),
     )
 

@@ -12,6 +12,7 @@ from tandem_operator.builders.devices import Device
 
 ENGINE_FLAGS = {
     "dtype": "--dtype",
+    "kv_cache_dtype": "--kv-cache-dtype",
     "page_size": "--page-size",
     "context_length": "--context-length",
     "tensor_parallel_size": "--tensor-parallel-size",

@@ -33,5 +33,7 @@ def revision_of(service: Served) -> str:
     if set(nodes.values()) != {1}:
         # One pod and several are objects of different kinds, which do not take over from each other.
         parts["nodes"] = nodes
+    if spec.engine.kv_cache_dtype is not None:
+        parts["kv_cache_dtype"] = spec.engine.kv_cache_dtype
     canonical = msgspec.json.encode(parts, order="deterministic")
     return hashlib.blake2b(canonical, digest_size=DIGITS // 2).hexdigest()
