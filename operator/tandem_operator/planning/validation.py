@@ -11,6 +11,9 @@ from tandem_operator.builders.quantities import parse_quantity
 from tandem_operator.builders.served import Served
 from tandem_operator.settings import ClusterApis
 
+LONGEST_GROUPED_NAME = 32
+"""StatefulSets have names of at most 52 characters, to which a label adds a hash; ours add role, revision and group."""
+
 
 def problems_of(service: Served, apis: ClusterApis) -> list[str]:
     """One sentence each; empty when the spec can be served by a cluster that has `apis`."""
@@ -87,4 +90,9 @@ def _ranks(service: Served, role: RoleName, apis: ClusterApis) -> Iterator[str]:
             f"spec.{role}: tensorParallelSize {ranks} over {nodes} pods of {ranks // nodes} ranks needs the "
             f"LeaderWorkerSet API (leaderworkerset.x-k8s.io/v1), which this cluster does not serve; install it "
             f"(https://lws.sigs.k8s.io) and restart the operator, or set tensorParallelSize to {ranks // nodes}"
+        )
+    elif nodes > 1 and len(service.name) > LONGEST_GROUPED_NAME:
+        yield (
+            f"metadata.name: {service.name!r} has {len(service.name)} characters; with workers of {nodes} pods it may "
+            f"have {LONGEST_GROUPED_NAME}, for the names of StatefulSets begin with it"
         )

@@ -20,16 +20,18 @@ from tandem_testing.waiting import wait_for
 pytestmark = [*KUBE, NEEDS_HELM]
 
 NOT_ASKED_HERE = {
-    # There are neither Gateway API nor Prometheus operator in this cluster.
+    # There are neither Gateway API nor Prometheus operator in this cluster, nor LeaderWorkerSets.
     *(
         (resource, verb)
         for resource in (
             "httproutes.gateway.networking.k8s.io",
             "inferencepools.inference.networking.k8s.io",
             "podmonitors.monitoring.coreos.com",
+            "leaderworkersets.leaderworkerset.x-k8s.io",
         )
         for verb in "create delete get list patch watch".split()
     ),
+    ("leaderworkersets/scale.leaderworkerset.x-k8s.io", "patch"),
     # Asked for by the admission plugin OwnerReferencesPermissionEnforcement, not by the operator.
     ("modelservices/finalizers.tandem.dev", "update"),
 }

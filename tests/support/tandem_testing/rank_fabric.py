@@ -1,6 +1,6 @@
 """Engines of several ranks on a `FakeFabric`, as far as transports go. Its ranks poll on threads of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Barrier
@@ -81,8 +81,16 @@ class RankedNode:
 
 
 def ranked_node(
-    fabric: FakeFabric, name: str, size: int, *, kv_heads: int, num_pages: int = 9, num_layers: int = 2
+    fabric: FakeFabric,
+    name: str,
+    size: int,
+    *,
+    kv_heads: int,
+    num_pages: int = 9,
+    num_layers: int = 2,
+    facts: Sequence[Mapping[str, object]] = (),
 ) -> RankedNode:
+    """`facts`: further fields of each rank's `Hello`."""
     me, clock = make_peer(name), ManualClock()
     pools = [
         KvPool(
@@ -98,6 +106,8 @@ def ranked_node(
     ]
     places = [RankPlace(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size)]
     transports = [fabric.join(place.agent(me), pool, clock) for place, pool in zip(places, pools, strict=True)]
+    for transport, fields in zip(transports, facts, strict=False):
+        transport.facts |= fields
     hellos = [transport.hello() for transport in transports]
     news: Meeting = Meeting(size)
     ranks = [

@@ -104,6 +104,13 @@ def test_a_worker_over_several_pods_is_refused_where_nobody_makes_groups():
     assert problems_of(service, GROUPS) == []
 
 
+def test_a_name_that_the_pods_of_groups_could_not_have_is_refused():
+    groups = {**SIXTEEN, "prefill": eight_gpus(), "decode": eight_gpus()}
+    assert problems_of(service_of(groups, name="n" * 32), GROUPS) == []
+    (text, *_) = problems_of(service_of(groups, name="n" * 33), GROUPS)
+    assert "has 33 characters; with workers of 2 pods it may have 32" in text
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [

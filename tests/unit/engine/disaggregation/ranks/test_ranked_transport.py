@@ -10,7 +10,7 @@ from tandem_engine.disaggregation.fake import FakeFabric, Fate
 from tandem_engine.disaggregation.ranks.head_plan import head_slices
 from tandem_engine.disaggregation.ranks.names import read_slice_room
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, Push, PushDone, PushFailed, PushKey
-from tandem_engine.names import DigestKind, PageId
+from tandem_engine.names import DigestKind, LinkTransport, PageId
 from tandem_testing.rank_fabric import RankedNode, ranked_node
 
 SOURCE, TARGET = (PageId(1), PageId(2)), (PageId(7), PageId(5))
@@ -218,3 +218,18 @@ def test_each_rank_has_an_agent_of_its_own():
     link = Link(1, 2)
     assert node_names(link.here) == ["p@1"]
     assert node_names(link.there) == ["d@1#0", "d@1#1"]
+
+
+@pytest.mark.parametrize(
+    ("machines", "is_first"), [(("a", "a"), True), (("a", "b"), False), (("a", ""), False), (("", "b"), False)]
+)
+def test_ranks_on_several_machines_are_on_none_that_a_peer_could_be_on(machines, is_first):
+    facts = [
+        {"machine": machines[0], "transports": (LinkTransport.TCP, LinkTransport.RDMA, LinkTransport.SHM)},
+        {"machine": machines[1], "transports": (LinkTransport.TCP, LinkTransport.SHM)},
+    ]
+    hello = ranked_node(FakeFabric(), "w", 2, kv_heads=2, facts=facts).ranks[0].hello()
+    assert (hello.machine in machines and hello.machine != "") is is_first
+    # Where one cannot be told, nothing can.
+    assert (hello.machine == "") is ("" in machines)
+    assert hello.transports == (LinkTransport.TCP, LinkTransport.SHM)
