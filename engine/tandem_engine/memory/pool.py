@@ -148,9 +148,7 @@ class KvPool:
         """`store` on a device, of k that is turned on its way; q [T, heads, head_dim] turned as well, in one launch."""
         from tandem_engine.kernels.rope_store import rotate_and_store
 
-        return rotate_and_store(
-            q, k, v, turn, *self.key_value(layer), out_cache_loc, scales=self.scales_of(layer)
-        )
+        return rotate_and_store(q, k, v, turn, *self.key_value(layer), out_cache_loc, scales=self.scales_of(layer))
 
     def copy_pages(self, copies: Sequence[tuple[PageId, PageId]]) -> None:
         """Copy whole pages, (source, target) each. No target may be a source."""
