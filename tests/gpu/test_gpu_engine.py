@@ -15,6 +15,7 @@ from tandem_engine.config import (
     EngineConfig,
     GraphConfig,
     HostConfig,
+    KvCacheDtype,
     SchedulerConfig,
     SpecAlgorithm,
     SpecConfig,
@@ -117,6 +118,13 @@ def test_every_path_of_one_engine_gives_the_tokens_of_transformers(model):
 def test_two_engines_on_one_card_hand_over_by_nixl(model):
     results = run_paths_of(model, HANDED_OVER)
     assert {result.path: result.difference for result in results} == dict.fromkeys(HANDED_OVER)
+
+
+@pytest.mark.parametrize("kind", [KvCacheDtype.FP8_E4M3, KvCacheDtype.FP8_E5M2])
+def test_paths_agree_over_pages_of_float8(model, kind):
+    paths = [CHUNKED, CACHED, MIXED, WITHOUT_GRAPHS, RETRACTED, SWAPPED]
+    results = run_paths_of(model, paths, kv_dtype=kind)
+    assert {result.path: result.difference for result in results} == dict.fromkeys(paths)
 
 
 def test_outputs_are_the_same_with_graphs_and_without(model):

@@ -72,6 +72,14 @@ def test_another_device_is_another_revision_and_that_of_cpus_stays_what_it_was()
     assert revision_of(cpu) == "4753beba"
 
 
+def test_kv_of_another_dtype_is_another_revision():
+    """One worker's pages mean nothing to the other: they are exchanged side by side, never paired."""
+    plain, fp8 = ({"engine": {"dtype": "float32"} | more} for more in ({}, {"kvCacheDtype": "fp8"}))
+    assert revision_of(service_of(**plain)) != revision_of(service_of(**fp8))
+    assert "--kv-cache-dtype fp8" in " ".join(worker(service_of(**fp8), "decode")["args"])
+    assert "--kv-cache-dtype" not in worker(service_of(**plain), "decode")["args"]
+
+
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
