@@ -10,7 +10,7 @@ from tandem_engine.kernels.decode_attention import (
     split_kernel,
 )
 from tandem_engine.kernels.work_list import Splitting, splitting_of
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import AMPERE, ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
 
 DECODES = ((1, 1), (1, 16), (1, 17), (1, 255), (1, 257), (1, 700))
@@ -128,6 +128,7 @@ def compile_for_float32_and_padded_heads() -> None:
 
 def compile_for_float8_pages() -> None:
     decode_fits(32, 8, 128, arch=HOPPER, pool_kind="fp8e4nv")
+    decode_fits(32, 8, 128, arch=AMPERE, pool_kind="fp8e5")
 
 
 def decode_fits(

@@ -92,6 +92,7 @@ def compile_for_float32_and_padded_heads() -> None:
 
 def compile_for_float8_pages() -> None:
     extend_fits(32, 8, 128, arch=HOPPER, pool_kind="fp8e4nv")
+    extend_fits(32, 8, 128, arch=AMPERE, pool_kind="fp8e5")
 
 
 def extend_fits(

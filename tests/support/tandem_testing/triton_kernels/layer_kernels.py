@@ -15,7 +15,7 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.layers import activation as cpu_activation
 from tandem_engine.model.layers import norm as cpu_norm
 from tandem_engine.model.layers.rotary import Rotation
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import AMPERE, ARCHITECTURES, HOPPER, compile_kernel
 from tandem_testing.triton_kernels.tensors import random_floats, units_apart
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -94,8 +94,7 @@ def check_float8_has_the_bits_that_a_cpu_stores(device: str) -> None:
         theirs.store(1, k, v, slots)
         q, k, v, cos, sin, slots = (x.to(device) for x in (q, k, v, cos, sin, slots))
         store_kv.store_kv(k, v, *ours[0].key_value(1), slots, scales=ours[0].scales_of(1))
-        turn = HeadTurn(cos, sin, None)
-        rope_store.rotate_and_store(q, k, v, turn, *ours[1].key_value(1), slots, scales=ours[1].scales_of(1))
+        ours[1].turn_and_store(1, q, k, v, slots, HeadTurn(cos, sin, None))
         expected = theirs.data.float()
         assert torch.equal(ours[0].data.float().cpu().nan_to_num(9e9), expected.nan_to_num(9e9))
         # A rotation by nothing multiplies with zero, too.
@@ -282,7 +281,12 @@ def compile_rotation_and_store() -> None:
             store_kv.store_kernel, rotation_signature(store_kv.store_kernel, "*bf16:16"), constants, arch=arch,
             num_warps=store_kv.warps_of(128),
         ).assert_fits()  # fmt: skip
-    rotation_compiles(32, llama[1], "*fp8e4nv:16", norm=False, scaled=True, arch=HOPPER)
+    for kind, arch in (("*fp8e4nv:16", HOPPER), ("*fp8e5:16", AMPERE)):
+        rotation_compiles(32, llama[1], kind, norm=False, scaled=True, arch=arch)
+        compile_kernel(
+            store_kv.store_kernel, rotation_signature(store_kv.store_kernel, kind),
+            store_kv.store_constants(llama[1], scaled=True), arch=arch, num_warps=store_kv.warps_of(128),
+        ).assert_fits()  # fmt: skip
     for arch in ARCHITECTURES:
         rotation_compiles(40, (9, 40, 1, 128), "*bf16:16", norm=False, scaled=False, arch=arch, store=False)
 

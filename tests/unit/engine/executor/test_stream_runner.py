@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.clock import MonotonicClock
+from tandem_engine.executor.lone_batch import lone_batch
 from tandem_engine.executor.stream_executor import StreamFuture
 from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, ForwardResult, PromptPositions
 from tandem_engine.forward.kv_progress import KvProgress
@@ -182,3 +183,19 @@ def test_a_launch_that_looks_at_the_device_or_mixes_it_with_the_host_fails(kind,
     both = Beside(model=kind(embedding=toy.embedding, position=toy.position, head=toy.head))
     with pytest.raises(error), torch.inference_mode():
         both.streams.enqueue(make_batch([prompt()]))
+
+
+@torch.inference_mode()
+def test_a_text_that_is_measured_has_the_logits_of_a_prompt_on_both():
+    """`tandem accuracy` takes them so: every token of a chunk, on the KV of those before it."""
+    both, text = Beside(), torch.tensor(PROMPT)
+    whole = lone_batch(text, PAGES, 16, extend_len=len(text), every_token=True)
+    chunks = [
+        lone_batch(text[:end], PAGES, 16, extend_len=size, every_token=True)
+        for end, size in ((8, 8), (18, 10), (19, 1))
+    ]
+    expected = both.host.logits(whole)
+    assert expected.shape == (len(text), VOCAB_SIZE)
+    for runner in (both.host, both.streams):
+        torch.testing.assert_close(torch.cat([runner.logits(chunk) for chunk in chunks]), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(runner.logits(lone_batch(text, PAGES, 16, extend_len=19)), expected[-1:])
