@@ -7,7 +7,9 @@ an error is an event of the stream, which it ends.
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -30,6 +32,7 @@ from tandem_services.gateway.plan import GenerationPlan
 from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.request_body import read_body
 from tandem_services.gateway.sse import EventStream, send_json
+from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 
 logger = logging.getLogger(__name__)
 
@@ -105,28 +108,38 @@ class GenerationEndpoint(Generic[R]):
                 trace=identity.trace,
             )
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
-            answer = Answer(job, answer_format, served.generator, self._shared.clock, send)
+            answer = Answer(job, answer_format, served.generator, self._shared.clock, send, served.prompts.threads)
             await (answer.stream() if plan.stream else answer.whole())
 
 
 class Answer:
     """One answer being written."""
 
-    def __init__(self, job: Job, answer_format: AnswerFormat, generator: Generator, clock: Clock, send: Send) -> None:
+    def __init__(
+        self,
+        job: Job,
+        answer_format: AnswerFormat,
+        generator: Generator,
+        clock: Clock,
+        send: Send,
+        threads: TokenizerThreads,
+    ) -> None:
         self._job = job
         self._format = answer_format
         self._generator = generator
         self._clock = clock
         self._send = send
+        self._threads = threads
 
     async def whole(self) -> None:
         """Gather everything, then answer once."""
         choices = [WholeChoice(index=c.index, texts=[c.echo]) for c in self._job.plan.choices]
         async with time_limit(self._remaining()):
             await self._gather(choices)
-        share_prompt_logprobs(choices, self._job.plan.n)
-        best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
-        await send_json(self._send, 200, self._format.whole(best, self._usage()))
+            share_prompt_logprobs(choices, self._job.plan.n)
+            best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
+            body = await self._written(best, partial(self._format.whole, best, self._usage()))
+        await send_json(self._send, 200, body)
 
     async def stream(self) -> None:
         """Answer while it is generated. Raises only before the first event."""
@@ -158,7 +171,17 @@ class Answer:
         opened: set[int] = set()
         async with aclosing(self._generator.pieces(self._job)) as batches:
             async for batch in batches:
-                await events.write(b"".join([self._piece_events(piece, opened) for piece in batch]))
+                await events.write(await self._written(batch, partial(self._batch_events, batch, opened)))
+
+    async def _written(self, parts: Sequence[WholeChoice] | Sequence[ChoicePiece], write: Callable[[], bytes]) -> bytes:
+        """Texts of all tokens of a prompt, and of what else they could have been, are not for the event loop."""
+        entries = sum(len(part.prompt_logprobs) for part in parts if part.prompt_logprobs is not None)
+        if not entries:
+            return write()
+        return await self._threads.run(write, characters=entries, refusable=False)
+
+    def _batch_events(self, batch: Sequence[ChoicePiece], opened: set[int]) -> bytes:
+        return b"".join([self._piece_events(piece, opened) for piece in batch])
 
     def _piece_events(self, piece: ChoicePiece, opened: set[int]) -> bytes:
         usage = self._usage() if self._job.plan.continuous_usage else None

@@ -126,13 +126,15 @@ class TokenizerThreads:
         self._short = _Line(1, at_once=MOST_AT_ONCE, name="tokenizer")
         self._long = _Line(self.long_threads, at_once=1, name="tokenizer-long")
 
-    async def run(self, work: Callable[[], T], *, characters: int) -> T:
+    async def run(self, work: Callable[[], T], *, characters: int, refusable: bool = True) -> T:
         """What `work` returns, or raises. `characters`: about how many it reads.
 
-        Raises `ApiError` 503 when too much waits already. Cancelled, it gives up its place.
+        Raises `ApiError` 503 when too much waits already and it is `refusable`: not the last step of what others have
+        computed. Cancelled, it gives up its place.
         """
         # Whatever its length, a single text is taken: who may send it is the caller's business.
-        if self.jobs and (self.jobs >= self.most_jobs or self.characters + characters > self.most_characters):
+        full = self.jobs >= self.most_jobs or self.characters + characters > self.most_characters
+        if refusable and self.jobs and full:
             raise unavailable("Too many texts wait for the tokenizer. Try again later.", retry_after=RETRY_S)
         self.jobs += 1
         self.characters += characters

@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.tokenizer import text_tokenizer
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import ApiError, bad_request
-from tandem_services.gateway import tokenizer_threads
+from tandem_services.gateway import logprobs, tokenizer_threads
 from tandem_services.gateway.limits import SHORT_TEXT_CHARACTERS
 from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 from tandem_testing.waiting import until
@@ -79,6 +79,43 @@ async def test_no_request_is_tokenized_on_the_event_loop(gateway, tokenizing_in,
     assert answer.status_code == 200, answer.text
     assert tokenizing_in
     assert not any(tokenizing_in)
+
+
+SCORED = {
+    "completion": ("/v1/completions", {"prompt": "hello", "prompt_logprobs": 2}),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES, "prompt_logprobs": 2}),
+    "echo": ("/v1/completions", {"prompt": "hello", "echo": True, "logprobs": 2}),
+    "streamed echo": ("/v1/completions", {"prompt": "hello", "echo": True, "logprobs": 2, "stream": True}),
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+async def test_no_prompts_logprobs_are_written_on_the_event_loop(gateway, monkeypatch, name):
+    seen = []
+    for function in ("echoed_logprobs", "prompt_logprobs"):
+        write = getattr(logprobs, function)
+
+        def watched(*args, write=write):
+            seen.append(asyncio._get_running_loop() is not None)
+            return write(*args)
+
+        monkeypatch.setattr(logprobs, function, watched)
+    path, body = SCORED[name]
+    answer = await gateway.http.post(path, json={"model": "mock", "max_tokens": 2, **body})
+    assert answer.status_code == 200, answer.text
+    assert seen
+    assert not any(seen)
+
+
+async def test_what_was_computed_is_written_however_much_waits(threads):
+    gate = Gate()
+    tasks = [asyncio.create_task(threads.run(gate, characters=LONG)) for _ in range(4)]
+    await gate.reached()
+    answer = asyncio.create_task(threads.run(lambda: "answer", characters=LONG, refusable=False))
+    await asyncio.sleep(0)  # it has asked
+    gate.open.set()
+    assert await answer == "answer"
+    await asyncio.gather(*tasks)
 
 
 async def test_what_is_raised_in_a_thread_is_raised_where_it_was_asked_for(threads):
