@@ -40,6 +40,9 @@ VIOLATIONS = {
         {"path": None, "claim": {"claimName": "c"}}, before={"path": "/m"}
     ),
     "draftModelPath is needed by DRAFT and EAGLE": Violation({"algorithm": "EAGLE"}),
+    "memFractionStatic and kvCacheGib both size the KV pool: give one of them": Violation(
+        {"memFractionStatic": 0.5, "kvCacheGib": 4}
+    ),
     "minReplicas must not be above maxReplicas": Violation({"minReplicas": 5}),
     "variables that begin with TANDEM_ are set by the operator": Violation({"name": "TANDEM_HOST", "value": "x"}),
     "NVIDIA_VISIBLE_DEVICES is set by the device plugin": Violation({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}),
@@ -113,6 +116,7 @@ def test_no_violation_is_left_over():
         {"spec": {"gateway": {"routerPolicy": "prefill=locality,decode=least_loaded"}}},
         {"spec": {"prefill": {"engine": {"tensorParallelSize": 2}}}},
         {"spec": {"engine": {"device": "auto"}}},
+        {"spec": {"engine": {"memFractionStatic": 0.5}, "decode": {"engine": {"kvCacheGib": 4}}}},
         {"spec": {"prefill": {"engine": {"device": "cuda"}, "resources": {"limits": {"nvidia.com/mig-3g.40gb": 1}}}}},
         {
             "spec": {

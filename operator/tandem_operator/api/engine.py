@@ -66,7 +66,7 @@ class Engine(Api, frozen=True, kw_only=True):
     """Share of device memory for weights and KV. Where pods share a GPU: of this worker, all shares together at most
     about 0.9."""
     kv_cache_gib: GiB | None = None
-    """Memory for KV pages, instead of a share."""
+    """Memory for KV pages, instead of a share. Of a role it takes the place of a share for both."""
     max_running_requests: PositiveInt | None = None
     """Sequences decoded together."""
     max_queued_requests: PositiveInt | None = None
@@ -83,6 +83,13 @@ class Engine(Api, frozen=True, kw_only=True):
     """Speculative decoding."""
     host_cache: HostCache | None = None
     """Host memory below the KV cache."""
+
+    RULES: ClassVar = (
+        Rule(
+            "!(has(self.memFractionStatic) && has(self.kvCacheGib))",
+            "memFractionStatic and kvCacheGib both size the KV pool: give one of them",
+        ),
+    )
 
 
 class Rdma(Api, frozen=True, kw_only=True):

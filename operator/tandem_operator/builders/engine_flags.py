@@ -39,7 +39,9 @@ def engine_flags(engine: Engine, transfer: Transfer, model_folder: str, *, devic
 
 
 def merged(common: Engine, own: Engine) -> Engine:
-    """Settings of a role: its own where it has any."""
+    """Settings of a role: its own where it has any. What sizes the KV pool is one setting in two forms."""
+    if own.mem_fraction_static is not None or own.kv_cache_gib is not None:
+        common = msgspec.structs.replace(common, mem_fraction_static=None, kv_cache_gib=None)
     chosen = {name: getattr(own, name) for name in own.__struct_fields__ if getattr(own, name) is not None}
     return msgspec.structs.replace(common, **chosen)
 

@@ -103,6 +103,7 @@ def test_the_full_example_has_every_field():
         "spec.model.claim",
         "spec.model.huggingFace",
         "spec.redis.managed",
+        "spec.engine.kvCacheGib",
     }
 
 

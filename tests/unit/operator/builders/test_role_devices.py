@@ -19,6 +19,7 @@ SETTINGS = OperatorSettings()
 ONE = {"resources": {"limits": {"nvidia.com/gpu": "1"}}}
 SHARE = {"resources": {"limits": {"nvidia.com/gpu.shared": "1"}}}
 CPU: dict[str, Any] = {}
+SIZES = ("--mem-fraction-static", "--kv-cache-gib")
 
 
 def worker(service: Served, role: str) -> dict[str, Any]:
@@ -111,3 +112,10 @@ def test_each_kind_of_gpu_counts_for_the_budget():
         "prefill"
     )
     assert gpus_of(role.resources) == 3
+
+
+def test_a_role_sizes_its_kv_pool_in_its_own_way():
+    """The engine refuses two sizes: pods of a role with one, beside a share for both, never started."""
+    service = service_of(engine={"memFractionStatic": 0.5}, decode={"engine": {"kvCacheGib": 4}})
+    sizes = {role: [word for word in worker(service, role)["args"] if word in SIZES] for role in ("prefill", "decode")}
+    assert sizes == {"prefill": ["--mem-fraction-static"], "decode": ["--kv-cache-gib"]}
