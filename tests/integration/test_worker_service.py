@@ -323,6 +323,16 @@ async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
+async def test_an_engine_that_is_to_lose_a_node_is_drained(fleet, worker):
+    async def ready() -> bool:
+        return await find(fleet) is not None
+
+    await until(ready)
+    worker.remote.tell(drain_wanted="node 1 is to leave")
+    assert await asyncio.wait_for(worker.exit, 15) == 0
+    assert worker.remote.orders_of("drain")
+
+
 async def test_on_standby_it_is_registered_and_not_routed_to_until_it_is_offered(server, remote, tmp_path, fleet):
     async with running(config_for(server, remote, standby=True), remote, tmp_path) as worker:
         record = await until(lambda: find(fleet))

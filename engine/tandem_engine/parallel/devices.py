@@ -30,5 +30,5 @@ def require_device(device: str, *, ranks: int = 1) -> None:
         )
     last, count = torch.device(device_of_rank(device, ranks - 1)).index or 0, torch.cuda.device_count()
     if last >= count:
-        wanted = f"--device {device}" if ranks == 1 else f"--device {device} with --tensor-parallel-size {ranks}"
+        wanted = f"--device {device}" if ranks == 1 else f"--device {device} with {ranks} ranks on this machine"
         raise ConfigError(f"{wanted} needs GPU {last}, and this process sees {count}, numbered from 0")

@@ -7,6 +7,7 @@ A test holds the other end of `--remote` (`EngineRemote`): it sends instructions
 worker service gave. Unknown flags are accepted, as the worker passes a real engine's flags.
 
     {"store": [hex…]} {"remove": [hex…]} {"skip": true} {"stats": {…}} {"freeze": true} {"exit": status}
+    {"drain_wanted": reason}
     {"hang_up": true}, which is answered by {"type": "hung_up"}
 """
 
@@ -28,6 +29,7 @@ from tandem_engine.messages.control import (
     Audit,
     AuditReport,
     DecodeElsewhere,
+    DrainWanted,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -125,6 +127,8 @@ class MockEngine:
             for each in hashes:
                 self.blocks.pop(each, None)
             self.publish(BlockRemoved(hashes=hashes))
+        if "drain_wanted" in instruction:
+            self.channel.send(DrainWanted(reason=instruction["drain_wanted"]))
         if instruction.get("skip"):
             self.sequence += 1
         if "stats" in instruction:

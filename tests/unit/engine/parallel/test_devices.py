@@ -37,7 +37,7 @@ def test_no_gpu_is_said(monkeypatch):
     ("device", "ranks", "message"),
     [
         ("cuda:2", 1, "--device cuda:2 needs GPU 2, and this process sees 2"),
-        ("cuda:1", 2, "--device cuda:1 with --tensor-parallel-size 2 needs GPU 2"),
+        ("cuda:1", 2, "--device cuda:1 with 2 ranks on this machine needs GPU 2"),
     ],
 )
 def test_too_few_gpus_are_counted(monkeypatch, device, ranks, message):
