@@ -227,6 +227,7 @@ def test_the_greeting_names_the_console_where_the_gateway_serves_it(
     ("argv", "sentence"),
     [
         (["--prefill", "0", "--decode", "0"], "nothing to start"),
+        (["--tp", "2", "--nnodes", "2", "--dist-init-addr", "a:1"], "`tandem up` is for one machine"),
         (["--decode", "0"], "add --decode 1"),
         (["--model", "/does/not/exist"], "no such folder"),
         (["--model", "/"], "no config.json"),
