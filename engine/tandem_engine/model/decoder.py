@@ -115,16 +115,12 @@ def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
 
 def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> Decoder:
     """Assemble a decoder that can place tokens at [0, positions)."""
-    table = weights.stacked(EMBEDDING, split=VOCABULARY)
-    scores = projection(table if config.tie_embeddings else weights.stacked(LM_HEAD, split=VOCABULARY))
+    embedding, scores = _vocabulary(config, weights)
     builder = BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, weights.group.size))
     specs = attention_specs(config)
     rotary = tuple(_rotary(rope, config, weights, positions) for rope in _ropes(config))
     blocks = tuple(builder.block(layer) for layer in range(config.num_layers))
     norm = rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm)
-    embedding = token_embedding(
-        table, weights.group, scores=scores if config.tie_embeddings else None, scale=config.embedding_scale
-    )
     decoder = Decoder(
         config=config,
         attention=specs,
@@ -135,6 +131,16 @@ def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> D
         lm_head=head(scores, config.vocab_size, weights.group),
     )
     return _fused(decoder, weights) if weights.device.type == "cpu" else decoder
+
+
+def _vocabulary(config: ModelConfig, weights: Weights) -> tuple[TokenEmbedding, Projection]:
+    """Both ends of the model. What is not kept of their tensors is gone before any block is read."""
+    table, scale = weights.stacked(EMBEDDING, split=VOCABULARY), config.embedding_scale
+    if not config.tie_embeddings:
+        scores = projection(weights.stacked(LM_HEAD, split=VOCABULARY))
+        return token_embedding(table, weights.group, scale=scale), scores
+    scores = projection(table)
+    return token_embedding(table, weights.group, scores=scores, scale=scale), scores
 
 
 def _fused(decoder: Decoder, weights: Weights) -> Decoder:
