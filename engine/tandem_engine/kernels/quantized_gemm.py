@@ -7,8 +7,7 @@ Shapes: x [T, K] and out [T, N], float32, bfloat16 or float16; W as `packed_weig
 
 q, which is code − zero or an e4m3 number, is exact in each of these types: integers up to 255 in size have eight bits,
 e4m3 has four. So the products are of exact weights, and sums are float32 (float32 x: IEEE arithmetic, no tensor cores).
-Scales are applied to sums, which is less work than to weights and rounds nothing in between. No instruction converts
-integers: a code in the mantissa of 2^23 is the number 2^23 + code, and one subtraction leaves code − zero.
+Scales are applied to sums, which is less work than to weights and rounds nothing in between.
 
 Tiling: a program has OUTPUTS outputs and TOKENS tokens and walks over the inputs, `step` of them at a time. W is the
 left operand, for that is the one that tensor cores take from registers: codes go from memory to registers, become
@@ -22,8 +21,7 @@ The number of splits and their borders follow from N and K alone, and the order 
 of many: a token's result does not depend on its company. (Tiles of 16 and of 64 tokens are multiplied by instructions
 of different width. That these sum alike is for a device to say: tests/gpu.)
 
-Source: scaling sums by group as DeepSeek-V3's GEMM (arXiv 2412.19437, 3.3.2); numbers in the mantissa of a power of two
-as FasterTransformer (arXiv 2211.10017, 3) and Marlin (arXiv 2408.11743) have them.
+Source: scaling sums by group as DeepSeek-V3's GEMM (arXiv 2412.19437, 3.3.2).
 """
 
 from typing import Any, NamedTuple
@@ -33,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_engine.kernels.packed_numbers import from_float8, from_integer, from_upper_half, scales_of, zeros_of
 from tandem_engine.kernels.packed_weight import FLOAT8, INT4, PackedWeight
 
 PROGRAMS = 256
@@ -63,40 +62,6 @@ MANY_OF_SMALL_GROUPS = Tile(tokens=64, outputs=64, num_warps=8, num_stages=3)
 """Where a step has inputs of two groups: more has to be kept in registers."""
 IN_FLOAT32 = Tile(tokens=16, outputs=32, num_warps=4, num_stages=3)
 """For any number of tokens. Without tensor cores sums and both operands share the registers."""
-
-
-@triton.jit
-def from_integer(codes, zeros):
-    """code − zero, exact in float32, for codes below 2^23; int32 [N, K], float32 [N]."""
-    return (codes | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608.0)[:, None]
-
-
-@triton.jit
-def from_upper_half(bytes_, zeros):
-    """(byte >> 4) − zero; the four bits stay where they are, which makes a number of sixteenths."""
-    sixteenths = ((bytes_ & 0xF0) | 0x4B000000).to(tl.float32, bitcast=True)
-    return sixteenths * 0.0625 - (zeros + 524288.0)[:, None]
-
-
-@triton.jit
-def from_float8(codes):
-    """e4m3 to float32, exact: its bits are those of a float16 2^8 times as small, subnormal ones included."""
-    bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-
-
-@triton.jit
-def zeros_of(zeros, group, output, live, outputs, MIDDLE: tl.constexpr, N: tl.constexpr):
-    """float32 [N] zero points of a group."""
-    if MIDDLE >= 0:
-        return tl.full((N,), MIDDLE, tl.float32)
-    return tl.load(zeros + group * outputs + output, mask=live, other=0).to(tl.float32)
-
-
-@triton.jit
-def scales_of(scales, group, output, live, outputs):
-    """float32 [N, 1] scales of a group."""
-    return tl.load(scales + group * outputs + output, mask=live, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
