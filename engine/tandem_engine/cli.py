@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tandem_engine.config import KvCacheDtype, ModelImpl, Role
+from tandem_engine.config import KvCacheDtype, ModelImpl, Quantization, Role
 from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
 from tandem_engine.flags import (
@@ -181,6 +181,7 @@ def _accuracy(args: argparse.Namespace) -> int:
             baseline_dtype=args.baseline_dtype,
             dtypes=tuple(args.dtype),
             kv_dtypes=tuple(map(KvCacheDtype, args.kv_cache_dtype)),
+            quantizations=tuple(map(Quantization, args.quantization)),
             compared=tuple(args.compare),
             text=args.text,
             tokens=args.tokens,

@@ -181,6 +181,14 @@ def add_accuracy_flags(parser: argparse.ArgumentParser) -> None:
         help="of weights (default: both)",
     )
     parser.add_argument(
+        "--quantization",
+        nargs="+",
+        choices=[kind.value for kind in Quantization],
+        default=[Quantization.AUTO.value],
+        help="how projections are held, with each dtype: auto (as the checkpoint has them, where the device can), "
+        "dequantize, int8 (default auto)",
+    )
+    parser.add_argument(
         "--kv-cache-dtype",
         nargs="+",
         choices=[kind.value for kind in KvCacheDtype],

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from tandem_engine.accuracy.divergence import Divergence, kept
 from tandem_engine.accuracy.text import cut, read_text
 from tandem_engine.accuracy.variant import Variant, Weights, predictions
-from tandem_engine.config import KvCacheDtype, ModelImpl
+from tandem_engine.config import KvCacheDtype, ModelImpl, Quantization
 from tandem_engine.engine import Engine, LoadedModel
 from tandem_engine.errors import ConfigError
 from tandem_engine.model.checkpoint import read_model_config
@@ -39,6 +39,7 @@ class AccuracyOptions:
     """Of weights and KV of what the others are compared with."""
     dtypes: tuple[str, ...]
     kv_dtypes: tuple[KvCacheDtype, ...]
+    quantizations: tuple[Quantization, ...] = (Quantization.AUTO,)
     compared: tuple[str, ...] = ()
     """Further checkpoints of the same vocabulary."""
     text: Path | None = None
@@ -51,19 +52,21 @@ class AccuracyOptions:
     as_json: bool = False
 
     def baseline(self) -> Variant:
-        return Variant(weights=self._weights(self.model_path, self.baseline_dtype), kv_dtype=KvCacheDtype.AUTO)
+        weights = self._weights(self.model_path, self.baseline_dtype, Quantization.AUTO)
+        return Variant(weights=weights, kv_dtype=KvCacheDtype.AUTO)
 
     def variants(self) -> list[Variant]:
         """All but the baseline; those of the same weights one after the other."""
-        paths = (self.model_path, *self.compared)
+        paths, dtypes = (self.model_path, *self.compared), dict.fromkeys(self.dtypes)
+        quantizations, kv_dtypes = dict.fromkeys(self.quantizations), dict.fromkeys(self.kv_dtypes)
         variants = [
-            Variant(weights=self._weights(path, dtype), kv_dtype=kv)
-            for path, dtype, kv in product(paths, dict.fromkeys(self.dtypes), dict.fromkeys(self.kv_dtypes))
+            Variant(weights=self._weights(path, dtype, quantization), kv_dtype=kv)
+            for path, dtype, quantization, kv in product(paths, dtypes, quantizations, kv_dtypes)
         ]
         return [variant for variant in variants if variant != self.baseline()]
 
-    def _weights(self, path: str, dtype: str) -> Weights:
-        return Weights(path=path, dtype=dtype, device=self.device, threads=self.threads)
+    def _weights(self, path: str, dtype: str, quantization: Quantization) -> Weights:
+        return Weights(path=path, dtype=dtype, quantization=quantization, device=self.device, threads=self.threads)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +75,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     dtype: str
     """Of activations, and of weights that are not quantized."""
-    quantization: str
-    """How the checkpoint stores its weights; "" as they are."""
+    quantization: Quantization
+    """How projections were to be held."""
+    held: str
+    """How the checkpoint stores its weights and how they are held; "" for as they are, in the dtype."""
     kv_dtype: str
     kv_bytes_per_token: int
     perplexity: float
@@ -188,7 +193,8 @@ def _row(variant: Variant, loaded: LoadedModel, engine: Engine, found: Divergenc
     return Row(
         model=variant.weights.path,
         dtype=geometry.model_dtype or geometry.dtype,
-        quantization=loaded.model_config.quantization,
+        quantization=variant.weights.quantization,
+        held=loaded.model_config.quantization,
         kv_dtype=geometry.dtype,
         kv_bytes_per_token=geometry.page_bytes // geometry.page_size,
         perplexity=found.perplexity,
@@ -209,13 +215,29 @@ class Table:
     def add(self, row: Row) -> Row:
         if not self.silent:
             if not self._begun:
-                tqdm.write(
-                    f"{'model':<24} {'dtype':<9} {'KV':<14} {'KV B/token':>10} {'perplexity':>10} {'mean KL':>9} "
-                    f"{'max KL':>9} {'top-1':>7}"
-                )
+                tqdm.write(_line(HEADINGS))
                 self._begun = True
-            tqdm.write(
-                f"{Path(row.model).name[:24]:<24} {row.dtype:<9} {row.kv_dtype:<14} {row.kv_bytes_per_token:>10} "
-                f"{row.perplexity:>10.4f} {row.mean_kl:>9.2e} {row.max_kl:>9.2e} {row.top1_agreement:>7.2%}"
-            )
+            tqdm.write(_line(_cells(row)))
         return row
+
+
+HEADINGS = ("model", "dtype", "held", "KV", "KV B/token", "perplexity", "mean KL", "max KL", "top-1")
+WIDTHS = ("<24", "<9", "<10", "<14", ">10", ">10", ">9", ">9", ">7")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        Path(row.model).name[:24],
+        row.dtype,
+        row.quantization,
+        row.kv_dtype,
+        f"{row.kv_bytes_per_token}",
+        f"{row.perplexity:.4f}",
+        f"{row.mean_kl:.2e}",
+        f"{row.max_kl:.2e}",
+        f"{row.top1_agreement:.2%}",
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return " ".join(f"{cell:{width}}" for cell, width in zip(cells, WIDTHS, strict=True))

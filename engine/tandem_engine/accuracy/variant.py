@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, GraphConfig, KvCacheDtype
+from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, GraphConfig, KvCacheDtype, Quantization
 from tandem_engine.engine import Engine, LoadedModel, load
 
 CHUNK = 256
@@ -20,6 +20,7 @@ class Weights:
 
     path: str
     dtype: str
+    quantization: Quantization = Quantization.AUTO
     device: str = "cpu"
     threads: int = 0
 
@@ -28,6 +29,7 @@ class Weights:
         config = EngineConfig(
             model_path=self.path,
             dtype=self.dtype,
+            quantization=self.quantization,
             device=self.device,
             threads=self.threads,
             context_length=window,
@@ -53,7 +55,7 @@ class Variant:
     @property
     def name(self) -> str:
         """Of its row."""
-        return f"{Path(self.weights.path).name}, {self.weights.dtype}, KV {self.kv_dtype}"
+        return f"{Path(self.weights.path).name}, {self.weights.dtype}, {self.weights.quantization}, KV {self.kv_dtype}"
 
 
 def predictions(engine: Engine, window: Sequence[int]) -> Iterator[tuple[range, Tensor]]:

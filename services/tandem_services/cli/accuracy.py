@@ -12,6 +12,7 @@ EXAMPLES = """\
 examples:
   tandem accuracy                                  the bundled model: float32, bfloat16, KV of fp8
   tandem accuracy --model ~/llama --device cuda --baseline-dtype bfloat16 --dtype bfloat16
+  tandem accuracy --dtype bfloat16 --quantization auto int8 --kv-cache-dtype auto fp8
   tandem accuracy --model ~/llama --compare ~/llama-awq --kv-cache-dtype auto --text notes.txt
 """
 

@@ -53,6 +53,14 @@ def test_fewer_bits_diverge_further(capsys, checkpoint, tmp_path):
     assert rows[0]["top1_agreement"] > 0.9 > rows[3]["top1_agreement"]
 
 
+def test_projections_of_eight_bits_are_a_variant(capsys, checkpoint):
+    flags = ("--dtype", "float32", "--quantization", "auto", "int8", "--kv-cache-dtype", "auto")
+    (row,) = measured(capsys, checkpoint, *flags)["variants"]
+    assert row["quantization"] == "int8"
+    assert row["held"] != ""
+    assert 0.0 < row["mean_kl"] < 0.1
+
+
 def test_only_models_of_one_vocabulary_are_compared(capsys, checkpoint, tmp_path):
     write_checkpoint(tmp_path)
     argv = ["accuracy", "--model", str(checkpoint), "--compare", str(tmp_path), "--dtype", "float32", "--window", "40"]
