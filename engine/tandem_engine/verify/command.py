@@ -23,15 +23,7 @@ from tandem_engine.engine import Engine, LoadedModel, load
 from tandem_engine.messages.kv_events import Tier
 from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.scheduler.tally import SchedulerStats
-from tandem_engine.verify.compare import (
-    LOGPROB_TOLERANCE,
-    ROUNDED_KV_TOLERANCE,
-    Generate,
-    PathResult,
-    compare,
-    generate_on,
-    requests_for,
-)
+from tandem_engine.verify.compare import RIVALS, Generate, PathResult, compare, generate_on, requests_for
 from tandem_engine.verify.conversation import in_turns
 from tandem_engine.verify.drained import Drained
 from tandem_engine.verify.edited import edits_against
@@ -172,10 +164,10 @@ class Verification:
         references = self._references(path)
         if path.repeat:
             self._warm_up(path, generate)
-        requests = requests_for(path, references, self.max_tokens, path.name)
+        rounded_kv = self.kv_dtype is not KvCacheDtype.AUTO
+        requests = requests_for(path, references, self.max_tokens, path.name, rivals=RIVALS if rounded_kv else 0)
         outputs = generate(requests, _stagger(path))
-        tolerance = LOGPROB_TOLERANCE if self.kv_dtype is KvCacheDtype.AUTO else ROUNDED_KV_TOLERANCE
-        found = compare(requests, outputs, references, tolerance=tolerance)
+        found = compare(requests, outputs, references, rounded_kv=rounded_kv)
         cached = sum(output.cached_tokens for output in outputs)
         stats = [engine.scheduler.stats() for engine in engines]
         retractions = sum(one.retracted_total for one in stats)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -15,7 +16,9 @@ from tandem_engine.verify.reference import ReferenceOutput
 
 LOGPROB_TOLERANCE = 1e-4
 ROUNDED_KV_TOLERANCE = 0.05
-"""Where KV has another dtype than the model: what differs in the last bit may be on the other side of a tie."""
+"""Where KV has another dtype than the model: what differs in the last bit may be rounded to the other side."""
+RIVALS = 4
+"""Likeliest tokens whose logprobs are asked for there, to tell a tie from a difference."""
 PAUSE_EVERY = 7
 """Turns: a retracted prompt has time to be computed again in between."""
 
@@ -48,8 +51,10 @@ class Comparison:
     max_logprob_difference: float
 
 
-def requests_for(path: Path, references: Sequence[ReferenceOutput], max_tokens: int, tag: str) -> list[GenerateRequest]:
-    """One greedy request per reference, with logprobs."""
+def requests_for(
+    path: Path, references: Sequence[ReferenceOutput], max_tokens: int, tag: str, *, rivals: int = 0
+) -> list[GenerateRequest]:
+    """One greedy request per reference, with logprobs, and those of so many likeliest tokens at each place."""
     return [
         GenerateRequest(
             rid=f"{tag}-{i}",
@@ -61,7 +66,7 @@ def requests_for(path: Path, references: Sequence[ReferenceOutput], max_tokens: 
                 reference.edits or SamplingParams(max_tokens=max_tokens),
                 max_tokens=max_tokens,
                 temperature=0.0,
-                logprobs=0,
+                logprobs=rivals,
                 ignore_eos=reference.ignore_eos,
                 grammar=reference.grammar,
             ),
@@ -75,32 +80,45 @@ def compare(
     outputs: Sequence[Generation],
     references: Sequence[ReferenceOutput],
     *,
-    tolerance: float = LOGPROB_TOLERANCE,
+    rounded_kv: bool = False,
 ) -> Comparison:
     """The first difference in tokens or logprobs, and the largest logprob difference up to there.
 
-    `tolerance`: of logprobs.
+    `rounded_kv`: logprobs may differ by more, and an output is compared up to the place where two tokens are as likely
+    as that: either may come next.
     """
-    worst = 0.0
+    worst, tolerance = 0.0, ROUNDED_KV_TOLERANCE if rounded_kv else LOGPROB_TOLERANCE
     for request, output, reference in zip(requests, outputs, references, strict=True):
         wrong = _prompt_difference(request, output, reference, tolerance)
         if wrong is not None:
             return Comparison(difference=wrong, max_logprob_difference=worst)
         start = len(request.resume_ids)
         tokens = (*request.resume_ids, *output.token_ids)
-        if tokens != reference.token_ids:
+        end = _first_tie(output, tokens, reference, tolerance) if rounded_kv else None
+        if tokens != reference.token_ids and end is None:
             return Comparison(
                 difference=_token_difference(request, tokens, reference, output), max_logprob_difference=worst
             )
         if len(output.logprobs) != len(output.token_ids):
             text = f"{request.rid}: {len(output.logprobs)} logprobs for {len(output.token_ids)} tokens"
             return Comparison(difference=text, max_logprob_difference=worst)
-        for i, (mine, truth) in enumerate(zip(output.logprobs, reference.logprobs[start:], strict=True)):
+        for i, (mine, truth) in enumerate(zip(output.logprobs, reference.logprobs[start:end], strict=end is None)):
             worst = max(worst, abs(mine.logprob - truth))
             if worst > tolerance:
                 text = f"{request.rid}: logprob {mine.logprob:.6f} at output {start + i}, reference {truth:.6f}"
                 return Comparison(difference=text, max_logprob_difference=worst)
     return Comparison(difference=None, max_logprob_difference=worst)
+
+
+def _first_tie(output: Generation, tokens: Sequence[int], reference: ReferenceOutput, tolerance: float) -> int | None:
+    """Where the tokens first differ, if the reference's is about as likely there as the one that was chosen."""
+    pairs = enumerate(zip(tokens, reference.token_ids, strict=False))
+    at = next((i for i, (mine, truth) in pairs if mine != truth), None)
+    place = -1 if at is None else at - (len(tokens) - len(output.token_ids))
+    if not 0 <= place < len(output.logprobs):
+        return None
+    chosen, rivals = output.logprobs[place].logprob, dict(output.logprobs[place].top)
+    return at if chosen - rivals.get(reference.token_ids[at or 0], -inf) <= tolerance else None
 
 
 def _prompt_difference(
