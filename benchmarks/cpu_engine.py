@@ -35,7 +35,8 @@ from torch import Tensor
 
 from tandem_engine.bench.workload import Job, mixed_jobs, random_ids
 from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
-from tandem_engine.engine import Engine, LoadedModel
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import LoadedModel
 from tandem_engine.model.decoder import Block, Decoder, build_decoder
 from tandem_engine.model.dummy_weights import DummyWeights
 from tandem_engine.model.layers.linear import projection

@@ -11,7 +11,8 @@ from growth_fit import Curve
 
 from tandem_engine.bench.workload import Job, random_ids
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from tandem_engine.engine import Engine, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import load
 
 STEPS = 32
 """Of decoding, that are timed."""

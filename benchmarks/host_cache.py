@@ -24,7 +24,8 @@ from tempfile import TemporaryDirectory
 
 from tandem_engine.bench.workload import Job, random_ids
 from tandem_engine.config import CacheConfig, EngineConfig, HostConfig, SchedulerConfig, WritePolicy
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.memory.page_copy import CopyKind, PageCopy
 
 PREFIX, SUFFIX = 1000, 16

@@ -29,7 +29,8 @@ from dataclasses import dataclass, replace
 
 from tandem_engine.bench.workload import Job, random_ids
 from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import LoadedModel, load
 
 PREFIX = 1008
 SUFFIXES = (16, 64, 256)

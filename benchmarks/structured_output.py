@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.requests import GenerateRequest

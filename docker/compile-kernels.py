@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 from tandem_engine.config import Role
-from tandem_engine.engine import load
 from tandem_engine.flags import add_engine_flags, engine_config
+from tandem_engine.loaded_model import load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.verify.pair import Pair

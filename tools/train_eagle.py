@@ -35,7 +35,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from tandem_engine.engine import Engine, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from tandem_engine.config import EngineConfig
-from tandem_engine.engine import Engine, EnginePort, load, require_loadable
+from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.errors import ConfigError
+from tandem_engine.loaded_model import load, require_loadable
 from tandem_engine.parallel.nodes.access import NodeAccess
 from tandem_engine.parallel.nodes.gathering import Gathered, gathered_nodes
 from tandem_engine.parallel.rank_processes import other_ranks

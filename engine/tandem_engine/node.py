@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 
 from tandem_engine.config import EngineConfig
-from tandem_engine.engine import require_loadable
 from tandem_engine.errors import EngineError
 from tandem_engine.ipc.channels import IpcContext, PairChannel
 from tandem_engine.ipc.parent import die_with_parent
+from tandem_engine.loaded_model import require_loadable
 from tandem_engine.messages.control import EngineFailed, EngineToWorker, NodeReport, Shutdown, WorkerToEngine
 from tandem_engine.parallel.nodes.access import NodeAccess
 from tandem_engine.parallel.nodes.follower import Follower

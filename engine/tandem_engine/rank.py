@@ -19,8 +19,9 @@ from typing import BinaryIO
 import msgspec
 import torch
 
-from tandem_engine.engine import Engine, load
+from tandem_engine.engine import Engine
 from tandem_engine.errors import EngineError
+from tandem_engine.loaded_model import load
 from tandem_engine.parallel.devices import device_of_rank
 from tandem_engine.parallel.meeting_place import remove
 from tandem_engine.parallel.nodes.leader import follows_key

@@ -22,7 +22,7 @@ from tandem_engine.freed import give_back
 from tandem_engine.parallel.agreement import Agreement
 
 if TYPE_CHECKING:
-    from tandem_engine.engine import LoadedModel
+    from tandem_engine.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.config import CacheConfig, DisaggConfig, GraphConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
-from tandem_engine.engine import Engine, LoadedModel
+from tandem_engine.engine import Engine
 from tandem_engine.executor.platform import Platform
 from tandem_engine.executor.stream_executor import StreamFuture
 from tandem_engine.executor.stream_runner import StreamRunner
+from tandem_engine.loaded_model import LoadedModel
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens, Proposer

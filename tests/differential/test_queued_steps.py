@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.engine import LoadedModel
+from tandem_engine.loaded_model import LoadedModel
 from tandem_engine.verify.paths import WITHOUT_GRAPHS
 from tandem_testing.exactness import run_paths_of
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head

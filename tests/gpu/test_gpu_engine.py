@@ -20,8 +20,9 @@ from tandem_engine.config import (
     SpecAlgorithm,
     SpecConfig,
 )
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine
 from tandem_engine.errors import ConfigError
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.stream import discard

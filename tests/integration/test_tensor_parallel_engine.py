@@ -18,8 +18,9 @@ from tandem_engine.config import (
     SchedulerConfig,
     WritePolicy,
 )
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine
 from tandem_engine.errors import CheckpointError
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.pooling import Pooling, PoolingParams
 from tandem_engine.messages.requests import GenerateRequest, SessionRef

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.config import EngineConfig, ParallelConfig
-from tandem_engine.engine import Engine, load
+from tandem_engine.engine import Engine
 from tandem_engine.ipc.channels import AsyncDealerChannel, AsyncPairServer, IpcContext
 from tandem_engine.launch import launched_engine
+from tandem_engine.loaded_model import load
 from tandem_engine.messages.control import EngineFailed, EngineReady, EngineToWorker, WorkerToEngine
 from tandem_engine.messages.outputs import EngineReply, FinishReason, OutputBatch, Taken, TokenOutput
 from tandem_engine.messages.requests import EngineRequest

@@ -10,8 +10,8 @@ import torch
 
 from tandem_engine.cli import main
 from tandem_engine.config import EngineConfig
-from tandem_engine.engine import load
 from tandem_engine.generation import Generation
+from tandem_engine.loaded_model import load
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams

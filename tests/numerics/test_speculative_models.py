@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine
 from tandem_engine.errors import CheckpointError
 from tandem_engine.generation import Generation
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.control import SpeculationStats
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams

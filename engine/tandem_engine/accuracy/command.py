@@ -27,8 +27,9 @@ from tandem_engine.accuracy.divergence import Divergence, kept
 from tandem_engine.accuracy.text import cut, read_text
 from tandem_engine.accuracy.variant import Variant, Weights, predictions
 from tandem_engine.config import KvCacheDtype, ModelImpl, Quantization
-from tandem_engine.engine import Engine, LoadedModel
+from tandem_engine.engine import Engine
 from tandem_engine.errors import ConfigError
+from tandem_engine.loaded_model import LoadedModel
 from tandem_engine.model.checkpoint import read_model_config
 
 

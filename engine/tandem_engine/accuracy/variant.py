@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, GraphConfig, KvCacheDtype, Quantization
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import LoadedModel, load
 
 CHUNK = 256
 """Tokens of a step: their logits are in memory together."""

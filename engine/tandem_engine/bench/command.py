@@ -20,7 +20,8 @@ from tqdm import tqdm
 from tandem_engine.bench.reference import Start, TransformersBaseline
 from tandem_engine.bench.workload import Job, mixed_jobs, random_ids, single_job
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from tandem_engine.engine import Engine, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import load
 
 Runner = Callable[[Sequence[Job]], list[tuple[int, ...]]]
 

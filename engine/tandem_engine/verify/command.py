@@ -19,7 +19,8 @@ import msgspec
 from tqdm import tqdm
 
 from tandem_engine.config import CacheConfig, EngineConfig, GraphConfig, KvCacheDtype, ModelImpl, SchedulerConfig
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.kv_events import Tier
 from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.scheduler.tally import SchedulerStats

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 
 from tandem_engine.config import GrammarConfig
-from tandem_engine.engine import LoadedModel
+from tandem_engine.loaded_model import LoadedModel
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.sampling.grammar.backend import CompiledGrammar
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend

@@ -14,8 +14,9 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tandem_engine.config import EngineConfig, ParallelConfig
-from tandem_engine.engine import Engine, EnginePort, LoadedModel, load
+from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.executor.platform import Platform
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.torch_group import join_ranks
 from tandem_engine.scheduler.stream import Sink, discard

@@ -7,10 +7,11 @@ from types import TracebackType
 from typing import Self
 
 from tandem_engine.config import EngineConfig
-from tandem_engine.engine import Engine, LoadedModel
+from tandem_engine.engine import Engine
 from tandem_engine.errors import EngineStoppedError
 from tandem_engine.generation import Generation, Generations
 from tandem_engine.library.engine_thread import EngineThread
+from tandem_engine.loaded_model import LoadedModel
 from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.requests import GenerateRequest
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem_engine.config import EngineConfig, KvCacheDtype, ModelImpl
-from tandem_engine.engine import LoadedModel, load
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.verify.command import Verification
 from tandem_engine.verify.compare import PathResult
 from tandem_engine.verify.edited import edits_against

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import EngineConfig
-from tandem_engine.engine import LoadedModel, load
 from tandem_engine.executor.graphs import Decoding
 from tandem_engine.executor.platform import OnStreams, RunnerParts
 from tandem_engine.executor.stream_runner import StreamRunner
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.memory.host.pool import HostPool
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.fused import stack

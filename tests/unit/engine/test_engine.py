@@ -7,8 +7,10 @@ import msgspec
 import pytest
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from tandem_engine.engine import Engine, LoadedModel, compat_hash, load
+from tandem_engine.engine import Engine
 from tandem_engine.errors import CheckpointError, ConfigError
+from tandem_engine.kv_shape import compat_hash
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem_engine.config import CacheConfig, EngineConfig
-from tandem_engine.engine import Engine, LoadedModel, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.control import (
     AbortRequests,
     DecodeElsewhere,

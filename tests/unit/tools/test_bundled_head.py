@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tandem_engine.config import CacheConfig, EngineConfig, SpecAlgorithm, SpecConfig
-from tandem_engine.engine import Engine, load
+from tandem_engine.engine import Engine
+from tandem_engine.loaded_model import load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.model.checkpoint import read_model_config

@@ -1,0 +1,266 @@
+"""The parts of an engine, each made of what was loaded and configured. `engine` puts them together.
+
+geometry ─▶ pool, as large as memory allows ─▶ host pool, memory, prefix cache
+model, pool ─▶ runner ─▶ what a draft is made for ─▶ speculation
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem_engine.clock import Clock
+from tandem_engine.config import (
+    CacheConfig,
+    EngineConfig,
+    GrammarConfig,
+    SchedulerConfig,
+    SpecConfig,
+)
+from tandem_engine.executor.faults import LosesResults
+from tandem_engine.executor.forward_thread import Forward
+from tandem_engine.executor.graphs import graph_sizes
+from tandem_engine.executor.interface import HiddenObserver, Runner
+from tandem_engine.executor.platform import Platform, RunnerParts, Settle
+from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.kernels.float8 import FLOAT8
+from tandem_engine.kv_shape import compat_hash, scales_of_rank
+from tandem_engine.loaded_model import LoadedModel
+from tandem_engine.memory.allocator import PageAllocator
+from tandem_engine.memory.copies import CopyQueue
+from tandem_engine.memory.host.disk import DiskStorage
+from tandem_engine.memory.host.memory import HostMemory
+from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.kv_dtype import kv_dtype
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.no_cache import NoPrefixCache
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.prefix_cache import PrefixCache
+from tandem_engine.memory.radix_cache import RadixCache
+from tandem_engine.memory.rows import ReqToTokenPool
+from tandem_engine.memory.sizing import SMALLEST_POOL
+from tandem_engine.messages.control import KvGeometry
+from tandem_engine.model.sharing import heads_of_rank
+from tandem_engine.parallel.agreement import Agreement
+from tandem_engine.parallel.group import Parallel
+from tandem_engine.pool_size import Footprint, plan_pool
+from tandem_engine.sampling.grammar.compiler import GrammarCompiler, NoGrammars
+from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
+from tandem_engine.scheduler.lockstep import AgreedClock, AgreedInputs, DirectInputs, Inputs
+from tandem_engine.scheduler.scheduler import Scheduler
+from tandem_engine.scheduler.speculation import Speculation, StepDrafts
+from tandem_engine.scheduler.stop import DecodeText
+from tandem_engine.speculative.assembly import Draft, Target
+from tandem_engine.speculative.interface import Proposer
+from tandem_engine.speculative.lengths import DraftLengths
+from tandem_engine.speculative.turn_timer import TurnTimer
+from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+DRAFT_ROWS = 2
+"""Tokens of a request in most steps of a draft network: the last draft, if it was right, and the one behind it."""
+
+
+def sized_pool(
+    geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, draft: Draft | None, platform: Platform
+) -> KvPool:
+    """As large as the memory allows, with the draft's share of every page."""
+    beside = draft_bytes = 0
+    if draft is not None:
+        beside = draft.page_bytes(geometry.page_size, loaded.dtype)
+        draft_bytes = draft.weight_bytes(
+            loaded.dtype, target_path=loaded.config.model_path, target_is_whole=loaded.parallel.size == 1
+        )
+
+    def parts_over(pages: int, *, graphs: bool) -> RunnerParts:
+        return make_runner_parts(loaded, _pool(geometry, config, loaded, pages=pages), config, None, graphs=graphs)
+
+    def forward_over(pages: int) -> Forward:
+        return platform.runner(parts_over(pages, graphs=False)).forward
+
+    footprint = Footprint(
+        weight_bytes=loaded.weight_bytes,
+        page_bytes=geometry.page_bytes + beside,
+        host_page_bytes=geometry.page_bytes,
+        threads=loaded.threads,
+        forward_over=forward_over,
+        graph_bytes=lambda: platform.graph_bytes(parts_over(SMALLEST_POOL, graphs=True)),
+        draft_bytes=draft_bytes,
+    )
+    plan = plan_pool(config, footprint, loaded.parallel)
+    return _pool(geometry, config, loaded, pages=plan.pages)
+
+
+def _pool(geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, *, pages: int) -> KvPool:
+    dtype = kv_dtype(config.cache.dtype, loaded.dtype)
+    return KvPool(
+        num_pages=pages,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        page_size=geometry.page_size,
+        dtype=dtype,
+        device=config.device,
+        scales=scales_of_rank(loaded) if dtype in FLOAT8 else None,
+    )
+
+
+def make_host_pool(pool: KvPool, config: CacheConfig, platform: Platform) -> HostPool | None:
+    """Pages of host memory for the cache and for swapping; None without either."""
+    if not config.host.enabled:
+        return None
+    cached = config.host.cache_pages(device_pages=pool.num_pages, page_bytes=pool.page_bytes)
+    swapped = config.host.swap_pages(pool.page_bytes)
+    return platform.host_pool(num_pages=cached + swapped, page_bytes=pool.page_bytes)
+
+
+def make_host_memory(
+    pool: HostPool | None, copies: CopyQueue, config: CacheConfig, geometry: KvGeometry
+) -> HostMemory | None:
+    """What `pool` is used for, files below it included."""
+    if pool is None:
+        return None
+    storage = None
+    if config.host.storage_dir:
+        storage = DiskStorage(
+            Path(config.host.storage_dir),
+            fingerprint=bytes.fromhex(compat_hash(geometry, geometry.num_kv_heads)),
+            page_bytes=pool.page_bytes,
+            max_bytes=config.host.storage_bytes,
+        )
+    return HostMemory.build(pool, copies, config.host, page_size=config.page_size, storage=storage)
+
+
+def make_memory(pool: KvPool, config: EngineConfig, copies: CopyQueue, host: HostMemory | None) -> KvMemory:
+    """Rows, pages and prefix cache over `pool`."""
+    page_size = pool.page_size
+    limits = config.scheduler
+    return KvMemory(
+        rows=ReqToTokenPool(_rows(limits), _max_pages(limits, page_size)),
+        allocator=PageAllocator(pool.num_pages, copies),
+        cache=_prefix_cache(config.cache, host),
+        page_size=page_size,
+        copies=copies,
+        host=host,
+    )
+
+
+def _rows(limits: SchedulerConfig) -> int:
+    """Requests that a stage keeps hold rows too, beside those that run."""
+    return 2 * limits.max_running_requests
+
+
+def _max_pages(limits: SchedulerConfig, page_size: int) -> int:
+    """Of one request, the token that may be computed too many included."""
+    return -(-limits.context_length // page_size) + 1
+
+
+def _prefix_cache(config: CacheConfig, host: HostMemory | None) -> PrefixCache:
+    if host is not None and host.cache is not None:
+        return host.cache
+    return RadixCache(config.page_size) if config.enable_prefix_cache else NoPrefixCache()
+
+
+def make_runner_parts(
+    loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: HiddenObserver | None, *, graphs: bool
+) -> RunnerParts:
+    """What the platform makes a runner of; `graphs`: with the sizes of steps to capture."""
+    limits, spec = config.scheduler, config.speculative
+    most = limits.max_running_requests * (1 if spec.algorithm is None else 1 + spec.num_draft_tokens)
+    return RunnerParts(
+        model=loaded.model,
+        pool=pool,
+        num_heads=heads_of_rank(loaded.model_config, loaded.parallel.size).query,
+        dtype=loaded.dtype,
+        rows=_rows(limits),
+        observer=observer,
+        group=loaded.parallel.forward,
+        max_pages=_max_pages(limits, pool.page_size),
+        graph_sizes=graph_sizes(config.graphs, most=most) if graphs else (),
+    )
+
+
+def make_settle(runner: Runner, config: EngineConfig) -> Settle:
+    """What the host makes of each step's results."""
+    changes: list[Settle] = []
+    if config.speculative.algorithm is not None:
+        changes.append(VerifiedForward(model=runner, verifier=ChainVerifier()).accepted)
+    if config.scheduler.force_fault_every:
+        changes.append(LosesResults(every=config.scheduler.force_fault_every))
+
+    def settle(batch: ForwardBatch, result: ForwardResult) -> ForwardResult:
+        for change in changes:
+            result = change(batch, result)
+        return result
+
+    return settle
+
+
+def make_inputs(
+    scheduler: Scheduler, agreement: Agreement, parallel: Parallel, agreed: AgreedClock, local: Clock
+) -> Inputs:
+    """How inputs reach the scheduler: at once, or agreed on by all ranks."""
+    if parallel.size == 1:
+        return DirectInputs(scheduler=scheduler)
+    return AgreedInputs(
+        scheduler=scheduler,
+        agreement=agreement,
+        clock=agreed,
+        local_clock=local,
+        rank=parallel.rank,
+        failure=parallel.failure,
+    )
+
+
+def make_target(loaded: LoadedModel, config: EngineConfig, pool: KvPool, platform: Platform) -> Target:
+    """What a draft is made for."""
+    return Target(
+        model=loaded.model,
+        is_whole=loaded.parallel.size == 1,
+        path=loaded.config.model_path,
+        dtype=loaded.dtype,
+        device=config.device,
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+        rows=_rows(config.scheduler),
+        context_length=config.scheduler.context_length,
+        max_text=config.scheduler.chunked_prefill_size,
+        group=loaded.parallel.forward,
+        platform=platform,
+        graph_sizes=graph_sizes(config.graphs, most=DRAFT_ROWS * config.scheduler.max_running_requests),
+    )
+
+
+def make_speculation(
+    config: SpecConfig, proposer: Proposer, memory: KvMemory, clock: Clock, stopwatch: Clock, agreement: Agreement
+) -> Speculation:
+    """`clock` is what ranks agree on, for what decides; `stopwatch` is this rank's own."""
+    return Speculation(
+        proposer=proposer,
+        lengths=DraftLengths(longest=config.num_draft_tokens, adaptive=config.adaptive),
+        max_batch=config.disable_by_batch_size,
+        memory=memory,
+        stopwatch=stopwatch,
+        timer=TurnTimer(clock=clock, catches_up=proposer.writes_kv),
+        agree=lambda drafts: agreement.share(drafts, StepDrafts),
+    )
+
+
+def make_grammars(loaded: LoadedModel, config: GrammarConfig) -> GrammarCompiler | NoGrammars:
+    """The compiler of grammars, or the reason why there is none."""
+    if config.backend == "none":
+        return NoGrammars("this engine runs with --grammar-backend none")
+    if loaded.vocabulary is None:
+        return NoGrammars("it needs a tokenizer and an EOS token, and this model's checkpoint lacks one of them")
+    backend = GuidanceBackend(vocabulary=loaded.vocabulary, config=config)
+    return GrammarCompiler(backend, cache_size=config.cache_size)
+
+
+def text_decoder(text: TextTokenizer | None) -> DecodeText | None:
+    """Ids to text, for stop strings; None without a tokenizer."""
+    if text is None:
+        return None
+    tokenizer = text
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    return decode
