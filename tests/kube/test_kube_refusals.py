@@ -200,7 +200,8 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     toleration = {"key": "dedicated", "value": "serving", "effect": "NoExecute", "tolerationSeconds": 60}
     secret = {"name": "TOKEN", "secretKeyRef": {"name": "hub", "key": "token"}}
     prefill = {"pod": {"tolerations": [toleration], "env": [secret]}}
-    rest = model_service(namespace, redis={"managed": redis}, prefill=prefill)
+    engine = {"kvCacheGib": 4}
+    rest = model_service(namespace, redis={"managed": redis}, prefill=prefill, engine=engine)
     return [*manifests, rest, worker_pool(namespace, replicas=2)]
 
 
