@@ -300,12 +300,12 @@ class Fleet:
         while True:
             await asyncio.sleep(KEEPER_POLL_S)
             for part in self.parts():
-                if part.alive or not part.kept or not self._restarting:
+                if part.alive or not part.kept:
                     continue
                 if id(part) not in dead:
                     dead.add(id(part))
                     part.ended_at = time.monotonic()
-                elif time.monotonic() - part.ended_at >= RESTART_AFTER_S:
+                elif self._restarting and time.monotonic() - part.ended_at >= RESTART_AFTER_S:
                     dead.remove(id(part))
                     part.start()
 

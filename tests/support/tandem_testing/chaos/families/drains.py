@@ -34,12 +34,17 @@ async def workers_are_told_to_leave_under_load(run: Run) -> None:
             told = run.now()
 
         run.salt += f"-{role}"
-        words = 60 if role == "decode" else 500
+        # Streams have begun when they are to move, and prompts have not been computed when their worker is to leave.
+        words, speaking = (60, 2 * run.scale.streams // 3) if role == "decode" else (500, 2)
+        wanted = run.asks(Kind.GREEDY, Kind.SEEDED, Kind.PENALISED, prompt_words=words)
         starts = {worker.id: worker.part.starts for worker in run.fleet.workers}
-        answers = await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED, Kind.PENALISED, prompt_words=words), fault)
+        # A worker that starts takes seconds of processors that those who go on need here, and have in a cluster.
+        with run.fleet.no_restarts():
+            answers = await run.under_fault(wanted, fault, speaking=max(2, speaking))
         if role == "decode":
-            await run.sample("drain, moved", answers, after=told, of=lambda outcomes: "moved" in outcomes)
-            await run.sample("drain, not moved", answers, after=told, of=lambda outcomes: outcomes == {"finished"})
+            begun = [answer for answer in answers if answer.heard and answer.heard[0] < told]
+            await run.sample("drain, moved", begun, after=told, of=lambda outcomes: "moved" in outcomes)
+            await run.sample("drain, not moved", begun, after=told, of=lambda outcomes: outcomes == {"finished"})
         (victim,) = victims
         await until(lambda: victim.part.starts > starts[victim.id], READY_TIMEOUT_S, f"{victim.id} has left")  # noqa: B023
         left = victim.part.ended_at - told
