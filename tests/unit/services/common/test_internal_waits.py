@@ -51,6 +51,9 @@ LONGER = {
     "worker.operator_routes.RELOAD_S": "an operator loads weights",
     "worker.health.LIVE_S": "a stalled engine, not offered since 3 s, is restarted",
     "worker.standby.ALONE_S": "an operator sends a canary; only where nobody serves the model",
+    "worker.standby.UNTRIED_S": "an operator tries it; others of its revision serve",
+    "worker.standby.HOLD_S": "the next canary of an operator that said so; others of its revision serve",
+    "worker.follower.END_GRACE_S": "the engine that it belongs to drains and ends; added to the drain's bound",
     # Between two of something, or how long something is remembered: nobody waits for its end.
     "disaggregation.links.REPEAT_S": "a link's self-test is repeated",
     "disaggregation.holds.FENCED_AT_MOST_S": "pages that a stopped writer may be writing to stay unused",
