@@ -28,6 +28,7 @@ from tandem_engine.tokenizer.files import (
     read_optional_json,
     special_token_text,
 )
+from tandem_engine.tokenizer.truncation import Truncation
 from tandem_engine.tokenizer.vocabulary import Vocabulary, is_control_literal, read_vocabulary
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -67,9 +68,12 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         return self.vocabulary.size
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of user text. `add_special_tokens` adds what the tokenizer puts around a text, such as BOS."""
-        return _encode(self._without_controls, text, add_special_tokens=add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
+        """Ids of user text. `add_special_tokens` adds what the tokenizer puts around a text, such as BOS; a text that
+        is cut keeps it, within the length that is asked for."""
+        if truncation is None:
+            return _encode(self._without_controls, text, add_special_tokens=add_special_tokens)
+        return _encode_truncated(self._without_controls, text, truncation, add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
@@ -194,6 +198,17 @@ def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> lis
     # The batch call gives the GIL up for its whole duration; the single one keeps it for long stretches.
     [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return encoding.ids
+
+
+def _encode_truncated(
+    tokenizer: Tokenizer, text: str, truncation: Truncation, *, add_special_tokens: bool
+) -> list[int]:
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    around = tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+    encoding.truncate(max(truncation.tokens - around, 0), direction=truncation.side)
+    ids = tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids
+    # Fewer tokens than the tokenizer adds by itself.
+    return list(truncation.of(ids))
 
 
 def _eos_token_ids(

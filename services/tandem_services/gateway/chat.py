@@ -2,6 +2,7 @@
 
 from tandem_engine.logs import quoted
 from tandem_engine.messages.grammar import GrammarKind
+from tandem_engine.tokenizer.truncation import Truncation
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat
@@ -11,6 +12,7 @@ from tandem_services.gateway.limits import MAX_OUTPUT_TOKENS, check_context
 from tandem_services.gateway.openai_schemas import ChatRequest
 from tandem_services.gateway.output_reader import OutputReading
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.prompt_length import asked_truncation
 from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.session_turns import SessionTurn
@@ -62,7 +64,8 @@ class ChatPlanner:
         turn = await served.desk.take(
             request.session_params, cache_salt=caller.cache_salt(request.cache_salt or ""), choices=counts.generated
         )
-        input_ids = await _encode(request, served, tools, turn)
+        truncation = asked_truncation(request, served.prompts.context_length, max_tokens=wanted or 0)
+        input_ids = await _encode(request, served, tools, turn, truncation)
         context_length = served.prompts.context_length() - (0 if turn is None else turn.history)
         check_context(len(input_ids), wanted or 0, context_length, "messages")
         sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size)
@@ -110,7 +113,11 @@ def _reading(
 
 
 async def _encode(
-    request: ChatRequest, served: ReadModel, tools: ToolUse | None, turn: SessionTurn | None
+    request: ChatRequest,
+    served: ReadModel,
+    tools: ToolUse | None,
+    turn: SessionTurn | None,
+    truncation: Truncation | None = None,
 ) -> tuple[int, ...]:
     continues = turn is not None and not turn.begins
     messages = template_messages(request.messages, continues=continues)
@@ -140,6 +147,7 @@ async def _encode(
         continue_final=final,
         tools=shown,
         variables=variables,
+        truncation=truncation,
     )
 
 

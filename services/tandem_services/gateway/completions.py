@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 from tandem_engine.logs import quoted
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.tokenizer.truncation import Truncation
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway import logprobs
@@ -29,6 +30,7 @@ from tandem_services.gateway.openai_schemas import (
     Usage,
 )
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.prompt_length import asked_truncation
 from tandem_services.gateway.prompt_shapes import Prompt, place_of, split_prompts
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.read_model import ReadModel
@@ -116,7 +118,8 @@ async def _choice(
 ) -> PlannedChoice:
     # Around a turn that continues a text there is nothing to add, such as BOS.
     begins = turn is None or turn.begins
-    input_ids = await _encode(request, prompts, prompt, place, begins=begins)
+    truncation = asked_truncation(request, prompts.context_length, max_tokens=wanted or 0)
+    input_ids = await _encode(request, prompts, prompt, place, begins=begins, truncation=truncation)
     context_length = prompts.context_length() - (0 if turn is None else turn.history)
     check_context(len(input_ids), wanted or 0, context_length, "prompt")
     vocab_size = prompts.tokenizer.vocab_size
@@ -124,21 +127,27 @@ async def _choice(
         index=0,
         input_ids=input_ids,
         sampling=fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size),
-        echo=await _echo(prompt, prompts) if request.echo else "",
+        echo=await _echo(prompt if truncation is None else input_ids, prompts) if request.echo else "",
     )
 
 
 async def _encode(
-    request: CompletionRequest, prompts: PromptEncoder, prompt: Prompt, place: str, *, begins: bool
+    request: CompletionRequest,
+    prompts: PromptEncoder,
+    prompt: Prompt,
+    place: str,
+    *,
+    begins: bool,
+    truncation: Truncation | None,
 ) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         check_token_ids(prompt, prompts.tokenizer.vocab_size, "prompt", place=place)
-        return tuple(prompt)
+        return tuple(prompt) if truncation is None else truncation.of(prompt)
     add_special_tokens = begins if request.add_special_tokens is None else request.add_special_tokens
-    return await prompts.encode(prompt, add_special_tokens=add_special_tokens)
+    return await prompts.encode(prompt, add_special_tokens=add_special_tokens, truncation=truncation)
 
 
-async def _echo(prompt: Prompt, prompts: PromptEncoder) -> str:
+async def _echo(prompt: str | Sequence[int], prompts: PromptEncoder) -> str:
     return prompt if isinstance(prompt, str) else await prompts.decode(prompt)
 
 

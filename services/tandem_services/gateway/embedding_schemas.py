@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from tandem_engine.messages.pooling import Pooling
+from tandem_engine.tokenizer.truncation import TruncationSide
 from tandem_services.gateway.prompt_shapes import PromptItem
 
 
@@ -19,6 +20,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     normalize: bool | None = None
     """vLLM's: scale to length 1, which is the default."""
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None

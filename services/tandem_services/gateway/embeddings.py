@@ -42,6 +42,7 @@ from tandem_services.gateway.limits import (
 )
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import ModelService
+from tandem_services.gateway.prompt_length import asked_truncation
 from tandem_services.gateway.prompt_shapes import Prompt, place_of, split_prompts
 from tandem_services.gateway.request_body import BodyDecoder, read_body
 from tandem_services.gateway.sse import send_json
@@ -116,9 +117,15 @@ async def _encode(
     request: EmbeddingRequest, served: ModelService, prompts: Sequence[Prompt]
 ) -> tuple[tuple[int, ...], ...]:
     encoder = served.prompts
+    # vLLM's side for models that it serves embeddings of: the beginning of a text says what it is about.
+    truncation = asked_truncation(request, encoder.context_length, side="right")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     special = request.add_special_tokens is not False
-    encoded = iter(await encoder.encode_all(texts, add_special_tokens=special, param="input") if texts else ())
+    encoded = iter(
+        await encoder.encode_all(texts, add_special_tokens=special, param="input", truncation=truncation)
+        if texts
+        else ()
+    )
     inputs = []
     for position, prompt in enumerate(prompts):
         if isinstance(prompt, str):
@@ -126,7 +133,7 @@ async def _encode(
         else:
             place = place_of(request.input, position, "input")
             check_token_ids(prompt, encoder.tokenizer.vocab_size, "input", place=place)
-            ids = tuple(prompt)
+            ids = tuple(prompt) if truncation is None else truncation.of(prompt)
         check_context(len(ids), 0, encoder.context_length(), "input")
         inputs.append(ids)
     return tuple(inputs)

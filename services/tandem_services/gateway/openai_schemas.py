@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tandem_engine.tokenizer.truncation import TruncationSide
 from tandem_services.gateway.prompt_shapes import PromptItem
 from tandem_services.gateway.session_turns import SessionParams
 from tandem_services.gateway.structured_output import StructuredOutputFields
@@ -51,6 +52,9 @@ class GenerationFields(StructuredOutputFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """Tokens that stay of a longer prompt; -1 for as many as there is room for."""
+    truncation_side: TruncationSide | None = None
     cache_salt: str | None = None
     session_params: SessionParams | None = None
     """The prompt is the next turn of a session; see docs/features.md."""

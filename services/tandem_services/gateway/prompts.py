@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_engine.tokenizer.truncation import Truncation
 from tandem_services.common.errors import unavailable
 from tandem_services.gateway.limits import check_text_length
 from tandem_services.gateway.models import ServedModel
@@ -36,17 +37,24 @@ class PromptEncoder:
             raise unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKERS_RETRY_S)
         return length
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        [ids] = await self.encode_all([text], add_special_tokens=add_special_tokens, param="prompt")
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, truncation: Truncation | None = None
+    ) -> tuple[int, ...]:
+        [ids] = await self.encode_all(
+            [text], add_special_tokens=add_special_tokens, truncation=truncation, param="prompt"
+        )
         return ids
 
-    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool, param: str) -> list[tuple[int, ...]]:
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool, param: str, truncation: Truncation | None = None
+    ) -> list[tuple[int, ...]]:
         """Of each text its ids: in one piece of work, however many there are. `param`: the field they are from."""
-        for text in texts:
+        for text in texts if truncation is None else ():
             check_text_length(len(text), self.model.longest_token, self.context_length(), param)
 
         def work() -> list[tuple[int, ...]]:
-            return [tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
+            encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens, truncation=truncation)
+            return [tuple(encode(text)) for text in texts]
 
         return await self.threads.run(work, characters=sum(map(len, texts)))
 
@@ -59,6 +67,7 @@ class PromptEncoder:
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any],
+        truncation: Truncation | None = None,
     ) -> tuple[int, ...]:
         work = partial(
             self.tokenizer.encode_chat,
@@ -69,7 +78,9 @@ class PromptEncoder:
             tools=tools,
             variables=variables,
         )
-        return tuple(await self.threads.run(work, characters=self._characters(messages, tools, variables)))
+        characters = self._characters(messages, tools, variables, may_be_cut=truncation is not None)
+        ids = await self.threads.run(work, characters=characters)
+        return tuple(ids) if truncation is None else truncation.of(ids)
 
     async def encode_chat_turn(
         self,
@@ -116,10 +127,13 @@ class PromptEncoder:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
+        *,
+        may_be_cut: bool = False,
     ) -> int:
         """Raises `ApiError` 400 for more than can be answered. Tools and documents count for the time they take,
         not for their length: a template may leave out parts of them."""
         characters = sum(len(message["content"]) for message in messages)
-        check_text_length(characters, self.model.longest_token, self.context_length(), "messages")
+        if not may_be_cut:
+            check_text_length(characters, self.model.longest_token, self.context_length(), "messages")
         beside = [value for value in (tools, variables.get("documents")) if value]
         return characters + (len(msgspec.json.encode(beside)) if beside else 0)

@@ -24,6 +24,7 @@ from tandem_services.gateway.limits import (
 from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
 from tandem_services.gateway.output_reader import PLAIN, OutputReading
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.prompt_length import FIELD as TRUNCATION
 from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.structured_output import AskedGrammar
 from tandem_services.gateway.token_rules import allowed_ids, logit_biases
@@ -45,6 +46,10 @@ def check_common_fields(request: GenerationFields, *, also_refused: tuple[str, .
     check_stop(stop_strings(request))
     if request.session_params is not None and request.echo:
         raise bad_request("echo is not available with session_params", "echo")
+    if request.session_params is not None and request.truncate_prompt_tokens is not None:
+        raise bad_request(
+            f"{TRUNCATION} is not available with session_params: a turn goes on after all that came before", TRUNCATION
+        )
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs is not available with stream=true", "prompt_logprobs")
 

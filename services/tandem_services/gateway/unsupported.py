@@ -18,7 +18,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     length_penalty: Any = None
     logprob_token_ids: Any = None
     use_beam_search: Any = None
-    truncate_prompt_tokens: Any = None
     spaces_between_special_tokens: Any = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None

@@ -64,6 +64,7 @@ _COMMON: Mapping[str, Schema] = {
     "user": {"maxLength": MAX_USER_CHARACTERS},
     "metadata": {"maxProperties": MAX_METADATA_ENTRIES},
 }
+_TRUNCATION: Schema = {"minimum": -1}
 _GENERATION: Mapping[str, Schema] = {
     **_COMMON,
     "min_tokens": {"minimum": 0},
@@ -77,6 +78,7 @@ _GENERATION: Mapping[str, Schema] = {
     "bad_words": {"maxItems": MAX_WORDS},
     "prompt_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     "logprob_start": {"minimum": 0},
+    "truncate_prompt_tokens": _TRUNCATION,
     "stop": {"maxItems": MAX_STOP_STRINGS},
     "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
 }
@@ -109,6 +111,7 @@ BOUNDS: Mapping[Shape, Mapping[str, Schema]] = {
     },
     EmbeddingRequest: {
         "dimensions": {"minimum": 1, "maximum": MAX_DIMENSIONS},
+        "truncate_prompt_tokens": _TRUNCATION,
         **{field: _COMMON[field] for field in ("user", "cache_salt", "priority", "timeout")},
     },
     OpenRequest: {"session_id": _SESSION_ID, "cache_salt": _COMMON["cache_salt"]},

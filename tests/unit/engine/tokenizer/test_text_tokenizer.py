@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from tandem_engine.errors import CheckpointError, InvalidRequestError
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_engine.tokenizer.truncation import Truncation
 from tandem_testing.tokenizer_builders import CHATML, EOS, SPECIALS, TOOL_CHATML, tokenizer_document, write_tokenizer
 
 ENDOFTEXT, IM_START, IM_END = range(3)
@@ -53,6 +54,26 @@ def test_a_template_that_drops_the_final_message_cannot_continue_it(tmp_path):
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the"}]
     with pytest.raises(InvalidRequestError, match="cannot be continued"):
         dropping.encode_chat(messages, continue_final=True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 100])
+@pytest.mark.parametrize("special", [False, True])
+def test_a_cut_text_keeps_what_stands_around_it_as_the_reference_does(tmp_path, side, tokens, special):
+    text = "the quick brown fox jumps over the lazy dog"
+    document = json.loads(tokenizer_document())
+    document["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": SPECIALS[0], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {SPECIALS[0]: {"id": SPECIALS[0], "ids": [ENDOFTEXT], "tokens": [SPECIALS[0]]}},
+    }
+    folder = write_tokenizer(tmp_path)
+    (folder / "tokenizer.json").write_text(json.dumps(document), "utf-8")
+    reference = Tokenizer.from_str(json.dumps(document))
+    reference.enable_truncation(tokens, direction=side)
+    ids = TextTokenizer.load(folder).encode(text, add_special_tokens=special, truncation=Truncation(tokens, side))
+    assert ids == reference.encode(text, add_special_tokens=special).ids
 
 
 def test_a_conversation_is_encoded_as_the_reference_does(tokenizer):

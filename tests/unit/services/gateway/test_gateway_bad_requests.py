@@ -292,7 +292,14 @@ BOTH = [
     ({"audio": {}}, 400, "audio"),
     ({"modalities": ["audio"]}, 400, "modalities"),
     ({"web_search_options": {}}, 400, "web_search_options"),
-    ({"truncate_prompt_tokens": -1}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 512}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 10**20}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 480, "max_tokens": 33}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": True}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 5, "truncation_side": "middle"}, 400, "truncation_side"),
+    ({"truncate_prompt_tokens": 5, "session_params": {"id": "s"}}, 400, "truncate_prompt_tokens"),
 ]
 
 
