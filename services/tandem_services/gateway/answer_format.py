@@ -26,6 +26,7 @@ class WholeChoice:
     texts: list[str] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish: ChoiceFinish | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
@@ -33,6 +34,7 @@ class WholeChoice:
         self.texts.append(piece.text)
         self.parts += piece.parts
         self.scored += piece.scored
+        self.token_ids += piece.token_ids
         self.prompt_logprobs = piece.prompt_logprobs or self.prompt_logprobs
         self.finish = piece.finish
 

@@ -1,6 +1,6 @@
 """`chat.completion` and `chat.completion.chunk` objects: what a chat's client is answered."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from msgspec import UNSET, UnsetType
@@ -47,15 +47,18 @@ class ChatFormat:
         self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
         self._prompt_top = plan.prompt_logprobs
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
+        self._names = logprobs.TokenNames(vocabulary, by_id=plan.names_by_id)
+        self._tells_ids = plan.tells_ids
         self._text_events = TextEvents(self._text_event)
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         del first  # a chat does not begin with its prompt
         delta = ChatDelta(role="assistant", content="")
-        return self._chunk(ChatChunkChoice(index=choice.index, delta=delta), usage)
+        return self._chunk(ChatChunkChoice(index=choice.index, delta=delta), usage, self._prompt_ids())
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
-        if self._is_plain and piece.text and usage is None and piece.finish is None and not piece.scored:
+        ordinary = usage is None and piece.finish is None and not piece.scored and not self._tells_ids
+        if ordinary and self._is_plain and piece.text:
             return self._text_events.of(piece.index, piece.text)
         deltas = [ChatDelta(content=piece.text or UNSET)] if self._is_plain else self._deltas(piece)
         last = len(deltas) - 1
@@ -68,6 +71,7 @@ class ChatFormat:
                         logprobs=self._logprobs(piece.scored) if position == 0 and piece.scored else None,
                         finish_reason=None if position < last or piece.finish is None else piece.finish.reason,
                         stop_reason=UNSET if position < last else stop_reason(piece.finish),
+                        token_ids=self._token_ids(piece.token_ids if position == 0 else ()),
                     ),
                     usage,
                 )
@@ -93,6 +97,7 @@ class ChatFormat:
                 choices=[self._whole_choice(choice) for choice in choices],
                 usage=usage,
                 prompt_logprobs=self._prompt_logprobs(choices[0]),
+                prompt_token_ids=self._prompt_ids(),
             )
         )
 
@@ -102,13 +107,22 @@ class ChatFormat:
             return UNSET
         return logprobs.prompt_logprobs(self._prompt, first.prompt_logprobs, self._vocabulary, self._prompt_top)
 
-    def _chunk(self, choice: ChatChunkChoice, usage: Usage | None) -> bytes:
+    def _prompt_ids(self) -> Sequence[int] | UnsetType:
+        return self._prompt if self._tells_ids else UNSET
+
+    def _token_ids(self, ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(ids) if self._tells_ids else UNSET
+
+    def _chunk(
+        self, choice: ChatChunkChoice, usage: Usage | None, prompt_ids: Sequence[int] | UnsetType = UNSET
+    ) -> bytes:
         chunk = ChatChunk(
             id=self._id,
             created=self._created,
             model=self._model,
             choices=[choice],
             usage=self._no_usage if usage is None else usage,
+            prompt_token_ids=prompt_ids,
         )
         return data_event(encode_json(chunk))
 
@@ -121,7 +135,7 @@ class ChatFormat:
         calls = [ChatDelta(tool_calls=[call]) for call in self._call_deltas(piece)]
         content, reasoning = content_of(piece.parts), reasoning_of(piece.parts)
         text = ChatDelta(content=content or UNSET, reasoning_content=reasoning or UNSET, reasoning=reasoning or UNSET)
-        before = [text] if content or reasoning or (piece.scored and not calls) else []
+        before = [text] if content or reasoning or ((piece.scored or piece.token_ids) and not calls) else []
         ends_apart = piece.finish is not None and (calls or not before)
         return [*before, *calls, *([ChatDelta()] if ends_apart else [])]
 
@@ -148,6 +162,7 @@ class ChatFormat:
             logprobs=self._logprobs(choice.scored),
             finish_reason=choice.finish.reason,
             stop_reason=choice.finish.stop,
+            token_ids=self._token_ids(choice.token_ids),
         )
 
     def _message(self, choice: WholeChoice) -> AssistantMessage:
@@ -169,7 +184,7 @@ class ChatFormat:
         )
 
     def _logprobs(self, scored: list[ScoredToken]) -> ChatLogprobs | None:
-        return None if self._top is None else logprobs.chat_logprobs(scored, self._vocabulary, self._top)
+        return None if self._top is None else logprobs.chat_logprobs(scored, self._names, self._top)
 
 
 def call_id(answer_id: str, choice: int, call: int, characters: int | None) -> str:

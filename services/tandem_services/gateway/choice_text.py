@@ -5,6 +5,7 @@ and usage alike. Here the earliest event wins (T48): a stop string inside a piec
 engine's finish ends the choice as `stop`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -50,6 +51,8 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     """What `text`, and text held back before it, is read as."""
     reasoning_tokens: int = 0
     """Of `tokens`, those up to the end of the reasoning."""
+    token_ids: Sequence[int] = ()
+    """The tokens since the piece before, when the answer tells them."""
 
 
 class ChoiceText:
@@ -64,9 +67,11 @@ class ChoiceText:
         skip_special_tokens: bool,
         keep_stop: bool,
         reading: OutputReading = PLAIN,
+        tells_ids: bool = False,
     ) -> None:
         self.index = index
         self._keep_stop = keep_stop
+        self._tells_ids = tells_ids
         self._output = OutputText(
             vocabulary,
             sampling,
@@ -80,6 +85,7 @@ class ChoiceText:
         self._reasoning_tokens = 0
         self._tokens = 0
         self._unsent: list[ScoredToken] = []
+        self._unsent_ids: list[int] = []
         self._prompt: tuple[TokenLogprob | None, ...] | None = None
 
     def absorb(self, accepted: Accepted) -> ChoicePiece | None:
@@ -89,6 +95,8 @@ class ChoiceText:
         shown = len(accepted.token_ids) - self._hidden_tokens(accepted.finish)
         for position, token_id in enumerate(accepted.token_ids):
             self._tokens += 1
+            if self._tells_ids:
+                self._unsent_ids.append(token_id)
             if accepted.logprobs:
                 self._unsent.append(ScoredToken(token_id, accepted.logprobs[position], self._output.characters))
             if position >= shown:
@@ -137,8 +145,11 @@ class ChoiceText:
 
     def _piece(self, text: str, finish: ChoiceFinish | None) -> ChoicePiece:
         scored, self._unsent = self._unsent, []
+        ids, self._unsent_ids = self._unsent_ids, []
         prompt, self._prompt = self._prompt, None
         parts, self._parts = self._parts, []
         if self._reader is None and text:
             parts = [Content(text)]
-        return ChoicePiece(self.index, text, self._tokens, scored, finish, prompt, tuple(parts), self._reasoning_tokens)
+        return ChoicePiece(
+            self.index, text, self._tokens, scored, finish, prompt, tuple(parts), self._reasoning_tokens, ids
+        )

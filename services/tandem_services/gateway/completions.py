@@ -162,16 +162,27 @@ class CompletionFormat:
         self._plan = plan
         self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
+        self._names = logprobs.TokenNames(vocabulary, by_id=plan.names_by_id)
+        self._owes_prompt: set[int] = set()
+        """Choices whose next chunk is their first, so that the ids of their prompts go with it."""
         self._text_events = TextEvents(self._text_event)
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
+        if self._plan.tells_ids:
+            self._owes_prompt.add(choice.index)
         if not choice.echo:
             return b""
-        echoed = self._echoed(choice.index, first.prompt_logprobs)
-        return self._chunk(CompletionChoice(index=choice.index, text=choice.echo, logprobs=echoed), usage)
+        echoed = CompletionChoice(
+            index=choice.index,
+            text=choice.echo,
+            logprobs=self._echoed(choice.index, first.prompt_logprobs),
+            prompt_token_ids=self._owed_prompt(choice.index),
+            token_ids=self._token_ids(()),
+        )
+        return self._chunk(echoed, usage)
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
-        if usage is None and piece.finish is None and not piece.scored:
+        if usage is None and piece.finish is None and not piece.scored and not self._plan.tells_ids:
             return self._text_events.of(piece.index, piece.text)
         choice = CompletionChoice(
             index=piece.index,
@@ -179,6 +190,8 @@ class CompletionFormat:
             logprobs=self._logprobs(piece.index, piece.scored) if piece.scored else None,
             finish_reason=None if piece.finish is None else piece.finish.reason,
             stop_reason=stop_reason(piece.finish),
+            prompt_token_ids=self._owed_prompt(piece.index),
+            token_ids=self._token_ids(piece.token_ids),
         )
         return self._chunk(choice, usage)
 
@@ -193,6 +206,15 @@ class CompletionFormat:
 
     def _chunk(self, choice: CompletionChoice, usage: Usage | None) -> bytes:
         return data_event(self._response([choice], self._no_usage if usage is None else usage))
+
+    def _owed_prompt(self, index: int) -> Sequence[int] | UnsetType:
+        if index not in self._owes_prompt:
+            return UNSET
+        self._owes_prompt.remove(index)
+        return self._planned(index).input_ids
+
+    def _token_ids(self, ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(ids) if self._plan.tells_ids else UNSET
 
     def _text_event(self, index: int, text: str) -> bytes:
         return self._chunk(CompletionChoice(index=index, text=text), None)
@@ -211,6 +233,8 @@ class CompletionFormat:
             finish_reason=choice.finish.reason,
             stop_reason=choice.finish.stop,
             prompt_logprobs=self._prompt_logprobs(choice),
+            prompt_token_ids=self._planned(choice.index).input_ids if self._plan.tells_ids else UNSET,
+            token_ids=self._token_ids(choice.token_ids),
         )
 
     def _whole_logprobs(self, choice: WholeChoice) -> CompletionLogprobs | None:
@@ -222,13 +246,13 @@ class CompletionFormat:
         if self._top is None:
             return None
         echo = len(self._planned(index).echo)
-        return logprobs.completion_logprobs(scored, self._vocabulary, self._top, after=echo)
+        return logprobs.completion_logprobs(scored, self._names, self._top, after=echo)
 
     def _echoed(self, index: int, prompt: Sequence[TokenLogprob | None] | None) -> CompletionLogprobs | None:
         planned = self._planned(index)
         if self._top is None or prompt is None or not planned.echo:
             return None
-        return logprobs.echoed_logprobs(planned.input_ids, prompt, self._vocabulary, self._top)
+        return logprobs.echoed_logprobs(planned.input_ids, prompt, self._names, self._top)
 
     def _prompt_logprobs(self, choice: WholeChoice) -> PromptLogprobs | UnsetType:
         top = self._plan.prompt_logprobs

@@ -108,6 +108,7 @@ class Generator:
             skip_special_tokens=job.plan.skip_special_tokens,
             keep_stop=job.plan.keep_stop,
             reading=job.plan.reading,
+            tells_ids=job.plan.tells_ids,
         )
         last_token_at: float | None = None
         try:

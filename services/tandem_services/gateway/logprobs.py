@@ -1,6 +1,7 @@
 """Log probabilities in the two shapes that OpenAI's endpoints give them, and of prompts in vLLM's."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.tokenizer.detokenize import Detokenizer
@@ -19,39 +20,48 @@ _LOWEST = -9999.0
 """JSON has no -inf; the value that vLLM and OpenAI's older models answer instead."""
 
 
-def chat_logprobs(scored: list[ScoredToken], vocabulary: Vocabulary, top: int) -> ChatLogprobs:
+class TokenNames(NamedTuple):
+    """What logprobs call tokens: by their text, or as `token_id:5`, which no two of them share."""
+
+    vocabulary: Vocabulary
+    by_id: bool = False
+
+    def of(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.by_id else _text(self.vocabulary, token_id)
+
+
+def chat_logprobs(scored: list[ScoredToken], names: TokenNames, top: int) -> ChatLogprobs:
     """`top` alternatives per token."""
-    return ChatLogprobs(content=[_chat_token(token, vocabulary, top) for token in scored])
+    return ChatLogprobs(content=[_chat_token(token, names, top) for token in scored])
 
 
 def completion_logprobs(
-    scored: Sequence[ScoredToken], vocabulary: Vocabulary, top: int, *, after: int = 0
+    scored: Sequence[ScoredToken], names: TokenNames, top: int, *, after: int = 0
 ) -> CompletionLogprobs:
     """The sampled token is always among `top_logprobs`, in addition to the `top` most likely.
 
     `after` is how many characters of the text come before the output: those of an echoed prompt.
     """
     return CompletionLogprobs(
-        tokens=[_text(vocabulary, token.token_id) for token in scored],
+        tokens=[names.of(token.token_id) for token in scored],
         token_logprobs=[max(token.logprob.logprob, _LOWEST) for token in scored],
-        top_logprobs=[_completion_top(token.token_id, token.logprob, vocabulary, top) for token in scored],
+        top_logprobs=[_completion_top(token.token_id, token.logprob, names, top) for token in scored],
         text_offset=[after + token.offset for token in scored],
     )
 
 
 def echoed_logprobs(
-    input_ids: Sequence[int], prompt: Sequence[TokenLogprob | None], vocabulary: Vocabulary, top: int
+    input_ids: Sequence[int], prompt: Sequence[TokenLogprob | None], names: TokenNames, top: int
 ) -> CompletionLogprobs:
     """As `completion_logprobs`, of the whole prompt. Nothing predicts its first token: null, as OpenAI has it."""
     pairs = list(zip(input_ids, prompt, strict=True))
     return CompletionLogprobs(
-        tokens=[_text(vocabulary, token_id) for token_id in input_ids],
+        tokens=[names.of(token_id) for token_id in input_ids],
         token_logprobs=[None if logprob is None else max(logprob.logprob, _LOWEST) for _, logprob in pairs],
         top_logprobs=[
-            None if logprob is None else _completion_top(token_id, logprob, vocabulary, top)
-            for token_id, logprob in pairs
+            None if logprob is None else _completion_top(token_id, logprob, names, top) for token_id, logprob in pairs
         ],
-        text_offset=_offsets(input_ids, vocabulary),
+        text_offset=_offsets(input_ids, names.vocabulary),
     )
 
 
@@ -98,28 +108,28 @@ def _offsets(input_ids: Sequence[int], vocabulary: Vocabulary) -> list[int]:
     return offsets
 
 
-def _chat_token(token: ScoredToken, vocabulary: Vocabulary, top: int) -> ChatTokenLogprob:
+def _chat_token(token: ScoredToken, names: TokenNames, top: int) -> ChatTokenLogprob:
     return ChatTokenLogprob(
-        token=_text(vocabulary, token.token_id),
+        token=names.of(token.token_id),
         logprob=max(token.logprob.logprob, _LOWEST),
-        bytes=list(vocabulary.bytes_of(token.token_id)),
+        bytes=list(names.vocabulary.bytes_of(token.token_id)),
         top_logprobs=[
             TopLogprob(
-                token=_text(vocabulary, token_id),
+                token=names.of(token_id),
                 logprob=max(logprob, _LOWEST),
-                bytes=list(vocabulary.bytes_of(token_id)),
+                bytes=list(names.vocabulary.bytes_of(token_id)),
             )
             for token_id, logprob in token.logprob.top[:top]
         ],
     )
 
 
-def _completion_top(token_id: int, scored: TokenLogprob, vocabulary: Vocabulary, top: int) -> dict[str, float]:
+def _completion_top(token_id: int, scored: TokenLogprob, names: TokenNames, top: int) -> dict[str, float]:
     alternatives: dict[str, float] = {}
     for other, logprob in scored.top[:top]:
         # Tokens that hold parts of characters may read the same: the likeliest keeps the name.
-        alternatives.setdefault(_text(vocabulary, other), max(logprob, _LOWEST))
-    alternatives.setdefault(_text(vocabulary, token_id), max(scored.logprob, _LOWEST))
+        alternatives.setdefault(names.of(other), max(logprob, _LOWEST))
+    alternatives.setdefault(names.of(token_id), max(scored.logprob, _LOWEST))
     return alternatives
 
 

@@ -5,6 +5,7 @@ are ignored, and of two equal keys the last one wins. Responses always carry the
 specification requires, null included.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -55,6 +56,9 @@ class GenerationFields(StructuredOutputFields, kw_only=True):
     truncate_prompt_tokens: int | None = None
     """Tokens that stay of a longer prompt; -1 for as many as there is room for."""
     truncation_side: TruncationSide | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Logprobs call tokens `token_id:5`."""
     cache_salt: str | None = None
     session_params: SessionParams | None = None
     """The prompt is the next turn of a session; see docs/features.md."""
@@ -233,6 +237,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
@@ -243,6 +248,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):
@@ -273,6 +279,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -282,6 +289,8 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    """With the first chunk of a choice."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -293,6 +302,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    """In a stream with the first piece."""
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):

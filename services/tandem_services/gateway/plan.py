@@ -50,6 +50,10 @@ class GenerationPlan:
     keep_stop: bool = False
     prompt_logprobs: int | None = None
     """Alternatives that the client wants listed with each prompt token; None when it wants no such list."""
+    tells_ids: bool = False
+    """The ids of prompts and outputs are part of the answer."""
+    names_by_id: bool = False
+    """Logprobs call tokens by their ids."""
     reading: OutputReading = PLAIN
     """How the text of the outputs is read."""
     grammar_field: str | None = None

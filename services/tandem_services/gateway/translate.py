@@ -164,6 +164,8 @@ def generation_plan(
         skip_special_tokens=request.skip_special_tokens is not False,
         keep_stop=bool(request.include_stop_str_in_output),
         prompt_logprobs=request.prompt_logprobs,
+        tells_ids=bool(request.return_token_ids),
+        names_by_id=bool(request.return_tokens_as_token_ids),
         reading=reading,
         grammar_field=grammar_field,
         turn=turn,

@@ -19,8 +19,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     logprob_token_ids: Any = None
     use_beam_search: Any = None
     spaces_between_special_tokens: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
     stream_interval: Any = None
     kv_transfer_params: Any = None
     prompt_embeds: Any = None
@@ -45,8 +43,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     # None are written here, nor by any fast tokenizer.
     "spaces_between_special_tokens": (True, False),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "stream_interval": (1,),
     "suffix": ("",),
     "tools": ([],),

@@ -34,6 +34,8 @@ def told(response) -> dict[str, Any]:
         gathered["role"] += [delta["role"]] if "role" in delta else []
         gathered["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
         gathered["prompt"] += choice.get("prompt_logprobs") or []
+        gathered["ids"] += choice.get("token_ids") or []
+        gathered["prompt ids"] += [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []
         for name, values in (choice["logprobs"] or {}).items():
             gathered[name] += values or []
     for gathered in choices.values():
@@ -53,6 +55,8 @@ KINDS: dict[str, Ask] = {
     "echo": {"echo": True, "logprobs": 1},
     "echo streamed": {"echo": True, "logprobs": 1, **STREAM},
     "prompt logprobs": {"prompt_logprobs": 2},
+    "token ids": {"return_token_ids": True},
+    "token ids streamed": {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 1, **STREAM},
     "n": {"n": 3, "logprobs": 1},
     "n streamed": {"n": 3, "logprobs": 1, **STREAM},
     "best_of": {"n": 2, "best_of": 4},
