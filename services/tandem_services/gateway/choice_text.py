@@ -68,10 +68,17 @@ class ChoiceText:
         keep_stop: bool,
         reading: OutputReading = PLAIN,
         tells_ids: bool = False,
+        interval: int = 1,
     ) -> None:
+        """`interval`: tokens that pieces after the first have together, except the last."""
         self.index = index
         self._keep_stop = keep_stop
         self._tells_ids = tells_ids
+        self._interval = interval
+        self._held = ""
+        """Text of tokens that wait for the interval to be full."""
+        self._written = 0
+        """Tokens up to the newest piece."""
         self._output = OutputText(
             vocabulary,
             sampling,
@@ -83,18 +90,19 @@ class ChoiceText:
         self._parts: list[Part] = []
         self._called = False
         self._reasoning_tokens = 0
-        self._tokens = 0
+        self.tokens = 0
+        """Of the output so far."""
         self._unsent: list[ScoredToken] = []
         self._unsent_ids: list[int] = []
         self._prompt: tuple[TokenLogprob | None, ...] | None = None
 
     def absorb(self, accepted: Accepted) -> ChoicePiece | None:
         """The next piece, or None while all new text is held back. Nothing follows a piece with a finish."""
-        text = ""
+        text, self._held = self._held, ""
         self._prompt = accepted.prompt_logprobs or self._prompt
         shown = len(accepted.token_ids) - self._hidden_tokens(accepted.finish)
         for position, token_id in enumerate(accepted.token_ids):
-            self._tokens += 1
+            self.tokens += 1
             if self._tells_ids:
                 self._unsent_ids.append(token_id)
             if accepted.logprobs:
@@ -108,7 +116,10 @@ class ChoiceText:
                 return self._end(text, ChoiceFinish("stop", matched))
         if accepted.finish is not None:
             return self._last_piece(text, accepted.finish)
-        return self._piece(text, None) if self._says(text) else None
+        if self._says(text) and self._is_due():
+            return self._piece(text, None)
+        self._held = text
+        return None
 
     def _hidden_tokens(self, finish: Finish | None) -> int:
         """A stop token ends the output and is not part of its text; it counts all the same."""
@@ -126,6 +137,9 @@ class ChoiceText:
     def _says(self, text: str) -> bool:
         return bool(text if self._reader is None else self._parts)
 
+    def _is_due(self) -> bool:
+        return not self._written or self.tokens - self._written >= self._interval
+
     def _read(self, text: str) -> None:
         """One token's text: reasoning is counted by the token, however many come at once."""
         if self._reader is None:
@@ -134,7 +148,7 @@ class ChoiceText:
         self._called |= any(isinstance(part, CallBegin) for part in parts)
         self._parts += parts
         if self._reader.reasons:
-            self._reasoning_tokens = self._tokens
+            self._reasoning_tokens = self.tokens
 
     def _end(self, text: str, finish: ChoiceFinish) -> ChoicePiece:
         if self._reader is not None:
@@ -148,8 +162,9 @@ class ChoiceText:
         ids, self._unsent_ids = self._unsent_ids, []
         prompt, self._prompt = self._prompt, None
         parts, self._parts = self._parts, []
+        self._written = self.tokens
         if self._reader is None and text:
             parts = [Content(text)]
         return ChoicePiece(
-            self.index, text, self._tokens, scored, finish, prompt, tuple(parts), self._reasoning_tokens, ids
+            self.index, text, self.tokens, scored, finish, prompt, tuple(parts), self._reasoning_tokens, ids
         )

@@ -109,6 +109,7 @@ class Generator:
             keep_stop=job.plan.keep_stop,
             reading=job.plan.reading,
             tells_ids=job.plan.tells_ids,
+            interval=job.plan.stream_interval,
         )
         last_token_at: float | None = None
         try:
@@ -117,6 +118,8 @@ class Generator:
                     if accepted.token_ids:
                         last_token_at = self._time_tokens(job, record, last_token_at, len(accepted.token_ids))
                     piece = text.absorb(accepted) if job.plan.generate else _scored_prompt(choice, accepted)
+                    # Tokens that are not written yet have been made all the same.
+                    record.output_tokens = text.tokens
                     if piece is None:
                         continue
                     _note_piece(record, piece)
@@ -181,7 +184,6 @@ def _scored_prompt(choice: PlannedChoice, accepted: Accepted) -> ChoicePiece:
 
 
 def _note_piece(record: ChoiceRecord, piece: ChoicePiece) -> None:
-    record.output_tokens = piece.tokens
     record.reasoning_tokens = piece.reasoning_tokens
     if piece.finish is not None:
         record.finish_reason = piece.finish.reason

@@ -52,6 +52,8 @@ class GenerationFields(StructuredOutputFields, kw_only=True):
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    """Tokens of a choice that are written together."""
     echo: bool | None = None
     truncate_prompt_tokens: int | None = None
     """Tokens that stay of a longer prompt; -1 for as many as there is room for."""

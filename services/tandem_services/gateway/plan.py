@@ -42,6 +42,8 @@ class GenerationPlan:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    stream_interval: int = 1
+    """Tokens of a choice that are written together, after its first."""
     generate: bool = True
     """False: the answer is the echo alone (max_tokens 0), with the logprobs of the prompt if they are wanted."""
     cache_salt: str = ""

@@ -14,6 +14,7 @@ from tandem_services.gateway.limits import (
     MAX_BEST_OF,
     MAX_CHAT_TOP_LOGPROBS,
     MAX_COMPLETION_LOGPROBS,
+    MAX_OUTPUT_TOKENS,
     check_cache_salt,
     check_choices,
     check_metadata,
@@ -39,6 +40,11 @@ def check_common_fields(request: GenerationFields, *, also_refused: tuple[str, .
     refuse_unsupported(request, also_refused)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options is only allowed with stream=true", "stream_options")
+    if request.stream_interval is not None and not 1 <= request.stream_interval <= MAX_OUTPUT_TOKENS:
+        raise bad_request(
+            f"stream_interval must be between 1 and {MAX_OUTPUT_TOKENS} tokens, got {quoted(request.stream_interval)}",
+            "stream_interval",
+        )
     check_user(request.user)
     check_metadata(request.metadata)
     check_cache_salt(request.cache_salt)
@@ -157,6 +163,7 @@ def generation_plan(
         stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        stream_interval=(request.stream_interval or 1) if request.stream else 1,
         generate=generate,
         cache_salt=request.cache_salt or "",
         session_key=request.user or "",

@@ -19,7 +19,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     logprob_token_ids: Any = None
     use_beam_search: Any = None
     spaces_between_special_tokens: Any = None
-    stream_interval: Any = None
     kv_transfer_params: Any = None
     prompt_embeds: Any = None
     image_embeds: Any = None
@@ -43,7 +42,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     # None are written here, nor by any fast tokenizer.
     "spaces_between_special_tokens": (True, False),
-    "stream_interval": (1,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),

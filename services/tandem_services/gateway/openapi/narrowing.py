@@ -79,6 +79,7 @@ _GENERATION: Mapping[str, Schema] = {
     "prompt_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     "logprob_start": {"minimum": 0},
     "truncate_prompt_tokens": _TRUNCATION,
+    "stream_interval": {"minimum": 1, "maximum": MAX_OUTPUT_TOKENS},
     "stop": {"maxItems": MAX_STOP_STRINGS},
     "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
 }
