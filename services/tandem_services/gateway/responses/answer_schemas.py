@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem_services.gateway.openai_schemas import ReasoningEffort
 from tandem_services.gateway.responses.schemas import FunctionTool, NamedFunction
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -77,7 +78,7 @@ class AnsweredText(msgspec.Struct, kw_only=True):
 
 
 class AnsweredReasoning(msgspec.Struct, kw_only=True):
-    effort: None = None
+    effort: ReasoningEffort | None = None
     summary: None = None
 
 
@@ -107,7 +108,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction
     tools: list[FunctionTool]
     user: str | None
-    reasoning: AnsweredReasoning = msgspec.field(default_factory=AnsweredReasoning)
+    reasoning: AnsweredReasoning
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

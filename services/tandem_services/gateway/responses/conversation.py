@@ -50,6 +50,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         priority=request.priority,
         timeout=request.timeout,
         chat_template_kwargs=request.chat_template_kwargs,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
     )
 
 
@@ -62,9 +63,8 @@ def _refuse(request: ResponsesRequest) -> None:
     for position, name in enumerate(request.include or ()):
         if name not in INCLUDABLE:
             raise bad_request(f"include[{position}]: {quoted(name)} is not supported", f"include[{position}]")
-    for name, value in (request.reasoning or {}).items():
-        if value is not None and name in ("effort", "max_tokens"):
-            raise bad_request(f"reasoning.{name} is not supported: leave it out", f"reasoning.{name}")
+    if request.reasoning is not None and request.reasoning.max_tokens is not None:
+        raise bad_request("reasoning.max_tokens is not supported: leave it out", "reasoning.max_tokens")
 
 
 def _messages(request: ResponsesRequest) -> list[ChatMessage]:

@@ -13,12 +13,16 @@ from tandem_services.gateway.plan import GenerationPlan
 from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.renamed_fields import renamed_fields
 from tandem_services.gateway.request_body import BodyDecoder
-from tandem_services.gateway.responses.answer_schemas import AnsweredText
+from tandem_services.gateway.responses.answer_schemas import AnsweredReasoning, AnsweredText
 from tandem_services.gateway.responses.conversation import chat_request
 from tandem_services.gateway.responses.format import ResponsesFormat
 from tandem_services.gateway.responses.schemas import ResponsesRequest
 
-_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 """Fields of chats under their names here."""
 
 
@@ -69,6 +73,7 @@ def _repeated(request: ResponsesRequest) -> Mapping[str, Any]:
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
         "user": request.user,
+        "reasoning": AnsweredReasoning(effort=None if request.reasoning is None else request.reasoning.effort),
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem_services.gateway.openai_schemas import ChatTemplateVariables
+from tandem_services.gateway.openai_schemas import ChatTemplateVariables, ReasoningEffort
 
 
 class TextPart(msgspec.Struct, kw_only=True):
@@ -54,6 +54,13 @@ class TextOptions(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
 
 
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    effort: ReasoningEffort | None = None
+    """For chat templates that have a place for it."""
+    max_tokens: Any = None
+    """OpenRouter's; refused."""
+
+
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     input: str | list[InputItem] | None = None
@@ -84,7 +91,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     truncation: Any = None
     top_logprobs: Any = None
     max_tool_calls: Any = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: ReasoningOptions | None = None
 
 
 REFUSED = {

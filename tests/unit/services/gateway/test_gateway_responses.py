@@ -8,8 +8,8 @@ import pytest
 from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import EngineRack, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
-from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
+from tandem_testing.tokenizer_builders import CHATML, EOS, THINKING_CHATML, write_tokenizer
 
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
 CALL = 'Hm.\n<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
@@ -206,6 +206,15 @@ async def test_a_call_can_be_required(says, choice):
     assert (item["name"], item["arguments"]) == ("weather", "{}")
 
 
+async def test_a_template_with_a_place_for_it_gets_the_effort(rack, tmp_path):  # A3
+    knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template="{{ reasoning_effort }}:" + CHATML))
+    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    async with live_gateway(rack.context, knowing, rack.engines) as gateway:
+        answer = (await respond(gateway, max_output_tokens=1, reasoning={"effort": "low", "summary": "auto"})).json()
+    assert answer["reasoning"] == {"effort": "low", "summary": None}
+    assert knowing.decode(rack.engines[0].received[0].input_ids).startswith("low:")
+
+
 # What is refused
 
 REFUSED = [
@@ -218,6 +227,9 @@ REFUSED = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"max_tool_calls": 1}, "max_tool_calls"),
     ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens"),
+    ({"reasoning": "high"}, "reasoning"),
     ({"include": ["file_search_call.results"]}, "include[0]"),
     ({"input": None}, "input"),
     ({"input": []}, "input"),
