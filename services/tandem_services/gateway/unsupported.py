@@ -54,6 +54,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Values, beside null, that mean "as if the field were absent"."""
 
+_INSTEAD: Mapping[str, str] = {
+    "use_beam_search": "leave it out, and ask for the likeliest of several choices with best_of",
+    "length_penalty": "leave it out or set it to 1.0: it ranks beams, and there is no beam search",
+    "logprob_token_ids": "leave it out, and ask for the likeliest tokens with top_logprobs or logprobs",
+    "thinking_token_budget": "leave it out: max_tokens is what bounds an output",
+}
+"""What to do about it, where there is more to say than to leave it out."""
 _FIELDS = UnsupportedFields.__struct_fields__
 _OF_TEMPLATES = ("continue_final_message", "documents", "reasoning_effort")
 FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning", *_OF_TEMPLATES)
@@ -71,7 +78,7 @@ def refuse_unsupported(fields: UnsupportedFields, also: tuple[str, ...] = ()) ->
     for name in (*_FIELDS, *also):
         value = values[name]
         if value is not None and not _is_neutral(name, value):
-            raise bad_request(f"{name} is not supported yet; leave it out", name)
+            raise bad_request(f"{name} is not supported; {_INSTEAD.get(name, 'leave it out')}", name)
 
 
 def _is_neutral(name: str, value: Any) -> bool:

@@ -328,6 +328,10 @@ async def test_unknown_and_neutral_fields_are_accepted(gateway):
         "response_format": {"type": "text"},
         "modalities": ["text"],
         "best_of": 1,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "return_token_ids": False,
+        "stream_interval": 1,
     }
     assert (await gateway.chat(max_tokens=1, **harmless)).status_code == 200
 
