@@ -198,11 +198,14 @@ class FakeModel:
         return SampledLogprobs(logprob=logprob, top=top, rank=1)
 
     def _logprobs(self, sampling: SamplingBatch, tokens: Sequence[int]) -> tuple[SampledLogprobs | None, ...]:
-        pairs = zip(sampling.logprobs, tokens, strict=False)
-        return tuple(None if wanted < 0 else self._logprob(token, wanted) for wanted, token in pairs)
+        none: list[list[int]] = [[]] * len(tokens)
+        named = none if sampling.logprob_ids is None else sampling.logprob_ids.tolist()
+        rows = zip(sampling.logprobs, tokens, named, strict=False)
+        return tuple(None if wanted < 0 else self._logprob(token, wanted, ids) for wanted, token, ids in rows)
 
-    def _logprob(self, token: int, wanted: int) -> SampledLogprobs:
-        top = tuple(((token + i) % self.vocab_size, -1.0 - i) for i in range(wanted))
+    def _logprob(self, token: int, wanted: int, named: Sequence[int]) -> SampledLogprobs:
+        top = tuple((other, -2.0 - other) for other in named if other >= 0)
+        top = top or tuple(((token + i) % self.vocab_size, -1.0 - i) for i in range(wanted))
         return SampledLogprobs(logprob=-1.0 - token / self.vocab_size, top=top)
 
 

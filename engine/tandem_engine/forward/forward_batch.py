@@ -49,6 +49,9 @@ class SamplingBatch:
     """Token ids forbidden at this position (stop ids while min_tokens is not reached); () for nobody."""
     logprobs: tuple[int, ...] = ()
     """Per row −1 for none, n ≥ 0 for the sampled token and the top n; () when nobody asks."""
+    logprob_ids: torch.Tensor | None = None
+    """[R, K] tokens whose logprobs rows of `logprobs` want instead of the top ones, −1 behind a row's last (in all
+    of a row that wants the top ones); None when nobody names any."""
     all_greedy: bool = False
     edits: LogitEdits | None = None
     """Penalties, biases and forbidden tokens, by sequence: see `runs.over_runs`. None when nobody asks."""

@@ -139,7 +139,7 @@ def _padded(values: "np.ndarray[tuple[int], np.dtype[np.int64]]", rows: int, *, 
 def _for_device(sampling: SamplingBatch) -> SamplingBatch:
     edits = _tensors_alone(sampling.edits)
     if sampling.all_greedy:
-        return replace(NO_SAMPLING, edits=edits, logprobs=sampling.logprobs)
+        return replace(NO_SAMPLING, edits=edits, logprobs=sampling.logprobs, logprob_ids=sampling.logprob_ids)
     return replace(sampling, edits=edits, suppress=(), masks=None)
 
 

@@ -16,6 +16,7 @@ MAX_PROMPT_LOGPROBS = 2**18
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
 GREEDY_TEMPERATURE = 1e-5
@@ -41,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: none. n: logprob of the sampled token and of the n most likely."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens whose logprobs are reported instead of those of the most likely; only with `logprobs`."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     logprob_start: int = 0
@@ -96,6 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        self._check_logprob_ids(vocab_size)
         if self.prompt_logprobs is not None:
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         _within("logprob_start", self.logprob_start, 0, 2**31 - 1)
@@ -129,6 +133,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"logprobs, the limit is {MAX_PROMPT_LOGPROBS}; ask for fewer, or start later with logprob_start",
                 param="prompt_logprobs",
             )
+
+    def _check_logprob_ids(self, vocab_size: int) -> None:
+        _at_most("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        _check_ids("logprob_token_ids", self.logprob_token_ids, vocab_size)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequestError("logprob_token_ids is only allowed with logprobs", param="logprob_token_ids")
 
     def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:

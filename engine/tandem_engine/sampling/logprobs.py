@@ -3,27 +3,37 @@
 They are raw, vLLM's default: log_softmax of what the model said, before any edit, temperature and filter.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from tandem_engine.forward.forward_batch import SampledLogprobs
 
 
-def sampled_logprobs(logits: Tensor, token_ids: Tensor, wanted: tuple[int, ...]) -> tuple[SampledLogprobs | None, ...]:
+def sampled_logprobs(
+    logits: Tensor, token_ids: Tensor, wanted: tuple[int, ...], named: Tensor | None = None
+) -> tuple[SampledLogprobs | None, ...]:
     """Logprob of each sampled token and of the most likely ones.
 
     Args:
         logits: [S, V] float32, raw.
         token_ids: [S] int64, what was sampled.
         wanted: per row, how many of the most likely tokens to report; −1 for nothing at all.
+        named: as `SamplingBatch.logprob_ids`.
     """
     result: list[SampledLogprobs | None] = [None] * len(wanted)
     rows = [row for row, count in enumerate(wanted) if count >= 0]
     logprobs = logits[rows].log_softmax(dim=1)
     chosen = logprobs.gather(1, token_ids[rows][:, None]).squeeze(1).tolist()
     for index, row in enumerate(rows):
-        top = most_likely(logprobs[index], wanted[row])
+        ids = () if named is None else [token for token in named[row].tolist() if token >= 0]
+        top = _of(logprobs[index], ids) if ids else most_likely(logprobs[index], wanted[row])
         result[row] = SampledLogprobs(logprob=chosen[index], top=top)
     return tuple(result)
+
+
+def _of(logprobs: Tensor, ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    return tuple(zip(ids, logprobs[[*ids]].tolist(), strict=True))
 
 
 def most_likely(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:

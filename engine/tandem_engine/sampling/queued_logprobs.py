@@ -20,21 +20,27 @@ BELOW_SIGN = 0x7FFFFFFF
 
 
 def queue_sampled(
-    logits: Tensor, token_ids: Tensor, wanted: tuple[int, ...]
+    logits: Tensor, token_ids: Tensor, wanted: tuple[int, ...], named: Tensor | None = None
 ) -> Outcome[tuple[SampledLogprobs | None, ...]]:
-    """As `sampled_logprobs`, for all rows of `logits` [S, V] at once; `wanted` by row, −1 for nobody."""
+    """As `sampled_logprobs`, for all rows of `logits` [S, V] at once; `wanted` by row, −1 for nobody; `named` [R, K]
+    on their device."""
     logprobs = logits.log_softmax(dim=1)
     chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
     values, ids = most_likely(logprobs, max(wanted))
+    if named is None:
+        named = token_ids.new_empty((len(token_ids), 0))
+    asked = logprobs.gather(1, named.clamp(min=0))
 
     def read(tensors: Sequence[Tensor]) -> tuple[SampledLogprobs | None, ...]:
         rows = zip(wanted, *(tensor.tolist() for tensor in tensors), strict=True)
         return tuple(
-            None if count < 0 else SampledLogprobs(logprob=logprob, top=_top(ids, values, count))
-            for count, logprob, values, ids in rows
+            None
+            if count < 0
+            else SampledLogprobs(logprob=logprob, top=_named(named, asked) or _top(ids, values, count))
+            for count, logprob, values, ids, named, asked in rows
         )
 
-    return Outcome((chosen, values, ids), read)
+    return Outcome((chosen, values, ids, named, asked), read)
 
 
 def queue_prompt_scores(
@@ -86,6 +92,11 @@ def _read_scores(tensors: Sequence[Tensor], count: int) -> tuple[SampledLogprobs
     return tuple(
         SampledLogprobs(logprob=logprob, top=_top(ids, values, count), rank=rank) for logprob, rank, values, ids in rows
     )
+
+
+def _named(ids: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """() for a row that names no tokens."""
+    return tuple((token, value) for token, value in zip(ids, values, strict=True) if token >= 0)
 
 
 def _top(ids: Sequence[int], values: Sequence[float], count: int) -> tuple[tuple[int, float], ...]:

@@ -46,7 +46,7 @@ class QueuedSampler:
         token_ids = make(edited, sampling, filtered=inputs.filtered)
         logprobs: Outcome[tuple[SampledLogprobs | None, ...]] = nothing(())
         if sampling.logprobs:
-            logprobs = queue_sampled(logits, token_ids.clamp(min=0), sampling.logprobs)
+            logprobs = queue_sampled(logits, token_ids.clamp(min=0), sampling.logprobs, sampling.logprob_ids)
         return QueuedSample(token_ids=token_ids, logprobs=logprobs)
 
     def record(self, inputs: StepInputs, token_ids: Tensor) -> None:

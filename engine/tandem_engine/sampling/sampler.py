@@ -58,7 +58,9 @@ class Sampler:
                 token_ids = self._draw(edited, sampling)
             elif len(rows):
                 token_ids[rows] = self._draw(edited[rows], _only(sampling, rows))
-        logprobs = sampled_logprobs(logits, token_ids, sampling.logprobs) if sampling.logprobs else ()
+        logprobs: tuple[SampledLogprobs | None, ...] = ()
+        if sampling.logprobs:
+            logprobs = sampled_logprobs(logits, token_ids, sampling.logprobs, sampling.logprob_ids)
         # Logprobs need a token that is one. A row of nothing but -infinity is sound: all of it was forbidden.
         return SampleOutput(token_ids=token_ids.masked_fill_(~sound, UNSOUND), logprobs=logprobs)
 

@@ -110,6 +110,7 @@ class SamplingColumns:
     min_p: torch.Tensor
     seed: torch.Tensor
     logprobs: tuple[int, ...]
+    logprob_ids: torch.Tensor | None
     all_greedy: bool
     any_min_tokens: bool
     constrained: tuple[int, ...]
@@ -127,6 +128,7 @@ class SamplingColumns:
             min_p=_floats([p.min_p for p in params]),
             seed=torch.from_numpy(_ints([p.seed for p in params])),
             logprobs=wanted if max(wanted, default=-1) >= 0 else (),
+            logprob_ids=_named([p.logprob_token_ids for p in params]),
             all_greedy=all(p.greedy for p in params),
             any_min_tokens=any(p.min_tokens for p in params),
             constrained=tuple(index for index, p in enumerate(params) if p.grammar is not None),
@@ -143,6 +145,7 @@ class SamplingColumns:
             min_p=self.min_p[rows],
             seed=self.seed[rows],
             logprobs=tuple(self.logprobs[row] for row in rows.tolist()) if self.logprobs else (),
+            logprob_ids=None if self.logprob_ids is None else self.logprob_ids[rows],
         )
 
 
@@ -236,6 +239,7 @@ class BatchBuilder:
             position=torch.from_numpy(positions),
             suppress=self._suppressed(samplers, draft_lens) if columns.any_min_tokens else (),
             logprobs=columns.logprobs,
+            logprob_ids=columns.logprob_ids,
             all_greedy=columns.all_greedy,
             edits=self.edits.with_histories(),
             masks=open_masks(samplers, columns.constrained, draft_lens),
@@ -249,6 +253,14 @@ class BatchBuilder:
             for offset in range(1 + drafts)
         )
         return suppressed if any(suppressed) else ()
+
+
+def _named(ids: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
+    """See `SamplingBatch.logprob_ids`."""
+    longest = max(map(len, ids), default=0)
+    if not longest:
+        return None
+    return torch.tensor([[*row, *[-1] * (longest - len(row))] for row in ids], dtype=torch.int64)
 
 
 def _pooled_tokens(extends: Sequence[Extend]) -> tuple[PooledTokens, ...]:

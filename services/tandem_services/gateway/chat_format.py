@@ -44,7 +44,7 @@ class ChatFormat:
         self._model = plan.model
         self._vocabulary = vocabulary
         self._prompt = plan.choices[0].input_ids
-        self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
+        self._top = plan.told_logprobs
         self._prompt_top = plan.prompt_logprobs
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
         self._names = logprobs.TokenNames(vocabulary, by_id=plan.names_by_id)

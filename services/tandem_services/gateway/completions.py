@@ -160,7 +160,7 @@ class CompletionFormat:
         self._model = plan.model
         self._vocabulary = vocabulary
         self._plan = plan
-        self._top = plan.choices[0].sampling.logprobs if plan.shows_logprobs else None
+        self._top = plan.told_logprobs
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
         self._names = logprobs.TokenNames(vocabulary, by_id=plan.names_by_id)
         self._owes_prompt: set[int] = set()
@@ -252,7 +252,7 @@ class CompletionFormat:
         planned = self._planned(index)
         if self._top is None or prompt is None or not planned.echo:
             return None
-        return logprobs.echoed_logprobs(planned.input_ids, prompt, self._names, self._top)
+        return logprobs.echoed_logprobs(planned.input_ids, prompt, self._names, planned.sampling.logprobs or 0)
 
     def _prompt_logprobs(self, choice: WholeChoice) -> PromptLogprobs | UnsetType:
         top = self._plan.prompt_logprobs

@@ -42,6 +42,8 @@ class GenerationFields(StructuredOutputFields, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    """Tokens whose logprobs are told instead of those of the likeliest."""
     logprob_start: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None

@@ -68,6 +68,14 @@ class GenerationPlan:
     """The session that its one choice continues."""
 
     @property
+    def told_logprobs(self) -> int | None:
+        """Most alternatives that the answer has with each token; None when it has no logprobs."""
+        sampling = self.choices[0].sampling
+        if not self.shows_logprobs or sampling.logprobs is None:
+            return None
+        return len(sampling.logprob_token_ids) or sampling.logprobs
+
+    @property
     def needs_workers(self) -> bool:
         """An echo without logprobs is written here."""
         return self.generate or any(choice.sampling.prompt_logprobs is not None for choice in self.choices)

@@ -45,6 +45,17 @@ def allowed_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
     return tuple(ids or ())
 
 
+def named_ids(ids: Sequence[int] | None, *, logprobs: int | None) -> tuple[int, ...]:
+    """`logprob_token_ids`. Raises `ApiError` 400 for an empty list, and without logprobs."""
+    if ids is None:
+        return ()
+    if not ids:
+        raise bad_request("logprob_token_ids must have at least one token id", "logprob_token_ids")
+    if logprobs is None:
+        raise bad_request("logprob_token_ids is only allowed with logprobs: ask for them too", "logprob_token_ids")
+    return tuple(ids)
+
+
 def bad_word_ids(words: Sequence[str] | None, tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
     """Token sequences of `words`. Raises `ApiError` 400 naming a word that is empty or too long."""
     if not words:

@@ -28,7 +28,7 @@ from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.prompt_length import FIELD as TRUNCATION
 from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.structured_output import AskedGrammar
-from tandem_services.gateway.token_rules import allowed_ids, logit_biases
+from tandem_services.gateway.token_rules import allowed_ids, logit_biases, named_ids
 from tandem_services.gateway.unsupported import refuse_unsupported
 
 _SEED_RANGE = 1 << 64
@@ -90,6 +90,7 @@ def sampling_params(
         stop=stop_strings(request),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
+        logprob_token_ids=named_ids(request.logprob_token_ids, logprobs=logprobs),
         prompt_logprobs=prompt_logprobs,
         logprob_start=request.logprob_start or 0,
         presence_penalty=request.presence_penalty or 0.0,

@@ -16,7 +16,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     """Fields of chat and completion requests that are refused unless neutral."""
 
     length_penalty: Any = None
-    logprob_token_ids: Any = None
     use_beam_search: Any = None
     spaces_between_special_tokens: Any = None
     kv_transfer_params: Any = None
@@ -57,7 +56,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _INSTEAD: Mapping[str, str] = {
     "use_beam_search": "leave it out, and ask for the likeliest of several choices with best_of",
     "length_penalty": "leave it out or set it to 1.0: it ranks beams, and there is no beam search",
-    "logprob_token_ids": "leave it out, and ask for the likeliest tokens with top_logprobs or logprobs",
     "thinking_token_budget": "leave it out: max_tokens is what bounds an output",
 }
 """What to do about it, where there is more to say than to leave it out."""

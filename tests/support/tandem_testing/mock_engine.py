@@ -329,6 +329,8 @@ class MockEngine:
         top = request.sampling.logprobs
         if top is None:
             return None
+        if named := request.sampling.logprob_token_ids:
+            return tuple(TokenLogprob(logprob=-0.5, top=tuple((token, -1.0 - token) for token in named)) for _ in ids)
         return tuple(TokenLogprob(logprob=-0.5, top=tuple((i + rank, -0.5 - rank) for rank in range(top))) for i in ids)
 
 

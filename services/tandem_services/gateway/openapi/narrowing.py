@@ -14,6 +14,7 @@ from tandem_engine.messages.requests import MAX_SESSION_BYTES
 from tandem_engine.messages.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
@@ -78,6 +79,7 @@ _GENERATION: Mapping[str, Schema] = {
     "bad_words": {"maxItems": MAX_WORDS},
     "prompt_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     "logprob_start": {"minimum": 0},
+    "logprob_token_ids": {"minItems": 1, "maxItems": MAX_LOGPROB_TOKEN_IDS},
     "truncate_prompt_tokens": _TRUNCATION,
     "stream_interval": {"minimum": 1, "maximum": MAX_OUTPUT_TOKENS},
     "stop": {"maxItems": MAX_STOP_STRINGS},

@@ -65,6 +65,7 @@ def test_prompts_beside_decodes_with_everything_that_can_be_asked():
     sampling = make_sampling(
         temperature=[0.8, 0.0, 1.3], top_k=[0, 3, 5], top_p=[0.9, 1.0, 1.0], min_p=[0.0, 0.0, 0.05],
         seed=[1, 2, 3], position=[4, 20, 7], logprobs=(2, -1, 0), suppress=((1, 2), (), (60,)),
+        logprob_ids=torch.tensor([[-1, -1], [-1, -1], [7, 60]]),
     )  # fmt: skip
     chunk = prompt(row=5, pages=OTHER_PAGES, length=4)
     batch = make_batch([chunk, prompt(row=6, pages=[20], length=7), decode(20)], sampling=sampling)
@@ -80,6 +81,8 @@ def test_prompts_beside_decodes_with_everything_that_can_be_asked():
     )
     result = on_both(both, asked)
     assert len(result.prompt_scores[0].logprobs) == 3
+    found = [None if logprobs is None else [token for token, _ in logprobs.top] for logprobs in result.logprobs]
+    assert (len(found[0]), found[1:]) == (2, [None, [7, 60]])
     assert torch.equal(both.streams.pool.data[40], both.streams.pool.data[9])
 
 

@@ -3,6 +3,7 @@ import torch
 
 from tandem_engine.forward.forward_batch import SampledLogprobs
 from tandem_engine.sampling.logprobs import sampled_logprobs
+from tandem_engine.sampling.queued_logprobs import queue_sampled
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.forward_builders import make_sampling
 
@@ -43,6 +44,23 @@ def test_logprobs_are_those_of_the_model_not_of_the_filters():
     assert sampled.token_ids.tolist() == [3]
     assert sampled.logprobs[0].logprob == pytest.approx(LOGPROBS[3])
     assert [token for token, _ in sampled.logprobs[0].top] == [1, 3]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_tokens_that_a_row_names_come_in_its_order_and_instead_of_the_likeliest(queued):
+    logits, token_ids = LOGITS.expand(4, -1), torch.tensor([1, 1, 1, 4])
+    wanted, named = (2, 0, -1, 1), torch.tensor([[4, 0, 4], [3, -1, -1], [-1, -1, -1], [-1, -1, -1]])
+    if queued:
+        outcome = queue_sampled(logits, token_ids, wanted, named)
+        result = outcome.read(outcome.tensors)
+    else:
+        result = sampled_logprobs(logits, token_ids, wanted, named)
+    assert result[2] is None
+    found = [[] if row is None else [token for token, _ in row.top] for row in result]
+    assert found == [[4, 0, 4], [3], [], [1]]
+    for row in result:
+        for token, value in () if row is None else row.top:
+            assert value == pytest.approx(LOGPROBS[token])
 
 
 def test_nobody_asks():

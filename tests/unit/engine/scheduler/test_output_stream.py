@@ -76,8 +76,11 @@ def test_logprobs_stay_with_their_tokens(overlap):  # T50
     engine.add(make_message("none", [4, 5], max_tokens=7))
     engine.add(make_message("some", max_tokens=7, logprobs=2))
     engine.add(make_message("zero", [9], max_tokens=7, logprobs=0))
+    engine.add(make_message("named", [8, 7], max_tokens=7, logprobs=3, logprob_token_ids=(40, 6)))
     engine.run()
     assert all(output.logprobs is None for output in engine.received["none"].outputs)
+    named = [logprob.top for output in engine.received["named"].outputs for logprob in output.logprobs]
+    assert named == [((40, -42.0), (6, -8.0))] * 7
     for rid, top in [("some", 2), ("zero", 0)]:
         for output in engine.received[rid].outputs:
             assert [logprob.logprob for logprob in output.logprobs] == [-1.0 - t / 97 for t in output.token_ids]

@@ -128,7 +128,16 @@ def test_sampling_parameters_stand_in_the_order_of_samplers():
     assert (sampling.top_k.tolist(), sampling.top_p.tolist()) == ([0, 9], [1.0, 0.5])
     assert (sampling.min_p.tolist(), sampling.seed.tolist()) == ([0.0, 0.25], [0, -5])
     assert sampling.logprobs == (-1, 2)
+    assert sampling.logprob_ids is None
     assert not sampling.all_greedy
+
+
+def test_named_tokens_stand_in_the_order_of_samplers():
+    bench = Bench()
+    sizes: tuple[tuple[int, ...], ...] = ((), (5, 9), (3,))
+    requests = [bench.request(3, outputs=1, launched=3, logprobs=0, logprob_token_ids=ids) for ids in sizes]
+    assert bench.build(decodes=requests).sampling.logprob_ids.tolist() == [[-1, -1], [5, 9], [3, -1]]
+    assert bench.build(decodes=requests[:1]).sampling.logprob_ids is None
 
 
 def test_top_k_of_one_is_greedy():

@@ -85,6 +85,14 @@ def test_a_run_is_cut_behind_a_stop_token_in_its_middle():  # T48, T50
     assert engine.scheduler.tally.output_tokens == 4
 
 
+def test_named_logprobs_are_those_of_every_position_of_a_run():
+    engine = drafting(num_draft_tokens=8)
+    engine.add(make_message("other", [7], max_tokens=9, logprobs=1))
+    run_one(engine, max_tokens=9, logprobs=0, logprob_token_ids=(5, 3))
+    assert [logprob.top for logprob in engine.received["r"].logprobs] == [((5, -7.0), (3, -5.0))] * 9
+    assert {len(logprob.top) for logprob in engine.received["other"].logprobs} == {1}
+
+
 def test_a_stop_string_is_found_wherever_in_a_run_it_ends():  # T49
     text = decode_text(expected_output(make_message("r", PROMPT, max_tokens=9)))
     engine = drafting(num_draft_tokens=8)

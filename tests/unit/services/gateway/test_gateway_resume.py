@@ -57,6 +57,7 @@ KINDS: dict[str, Ask] = {
     "prompt logprobs": {"prompt_logprobs": 2},
     "token ids": {"return_token_ids": True},
     "token ids streamed": {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 1, **STREAM},
+    "named logprobs": {"logprobs": 0, "logprob_token_ids": [9, 5]},
     "intervals": {"stream_interval": 3, "return_token_ids": True, "logprobs": 1, **STREAM},
     "n": {"n": 3, "logprobs": 1},
     "n streamed": {"n": 3, "logprobs": 1, **STREAM},

@@ -132,6 +132,25 @@ async def test_more_of_them_than_an_answer_may_hold_are_refused(gateway, rack, f
     assert not rack.engines[0].received
 
 
+# A3: logprob_token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_of_named_tokens_are_told_in_their_order(gateway, rack, tokenizer, stream):
+    fields = {"max_tokens": 3, "logprob_token_ids": [9, 5], "stream": stream}
+    answers = [await gateway.chat(logprobs=True, **fields), await gateway.complete(logprobs=0, **fields)]
+    assert {request.sampling.logprob_token_ids for request in rack.engines[0].received} == {(9, 5)}
+    chat, text = ([c for d in (events(a) if stream else [a.json()]) for c in d["choices"]] for a in answers)
+    names = [tokenizer.decode([token]) for token in (9, 5)]
+    content = [item for choice in chat if choice["logprobs"] for item in choice["logprobs"]["content"]]
+    assert len(content) == 3
+    for item in content:
+        assert [(top["token"], top["logprob"]) for top in item["top_logprobs"]] == [(names[0], -10), (names[1], -6)]
+    tops = [top for choice in text if choice["logprobs"] for top in choice["logprobs"]["top_logprobs"]]
+    assert len(tops) == 3
+    assert all((top[names[0]], top[names[1]]) == (-10, -6) for top in tops)
+
+
 # A2.4: echo with logprobs
 
 

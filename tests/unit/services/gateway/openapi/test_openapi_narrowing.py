@@ -46,6 +46,7 @@ ITEMS: dict[str, Any] = {
     "stop": lambda n: [f"stop {i}" for i in range(n)],
     "bad_words": lambda n: [f"w{i}" for i in range(n)],
     "allowed_token_ids": lambda n: [5] * n,
+    "logprob_token_ids": lambda n: [5] * n,
     "stop_token_ids": lambda n: [5] * n,
     "messages": lambda n: [{"role": "user", "content": ""}] * n,
     "tools": lambda n: [{"type": "function", "name": f"f{i}", "function": {"name": f"f{i}"}} for i in range(n)],
@@ -121,6 +122,7 @@ CASES = [(shape, field, bounds) for shape, fields in BOUNDS.items() for field, b
     ("shape", "field", "bounds"), CASES, ids=[f"{shape.__name__}-{field}" for shape, field, _ in CASES]
 )
 def test_a_bound_is_where_the_document_says(ask, shape, field, bounds):
+    needed = {"logprobs": shape is ChatRequest or 1} if field == "logprob_token_ids" else WITH.get(field, {})
     inside, beyond = edges(bounds, "tools of messages" if (shape, field) == (MessagesRequest, "tools") else field)
     for value in inside:
         if field in OUTPUT_TOKENS and value > 1:
@@ -128,11 +130,11 @@ def test_a_bound_is_where_the_document_says(ask, shape, field, bounds):
             assert "maximum context length" in ask(shape, **{field: value})[1]["message"]
             continue
         given = LARGEST_BEST_OF if field == "best_of" and value > 1 else value
-        beside = {"echo": True} if field in OUTPUT_TOKENS and value == 0 else WITH.get(field, {})
+        beside = {"echo": True} if field in OUTPUT_TOKENS and value == 0 else needed
         status, error = ask(shape, **beside, **{field: given})
         assert status == 200 or (shape is CloseRequest and status == 404), (value, error)
     for value in beyond:
-        status, error = ask(shape, **WITH.get(field, {}), **{field: value})
+        status, error = ask(shape, **needed, **{field: value})
         assert (status, error.get("param")) == (400, field), (value, error)
 
 
