@@ -12,7 +12,7 @@ from tandem_testing.system_client import GREEDY, Sampling, SystemClient
 from tandem_testing.system_streams import assert_unharmed, lost, moved, run_with, run_with_busiest
 from tandem_testing.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 SEEDED = Sampling(temperature=1.0, seed=7)
 LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=900, spread=0.4), 16, rate=None, seed=23)

@@ -14,7 +14,7 @@ from tandem_services.loadgen.workload import Lengths, fixed_workload
 from tandem_testing.system_client import GREEDY
 from tandem_testing.system_streams import assert_unharmed, run_with
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=150, spread=0.4), 16, rate=None, seed=11)
 NOBODY_FOR_S = 2.0

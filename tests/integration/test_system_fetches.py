@@ -9,7 +9,7 @@ import pytest
 from tandem_testing.system_client import SystemClient
 from tandem_testing.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 TOLD_S = 30.0
 """Within which the index knows what a worker has cached, and a figure of what it costs to fetch it."""

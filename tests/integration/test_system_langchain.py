@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from tandem_testing.client_sessions import QUESTION, WEATHER, check_forecast
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 
 class Forecast(BaseModel):

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from tandem_testing.system import System
 from tandem_testing.system_client import SystemClient
 from tandem_testing.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 MEASURED_S = 60.0
 INDEXED_S = 20.0
@@ -31,12 +32,16 @@ INDEXED_S = 20.0
 async def test_every_pair_is_measured_and_the_operator_sees_it(fleet, capsys):
     for worker_id, url in fleet.system.workers.items():
         peers = "decode" if worker_id.startswith("prefill") else "prefill"
+        links: list[dict[str, Any]] = []
 
-        async def measured(url: str = url) -> bool:
-            links = (await fleet.get(f"{url}/links"))["links"]
-            return sum(link.get("bytes_per_s", 0.0) > 0 for link in links) == 2
+        async def measured(url: str = url, peers: str = peers, links: list[dict[str, Any]] = links) -> bool:
+            links[:] = (await fleet.get(f"{url}/links"))["links"]
+            # One that was killed by an earlier test may still be among them.
+            known = sorted(link["peer"].partition("@")[0] for link in links) == [f"{peers}-0", f"{peers}-1"]
+            # A request's push has told the rate alone, perhaps before the self-test could.
+            return known and all(min(link.get("bytes_per_s", 0.0), link.get("latency_s", 0.0)) > 0 for link in links)
 
-        await until(measured, MEASURED_S, f"{worker_id} has measured its links")
+        await until(measured, MEASURED_S, f"{worker_id} has measured its links", links.copy)
         assert await fleet.metric("tandem_link_bytes_per_second", url) > 0
         assert await asyncio.to_thread(main, ["ctl", url, "links"]) == 0
         header, *rows = capsys.readouterr().out.splitlines()

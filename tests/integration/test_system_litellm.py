@@ -17,7 +17,6 @@ from tandem_testing.client_sessions import PARAMETERS, QUESTION, WEATHER, check_
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(180),
     pytest.mark.xdist_group("system"),
     # Its sessions and its models of answers are its own to mend.
     pytest.mark.filterwarnings("ignore"),

@@ -21,7 +21,7 @@ from tandem_services.common.ports import free_port
 from tandem_testing.system import tandem_command
 from tandem_testing.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 PATIENT_S = 60.0
 TAKEN_OVER = ("--model", "--served-model-name", "--redis-url", "--redis-password-file", "--cluster", "--curve-keys")

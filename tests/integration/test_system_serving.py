@@ -10,7 +10,7 @@ from tandem_services.loadgen.workload import Lengths, RequestSpec, fixed_workloa
 from tandem_testing.system_client import SystemClient
 from tandem_testing.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 QUESTIONS = [
     [{"role": "user", "content": f"Tell me a story about {who} who lives near a river."}]

@@ -6,7 +6,7 @@ import pytest
 
 from tandem_testing.system_client import SystemClient
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 TURNS = ("Once upon a time there was a fox who lived near a river. " * 12, "One day he met", " and then")
 

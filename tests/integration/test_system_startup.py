@@ -20,7 +20,6 @@ from tandem_testing.waiting import wait_for
 pytestmark = [
     pytest.mark.xdist_group("system"),
     pytest.mark.slow,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
 ]
 

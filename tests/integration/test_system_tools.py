@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 PARAMETERS = {
     "type": "object",

@@ -10,7 +10,7 @@ from tandem_testing.otlp_receiver import ReceivedSpan, children, only
 from tandem_testing.system_client import SystemClient
 from tandem_testing.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 PROMPT = " ".join(f"The river has {number} boats." for number in range(40))
 CLOCK_NS = 5_000_000

@@ -7,10 +7,11 @@
     3. writing   one push at a time: one page to connect, two to measure the latency, all of them twice
     4. over      done, failed or given up       ── DrainAck ─────────▶    gives them back
 
-Scratch pages come off the free list, a small share of what nobody is expected to need, so no request waits for them
-and nothing is evicted. The receiver's are held like those of a handoff that ended early: they are free again when the
-writer acknowledges or is fenced, and for no other reason (T60). A writer tests one link at a time, and a receiver takes
-part in one test at a time.
+Scratch pages are a small share of what nobody is expected to need, so no request waits for them. A prefix cache that
+has grown over all memory, as it does in time, gives up for them what it would give up to the next prompt, which then
+finds it on the free list. The receiver's are held like those of a handoff that ended early: they are free again when
+the writer acknowledges or is fenced, and for no other reason (T60). A writer tests one link at a time, and a receiver
+takes part in one test at a time.
 """
 
 from collections import deque
@@ -34,7 +35,7 @@ PROBE_TIMEOUT = 5.0
 """Seconds a test may take, and seconds until it is given up when the peer does not answer."""
 
 SPARE_SHARE = 16
-"""A test takes at most this part of the pages that are free and not expected to be needed."""
+"""A test takes at most this part of the pages that are free, or cached, and not expected to be needed."""
 
 GENERATION = 1
 """Rooms of tests are never used again."""
@@ -282,8 +283,7 @@ class ProbeTargets:
 
 
 def take_scratch(host: StageHost, wanted: int) -> tuple[PageId, ...]:
-    """At most `wanted` free pages, or none when memory is short. Give them back through `memory.give_back`."""
-    free = host.memory.allocator.available_to(Writer.PEER)
-    allowed = min(wanted, min(free, host.spare_pages()) // SPARE_SHARE)
+    """At most `wanted` pages, or none when memory is short. Give them back through `memory.give_back`."""
+    allowed = min(wanted, host.spare_pages() // SPARE_SHARE)
     pages = host.memory.reserve_pages(allowed, Writer.PEER) if allowed > 0 else None
     return tuple(pages or ())

@@ -2,7 +2,8 @@
 
 Life of a link
     1. met        the worker service has named the peer; a first self-test is due after a random while, so that the
-                  workers of a rollout do not all write at once
+                  workers of a rollout do not all write at once. The peer may have greeted, and have been written to,
+                  long before: it greets once, whoever is listening
     2. measured   a self-test (`link_probe`) has given bytes per second and latency, and both sides' `Hello`s tell the
                   transport; every push of a request keeps the figure current
     3. silent     without pushes for `REPEAT_S` the self-test is repeated
@@ -25,7 +26,7 @@ from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.link_probe import LinkProber, ProbeResult, ProbeTargets
 from tandem_engine.disaggregation.link_rate import LinkRate
 from tandem_engine.disaggregation.link_transport import condition_of, transport_between
-from tandem_engine.disaggregation.peers import PeerEvent, PeerLink
+from tandem_engine.disaggregation.peers import MAX_CHANNELS, PeerEvent, PeerLink
 from tandem_engine.disaggregation.transport import (
     Digests,
     KvTransport,
@@ -87,6 +88,8 @@ class Links:
     targets: ProbeTargets
     prober: LinkProber = field(init=False)
     _links: dict[str, Link] = field(default_factory=dict)
+    _transports: dict[str, LinkTransport] = field(default_factory=dict)
+    """To whoever has greeted, named or not; the oldest makes room for the next."""
 
     @classmethod
     def build(
@@ -120,7 +123,8 @@ class Links:
         # In the order of their naming, on every rank of an engine (T68): a set has another order in each process.
         for incarnation in [incarnation for incarnation in named if incarnation not in self._links]:
             due = self.clock.now() + self.random.uniform(0.0, FIRST_WITHIN_S)
-            self._links[incarnation] = Link(peer=named[incarnation], due=due)
+            self._links[incarnation] = link = Link(peer=named[incarnation], due=due)
+            self._carried_by(link, self._transports.get(incarnation, LinkTransport.UNKNOWN))
 
     def tick(self) -> None:
         """Let time pass: begin and give up self-tests."""
@@ -205,6 +209,7 @@ class Links:
     def peer_gone(self, incarnation: str) -> None:
         """The peer is fenced. Idempotent."""
         self._links.pop(incarnation, None)
+        self._transports.pop(incarnation, None)
         self.prober.peer_gone(incarnation)
         self.targets.holds.fence(incarnation)
 
@@ -217,11 +222,17 @@ class Links:
         return chain(self.prober.held_pages(), self.targets.holds.held_pages())
 
     def _on_hello(self, hello: Hello) -> None:
-        link = self._links.get(hello.sender.incarnation)
-        if link is None:
-            return
-        link.transport = transport_between(self.transport.hello(), hello)
-        condition = condition_of(link.transport, self.config.expect_transport)
+        incarnation = hello.sender.incarnation
+        if incarnation not in self._transports and len(self._transports) >= MAX_CHANNELS:
+            del self._transports[next(iter(self._transports))]
+        self._transports[incarnation] = transport_between(self.transport.hello(), hello)
+        link = self._links.get(incarnation)
+        if link is not None:
+            self._carried_by(link, self._transports[incarnation])
+
+    def _carried_by(self, link: Link, transport: LinkTransport) -> None:
+        link.transport = transport
+        condition = condition_of(transport, self.config.expect_transport)
         if condition and condition != link.condition:
             logger.warning(
                 "link to %s: %s; look at UCX_TLS and at the devices of both", link.peer.incarnation, condition

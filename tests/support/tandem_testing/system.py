@@ -22,7 +22,8 @@ from pathlib import Path
 
 from tandem_testing.waiting import wait_for
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 200.0
+"""The first start of a checkout compiles, in each of its processes, what the next ones find in the cache."""
 STOP_TIMEOUT_S = 30.0
 MARK = "SYSTEM_UNDER_TEST"
 

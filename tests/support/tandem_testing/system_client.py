@@ -16,7 +16,7 @@ from tandem_testing.waiting import until
 
 READ_TIMEOUT_S = 60.0
 """A stream that is silent for longer has hung."""
-SETTLE_TIMEOUT_S = 30.0
+SETTLE_TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 60.0
 
 

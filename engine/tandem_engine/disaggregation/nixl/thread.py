@@ -16,11 +16,13 @@ when the one before it is done. A WRITE that is done has arrived, and no notific
 the sender waiting until the receiver has looked twice, and the sender has something to tell anyway (`HandoffRecord`).
 
 An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
-B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`.
+B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`. So does a WRITE that does not end: a
+connection of which only the other side knows that it is over says nothing, and pages of both sides wait for the push.
 """
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -64,6 +66,9 @@ EXPECTING_PAUSE = 1e-3
 BUSY_LOOK = 20e-6
 """Seconds. A look that takes longer has moved bytes, so there is no pause before the next: over TCP, writes progress at
 the pace at which both sides look."""
+STUCK_S = 10.0
+SLOWEST_BYTES_PER_S = 10e6
+"""A WRITE that is not done after so many seconds, and those that its pages take at that rate, is given up."""
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
 
@@ -132,6 +137,8 @@ class _Outstanding:
     """In writes that are done; the wait for layers is not the transfer's."""
     began: float = 0.0
     """When `write` was started."""
+    give_up: float = math.inf
+    """Monotonic time at which `write` should have been done long since."""
     layers: int = 0
     """Layers [0, layers) are written, or being written by `write`."""
     write: Write | None = None
@@ -263,10 +270,13 @@ class TransferThread:
         """End every push to `peer` and drop its mappings. Unknown peers are ignored."""
         if self._peers.pop(peer, None) is None:
             return
-        for outstanding in [*self._outstanding.values()]:
-            if outstanding.push.peer == peer:
-                self._fail(outstanding, reason, peer_lost=True)
+        ended = [outstanding for outstanding in self._outstanding.values() if outstanding.push.peer == peer]
+        for outstanding in ended:
+            self._release(outstanding)
+        # Before anybody hears of it: the receiver uses its pages again once it is told (T60).
         self.agent.remove_peer(peer)
+        for outstanding in ended:
+            self._fail(outstanding, reason, peer_lost=True)
 
     # Pushes
 
@@ -322,6 +332,8 @@ class TransferThread:
         there = self._peers[push.peer]
         descriptors = describe(self.region, push.source, there, push.target, layers, push.heads)
         outstanding.began = self.clock.now()
+        patience = STUCK_S + len(push.source) * self.region.page_bytes / SLOWEST_BYTES_PER_S
+        outstanding.give_up = outstanding.began + patience
         try:
             outstanding.write = self.agent.write(push.peer, descriptors, there.device)
         except TransferError as error:
@@ -339,11 +351,12 @@ class TransferThread:
             self._lose(outstanding.push.peer, str(error))
             return False
         if done:
-            self.agent.release(outstanding.write)
-            outstanding.write = None
+            self._release(outstanding)
             outstanding.seconds += self.clock.now() - outstanding.began
             if outstanding.layers == self.region.layers:
                 self._done(outstanding)
+        elif self.clock.now() >= outstanding.give_up:
+            self._lose(outstanding.push.peer, f"a WRITE has not ended in {self.clock.now() - outstanding.began:.0f} s")
         return done
 
     def _done(self, outstanding: _Outstanding) -> None:
@@ -355,6 +368,11 @@ class TransferThread:
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:
         del self._outstanding[outstanding.push.key]
+        self._release(outstanding)
+        self.outbox.put(PushFailed(key=outstanding.push.key, reason=reason, peer_lost=peer_lost))
+
+    def _release(self, outstanding: _Outstanding) -> None:
+        """Give the write under way back, which cancels it unless it is done. Idempotent."""
         if outstanding.write is not None:
             self.agent.release(outstanding.write)
-        self.outbox.put(PushFailed(key=outstanding.push.key, reason=reason, peer_lost=peer_lost))
+            outstanding.write = None

@@ -3,16 +3,19 @@
 import dataclasses
 from random import Random
 
+import msgspec
 import pytest
 
 from tandem_engine.disaggregation.fake import Fate
 from tandem_engine.disaggregation.link_probe import SPARE_SHARE
 from tandem_engine.disaggregation.links import FIRST_WITHIN_S, JITTER, REPEAT_S, RETRY_S
+from tandem_engine.disaggregation.peers import MAX_CHANNELS
 from tandem_engine.messages.control import LinkReport
 from tandem_engine.messages.transfer import DrainAck, Hello, ProbeGrant, ProbeRefusal, ProbeRequest
 from tandem_engine.names import LinkTransport
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import CONFIG, Pair, Side, make_pair
+from tandem_testing.scheduler_builders import VOCAB
 
 PAGE_S = 0.001
 SECONDS_PER_PAGE = 0.0001
@@ -100,6 +103,51 @@ def test_where_memory_is_short_a_self_test_waits():
     settle(pair, seconds=RETRY_S * (1 + JITTER))
     assert len(pair.prefill.link.messages(ProbeRequest)) == 2
     pair.assert_clean()
+
+
+def test_links_are_measured_where_the_prefix_cache_has_grown_over_all_memory():
+    """Every worker's has in time: its links, and those to it from a worker that has just started, had no figure."""
+    pair = measured_pair()
+    for number in range(20):
+        pair.submit(f"r{number}", Random(number).choices(range(1, VOCAB), k=99))
+        pair.run()
+    for side in (pair.prefill, pair.decode):
+        assert side.engine.memory.allocator.available < SPARE_SHARE
+    meet(pair)
+    settle(pair)
+    settle(pair, seconds=RETRY_S * (1 + JITTER))
+    for side in (pair.prefill, pair.decode):
+        assert link(side).problem == ""
+        assert link(side).latency_s == PAGE_S
+    pair.assert_clean()
+
+
+def test_a_peer_that_greeted_before_it_was_named_is_known_by_its_transport():
+    """It greets once, with its first grant: that may be before this worker's service has seen it in the registry."""
+    pair = measured_pair()
+    for side in (pair.prefill, pair.decode):
+        side.transport.facts = {"machine": "m1", "transports": (LinkTransport.SHM,)}
+    pair.submit("early")
+    pair.run()
+    pair.prefill.stage.links.meet([pair.decode.peer])
+    assert link(pair.prefill).transport is LinkTransport.SHM
+    pair.submit("late")
+    pair.run()
+    assert link(pair.prefill).bytes_per_s > 0
+    assert not pair.prefill.link.messages(ProbeRequest)
+    assert link(pair.prefill).transport is LinkTransport.SHM
+
+
+def test_what_is_known_of_those_who_greet_is_bounded_and_goes_with_them():
+    side = make_pair().prefill
+    links, greeting = side.stage.links, side.transport.hello()
+    for number in range(MAX_CHANNELS + 3):
+        links.on_peer(msgspec.structs.replace(greeting, sender=make_peer(f"peer-{number}")))
+    assert len(links._transports) == MAX_CHANNELS
+    newest = make_peer(f"peer-{MAX_CHANNELS + 2}").incarnation
+    assert newest in links._transports
+    links.peer_gone(newest)
+    assert newest not in links._transports
 
 
 def test_requests_go_on_during_a_self_test_with_the_output_they_have_without():

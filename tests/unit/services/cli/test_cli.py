@@ -17,7 +17,9 @@ from tandem_services.cli.redis_process import start_redis
 from tandem_services.cli.up import greeting, plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.ports import free_port
+from tandem_testing.waiting import wait_for
 
+UP_S = 60.0
 COMMANDS = ["up", "chat", "bench", "verify", "simulate", "gateway", "router", "worker", "ctl", "keys"]
 
 
@@ -288,27 +290,27 @@ def test_a_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_pa
     assert child.status is not None
 
 
-def test_what_the_others_need_is_stopped_after_them(tmp_path) -> None:
-    flag = tmp_path / "gone"
-    last = f"""
-import pathlib, signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if pathlib.Path({str(flag)!r}).exists() else 9))
-pathlib.Path({str(tmp_path / "up-last")!r}).touch()
-signal.pause()
-"""
-    first = f"""
+TOLD_TO_END = """
 import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), pathlib.Path({str(flag)!r}).touch(), sys.exit(0)))
-pathlib.Path({str(tmp_path / "up-first")!r}).touch()
-signal.pause()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+pathlib.Path({up!r}).touch()
+signal.sigwait([signal.SIGTERM])
 """
+"""Blocked and waited for: `signal.pause` waits for the next one when the first comes right before it."""
+
+
+def test_what_the_others_need_is_stopped_after_them(tmp_path) -> None:
+    gone, up = tmp_path / "gone", {name: tmp_path / f"up-{name}" for name in ("last", "first")}
+    endings = {
+        "last": f"sys.exit(0 if pathlib.Path({str(gone)!r}).exists() else 9)",
+        "first": f"time.sleep(0.3); pathlib.Path({str(gone)!r}).touch()",
+    }
     supervisor = Supervisor()
-    for name, code, outlives in (("last", last, True), ("first", first, False)):
-        argv = [sys.executable, "-c", code]
-        supervisor.start(Child(name=name, argv=argv, log=tmp_path / name, outlives_others=outlives))
-    while not ((tmp_path / "up-last").exists() and (tmp_path / "up-first").exists()):
-        supervisor.require_alive()
-    supervisor.stop(grace=20)
+    for name, ending in endings.items():
+        argv = [sys.executable, "-c", TOLD_TO_END.format(up=str(up[name])) + ending]
+        supervisor.start(Child(name=name, argv=argv, log=tmp_path / name, outlives_others=name == "last"))
+    wait_for(lambda: all(path.exists() for path in up.values()), UP_S)
+    supervisor.stop(grace=UP_S)
     assert [child.status for child in supervisor.children] == [0, 0]
 
 
