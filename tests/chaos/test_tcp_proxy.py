@@ -7,7 +7,7 @@ import pytest
 
 from tandem_testing.tcp_proxy import CALM, TcpProxy, Weather
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

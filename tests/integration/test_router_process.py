@@ -24,7 +24,7 @@ def start(server: RedisServer, *flags: str) -> "subprocess.Popen[str]":
 
 
 def wait_until_live(process: "subprocess.Popen[str]", url: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             assert httpx.get(f"{url}/live").status_code == 200

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import re
 import signal
+from collections import Counter
 
 import pytest
 
@@ -23,8 +25,20 @@ SOME = 8
 DECODE = ("decode-0", "decode-1")
 
 
-async def exits_0(client: SystemClient, worker_id: str, pid: int) -> None:
-    await until(lambda: f"{worker_id} exited with status 0" in client.system.logs(400), 30.0, "exit status 0")
+EXIT_S = 60.0
+
+
+def clean_exits(client: SystemClient) -> Counter[str]:
+    """Worker → times that it has exited with status 0."""
+    said = (client.system.run_dir / "up.out").read_text("utf-8", "replace")
+    return Counter(re.findall(r"^tandem: (\S+) exited with status 0;", said, re.MULTILINE))
+
+
+async def exits_0(client: SystemClient, worker_id: str, pid: int, *, before: Counter[str]) -> None:
+    """Once more than `before`; and wait until it is back."""
+    await until(
+        lambda: clean_exits(client)[worker_id] == before[worker_id] + 1, EXIT_S, "exit status 0", client.system.logs
+    )
     await client.all_ready(instead_of=[pid])
     await client.settled()
 
@@ -37,21 +51,21 @@ async def test_a_decode_worker_that_leaves_hands_its_streams_over_with_their_kv(
         left[worker_id] = fleet.system.service_pid(worker_id)
         os.kill(left[worker_id], signal.SIGTERM)
 
-    before = await moved(fleet)
+    exits, before = clean_exits(fleet), await moved(fleet)
     answers = await run_with_busiest(fleet, LONG_ANSWERS, sampling, leave, among=DECODE, speaking=SOME)
     await assert_unharmed(answers, reference, sampling)
     assert await moved(fleet) > before
     ((worker_id, pid),) = left.items()
-    await exits_0(fleet, worker_id, pid)
+    await exits_0(fleet, worker_id, pid, before=exits)
 
 
 async def test_a_prefill_worker_that_leaves_serves_what_it_computes_and_costs_nobody_anything(fleet, reference):
-    leaver = fleet.system.service_pid("prefill-0")
+    leaver, exits = fleet.system.service_pid("prefill-0"), clean_exits(fleet)
     prompts = fixed_workload(Lengths(prompt=700, output=40, spread=0.3), 16, rate=None, seed=leaver)
     # The first two speak while the prompts of most others are still to be computed.
     answers = await run_with(fleet, prompts, GREEDY, lambda: os.kill(leaver, signal.SIGTERM), speaking=2)
     await assert_unharmed(answers, reference, GREEDY)
-    await exits_0(fleet, "prefill-0", leaver)
+    await exits_0(fleet, "prefill-0", leaver, before=exits)
 
 
 async def test_roles_change_under_load_without_a_restart(fleet, reference):
@@ -91,8 +105,8 @@ async def test_streams_that_nobody_else_can_take_end_where_they_are(fleet, refer
         seen = {worker["worker_id"]: worker["state"] for worker in view}
         return seen["decode-1"] == "paused" and await fleet.metric("tandem_worker_offered", other) == 0
 
-    await until(withdrawn, 10.0, "decode-1 is not offered")
-    leaver = fleet.system.service_pid("decode-0")
+    await until(withdrawn, EXIT_S, "decode-1 is not offered")
+    leaver, exits = fleet.system.service_pid("decode-0"), clean_exits(fleet)
     before = await moved(fleet)
     try:
         answers = await run_with(fleet, LONG_ANSWERS, GREEDY, lambda: os.kill(leaver, signal.SIGTERM))
@@ -100,4 +114,4 @@ async def test_streams_that_nobody_else_can_take_end_where_they_are(fleet, refer
         assert await asyncio.to_thread(main, ["ctl", other, "resume"]) == 0
     await assert_unharmed(answers, reference, GREEDY)
     assert await moved(fleet) == before
-    await exits_0(fleet, "decode-0", leaver)
+    await exits_0(fleet, "decode-0", leaver, before=exits)

@@ -8,7 +8,7 @@ from tandem_testing.system_client import SystemClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
-TURNS = ("Once upon a time there was a fox who lived near a river. " * 12, "One day he met", " and then")
+TURNS = ("{about}. " + "Once upon a time there was a fox who lived near a river. " * 12, "One day he met", " and then")
 
 
 async def post(client: SystemClient, path: str, **body: Any) -> dict[str, Any]:
@@ -18,12 +18,12 @@ async def post(client: SystemClient, path: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
-async def assert_continues(client: SystemClient, reference: SystemClient) -> list[dict[str, Any]]:
-    """Three turns of one session on `client`; returns its answers."""
+async def assert_continues(client: SystemClient, reference: SystemClient, about: str) -> list[dict[str, Any]]:
+    """Three turns of one session on `client`; returns its answers. Nobody has anything `about` that cached."""
     answers, history = [], []
     session_id = (await client.http.post("/v1/sessions", json={})).json()["id"]
     for text in TURNS:
-        turn = [*await client.tokens(text)]
+        turn = [*await client.tokens(text.format(about=about))]
         params = {"session_params": {"id": session_id, "turn": len(answers)}, "ignore_eos": True}
         answers.append(await post(client, "/v1/completions", prompt=turn, **params))
         history += turn
@@ -45,13 +45,13 @@ async def output_tokens(client: SystemClient, answer: dict[str, Any]) -> list[in
 
 async def test_a_worker_that_does_both_continues_a_session(systems):
     async with SystemClient(system=systems[1]) as both:
-        answers = await assert_continues(both, both)
+        answers = await assert_continues(both, both, "Alone")
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 100
 
 
 async def test_a_decode_worker_keeps_the_session_whose_first_turn_was_handed_over(fleet, systems):
     async with SystemClient(system=systems[1]) as reference:
-        answers = await assert_continues(fleet, reference)
+        answers = await assert_continues(fleet, reference, "Handed over")
     [first], [second], [third] = [await fleet.attempts(answer["id"]) for answer in answers]
     assert first["prefill"].startswith("prefill-")
     assert {second["prefill"], third["prefill"]} == {None}

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 ONE_WORKER = ("--prefill", "0", "--decode", "0", "--both", "1", "--threads", "1", "--kv-cache-gib", "0.05")
+GONE_S = 20.0
 ENGINE_ONLY = ("torch", "numpy", "nixl", "transformers", "numba", "safetensors")
 
 
@@ -114,4 +115,4 @@ async def test_everything_but_the_engine_works_without_torch_and_ctrl_c_leaves_n
             while not (await anext(lines)).startswith("data: "):
                 pass
             assert await asyncio.to_thread(torchless.interrupt) == 0
-    wait_for(lambda: not torchless.processes(), 1.0, lambda: str(torchless.processes()))
+    wait_for(lambda: not torchless.processes(), GONE_S, lambda: str(torchless.processes()))

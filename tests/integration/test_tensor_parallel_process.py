@@ -28,8 +28,8 @@ from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
-START_S = 60.0
-END_S = 20.0
+START_S = 240.0
+END_S = 60.0
 PROMPTS = [range(5, 25), range(40, 43), range(5, 60)]
 
 

@@ -119,7 +119,7 @@ async def worker(server, remote, tmp_path):
         yield service
 
 
-async def until(condition, *, seconds: float = 20.0):
+async def until(condition, *, seconds: float = 60.0):
     """The first true value of `condition()`."""
     deadline = time.monotonic() + seconds
     while not (value := await condition()):
@@ -242,21 +242,21 @@ async def test_a_busy_engine_without_progress_is_not_offered(fleet, worker):  # 
 async def test_a_dead_engine_ends_the_worker_and_its_registration_at_once(fleet, worker):  # B3.32
     await until(lambda: find(fleet))
     os.kill(worker.remote.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(worker.exit, 10) == 1
+    assert await asyncio.wait_for(worker.exit, 60) == 1
     assert await find(fleet) is None
 
 
 async def test_an_engine_that_refuses_its_model_gives_its_reason(server, remote, tmp_path, caplog):
     config = config_for(server, remote, "--fail", "no config.json in /nowhere")
     async with running(config, remote, tmp_path) as worker:
-        assert await asyncio.wait_for(worker.exit, 20) == 3
+        assert await asyncio.wait_for(worker.exit, 60) == 3
     assert "no config.json in /nowhere" in caplog.text
 
 
 async def test_a_newer_incarnation_ends_the_older_worker(fleet, worker):  # B3.50
     await until(lambda: find(fleet))
     await fleet.beat(make_record("w1", number=9 * 10**18), deployment=worker.service.deployment)
-    assert await asyncio.wait_for(worker.exit, 10) == 1
+    assert await asyncio.wait_for(worker.exit, 60) == 1
 
 
 async def test_the_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worker):
@@ -317,7 +317,7 @@ async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog)
     await until(told)
     assert not worker.exit.done()
     worker.remote.tell(stats={"running": 0})
-    assert await asyncio.wait_for(worker.exit, 15) == 0
+    assert await asyncio.wait_for(worker.exit, 60) == 0
     assert await find(fleet) is None
     assert worker.remote.orders_of("shutdown")
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
@@ -329,7 +329,7 @@ async def test_an_engine_that_is_to_lose_a_node_is_drained(fleet, worker):
 
     await until(ready)
     worker.remote.tell(drain_wanted="node 1 is to leave")
-    assert await asyncio.wait_for(worker.exit, 15) == 0
+    assert await asyncio.wait_for(worker.exit, 60) == 0
     assert worker.remote.orders_of("drain")
 
 
@@ -361,8 +361,12 @@ async def test_untried_it_is_offered_when_it_finds_another_of_its_revision(
         await fleet.beat(replace(other, state=WorkerState.STANDBY), **ours)
         await two_heartbeats(fleet, worker.service.incarnation)
         assert (await find(fleet)).state is WorkerState.STANDBY
-        await fleet.beat(other, **ours)
-        await until(worker.ready)
+
+        async def offered() -> bool:
+            await fleet.beat(other, **ours)  # whose lease may end before the worker looks
+            return await worker.ready()
+
+        await until(offered)
 
 
 async def post_role(worker: Running, role: str) -> httpx.Response:
@@ -417,7 +421,7 @@ async def test_drain_does_not_wait_for_ever(server, remote, tmp_path, fleet):
         await until(lambda: find(fleet))
         remote.tell(stats={"running": 2})
         worker.service.drain()
-        assert await asyncio.wait_for(worker.exit, 15) == 0
+        assert await asyncio.wait_for(worker.exit, 60) == 0
 
 
 async def test_a_worker_ends_though_its_engine_takes_no_order_any_more(server, remote, tmp_path, fleet):
@@ -438,7 +442,7 @@ async def test_a_worker_ends_though_its_engine_takes_no_order_any_more(server, r
 
         await until(deregistered)
         remote.tell(exit=0)
-        assert await asyncio.wait_for(worker.exit, 15) == 0
+        assert await asyncio.wait_for(worker.exit, 60) == 0
 
 
 async def test_an_audit_is_answered_by_the_engine(worker, fleet):
@@ -509,6 +513,6 @@ async def test_sigterm_drains_and_exits_0(server, remote, fleet):
     async with worker_process(server, remote) as process:
         await until(lambda: find(fleet))
         process.terminate()
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     assert remote.orders_of("drain")
     assert await find(fleet) is None

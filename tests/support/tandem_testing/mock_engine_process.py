@@ -43,6 +43,7 @@ from tandem_engine.messages.control import (
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 
 STATS_PERIOD_S = 0.05
+LAST_WORDS_S = 30.0
 """Ten times as often as a real engine, so that tests need not wait for it."""
 
 
@@ -177,7 +178,7 @@ class EngineRemote:
 
     def accept(self) -> None:
         """Wait until the mock engine has started."""
-        self._socket.settimeout(30)
+        self._socket.settimeout(120)
         self._connection, _ = self._socket.accept()
         self.pid = int(json.loads(self._connection.recv(1 << 20))["pid"])
         self._connection.setblocking(False)
@@ -218,7 +219,7 @@ def main() -> int:
     try:
         if flags.fail:
             channel.send(EngineFailed(message=flags.fail, code="checkpoint_error"))
-            time.sleep(0.2)
+            channel.drain(LAST_WORDS_S)
             return 3
         channel.send(ready_message(flags.incarnation, transport=flags.transport))
         return MockEngine(channel=channel, remote=remote).run()

@@ -55,6 +55,8 @@ class System:
     url: str = ""
     workers: dict[str, str] = field(default_factory=dict)
     """Worker id → URL of its health port. Both outlive a restart."""
+    viewed: frozenset[int] = frozenset()
+    """Pids of the last time that a `SystemClient` found all of them in the gateway's view."""
 
     @classmethod
     def start(cls, run_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> "System":

@@ -1,6 +1,7 @@
 """Uses a running system as its clients and its operators do."""
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,11 @@ from tandem_testing.metric_text import metric_sum
 from tandem_testing.system import System
 from tandem_testing.waiting import until
 
-READ_TIMEOUT_S = 60.0
+READ_TIMEOUT_S = 120.0
 """A stream that is silent for longer has hung."""
 SETTLE_TIMEOUT_S = 60.0
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 150.0
+"""`tandem up` waits for up to half a minute before it starts again what has ended several times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +186,8 @@ class SystemClient:
             assert report["free_pages"] + report["tree_pages"] + dummy == total, f"{worker_id}: {report}"
 
     async def all_ready(self, *, instead_of: Sequence[int] = ()) -> None:
-        """Wait until `tandem up` has brought back everything; none of the pids `instead_of` counts."""
+        """Wait until `tandem up` has brought back everything, and the gateway sees it so; none of the pids `instead_of`
+        counts."""
 
         async def ready() -> bool:
             present = {process.pid for process in self.system.processes()}
@@ -196,6 +199,21 @@ class SystemClient:
             return all([await self.is_ready(url) for url in ("", *self.system.workers.values())])
 
         await until(ready, READY_TIMEOUT_S, "every worker ready")
+        await self._in_view(frozenset(process.pid for process in self.system.processes()))
+
+    async def _in_view(self, pids: frozenset[int]) -> None:
+        """Wait until the gateway's last view has these workers and no others; it decides by that when Redis is late."""
+        began, seen = time.monotonic(), dict[str, Any]()
+
+        async def in_view() -> bool:
+            seen.update(await self.get("/console/data/fleet"))
+            since = pids == self.system.viewed or time.monotonic() - began > seen["view_age_s"]
+            states = {worker["incarnation"]: worker["state"] for worker in seen["workers"]}
+            names = sorted(incarnation.partition("@")[0] for incarnation in states)
+            return since and names == sorted(self.system.workers) and set(states.values()) == {"ready"}
+
+        await until(in_view, READY_TIMEOUT_S, "every worker in the gateway's view", seen.copy)
+        self.system.viewed = pids
 
     async def is_ready(self, url: str) -> bool:
         try:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from tandem_services.loadgen.stream_client import Measurement
 from tandem_services.loadgen.workload import RequestSpec
+from tandem_testing.metric_text import metric_sum
 from tandem_testing.system_client import Reference, Sampling, SystemClient
 from tandem_testing.waiting import until
 
@@ -88,5 +89,8 @@ async def moved(client: SystemClient) -> float:
 
 async def lost(client: SystemClient) -> float:
     """Attempts so far that neither ended by themselves nor moved."""
-    attempts = await client.metric("tandem_gateway_attempts_total")
-    return attempts - await client.metric('tandem_gateway_attempts_total{outcome="finished"}') - await moved(client)
+    text = (await client.http.get("/metrics")).text
+    ended = {
+        kind: metric_sum(text, f'tandem_gateway_attempts_total{{outcome="{kind}"}}') for kind in ("finished", "moved")
+    }
+    return metric_sum(text, "tandem_gateway_attempts_total") - sum(ended.values())

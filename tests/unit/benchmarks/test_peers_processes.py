@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+# One after the other: each ends what belongs to nobody, and that may be another test's.
+pytestmark = pytest.mark.xdist_group("peers-processes")
+
 SPAWNS_ANOTHER = ["sh", "-c", "setsid env -i sleep 60 & exec sleep 60"]
 """One in a session of its own, without the mark: vLLM's processes lose it with their title."""
 

@@ -67,8 +67,8 @@ BUSY_LOOK = 20e-6
 """Seconds. A look that takes longer has moved bytes, so there is no pause before the next: over TCP, writes progress at
 the pace at which both sides look."""
 STUCK_S = 10.0
-SLOWEST_BYTES_PER_S = 10e6
-"""A WRITE that is not done after so many seconds, and those that its pages take at that rate, is given up."""
+SLOWEST_RATE = 10e6
+"""A WRITE is given up after so many seconds, and those that its pages take at so many bytes per second."""
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
 
@@ -332,7 +332,7 @@ class TransferThread:
         there = self._peers[push.peer]
         descriptors = describe(self.region, push.source, there, push.target, layers, push.heads)
         outstanding.began = self.clock.now()
-        patience = STUCK_S + len(push.source) * self.region.page_bytes / SLOWEST_BYTES_PER_S
+        patience = STUCK_S + len(push.source) * self.region.page_bytes / SLOWEST_RATE
         outstanding.give_up = outstanding.began + patience
         try:
             outstanding.write = self.agent.write(push.peer, descriptors, there.device)
