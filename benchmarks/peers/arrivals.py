@@ -7,7 +7,8 @@ A server's capacity is what it does in this run with all requests waiting; each 
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -15,9 +16,11 @@ from peers.engines.base import ServerEngine
 from peers.jobs import Job, mixed
 from peers.machine import Watch, wait_until_idle
 from peers.percentiles import percentile
-from peers.streams import Stream, complete, complete_all
+from peers.streams import Stream, all_within, complete, complete_all
 
 SHARES = (0.3, 0.6, 0.9)
+WARM_UP = -1
+"""A round whose prompts no other has."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,42 +38,44 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """p50, p99."""
     itl_ms: dict[str, float]
     others: float
+    stage: str = ""
 
 
 def jobs(count: int, number: int) -> list[Job]:
     return mixed("arrivals", number, count=count, prompt=(64, 512), output=(32, 64))
 
 
-def capacity(engine: ServerEngine, count: int) -> float:
+def capacity(engine: ServerEngine, waiting: Sequence[Job]) -> float:
     """Requests a second with all of them waiting."""
-    seconds, streams = complete_all(engine.port, engine.model, jobs(count, 0))
+    seconds, streams = complete_all(engine.port, engine.model, waiting, limit_s=engine.deadline.wait_s())
     return len(streams) / seconds
 
 
-def at_shares(engine: ServerEngine, *, model: str, dtype: str, count: int) -> list[Load]:
+def at_shares(engine: ServerEngine, *, model: str, dtype: str, count: int) -> Iterator[Load]:
+    """One after the other. Raises `PeerError`."""
     engine.resume()
-    capacity(engine, count // 2)  # warm
-    most = capacity(engine, count)
-    loads = []
+    capacity(engine, jobs(count // 2, WARM_UP))
+    most = capacity(engine, jobs(count, 0))
     for number, share in enumerate(SHARES, 1):
         wait_until_idle()
         with Watch(engine.pids) as watch:
             streams = asyncio.run(_arrive(engine, jobs(count, number), rate=share * most))
-        loads.append(_load(engine, model, dtype, share, share * most, streams, watch.others))
+        yield _load(engine, model, dtype, share, share * most, streams, watch.others)
     engine.pause()
-    return loads
 
 
 async def _arrive(engine: ServerEngine, waiting: Sequence[Job], *, rate: float) -> list[Stream]:
     """Poisson arrivals, the same for every engine but for the rate."""
     rng = random.Random(len(waiting))
-    began, at = time.perf_counter(), 0.0
-    running = []
-    for job in waiting:
+    arriving = accumulate((rng.expovariate(rate) for _ in waiting[1:]), initial=0.0)
+    began = time.perf_counter()
+
+    async def arrive(job: Job, at: float) -> Stream:
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        running.append(asyncio.create_task(complete(engine.port, engine.model, job)))
-        at += rng.expovariate(rate)
-    return list(await asyncio.gather(*running))
+        return await complete(engine.port, engine.model, job)
+
+    both = zip(waiting, arriving, strict=True)
+    return await all_within(engine.deadline.wait_s(), (arrive(job, at) for job, at in both))
 
 
 def _load(

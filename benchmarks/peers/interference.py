@@ -15,10 +15,13 @@ from peers.engines.base import ServerEngine
 from peers.jobs import Job, mixed
 from peers.machine import Watch, wait_until_idle
 from peers.percentiles import percentile
-from peers.streams import Stream, complete, complete_all
+from peers.streams import Stream, all_within, complete, complete_all
 
 STREAMS = 4
+LONG_STREAM_TOKENS = 1024
 PROMPT_TOKENS = 2048
+LONG_PROMPTS = 6
+GAP_IN_LONE_PROMPTS = 3.0
 
 
 class Interference(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +41,19 @@ class Interference(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: dict[str, float]
     """p50, max of the long prompts."""
     others: float
+    stage: str = ""
+
+
+def gap_s(mixed_worker: ServerEngine) -> float:
+    """Between prompts: as far apart as so many lone ones take on one worker that does both."""
+    return GAP_IN_LONE_PROMPTS * lone_prompt_s(mixed_worker)
 
 
 def lone_prompt_s(engine: ServerEngine) -> float:
     """Seconds of one long prompt on an idle server; the second of two, so that nothing is done for the first time."""
     engine.resume()
     for number in (1, 2):
-        seconds, _ = complete_all(engine.port, engine.model, _prompts(1, -number))
+        seconds, _ = complete_all(engine.port, engine.model, _prompts(1, -number), limit_s=engine.deadline.wait_s())
     engine.pause()
     return seconds
 
@@ -53,12 +62,11 @@ def _prompts(count: int, number: int) -> list[Job]:
     return mixed("arriving", number, count=count, prompt=(PROMPT_TOKENS, PROMPT_TOKENS), output=(4, 4))
 
 
-def play(
-    engine: ServerEngine, number: int, *, model: str, dtype: str, gap_s: float, output: int, prompts: int
-) -> Interference:
-    """One round: `output` tokens of each stream, `prompts` long prompts."""
-    long = mixed("long streams", number, count=STREAMS, prompt=(64, 64), output=(output, output))
-    arriving = _prompts(prompts, number)
+def play(engine: ServerEngine, number: int, *, model: str, dtype: str, gap_s: float) -> Interference:
+    """One round. Raises `PeerError`."""
+    output = (LONG_STREAM_TOKENS, LONG_STREAM_TOKENS)
+    long = mixed("long streams", number, count=STREAMS, prompt=(64, 64), output=output)
+    arriving = _prompts(LONG_PROMPTS, number)
     wait_until_idle()
     engine.resume()
     with Watch(engine.pids) as watch:
@@ -98,7 +106,8 @@ async def _together(
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
         return await complete(engine.port, engine.model, job)
 
-    streams = [asyncio.create_task(complete(engine.port, engine.model, job)) for job in long]
+    streams = [complete(engine.port, engine.model, job) for job in long]
     # The streams decode before the first prompt comes.
-    answers = [asyncio.create_task(arrive(job, gap_s * (0.5 + place))) for place, job in enumerate(arriving)]
-    return list(await asyncio.gather(*streams)), list(await asyncio.gather(*answers))
+    answers = [arrive(job, gap_s * (0.5 + place)) for place, job in enumerate(arriving)]
+    both = await all_within(engine.deadline.wait_s(), [*streams, *answers])
+    return both[: len(streams)], both[len(streams) :]

@@ -5,17 +5,17 @@ products the best of two sizes; each a median.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from peers.engines.base import python_path
+from peers.processes import told_by
 from peers.shapes import BYTES
 
 
@@ -27,10 +27,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """By dtype."""
 
 
-def measure(threads: int) -> Limits:
-    """In a process of its own: torch keeps its threads."""
+def measure(threads: int, *, log: Path, limit_s: float) -> Limits:
+    """In a process of its own: torch keeps its threads. Raises `PeerError`."""
     argv = [sys.executable, "-m", "peers.limits", str(threads)]
-    told = subprocess.run(argv, env={**os.environ, **python_path()}, stdout=subprocess.PIPE, check=True).stdout
+    told = told_by(argv, log=log, limit_s=limit_s, environment=python_path())
     return msgspec.json.decode(told, type=Limits)
 
 

@@ -9,7 +9,7 @@ from peers.workloads import WORKLOADS
 
 SERVED = ("disaggregated", "arrivals", "interference")
 SERVED_PEERS = {"disaggregated": ("vllm",), "arrivals": ("vllm", "llama.cpp")}
-OTHER = ("limits", "startup")
+OTHER = ("limits", "startup", "memory")
 PARTS = (*WORKLOADS, *SERVED, *OTHER)
 PEERS = ("transformers", "transformers CB", "vllm", "llama.cpp")
 SMALL = "q25m"
@@ -53,6 +53,9 @@ class Plan:
     arrivals: int
     """Requests at each rate."""
     interference_rounds: int
+    disaggregated_rounds: int
+    remembered: tuple[tuple[str, str], ...]
+    """Model and dtype of the workers whose memory is looked at."""
 
     @property
     def wanted_peers(self) -> set[str]:
@@ -64,7 +67,8 @@ class Plan:
     @property
     def models(self) -> list[str]:
         served = [SMALL] if self.served_dtypes else []
-        return list(dict.fromkeys([comparison.model for comparison in self.comparisons] + served))
+        remembered = [model for model, _ in self.remembered]
+        return list(dict.fromkeys([*(comparison.model for comparison in self.comparisons), *served, *remembered]))
 
 
 def kv_bytes(model: str, dtype: str, streams: int) -> int:
@@ -94,7 +98,9 @@ def make_plan(options: argparse.Namespace) -> Plan:
         threads=options.threads,
         budget_s=options.budget,
         arrivals=16 if options.quick else 64 if options.full else 32,
-        interference_rounds=rounds,
+        interference_rounds=rounds if options.quick else rounds + 2,
+        disaggregated_rounds=min(2, rounds),
+        remembered=tuple((model, dtype) for model in models for dtype in dtypes) if "memory" in parts else (),
     )
 
 

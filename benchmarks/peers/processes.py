@@ -58,6 +58,20 @@ def start(
         )
 
 
+def told_by(argv: Sequence[str], *, log: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> bytes:
+    """What a process writes to its standard output. Raises `PeerError` when it fails or takes longer."""
+    process = start(argv, log=log, environment=environment, pipes=True)
+    try:
+        told, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise PeerError(f"{log.stem} took longer than {limit_s:.0f} s") from None
+    finally:
+        stop(process)
+    if process.returncode:
+        raise PeerError(f"{log.stem} ended with status {process.returncode}:\n{tail(log)}")
+    return told
+
+
 def tail(log: Path, lines: int = 12) -> str:
     return "\n".join(f"  {line}" for line in log.read_text("utf-8", "replace").splitlines()[-lines:])
 

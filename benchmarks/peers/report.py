@@ -40,7 +40,7 @@ def _heading(results: Results) -> str:
     return (
         f"{results.date}, commit {results.commit}, {results.threads} threads on {machine['cpu']} "
         f"({machine['cores']} cores, {machine['vectors']}), {machine['memory_gib']} GiB, Python {machine['python']}; "
-        f"{versions}. Others used {others_share(results):.0%} of the machine on average."
+        f"{versions}. {results.minutes:g} minutes; others used {others_share(results):.0%} of the machine on average."
     )
 
 
@@ -144,10 +144,11 @@ def _memory(results: Results) -> str:
             f"{each.model} {each.dtype}",
             *(f"{size / (1 << 20):,.0f}" for size in (each.resident, each.bare, each.weights, each.kv_pool)),
             f"{each.ratio:.2f}",
+            f"{each.own:.2f}" if each.own else "",
         ]
         for each in results.memory
     ]
-    return table(["memory, MiB", "engine", "torch alone", "weights", "KV pool", "ratio"], rows)
+    return table(["memory, MiB", "engine", "torch alone", "weights", "KV pool", "ratio", "without files"], rows)
 
 
 def _startup(results: Results) -> str:
@@ -160,13 +161,20 @@ def _startup(results: Results) -> str:
 
 def _targets(found: Sequence[Target]) -> str:
     rows = [
-        [target.name, f"{target.ratio:.2f}", f"{'≤' if target.at_most else '≥'} {target.target:g}", _verdict(target)]
+        [
+            target.name,
+            "" if target.ratio is None else f"{target.ratio:.2f}",
+            f"{'≤' if target.at_most else '≥'} {target.target:g}",
+            _verdict(target),
+        ]
         for target in found
     ]
     return table(["target", "measured", "wanted", ""], rows) if rows else ""
 
 
 def _verdict(target: Target) -> str:
+    if target.ratio is None:
+        return f"not measured: {target.reason}"
     if target.met:
         return "met"
     short = target.ratio / target.target - 1 if target.at_most else 1 - target.ratio / target.target
@@ -175,7 +183,8 @@ def _verdict(target: Target) -> str:
 
 def _missing(results: Results) -> str:
     lines = [f"{peer} is not there: {why}." for peer, why in results.missing.items()]
-    return "\n".join(f"- {line}" for line in [*lines, *results.failed])
+    lines += [f"{stage.name}, after {stage.seconds:.0f} s: {note}." for stage in results.stages for note in stage.notes]
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def plot(results: Results, path: Path) -> None:

@@ -5,13 +5,15 @@ further rounds: the slowest peers would take most of the time and gain nothing f
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from peers.engines.base import Engine
 from peers.machine import Watch, wait_until_idle
 from peers.processes import PeerError
+from peers.time_limit import Deadline
 from peers.workloads import Workload
 
 
@@ -32,42 +34,53 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the machine was idle before."""
     equal: float | None = None
     """Share of jobs whose tokens equal those of the first engine of the round; None where one of them tells none."""
+    stage: str = ""
 
 
 Told = Callable[[Sample], None]
 Failed = Callable[[str, PeerError], None]
 
 
-def play_rounds(
-    engines: Sequence[Engine],
-    workload: Workload,
-    *,
-    model: str,
-    dtype: str,
-    numbers: Sequence[int],
-    budget_s: float,
-    told: Told,
-    failed: Failed,
-) -> set[str]:
-    """Play the rounds with these numbers. `told` hears of each sample, `failed` of an engine that cannot go on, whose
-    name is among those returned."""
-    out: set[str] = set()
-    spent: dict[str, float] = defaultdict(float)
-    for number in numbers:
+@dataclass(kw_only=True)
+class Rounds:
+    """Rounds of one comparison on open engines."""
+
+    engines: list[Engine]
+    """Those that still play."""
+    model: str
+    dtype: str
+    budget_s: float
+    """Of an engine in one workload."""
+    deadline: Deadline
+    told: Told
+    failed: Failed
+    """Hears of an engine that cannot go on."""
+    _spent: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+
+    def play(self, workloads: Sequence[Workload], numbers: Iterable[int]) -> bool:
+        """One round of every workload after the other, so that time that runs out takes rounds and not workloads.
+
+        Returns whether all rounds could be begun.
+        """
+        return all(self._round(workload, number) for number in numbers for workload in workloads)
+
+    def _round(self, workload: Workload, number: int) -> bool:
         first: tuple[tuple[int, ...], ...] = ()
-        for engine in engines:
-            if engine.name in out or spent[engine.name] >= budget_s:
-                continue
+        for engine in [each for each in self.engines if self._spent[each.name, workload.name] < self.budget_s]:
+            if self.deadline.passed:
+                return False
             try:
-                sample, outputs, seconds = _play(engine, workload, number, model=model, dtype=dtype)
+                sample, outputs, seconds = _play(engine, workload, number, model=self.model, dtype=self.dtype)
             except PeerError as error:
-                failed(engine.name, error)
-                out.add(engine.name)
+                self.failed(engine.name, error)
+                # What it still computes would be measured with the others.
+                engine.close()
+                self.engines.remove(engine)
                 continue
-            spent[engine.name] += seconds
+            self._spent[engine.name, workload.name] += seconds
             first = first or outputs
-            told(msgspec.structs.replace(sample, equal=share_equal(first, outputs)))
-    return out
+            self.told(msgspec.structs.replace(sample, equal=share_equal(first, outputs)))
+        return True
 
 
 def _play(

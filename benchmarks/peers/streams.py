@@ -7,16 +7,16 @@ bytes are kept with their times and read when the stream is over.
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from peers.jobs import Job
 from peers.processes import PeerError
 
-LIMIT_S = 900.0
 _LIMIT_BYTES = 1 << 24
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,19 +108,27 @@ async def _chunks(reader: asyncio.StreamReader) -> list[tuple[float, bytes]]:
     return chunks
 
 
-def complete_all(port: int, model: str, jobs: Sequence[Job]) -> tuple[float, list[Stream]]:
-    """Seconds until all of them, sent at once, had ended."""
+async def all_within(limit_s: float, waiting: Iterable[Awaitable[T]]) -> list[T]:
+    """What all of them give. Raises `PeerError` when one takes longer, or a server cannot be talked to."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return list(await asyncio.gather(*waiting))
+    except TimeoutError:
+        raise PeerError(f"no answer within {limit_s:.0f} s") from None
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise PeerError(f"a connection failed: {error!r}") from error
 
-    async def all_of_them() -> list[Stream]:
-        async with asyncio.timeout(LIMIT_S):
-            return list(await asyncio.gather(*(complete(port, model, job) for job in jobs)))
 
+def complete_all(port: int, model: str, jobs: Sequence[Job], *, limit_s: float) -> tuple[float, list[Stream]]:
+    """Seconds until all of them, sent at once, had ended. Raises `PeerError`."""
     began = time.perf_counter()
-    streams = asyncio.run(all_of_them())
+    streams = asyncio.run(all_within(limit_s, (complete(port, model, job) for job in jobs)))
     return time.perf_counter() - began, streams
 
 
-def ask_all(port: int, path: str, bodies: Sequence[Mapping[str, Any]]) -> tuple[float, list[dict[str, Any]]]:
+def ask_all(
+    port: int, path: str, bodies: Sequence[Mapping[str, Any]], *, limit_s: float
+) -> tuple[float, list[dict[str, Any]]]:
     """Whole answers, asked for at once, and the seconds until all had come. Raises `PeerError` for a failed one."""
 
     async def one(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,10 +139,6 @@ def ask_all(port: int, path: str, bodies: Sequence[Mapping[str, Any]]) -> tuple[
         answer: dict[str, Any] = json.loads(text)
         return answer
 
-    async def all_of_them() -> list[dict[str, Any]]:
-        async with asyncio.timeout(LIMIT_S):
-            return list(await asyncio.gather(*(one(body) for body in bodies)))
-
     began = time.perf_counter()
-    answers = asyncio.run(all_of_them())
+    answers = asyncio.run(all_within(limit_s, (one(body) for body in bodies)))
     return time.perf_counter() - began, answers

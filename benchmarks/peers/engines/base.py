@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from peers.jobs import Job
 from peers.processes import PeerError, pause, resume, start, stop, tail
 from peers.streams import complete_all
+from peers.time_limit import Deadline
 
 BENCHMARKS = Path(__file__).resolve().parents[2]
 ROOT = BENCHMARKS.parent
-START_S = 240.0
-ANSWER_S = 900.0
+START_S = 150.0
 CONTEXT = 4096
 
 
@@ -36,6 +36,8 @@ class Setting:
     logs: Path
     streams: int
     """Requests that an engine may run at once."""
+    deadline: Deadline
+    """Bounds every wait for an engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +87,7 @@ class LineEngine:
     ) -> None:
         self.name = name
         self._log = setting.logs / f"{name}.log"
+        self._deadline = setting.deadline
         argv = [str(python), "-m", f"peers.sides.{side}"]
         self._process = start(argv, log=self._log, environment={**python_path(), **(environment or {})}, pipes=True)
         message = {
@@ -106,13 +109,13 @@ class LineEngine:
         return [self._process.pid]
 
     def run(self, jobs: Sequence[Job]) -> Result:
-        answer = self._ask([[job.prompt, job.output_len] for job in jobs], ANSWER_S)
+        answer = self._ask([[job.prompt, job.output_len] for job in jobs])
         outputs = tuple(tuple(each) for each in answer["outputs"])
         require_lengths(self.name, jobs, [len(each) for each in outputs])
         return Result(seconds=answer["seconds"], outputs=outputs)
 
     def facts(self) -> dict[str, Any]:
-        self._facts = self._ask("facts", ANSWER_S)
+        self._facts = self._ask("facts")
         return self._facts
 
     def pause(self) -> None:
@@ -124,7 +127,8 @@ class LineEngine:
     def close(self) -> None:
         stop(self._process)
 
-    def _ask(self, message: object, limit_s: float) -> Any:
+    def _ask(self, message: object, most_s: float | None = None) -> Any:
+        limit_s = self._deadline.wait_s(most_s)
         assert self._process.stdin is not None, "opened with a pipe"
         assert self._process.stdout is not None, "opened with a pipe"
         try:
@@ -133,7 +137,7 @@ class LineEngine:
         except BrokenPipeError:
             raise PeerError(f"{self.name} has ended:\n{tail(self._log)}") from None
         if not select.select([self._process.stdout], [], [], limit_s)[0]:
-            raise PeerError(f"{self.name} did not answer within {limit_s:g} s:\n{tail(self._log)}")
+            raise PeerError(f"{self.name} did not answer within {limit_s:.0f} s:\n{tail(self._log)}")
         line = self._process.stdout.readline()
         if not line:
             raise PeerError(f"{self.name} ended with status {self._process.wait()}:\n{tail(self._log)}")
@@ -147,6 +151,7 @@ class ServerEngine:
 
     def __init__(self, name: str, setting: Setting, *, model: str, port: int) -> None:
         self.name, self.model, self.port = name, model, port
+        self.deadline = setting.deadline
         self._logs = setting.logs
         self._processes: list[Any] = []
 
@@ -157,13 +162,14 @@ class ServerEngine:
 
     def wait_until_ready(self, path: str = "/health", port: int | None = None) -> None:
         """Raises `PeerError` when it has ended or does not become ready."""
-        deadline = time.monotonic() + START_S
+        limit_s = self.deadline.wait_s(START_S)
+        deadline = time.monotonic() + limit_s
         while not answers(f"http://127.0.0.1:{port or self.port}{path}"):
             for process in self._processes:
                 if process.poll() is not None:
                     raise PeerError(f"{self.name} ended with status {process.poll()}; its logs are in {self._logs}")
             if time.monotonic() > deadline:
-                raise PeerError(f"{self.name} was not ready after {START_S:g} s; its logs are in {self._logs}")
+                raise PeerError(f"{self.name} was not ready after {limit_s:.0f} s; its logs are in {self._logs}")
             time.sleep(0.2)
 
     @property
@@ -171,7 +177,7 @@ class ServerEngine:
         return [process.pid for process in self._processes]
 
     def run(self, jobs: Sequence[Job]) -> Result:
-        seconds, streams = complete_all(self.port, self.model, jobs)
+        seconds, streams = complete_all(self.port, self.model, jobs, limit_s=self.deadline.wait_s())
         require_lengths(self.name, jobs, [stream.tokens for stream in streams])
         return Result(seconds=seconds, outputs=None)
 

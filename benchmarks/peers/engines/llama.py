@@ -51,7 +51,7 @@ class LlamaServer(ServerEngine):
             }
             for job in jobs
         ]
-        seconds, answers = ask_all(self.port, "/completion", bodies)
+        seconds, answers = ask_all(self.port, "/completion", bodies, limit_s=self.deadline.wait_s())
         outputs = tuple(tuple(answer["tokens"]) for answer in answers)
         require_lengths(self.name, jobs, [len(each) for each in outputs])
         return Result(seconds=seconds, outputs=outputs)

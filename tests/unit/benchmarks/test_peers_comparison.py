@@ -156,7 +156,7 @@ def test_a_target_is_there_for_every_bound_that_has_figures():
             startup=part("results").StartupTimes(ready_s=7.0, help_s=0.4, parts={}),
         )
     )
-    told = {target.name: (round(target.ratio, 3), target.met) for target in found}
+    told = {target.name: (round(target.ratio, 3), target.met) for target in found if target.ratio is not None}
     assert told["offline over transformers generate, q25m float32"] == (2.0, False)
     assert told["single stream over transformers continuous batching, q25m float32"] == (2.0, True)
     assert told["shared prefix over the best engine (vllm), q25m float32"] == (1.6, True)
@@ -267,10 +267,43 @@ def test_a_report_says_what_was_missed_and_who_was_not_there(tmp_path):
 
 def test_the_last_line_of_a_run_lists_every_target():
     found = results(samples=[sample("tandem", 0, {"offline": 90.0}), sample("vllm", 0, {"offline": 60.0})])
-    (target,) = part("__main__").summary(found)["targets"]
-    assert {key: target[key] for key in ("name", "ratio", "target", "met")} == {
-        "name": "offline over the best engine (vllm), q25m float32",
-        "ratio": 1.5,
-        "target": 1.3,
-        "met": True,
+    told = {target["name"]: target for target in part("__main__").summary(found)["targets"]}
+    best = told.pop("offline over the best engine (vllm), q25m float32")
+    assert {key: best[key] for key in ("ratio", "target", "met")} == {"ratio": 1.5, "target": 1.3, "met": True}
+    assert {(each["ratio"], each["met"], each["reason"]) for each in told.values()} == {
+        (None, False, "this run was not asked for it"),
+        (None, False, "the limits of the machine were not measured"),
     }
+    assert set(told) >= {
+        "single stream over transformers continuous batching, q25m float32",
+        "shared prefix over the best engine, q25m bfloat16",
+        "1P+1D offline over vLLM's over NIXL, q25m float32",
+        "1P+1D time per token over vLLM's over NIXL, q25m float32",
+        "ITL p99, 1P+1D over one mixed worker under arriving prompts, q25m float32",
+        "throughput, 1P+1D over one mixed worker under arriving prompts, q25m float32",
+        "share of bandwidth in decode, q500m bfloat16",
+        "share of GEMM rate in prefill, q500m float32",
+        "memory over weights and KV pool, q500m float32",
+        "tandem up ready, s",
+        "tandem --help, s",
+    }
+
+
+def test_a_target_without_figures_says_what_went_wrong():
+    report, targets = part("results").StageReport, part("targets")
+    times = {"seconds": 1.0, "allotted_s": 9.0}
+    stages = [
+        report(name="q25m float32 disaggregated", notes=["vllm 1P+1D: ended with status 1"], **times),
+        report(name="start-up", notes=["cut: no time was left for it"], **times),
+    ]
+    found = results(stages=stages, samples=[sample("tandem 1P+1D", 0, {"offline": 9.0})])
+    told = {target.name: target for target in targets.targets(found)}
+    peer = told["1P+1D offline over vLLM's over NIXL, q25m float32"]
+    assert (peer.ratio, peer.met) == (None, False)
+    assert peer.reason == "vllm 1P+1D: ended with status 1"
+    assert told["tandem up ready, s"].reason == "cut: no time was left for it"
+    found.missing["vllm"] = "no disk"
+    assert {target.reason for target in targets.targets(found) if target.name == peer.name} == {
+        "vllm is not there: no disk"
+    }
+    assert f"not measured: {peer.reason}" in part("report").markdown(results(stages=stages))
