@@ -9,7 +9,7 @@ from peers.workloads import WORKLOADS
 
 SERVED = ("disaggregated", "arrivals", "interference")
 SERVED_PEERS = {"disaggregated": ("vllm",), "arrivals": ("vllm", "llama.cpp")}
-OTHER = ("limits", "startup", "memory")
+OTHER = ("limits", "startup", "memory", "int8")
 PARTS = (*WORKLOADS, *SERVED, *OTHER)
 PEERS = ("transformers", "transformers CB", "vllm", "llama.cpp")
 SMALL = "q25m"
@@ -56,6 +56,8 @@ class Plan:
     disaggregated_rounds: int
     remembered: tuple[tuple[str, str], ...]
     """Model and dtype of the workers whose memory is looked at."""
+    held: tuple[tuple[str, str], ...]
+    """Model and dtype of the engines whose weights are held as int8, too."""
 
     @property
     def wanted_peers(self) -> set[str]:
@@ -101,6 +103,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         interference_rounds=rounds if options.quick else rounds + 2,
         disaggregated_rounds=min(2, rounds),
         remembered=tuple((model, dtype) for model in models for dtype in dtypes) if "memory" in parts else (),
+        held=tuple((model, dtypes[-1]) for model in models[-1:]) if "int8" in parts else (),
     )
 
 

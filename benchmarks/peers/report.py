@@ -16,7 +16,7 @@ SIDES = ("tandem", "vllm", "llama.cpp", "transformers", "transformers CB", "tand
 def markdown(results: Results) -> str:
     """All tables, each under a line that says what it shows."""
     parts = [_heading(results), *_engines(results), _bounds(results), _loads(results), _interference(results)]
-    parts += [_memory(results), _startup(results), _targets(targets(results)), _missing(results)]
+    parts += [_memory(results), _held(results), _startup(results), _targets(targets(results)), _missing(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -149,6 +149,21 @@ def _memory(results: Results) -> str:
         for each in results.memory
     ]
     return table(["memory, MiB", "engine", "torch alone", "weights", "KV pool", "ratio", "without files"], rows)
+
+
+def _held(results: Results) -> str:
+    if not results.held:
+        return ""
+    rows = [
+        [
+            f"{each.model} {each.dtype}, projections in {each.dtype if each.held == 'dtype' else each.held}",
+            figure(each.decode_ms),
+            f"{each.decode_share:.0%}",
+            figure(each.prefill),
+        ]
+        for each in results.held
+    ]
+    return table(["weights, engine alone", "decode, ms per token", "of bandwidth", "prefill, prompt tokens/s"], rows)
 
 
 def _startup(results: Results) -> str:

@@ -30,6 +30,22 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return (self.resident - self.bare) / (self.weights + self.kv_pool)
 
 
+class HeldWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine does with its projections held in some type, by `benchmarks/cpu_engine.py`."""
+
+    model: str
+    dtype: str
+    held: str
+    """"dtype" or "int8"."""
+    decode_ms: float
+    """Per token of one stream."""
+    decode_share: float
+    """Least time in which memory gives the weights so held, over the time it took."""
+    prefill: float
+    """Tokens a second of a prompt of 2,048."""
+    stage: str = ""
+
+
 class StartupTimes(msgspec.Struct, frozen=True, kw_only=True):
     ready_s: float
     help_s: float
@@ -69,6 +85,7 @@ class Results(msgspec.Struct, kw_only=True):
     loads: list[Load] = msgspec.field(default_factory=list)
     interference: list[Interference] = msgspec.field(default_factory=list)
     memory: list[Memory] = msgspec.field(default_factory=list)
+    held: list[HeldWeights] = msgspec.field(default_factory=list)
     startup: StartupTimes | None = None
 
     def notes(self, stage: str, *engines: str) -> list[str]:
@@ -97,6 +114,7 @@ def complete_part(results: Results) -> Results:
         loads=[each for each in results.loads if each.stage in done],
         interference=[each for each in results.interference if each.stage in done],
         memory=[each for each in results.memory if each.stage in done],
+        held=[each for each in results.held if each.stage in done],
     )
 
 

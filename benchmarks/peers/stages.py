@@ -14,7 +14,15 @@ from peers.engines.base import BENCHMARKS, Engine, ServerEngine, python_path
 from peers.install.steps import CONSOLE
 from peers.plan import BATCH_STREAMS, SMALL, Comparison, Plan
 from peers.processes import PeerError, told_by
-from peers.results import BESIDE_CONTINUOUS, DECODES_UNDER_PROMPTS, DISAGGREGATED, STARTUP, Memory, StartupTimes
+from peers.results import (
+    BESIDE_CONTINUOUS,
+    DECODES_UNDER_PROMPTS,
+    DISAGGREGATED,
+    STARTUP,
+    HeldWeights,
+    Memory,
+    StartupTimes,
+)
 from peers.rounds import Rounds, Sample
 from peers.session import Session, Stage
 from peers.workloads import WORKLOADS, warm_up
@@ -22,6 +30,7 @@ from peers.workloads import WORKLOADS, warm_up
 LIMITS_S = 12.0
 STARTUP_S = 45.0
 MEMORY_S = {"q25m": 35.0, "q125m": 45.0, "q500m": 60.0}
+INT8_S = {"q25m": 30.0, "q125m": 50.0, "q500m": 90.0}
 SET_UP_S = {"q25m": 35.0, "q125m": 40.0, "q500m": 45.0}
 """Starting and warming up the engines of a comparison."""
 PLAY_S = {"offline": 45.0, "single": 5.0, "prefill": 4.5, "shared": 31.0, "conversations": 15.0}
@@ -45,6 +54,7 @@ def stages_of(plan: Plan) -> list[Stage]:
     if "startup" in plan.parts:
         stages.insert(0, Stage(name=STARTUP, weight_s=STARTUP_S, run=startup))
     stages += [_memory(model, dtype) for model, dtype in plan.remembered]
+    stages += [_int8(model, dtype) for model, dtype in plan.held]
     if "limits" in plan.parts:
         first, last = ("limits of the machine", "limits of the machine again")
         stages.insert(0, Stage(name=first, weight_s=LIMITS_S, run=machine_limits))
@@ -64,6 +74,11 @@ def _compare(comparison: Comparison) -> Stage:
 def _memory(model: str, dtype: str) -> Stage:
     run = partial(memory, model=model, dtype=dtype)
     return Stage(name=f"memory {model} {dtype}", weight_s=MEMORY_S[model], run=run)
+
+
+def _int8(model: str, dtype: str) -> Stage:
+    run = partial(int8_weights, model=model, dtype=dtype)
+    return Stage(name=f"int8 weights {model} {dtype}", weight_s=INT8_S[model], run=run)
 
 
 def compare_seconds(comparison: Comparison) -> float:
@@ -154,6 +169,39 @@ def memory(session: Session, *, model: str, dtype: str) -> None:
     each = Memory(model=model, dtype=dtype, **sizes, own=float(mib["share_own"]), stage=session.stage)
     session.results.memory.append(each)
     CONSOLE.print(f"  {each.ratio:.2f} of weights and KV pool, {each.own:.2f} without pages of files")
+
+
+def int8_weights(session: Session, *, model: str, dtype: str) -> None:
+    """Beside weights in the dtype itself, by the benchmark of the engine alone."""
+    for held in ("dtype", "int8"):
+        argv = [
+            sys.executable,
+            str(BENCHMARKS / "cpu_engine.py"),
+            "--models",
+            model,
+            "--dtypes",
+            dtype,
+            "--rounds",
+            "1",
+        ]
+        told = told_by(
+            [*argv, "--threads", str(session.plan.threads), "--quantization", held],
+            log=session.log(f"{held}-{model}-{dtype}"),
+            limit_s=session.deadline.wait_s(300),
+            environment=python_path(),
+        )
+        figures = msgspec.json.decode(told.splitlines()[-1], type=dict[str, int | float | str])
+        each = HeldWeights(
+            model=model,
+            dtype=dtype,
+            held=held,
+            decode_ms=float(figures["decode_ms"]),
+            decode_share=float(figures["decode_share"]),
+            prefill=float(figures["prefill_tokens_per_s"]),
+            stage=session.stage,
+        )
+        session.results.held.append(each)
+        CONSOLE.print(f"  {held:<6} {each.decode_ms:.1f} ms per token, prefill {each.prefill:,.0f} tokens/s")
 
 
 def compare(session: Session, *, comparison: Comparison) -> None:

@@ -8,6 +8,8 @@ from peers.engines.base import CONTEXT, LineEngine, ServerEngine, Setting, pytho
 from peers.home import venv_python, vllm_preloads
 from tandem_services.common.ports import free_port
 
+LEASE_S = 300
+
 
 def vllm(setting: Setting) -> LineEngine:
     return LineEngine(
@@ -35,7 +37,9 @@ class VllmDisaggregated(ServerEngine):
         super().__init__(name, setting, model="random", port=free_port())
         servers = [free_port(), free_port()]
         halves = cores(setting.threads)
-        transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"})
+        connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        # Its 30 s run out while a batch waits on a slow machine, and what was computed is computed again.
+        transfer = json.dumps({**connector, "kv_connector_extra_config": {"kv_lease_duration": LEASE_S}})
         try:
             for port, half, part in zip(servers, halves, (" prefill", " decode"), strict=True):
                 variables = environment(setting, half) | {
