@@ -7,6 +7,7 @@
     arrivals, interference   the same of servers, over time
     sides/        what runs inside a peer's environment, spoken to in lines (`lines`)
     engines/      one file each: how a peer is started and asked
+    stages        what a run consists of; `session` runs them, each with its share of the minutes (`time_limit`)
     rounds        A B A B …, on a machine that is watched (`machine`), by processes that end with it (`processes`)
     limits        what the machine can do at most
     targets       ratios against what they should be
