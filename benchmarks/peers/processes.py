@@ -38,7 +38,12 @@ def _born(pid: int | str) -> str | None:
 
 
 def start(
-    argv: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None, pipes: bool = False
+    argv: Sequence[str],
+    *,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    pipes: bool = False,
 ) -> "subprocess.Popen[bytes]":
     """Start it; what it says goes to `log`, its standard output to a pipe with `pipes`.
 
@@ -53,6 +58,7 @@ def start(
             stdout=subprocess.PIPE if pipes else out,
             stderr=out,
             env={**os.environ, **(environment or {}), MARK: own_mark()},
+            cwd=folder,
             process_group=0,
             preexec_fn=die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
         )

@@ -9,9 +9,12 @@ from pathlib import Path
 from rich.console import Console
 
 from peers.home import venv_python
-from peers.processes import tail
+from peers.processes import start, stop, tail
 
 CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
+
+LIMIT_S = 900.0
+"""Of one step: the longest builds llama.cpp."""
 
 
 class NotInstalledError(RuntimeError):
@@ -20,17 +23,15 @@ class NotInstalledError(RuntimeError):
 
 def command(argv: Sequence[str | Path], *, title: str, log: Path, folder: Path | None = None) -> None:
     """Run it at the lowest priority. Raises `NotInstalledError` with the end of its log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with CONSOLE.status(title), log.open("wb") as out:
-        status = subprocess.run(
-            ["nice", "-n", "19", *map(str, argv)],
-            stdout=out,
-            stderr=out,
-            stdin=subprocess.DEVNULL,
-            cwd=folder,
-            check=False,
-        ).returncode
+    process = start(["nice", "-n", "19", *map(str, argv)], log=log, folder=folder)
+    try:
+        with CONSOLE.status(title):
+            status = process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise NotInstalledError(f"{title} took longer than {LIMIT_S:.0f} s (log: {log})") from None
+    finally:
+        stop(process)
     if status:
         raise NotInstalledError(f"{title} failed (log: {log}):\n{tail(log, 4)}")
     CONSOLE.print(f"  {title}: {time.monotonic() - began:.0f} s")

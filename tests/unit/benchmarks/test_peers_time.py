@@ -251,3 +251,13 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path):
         processes.told_by(["sleep", "60"], log=tmp_path / "slow.log", limit_s=0.05)
     with pytest.raises(processes.PeerError, match="bad ended with status 1"):
         processes.told_by(["false"], log=tmp_path / "bad.log", limit_s=30.0)
+
+
+def test_a_step_of_an_installation_that_hangs_is_ended_and_its_peer_left_out(tmp_path, monkeypatch):
+    steps, peers = part("install.steps"), part("install.peers")
+    monkeypatch.setattr(steps, "LIMIT_S", 0.05)
+    monkeypatch.setitem(
+        peers.INSTALLERS, "vllm", lambda home: steps.command(["sleep", "60"], title="a wheel", log=home / "log")
+    )
+    missing = peers.install(["vllm"], tmp_path)
+    assert missing["vllm"].startswith("a wheel took longer than 0 s")
