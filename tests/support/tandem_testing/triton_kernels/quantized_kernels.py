@@ -159,6 +159,7 @@ def compile_quantized_gemm() -> None:
         (INT4, 128, False, "bf16", quantized_gemm.MANY),
         (INT4, 32, True, "bf16", quantized_gemm.FEW[1]),
         (INT4, 32, True, "bf16", quantized_gemm.MANY_OF_SMALL_GROUPS),
+        (INT4, 64, False, "bf16", quantized_gemm.MANY_OF_SMALL_GROUPS),
         (INT8, 4096, True, "bf16", quantized_gemm.FEW[0]),
         (FLOAT8, 128, True, "bf16", quantized_gemm.MANY),
         (INT4, 128, False, "fp32", quantized_gemm.IN_FLOAT32),
