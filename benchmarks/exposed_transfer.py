@@ -121,7 +121,11 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         context_length=longest + OUTPUT_TOKENS + 1,
         cache=CacheConfig(num_pages=2 + longest // 16 * 2, enable_prefix_cache=False),
         scheduler=SchedulerConfig(
-            context_length=longest + OUTPUT_TOKENS + 1, chunked_prefill_size=chunk, max_prefill_tokens=chunk
+            context_length=longest + OUTPUT_TOKENS + 1,
+            chunked_prefill_size=chunk,
+            max_prefill_tokens=chunk,
+            # One at a time, so that each engine on a device has few graphs to capture.
+            max_running_requests=2,
         ),
     )
 

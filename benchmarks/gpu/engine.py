@@ -2,15 +2,17 @@
 
 decode    time of a step from two lengths of output, so that neither prefill nor start counts
 prefill   a prompt alone, from request to its only token
-idle      share of the time in which the device computes nothing, in the middle of a batch's decode, from a trace
-mixed     64 requests of mixed lengths, over the same by transformers
+idle      share of the time in which the device has nothing to do, in the middle of a batch's decode, from a trace
+mixed     64 requests of mixed lengths; afterwards, when the engine has given its memory back, the same by transformers
 """
 
+import gc
 import json
 import random
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,13 +42,23 @@ class Loads:
 
     decode: tuple[int, ...] = (1, 32)
     idle: int = 64
+    idle_prompt: int = 64
+    """Short, so that decodes are what most of the trace shows."""
     prompt: int = 8192
     mixed: int = 64
     mixed_prompts: tuple[int, int] = (64, 512)
     mixed_outputs: tuple[int, int] = (64, 128)
 
 
-TINY = Loads(decode=(1, 2), idle=4, prompt=256, mixed=4, mixed_prompts=(8, 16), mixed_outputs=(4, 8))
+TINY = Loads(decode=(1, 2), idle=4, idle_prompt=8, prompt=256, mixed=4, mixed_prompts=(8, 16), mixed_outputs=(4, 8))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixed:
+    """The mixed load, and how long this engine took for it."""
+
+    jobs: Sequence[Job]
+    seconds: float
 
 
 @dataclass(kw_only=True)
@@ -60,8 +72,20 @@ class EngineRun:
     report: Report
     budget: Budget
 
-    def measure(self, device: str) -> None:
-        dice = random.Random(0)
+    def measure(self, device: str) -> Mixed:
+        """All but peers. What the engine had of the device is free again."""
+        mixed = self._measure(device, random.Random(0))
+        # A closed engine keeps its memory until nobody knows it, and who is measured next needs the device.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return mixed
+
+    def compare(self, mixed: Mixed, device: str) -> None:
+        """Beside transformers, in whatever time is left: the last of a run."""
+        if self.budget.allows("mixed load beside transformers", needs_s=90):
+            self._compare(mixed, measure_peer(self.shape, mixed.jobs, device, self.dtype, limit_s=self.budget.left_s))
+
+    def _measure(self, device: str, dice: random.Random) -> Mixed:
         with tempfile.TemporaryDirectory() as folder, self._engine(Path(folder), device) as llm:
             for batch in self.loads.decode:
                 if self.budget.allows(f"decode at batch {batch}", needs_s=20):
@@ -70,11 +94,10 @@ class EngineRun:
                 self._prefill(llm, dice)
             if device != "cpu" and self.budget.allows("idle share", needs_s=15):
                 self._idle(llm, dice, Path(folder))
-            jobs = list(self._jobs(dice))
-            ours = median_s(llm, [job.prompt for job in jobs], [job.output_len for job in jobs])
-        torch.cuda.empty_cache()
-        if self.budget.allows("mixed load beside transformers", needs_s=90):
-            self._compare(ours, jobs, measure_peer(self.shape, jobs, device, self.dtype, limit_s=self.budget.left_s))
+            jobs = [*self._jobs(dice)]
+            return Mixed(
+                jobs=jobs, seconds=median_s(llm, [job.prompt for job in jobs], [job.output_len for job in jobs])
+            )
 
     @contextmanager
     def _engine(self, folder: Path, device: str) -> Iterator[LLM]:
@@ -111,19 +134,21 @@ class EngineRun:
         )
 
     def _idle(self, llm: LLM, dice: random.Random, folder: Path) -> None:
-        prompts = self._prompts(dice, self.loads.idle, min(CONTEXT, self.loads.prompt))
+        prompts = self._prompts(dice, self.loads.idle, self.loads.idle_prompt)
         llm.start_profile(folder)
         run_s(llm, prompts, [SHORT + LONG] * len(prompts))
-        share = idle_share(json.loads(llm.stop_profile().read_text("utf-8"))["traceEvents"])
-        self._add(f"device idle in decode at batch {self.loads.idle}", share, "time", 0.02, {}, at_most=True)
+        events = json.loads(llm.stop_profile().read_text("utf-8"))["traceEvents"]
+        name = f"device idle between launches of decodes at batch {self.loads.idle}"
+        facts = {"with gaps within graphs": idle_share(spans_of(events))}
+        self._add(name, idle_share(launches_of(events)), "time", 0.02, facts, at_most=True)
 
     def _jobs(self, dice: random.Random) -> Iterator[Job]:
         for _ in range(self.loads.mixed):
             (prompt,) = self._prompts(dice, 1, dice.randint(*self.loads.mixed_prompts))
             yield Job(prompt=prompt, output_len=dice.randint(*self.loads.mixed_outputs))
 
-    def _compare(self, ours_s: float, jobs: Sequence[Job], peers: Sequence[Peer]) -> None:
-        tokens = sum(job.output_len for job in jobs)
+    def _compare(self, mixed: Mixed, peers: Sequence[Peer]) -> None:
+        tokens, ours_s = sum(job.output_len for job in mixed.jobs), mixed.seconds
         for peer in peers:
             if peer.seconds is None:
                 self.report.missing.append(f"transformers {peer.name}: {peer.why_not}")
@@ -131,7 +156,11 @@ class EngineRun:
             facts = {"tokens/s": tokens / ours_s, "theirs": tokens / peer.seconds}
             target = 3.0 if peer.name == "continuous batching" else None
             self._add(
-                f"mixed load of {len(jobs)} requests", peer.seconds / ours_s, f"transformers {peer.name}", target, facts
+                f"mixed load of {len(mixed.jobs)} requests",
+                peer.seconds / ours_s,
+                f"transformers {peer.name}",
+                target,
+                facts,
             )
 
     def _add(
@@ -158,14 +187,32 @@ def median_s(llm: LLM, prompts: Sequence[list[int]], output_lens: Sequence[int])
     return statistics.median(run_s(llm, prompts, output_lens) for _ in range(ROUNDS))
 
 
-def idle_share(events: Sequence[dict[str, Any]]) -> float:
-    """Of the middle half of a Chrome trace's device time: the part in which no kernel and no copy ran."""
-    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") in WORKING)
+Span = tuple[float, float]
+"""Begin and end, in microseconds."""
+
+
+def spans_of(events: Sequence[dict[str, Any]]) -> list[Span]:
+    """When the device worked, in a Chrome trace: one for each kernel and copy."""
+    return [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") in WORKING]
+
+
+def launches_of(events: Sequence[dict[str, Any]]) -> list[Span]:
+    """As `spans_of`, with all that one call of the host has started as one: a graph is a single launch, and what is
+    between its kernels is no wait for the host."""
+    launched: dict[object, list[Span]] = defaultdict(list)
+    for number, event in enumerate(events):
+        call = event.get("args", {}).get("correlation", f"event {number}")
+        launched[call] += spans_of([event])
+    return [(min(span)[0], max(end for _, end in span)) for span in launched.values() if span]
+
+
+def idle_share(spans: Sequence[Span]) -> float:
+    """Of the middle half of a device's time: the part in which it did nothing."""
     assert spans, "the trace has no event of a device"
-    first, last = spans[0][0], max(end for _, end in spans)
+    first, last = min(spans)[0], max(end for _, end in spans)
     begin, end = first + (last - first) / 4, last - (last - first) / 4
     busy, reached = 0.0, begin
-    for start, stop in spans:
+    for start, stop in sorted(spans):
         new = min(stop, end) - max(start, reached)
         if new > 0:
             busy += new

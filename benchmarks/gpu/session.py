@@ -38,12 +38,13 @@ def run(args: argparse.Namespace) -> Report:
         measure_kernels(report, watch, maker, ceilings, budget)
         quantized = QuantizedCases(shape=shape, prompt=sizes.prompt, device=device, dtype=dtype)
         measure_kernels(report, watch, quantized, ceilings, budget)
-    if "engine" in args.only:
-        loads = engine.TINY if args.dry_run else engine.Loads()
-        told = EngineRun(shape=shape, loads=loads, ceilings=ceilings, dtype=dtype, report=report, budget=budget)
-        told.measure(str(device))
+    loads = engine.TINY if args.dry_run else engine.Loads()
+    told = EngineRun(shape=shape, loads=loads, ceilings=ceilings, dtype=dtype, report=report, budget=budget)
+    mixed = told.measure(str(device)) if "engine" in args.only else None
     if "handoff" in args.only and not args.dry_run:
         measure_handoff(report, shape, ceilings, budget, str(device))
+    if mixed is not None:
+        told.compare(mixed, str(device))
     report.missing += budget.skipped
     return report
 

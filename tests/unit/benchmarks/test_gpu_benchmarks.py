@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ def importable(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
-def span(ts, dur, cat="kernel"):
-    return {"ts": ts, "dur": dur, "cat": cat}
+def span(ts, dur, cat="kernel", **args):
+    return {"ts": ts, "dur": dur, "cat": cat, "args": args}
 
 
 @pytest.mark.parametrize(
@@ -35,16 +36,61 @@ def span(ts, dur, cat="kernel"):
     ],
 )
 def test_idle_share_is_of_the_middle_half_of_a_trace(events, idle):
-    from gpu.engine import idle_share
+    from gpu.engine import idle_share, spans_of
 
-    assert idle_share(events) == pytest.approx(idle)
+    assert idle_share(spans_of(events)) == pytest.approx(idle)
 
 
 def test_a_trace_without_a_device_is_refused():
-    from gpu.engine import idle_share
+    from gpu.engine import idle_share, spans_of
 
     with pytest.raises(AssertionError, match="no event of a device"):
-        idle_share([span(0, 10, "cpu_op")])
+        idle_share(spans_of([span(0, 10, "cpu_op")]))
+
+
+def test_what_is_between_the_kernels_of_a_graph_is_no_wait_for_the_host():
+    from gpu.engine import idle_share, launches_of, spans_of
+
+    graph = [span(ts, 8, correlation=7) for ts in range(0, 50, 10)]
+    alone = [span(60, 40, correlation=8), span(50, 10, "cpu_op", correlation=7)]
+    assert sorted(launches_of([*graph, *alone])) == [(0, 48), (60, 100)]
+    assert idle_share(launches_of([*graph, *alone])) == pytest.approx(12 / 50)
+    assert idle_share(spans_of([*graph, *alone])) == pytest.approx((2 + 2 + 12) / 50)
+
+
+def test_launches_that_are_not_told_apart_are_not_taken_for_one():
+    from gpu.engine import launches_of
+
+    assert launches_of([span(0, 10), span(90, 10)]) == [(0, 10), (90, 100)]
+
+
+def test_who_is_measured_after_the_engine_finds_its_memory_free(monkeypatch):
+    """It holds most of the device until nobody knows it, closed or not."""
+    from gpu import engine
+    from gpu.budget import Budget
+    from gpu.ceilings import Ceilings
+    from gpu.figures import Report
+    from gpu.shapes import SHAPES
+
+    pools = []
+
+    class Noted(engine.LLM):
+        def __init__(self, *args, **options):
+            super().__init__(*args, num_pages=64, threads=1, progress=False, **options)
+            pools.append(weakref.ref(self._engine._pool))
+
+    monkeypatch.setattr(engine, "LLM", Noted)
+    loads = engine.Loads(decode=(1,), idle=1, prompt=32, mixed=1, mixed_prompts=(4, 4), mixed_outputs=(2, 2))
+    run = engine.EngineRun(
+        shape=SHAPES["tiny"],
+        loads=loads,
+        ceilings=Ceilings(copy_bytes_per_s=1.0, matmul_flops=1.0),
+        dtype=torch.float32,
+        report=Report(machine={}),
+        budget=Budget(seconds=0.0),
+    )
+    assert run.measure("cpu").seconds > 0
+    assert [pool() for pool in pools] == [None]
 
 
 @pytest.mark.parametrize("name", ["0.6B", "8B", "tiny"])
