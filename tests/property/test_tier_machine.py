@@ -72,7 +72,6 @@ class Machine:
         ends = {
             CopyKind.DEVICE_TO_HOST: (self.device, self.host),
             CopyKind.HOST_TO_DEVICE: (self.host, self.device),
-            CopyKind.DEVICE_TO_DEVICE: (self.device, self.device),
         }
         source, target = ends[copy.kind]
 

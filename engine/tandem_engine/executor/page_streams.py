@@ -46,21 +46,15 @@ class PageStreams:
 
     def enqueue(self, copy: PageCopy) -> Queued[CopyReport]:
         """Queue `copy` behind all that was queued before."""
-        between = copy.kind is CopyKind.DEVICE_TO_DEVICE
-        if between:
-            self.wait_for({*copy.source, *copy.target})
-        else:
-            self._streams.wait(StreamName.PAGES, self._streams.record(StreamName.FORWARD))
-        stream = StreamName.FORWARD if between else StreamName.PAGES
-        began = self._streams.record(stream, timed=True)
+        self._streams.wait(StreamName.PAGES, self._streams.record(StreamName.FORWARD))
+        began = self._streams.record(StreamName.PAGES, timed=True)
         source, target = self._ends(copy.kind)
-        with self._streams.on(stream):
+        with self._streams.on(StreamName.PAGES):
             for origin, destination, count in runs_of(copy):
                 target[destination : destination + count].copy_(source[origin : origin + count], non_blocking=True)
-        ended = self._streams.record(stream, timed=True)
-        if not between:
-            on_device = copy.source if copy.kind is CopyKind.DEVICE_TO_HOST else copy.target
-            self._in_flight.append(InFlight(frozenset(on_device), ended))
+        ended = self._streams.record(StreamName.PAGES, timed=True)
+        on_device = copy.source if copy.kind is CopyKind.DEVICE_TO_HOST else copy.target
+        self._in_flight.append(InFlight(frozenset(on_device), ended))
 
         def report() -> CopyReport:
             return CopyReport(pages=len(copy.source), seconds=began.elapsed_time(ended) * MILLISECOND)
@@ -71,9 +65,9 @@ class PageStreams:
         """Have the forward stream wait for copies of pages that `batch`, on the host, names."""
         if self._in_flight:
             copied = (page for pair in batch.page_copies for page in pair)
-            self.wait_for({*np.unique(batch.page_table.numpy()).tolist(), *copied})
+            self._wait_for({*np.unique(batch.page_table.numpy()).tolist(), *copied})
 
-    def wait_for(self, pages: set[int]) -> None:
+    def _wait_for(self, pages: set[int]) -> None:
         """Have the forward stream wait for copies of any of `pages`."""
         self._in_flight = [copy for copy in self._in_flight if not copy.event.query()]
         for copy in self._in_flight:
@@ -81,20 +75,15 @@ class PageStreams:
                 self._streams.wait(StreamName.FORWARD, copy.event)
 
     def _ends(self, kind: CopyKind) -> tuple[Tensor, Tensor]:
-        if kind is CopyKind.DEVICE_TO_DEVICE:
-            return self._device, self._device
         assert self._host is not None, f"{kind.value} without host pages"
         return (self._device, self._host) if kind is CopyKind.DEVICE_TO_HOST else (self._host, self._device)
 
 
 def runs_of(copy: PageCopy) -> Iterator[tuple[int, int, int]]:
-    """First source, first target and number of pages that follow each other in both; in the order of `copy`.
-
-    Within one memory each page is a run of its own, for the next may read what it has written.
-    """
-    start, pages, within = 0, len(copy.source), copy.kind is CopyKind.DEVICE_TO_DEVICE
+    """First source, first target and number of pages that follow each other in both; in the order of `copy`."""
+    start, pages = 0, len(copy.source)
     for index in range(1, pages + 1):
-        if index < pages and not within and _follows(copy.source, index) and _follows(copy.target, index):
+        if index < pages and _follows(copy.source, index) and _follows(copy.target, index):
             continue
         yield copy.source[start], copy.target[start], index - start
         start = index

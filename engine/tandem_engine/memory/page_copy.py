@@ -26,7 +26,6 @@ class CopyKind(Enum):
 
     DEVICE_TO_HOST = "device_to_host"
     HOST_TO_DEVICE = "host_to_device"
-    DEVICE_TO_DEVICE = "device_to_device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,17 +64,14 @@ class PageCopier:
     """A `Copier` between a KV pool and, if there is one, host pages. Both in the memory of this machine's CPU."""
 
     def __init__(self, device: Pages, host: Pages | None = None) -> None:
-        pages = device.bytes_view().numpy()
-        self._ends: dict[CopyKind, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {
-            CopyKind.DEVICE_TO_DEVICE: (pages, pages)
-        }
+        self._ends: dict[CopyKind, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
         if host is not None:
-            mirror = host.bytes_view().numpy()
+            pages, mirror = device.bytes_view().numpy(), host.bytes_view().numpy()
             self._ends[CopyKind.DEVICE_TO_HOST] = (pages, mirror)
             self._ends[CopyKind.HOST_TO_DEVICE] = (mirror, pages)
 
     def __call__(self, copy: PageCopy) -> CopyReport:
-        """Raises KeyError for a host copy without host pages."""
+        """Raises KeyError without host pages."""
         began = perf_counter()
         source, target = self._ends[copy.kind]
         # Row by row through numpy is a memcpy per page without the interpreter lock; gathering and scattering

@@ -136,7 +136,7 @@ def test_copies_run_in_launch_order_with_batches(make):
 
     executor = make(forward, copier=copier)
     for number in range(3):
-        executor.copy(PageCopy(kind=CopyKind.DEVICE_TO_DEVICE, source=[number], target=[9]))
+        executor.copy(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[number], target=[9]))
         executor.launch(batch(number))
     executor.shutdown()
     assert order == ["copy 0", "batch 0", "copy 1", "batch 1", "copy 2", "batch 2"]

@@ -141,11 +141,6 @@ def test_pages_that_follow_each_other_on_both_sides_are_one_copy(source, target,
     assert [*runs_of(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=source, target=target))] == runs
 
 
-def test_within_the_device_a_page_may_read_what_the_one_before_wrote():
-    copy = PageCopy(kind=CopyKind.DEVICE_TO_DEVICE, source=[1, 2], target=[2, 3])
-    assert [*runs_of(copy)] == [(1, 2, 1), (2, 3, 1)]
-
-
 @torch.inference_mode()
 def test_runs_of_pages_arrive_whole():
     streams, pool = TwinStreams(), make_pool()
@@ -171,12 +166,12 @@ def test_pages_go_to_the_host_and_come_back_elsewhere():
     memory.pinned = memory.shared = True
     pages = PageStreams(streams, pool, host)
     before = pool.data.clone()
-    kinds = CopyKind.DEVICE_TO_HOST, CopyKind.HOST_TO_DEVICE, CopyKind.DEVICE_TO_DEVICE
-    copies = [PageCopy(kind=kind, source=[a, b], target=[c, d]) for kind, (a, b, c, d) in zip(
-        kinds, ((7, 9, 2, 0), (2, 0, 20, 21), (20, 30, 30, 31)), strict=True
-    )]  # fmt: skip
+    copies = [
+        PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[7, 9], target=[2, 0]),
+        PageCopy(kind=CopyKind.HOST_TO_DEVICE, source=[2, 0], target=[20, 21]),
+    ]
     reports = [StreamFuture(pages.enqueue(copy)).result() for copy in copies]
-    assert [report.pages for report in reports] == [2, 2, 2]
+    assert [report.pages for report in reports] == [2, 2]
     assert all(report.seconds > 0 for report in reports)
-    for target, source in ((20, 7), (21, 9), (30, 7), (31, 7)):
+    for target, source in ((20, 7), (21, 9)):
         assert torch.equal(pool.data[target], before[source])

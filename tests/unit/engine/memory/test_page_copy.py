@@ -38,16 +38,11 @@ def test_pages_go_to_the_host_and_back_to_other_places(device, host):
     assert report.pages == 2
 
 
-def test_pages_of_the_device_are_copied_one_after_the_other(device):
-    PageCopier(device)(copy(CopyKind.DEVICE_TO_DEVICE, [3, 1], [1, 2]))
-    assert content(device) == [1, 4, 4, 4]
-
-
 def test_sources_and_targets_are_as_many(device):
     with pytest.raises(AssertionError, match="2 pages into 1"):
-        copy(CopyKind.DEVICE_TO_DEVICE, [1, 2], [3])
+        copy(CopyKind.DEVICE_TO_HOST, [1, 2], [3])
 
 
 def test_an_executor_without_a_copier_says_so():
     with pytest.raises(AssertionError, match="without a copier"):
-        refuse_copies(copy(CopyKind.DEVICE_TO_DEVICE, [1], [2]))
+        refuse_copies(copy(CopyKind.DEVICE_TO_HOST, [1], [2]))
