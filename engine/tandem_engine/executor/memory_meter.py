@@ -126,13 +126,16 @@ class CudaMeter:
         return int(torch.cuda.memory_reserved(self.device))
 
     def peak_growth(self, run: Callable[[], object]) -> int:
+        """In what torch's allocator takes of the card, which is more than what it has given: it takes large pieces,
+        and each stream has its own.
+        """
         gc.collect()
         torch.cuda.synchronize(self.device)
-        before = int(torch.cuda.memory_allocated(self.device))
+        before = self.used()
         torch.cuda.reset_peak_memory_stats(self.device)
         run()
         torch.cuda.synchronize(self.device)
-        return int(torch.cuda.max_memory_allocated(self.device)) - before
+        return int(torch.cuda.max_memory_reserved(self.device)) - before
 
 
 def _group(folder: Path) -> Iterator[Group]:

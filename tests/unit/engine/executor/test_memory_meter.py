@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem_engine.executor.memory_meter import HostMeter
+from tandem_engine.executor.memory_meter import CudaMeter, HostMeter
 
 GIB = 1 << 30
 
@@ -73,3 +73,48 @@ def test_a_peak_is_found_even_when_nothing_of_it_remains():
 def test_without_a_way_to_reset_the_peak_that_of_the_whole_life_counts(machine):
     (machine / "proc/self/clear_refs").mkdir()
     assert meter(machine).peak_growth(lambda: None) > 0
+
+
+class Card:
+    """torch's allocator on a card: it takes pieces of 20 MiB and keeps what is given back, until told to empty."""
+
+    def __init__(self, given: int) -> None:
+        self.given = self.taken = self.most_taken = 0
+        self.give(given)
+
+    def give(self, size: int) -> None:
+        self.given += size
+        self.taken = max(self.taken, -(-self.given // PIECE) * PIECE)
+        self.most_taken = max(self.most_taken, self.taken)
+
+    def empty(self) -> None:
+        self.taken = -(-self.given // PIECE) * PIECE
+
+    def forget_peak(self) -> None:
+        self.most_taken = self.taken
+
+
+PIECE = 20 << 20
+
+
+def test_a_step_on_a_card_needs_what_the_allocator_takes_for_it(monkeypatch):
+    card = Card(given=3 * PIECE)
+    for name, answer in (
+        ("synchronize", lambda _: None),
+        ("empty_cache", card.empty),
+        ("memory_reserved", lambda _: card.taken),
+        ("max_memory_reserved", lambda _: card.most_taken),
+        ("reset_peak_memory_stats", lambda _: card.forget_peak()),
+    ):
+        monkeypatch.setattr(torch.cuda, name, answer)
+
+    def step() -> None:
+        card.give(PIECE + 1)
+        card.give(-PIECE - 1)
+
+    card.give(5 * PIECE)
+    card.give(-5 * PIECE)
+    meter = CudaMeter(torch.device("cuda", 0))
+    assert meter.peak_growth(step) == 2 * PIECE
+    assert card.taken == 5 * PIECE, "kept until it is emptied"
+    assert meter.used() == 3 * PIECE
