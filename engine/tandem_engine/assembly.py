@@ -48,7 +48,7 @@ from tandem_engine.scheduler.lockstep import AgreedClock, AgreedInputs, DirectIn
 from tandem_engine.scheduler.scheduler import Scheduler
 from tandem_engine.scheduler.speculation import Speculation, StepDrafts
 from tandem_engine.scheduler.stop import DecodeText
-from tandem_engine.speculative.assembly import Draft, Target
+from tandem_engine.speculative.assembly import Draft, Target, draft_graph_bytes
 from tandem_engine.speculative.interface import Proposer
 from tandem_engine.speculative.lengths import DraftLengths
 from tandem_engine.speculative.turn_timer import TurnTimer
@@ -76,13 +76,22 @@ def sized_pool(
     def forward_over(pages: int) -> Forward:
         return platform.runner(parts_over(pages, graphs=False)).forward
 
+    def graph_bytes() -> int:
+        if not config.graphs.enabled:
+            return 0
+        own = platform.graph_bytes(lambda: parts_over(SMALLEST_POOL, graphs=True))
+        if draft is None:
+            return own
+        few = _pool(geometry, config, loaded, pages=SMALLEST_POOL)
+        return own + draft_graph_bytes(draft, make_target(loaded, config, few, platform))
+
     footprint = Footprint(
         weight_bytes=loaded.weight_bytes,
         page_bytes=geometry.page_bytes + beside,
         host_page_bytes=geometry.page_bytes,
         threads=loaded.threads,
         forward_over=forward_over,
-        graph_bytes=lambda: platform.graph_bytes(parts_over(SMALLEST_POOL, graphs=True)),
+        graph_bytes=graph_bytes,
         draft_bytes=draft_bytes,
     )
     plan = plan_pool(config, footprint, loaded.parallel)

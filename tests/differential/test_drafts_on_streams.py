@@ -1,19 +1,31 @@
 """Speculative decoding on a device, by the twin: tokens of no drafts, guesses of a CPU, and one wait for a proposal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tandem_engine.config import CacheConfig, DisaggConfig, GraphConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
+from tandem_engine import assembly
+from tandem_engine.config import (
+    CacheConfig,
+    DisaggConfig,
+    EngineConfig,
+    GraphConfig,
+    SchedulerConfig,
+    SpecAlgorithm,
+    SpecConfig,
+)
 from tandem_engine.engine import Engine
-from tandem_engine.executor.platform import Platform
+from tandem_engine.executor.platform import Platform, RunnerParts
 from tandem_engine.executor.stream_executor import StreamFuture
 from tandem_engine.executor.stream_runner import StreamRunner
 from tandem_engine.loaded_model import LoadedModel
+from tandem_engine.memory.sizing import SMALLEST_POOL, MemoryPlan
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.parallel.group import Parallel
+from tandem_engine.pool_size import Footprint, plan_pool
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens, Proposer
 from tandem_testing.tiny_checkpoints import VOCAB_SIZE, write_tiny_checkpoint, write_tiny_head
 from tandem_testing.twin_platform import TwinPlatform, load_for_twin
@@ -139,6 +151,37 @@ def test_all_steps_of_a_proposal_are_queued_before_anybody_waits(model, algorith
         engine.generate([request("one", range(3, 20))])
     proposal = calls[calls.index("propose") + 1 :]
     assert proposal[:6] == ["queue"] * 3 + ["wait"] * 3
+
+
+class Weighed(TwinPlatform):
+    """Graphs of a model take as many bytes as it has layers, times a thousand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weighed: list[RunnerParts] = []
+
+    def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:
+        assert super().graph_bytes(make) >= 0, "it is captured"
+        self.weighed.append(make())
+        return 1000 * len(self.weighed[-1].model.attention)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "layers"), [(SpecAlgorithm.NGRAM, [3]), (SpecAlgorithm.DRAFT, [3, 3]), (SpecAlgorithm.EAGLE, [3, 1])]
+)
+def test_graphs_of_a_draft_are_part_of_what_memory_is_divided_by(model, algorithm, layers, monkeypatch):
+    measured = []
+
+    def plan(config: EngineConfig, footprint: Footprint, parallel: Parallel) -> MemoryPlan:
+        measured.append(footprint.graph_bytes())
+        return plan_pool(config, footprint, parallel)
+
+    monkeypatch.setattr(assembly, "plan_pool", plan)
+    platform = Weighed()
+    with engine_of(model, spec_of(model, algorithm), platform):
+        assert [len(parts.model.attention) for parts in platform.weighed] == layers
+        assert measured == [1000 * sum(layers)]
+        assert all(parts.pool.num_pages == SMALLEST_POOL for parts in platform.weighed)
 
 
 def test_a_draft_model_catches_up_and_guesses_by_graphs(model):

@@ -101,8 +101,8 @@ class Platform(Protocol):
         """A runner, ready to run."""
         ...
 
-    def graph_bytes(self, parts: RunnerParts) -> int:
-        """Memory that a runner of `parts` will take for graphs."""
+    def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:
+        """Memory that a runner of what `make` makes will take for graphs; it is called only where there are any."""
         ...
 
     def executor(self, parts: ExecutorParts) -> "Executor":
@@ -142,7 +142,7 @@ class OnHost:
             group=parts.group,
         )
 
-    def graph_bytes(self, parts: RunnerParts) -> int:  # noqa: ARG002 - no graphs
+    def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:  # noqa: ARG002 - no graphs
         return 0
 
     def executor(self, parts: ExecutorParts) -> Executor:
@@ -195,7 +195,8 @@ class OnStreams:
             runner.capture(lambda model: self._capture(model, decoding, parts.graph_sizes))
         return runner
 
-    def graph_bytes(self, parts: RunnerParts) -> int:
+    def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:
+        parts = make()
         if not parts.graph_sizes or not can_capture(parts.model.config, self.streams.device):
             return 0
         with self.streams.on(StreamName.FORWARD):

@@ -1,8 +1,9 @@
 """From `SpecConfig` to a proposer.
 
-read_draft      at start, before any weights: the draft's config, checked against the target's
-keep_states     what the target's forwards write for a head, if the draft is one
-make_proposer   pool, weights and bookkeeping
+read_draft          at start, before any weights: the draft's config, checked against the target's
+draft_graph_bytes   what its graphs will take, found out before the pool is sized
+keep_states         what the target's forwards write for a head, if the draft is one
+make_proposer       pool, weights and bookkeeping
 """
 
 from dataclasses import dataclass
@@ -106,6 +107,20 @@ def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> 
     return Draft(path=config.draft_model_path, config=facts, is_head=config.algorithm is SpecAlgorithm.EAGLE)
 
 
+def draft_graph_bytes(draft: Draft, target: Target) -> int:
+    """Memory that graphs of the draft's steps will take, by capturing some over the few pages of `target`.
+
+    Its weights are read for it, and dropped again: they are small beside the target's.
+    """
+
+    def parts() -> RunnerParts:
+        positions, states = _positions(draft, target), keep_states(draft, target)
+        model = _load(draft, target, positions) if states is None else _head(draft, target, states, positions)
+        return _runner_parts(model, draft, target)
+
+    return target.platform.graph_bytes(parts)
+
+
 def keep_states(draft: Draft | None, target: Target) -> HiddenStates | None:
     """Where the target's hidden states go, when a head wants them."""
     if draft is None or not draft.is_head:
@@ -126,7 +141,7 @@ def make_proposer(
     if draft is None:
         return NgramProposer(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
     stamps = PageStamps(target.num_pages)
-    positions = min(target.context_length, draft.config.max_position)
+    positions = _positions(draft, target)
     if states is None:
         model, history = _load(draft, target, positions), WholeText(stamps=stamps)
         return _model_proposer("DRAFT", _network(model, draft, target), history, target, positions, run)
@@ -150,21 +165,27 @@ def _model_proposer(
 
 def _network(model: StepModel, draft: Draft, target: Target) -> DraftNetwork:
     """Steps of `model` over a pool of its own."""
-    pool = _pool(draft, target)
-    runner = target.platform.runner(
-        RunnerParts(
-            model=model,
-            pool=pool,
-            num_heads=draft.config.num_heads,
-            dtype=target.dtype,
-            rows=target.rows,
-            group=target.group,
-            max_pages=-(-target.context_length // target.page_size) + 1,
-            graph_sizes=target.graph_sizes,
-        )
-    )
+    runner = target.platform.runner(_runner_parts(model, draft, target))
     runner.backend.warm_up()
     return runner.forward_all
+
+
+def _runner_parts(model: StepModel, draft: Draft, target: Target) -> RunnerParts:
+    return RunnerParts(
+        model=model,
+        pool=_pool(draft, target),
+        num_heads=draft.config.num_heads,
+        dtype=target.dtype,
+        rows=target.rows,
+        group=target.group,
+        max_pages=-(-target.context_length // target.page_size) + 1,
+        graph_sizes=target.graph_sizes,
+    )
+
+
+def _positions(draft: Draft, target: Target) -> int:
+    """That the draft can be asked about."""
+    return min(target.context_length, draft.config.max_position)
 
 
 def _load(draft: Draft, target: Target, positions: int) -> CausalLM:

@@ -1,6 +1,6 @@
 """Engines on the device twin: the streams, graphs and samplers of a GPU, checked on a CPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -42,9 +42,13 @@ class TwinPlatform(OnStreams):
         self._adopt(parts)
         return super().runner(parts)
 
-    def graph_bytes(self, parts: RunnerParts) -> int:
-        self._adopt(parts)
-        return super().graph_bytes(parts)
+    def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:
+        def adopted() -> RunnerParts:
+            parts = make()
+            self._adopt(parts)
+            return parts
+
+        return super().graph_bytes(adopted)
 
     def host_pool(self, *, num_pages: int, page_bytes: int) -> HostPool:
         pool = super().host_pool(num_pages=num_pages, page_bytes=page_bytes)
