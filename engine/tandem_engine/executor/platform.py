@@ -38,6 +38,7 @@ from tandem_engine.memory.host.pool import HostPool
 from tandem_engine.memory.page_copy import PageCopier
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import StepModel
+from tandem_engine.parallel.devices import use_device
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.parallel.joint import JointWork
 from tandem_engine.sampling.sampler import Sampler
@@ -235,9 +236,10 @@ class OnStreams:
 
 
 def platform_for(device: str) -> Platform:
-    """Of a device that `require_device` has accepted."""
+    """Of a device that `require_device` has accepted. The calling thread is to run its steps."""
     if device == "cpu":
         return OnHost()
+    use_device(device)
     streams = CudaStreams(torch.device(device))
     return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=gpu_attention)
 

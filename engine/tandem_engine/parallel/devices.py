@@ -1,4 +1,4 @@
-"""Devices by name: which one a rank computes on, and whether it is there."""
+"""Devices by name: which one a rank computes on, whether it is there, and that a thread's kernels run on it."""
 
 import torch
 
@@ -32,3 +32,14 @@ def require_device(device: str, *, ranks: int = 1) -> None:
     if last >= count:
         wanted = f"--device {device}" if ranks == 1 else f"--device {device} with {ranks} ranks on this machine"
         raise ConfigError(f"{wanted} needs GPU {last}, and this process sees {count}, numbered from 0")
+
+
+def use_device(device: str | torch.device) -> None:
+    """Have what the calling thread launches run on `device`.
+
+    CUDA keeps that for each thread, and a new thread has the first GPU. Kernels would be launched there whatever GPU
+    their tensors are on, and a thread that has no GPU yet has no context in which UCX could copy.
+    """
+    named = torch.device(device)
+    if named.type == "cuda":
+        torch.cuda.set_device(named.index or 0)

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from tandem_engine.environment import set_default
 from tandem_engine.errors import ConfigError, RankLostError
+from tandem_engine.parallel.devices import use_device
 from tandem_engine.parallel.failure import FirstFailure
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.parallel.nodes.interfaces import interface_of
@@ -223,7 +224,7 @@ def _make_nccl(
     if host is not None:
         # Else NCCL may listen on another network of the machine.
         set_default("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
-    torch.cuda.set_device(device)
+    use_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)

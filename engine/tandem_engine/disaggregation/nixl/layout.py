@@ -30,6 +30,10 @@ class Region(NamedTuple):
     """Equal parts of the K and of the V of a layer, one after the other."""
 
     @property
+    def torch_device(self) -> str:
+        return f"cuda:{self.device_id}" if self.device == "VRAM" else "cpu"
+
+    @property
     def layer_bytes(self) -> int:
         return self.page_bytes // self.layers
 

@@ -47,6 +47,7 @@ from tandem_engine.disaggregation.transport import (
 from tandem_engine.errors import TransferError
 from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.transfer import Hello
+from tandem_engine.parallel.devices import use_device
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,7 @@ class TransferThread:
         return thread
 
     def run(self) -> None:
+        use_device(self.region.torch_device)
         while not self._stopped:
             try:
                 self._turn()

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tandem_engine.errors import ConfigError
-from tandem_engine.parallel.devices import device_of_rank, require_device
+from tandem_engine.executor import platform
+from tandem_engine.executor.platform import OnStreams, platform_for
+from tandem_engine.parallel.devices import device_of_rank, require_device, use_device
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,20 @@ def test_too_few_gpus_are_counted(monkeypatch, device, ranks, message):
     with pytest.raises(ConfigError, match=message):
         require_device(device, ranks=ranks)
     require_device("cuda", ranks=2)
+
+
+@pytest.mark.parametrize(("device", "used"), [("cpu", []), ("cuda", [0]), ("cuda:3", [3])])
+def test_a_thread_s_kernels_run_on_its_gpu(monkeypatch, device, used):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    use_device(device)
+    assert chosen == used
+
+
+def test_who_runs_the_steps_of_a_gpu_launches_kernels_there(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(("use", index)))
+    monkeypatch.setattr(platform, "CudaStreams", lambda device: calls.append(("streams", device.index)))
+    monkeypatch.setattr(platform, "CudaGraphCapturer", lambda streams: None)  # noqa: ARG005
+    assert isinstance(platform_for("cuda:2"), OnStreams)
+    assert calls == [("use", 2), ("streams", 2)]

@@ -1,5 +1,7 @@
 """A transfer never touches pages on a device from the host: it moves their addresses, and others read the bytes."""
 
+import threading
+
 import pytest
 import torch
 
@@ -39,10 +41,12 @@ class Agent:
     """Takes writes down, all of which are done at once."""
 
     written: list[tuple[list[list[int]], str]]
+    threads: list[tuple[str, int]]
+    """That were given a GPU, and which."""
     metadata = b"agent"
 
     def __init__(self, name: str, region: object) -> None:
-        self.written = []
+        self.written, self.threads = [], []
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """Everybody is welcome."""
@@ -79,6 +83,11 @@ def agent(monkeypatch) -> list[Agent]:
         assert words.device == torch.device("cuda", 1)
         return dict.fromkeys(DigestKind, lambda pages, keys, used, heads: keys)  # noqa: ARG005
 
+    def use(index: int) -> None:
+        for each in made:
+            each.threads.append((threading.current_thread().name, index))
+
+    monkeypatch.setattr(torch.cuda, "set_device", use)
     monkeypatch.setattr(nixl_transport, "NixlAgent", make)
     monkeypatch.setattr(digest, "_on_device", by_kernels)
     return made
@@ -105,4 +114,5 @@ def test_pages_on_a_device_are_registered_written_and_digested_where_they_are(ag
     wait_for(lambda: events.extend(transport.poll()) or len(events) == 2, 30.0)
     transport.close()
     assert {type(event) for event in events} == {PushDone, Digests}
+    assert agent[0].threads == [("nixl", 1)], "its kernels and copies are for the GPU of the pool"
     assert agent[0].written == [([[ADDRESS + 3 * PAGE_BYTES, 2 * PAGE_BYTES, 1]], "VRAM")]
