@@ -93,7 +93,8 @@ class EngineRun:
             if self.budget.allows("prefill", needs_s=10):
                 self._prefill(llm, dice)
             if device != "cpu" and self.budget.allows("idle share", needs_s=15):
-                self._idle(llm, dice, Path(folder))
+                with self.report.attempt("idle share"):
+                    self._idle(llm, dice, Path(folder))
             jobs = [*self._jobs(dice)]
             return Mixed(
                 jobs=jobs, seconds=median_s(llm, [job.prompt for job in jobs], [job.output_len for job in jobs])
@@ -167,7 +168,7 @@ class EngineRun:
         self, what: str, ratio: float, of: str, target: float | None, facts: dict[str, float], *, at_most: bool = False
     ) -> None:
         name = f"{what} ({self.shape.name})"
-        self.report.figures.append(Figure(name=name, ratio=ratio, of=of, target=target, facts=facts, at_most=at_most))
+        self.report.add(Figure(name=name, ratio=ratio, of=of, target=target, facts=facts, at_most=at_most))
 
 
 def run_s(llm: LLM, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> float:

@@ -1,7 +1,14 @@
-"""What a run has found: figures beside what they should be, as a table and as one JSON object."""
+"""What a run has found: figures beside what they should be, as a table and as one JSON object.
+
+Each figure is also told on standard error as soon as it is known, for a run may be ended from outside; and what raises
+costs the rest of the run nothing but itself.
+"""
 
 import json
-from collections.abc import Iterable
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,15 +43,29 @@ class Report:
     figures: list[Figure] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """What was not measured, and why."""
+    failures: int = 0
+    """Of them, how many raised."""
+
+    def add(self, figure: Figure) -> None:
+        self.figures.append(figure)
+        sys.stderr.write(f"{_line(figure)}\n")
+        sys.stderr.flush()
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """An error within is what is missing; its traceback is on standard error."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the boundary: figures of other work mean what they did
+            traceback.print_exc()
+            self.failures += 1
+            first = (str(error).splitlines() or [""])[0]
+            self.missing.append(f"{what}: {type(error).__name__}: {first[:200]}")
 
     def table(self) -> str:
         """For a terminal and for docs/benchmarks.md."""
         head = ("figure", "ratio", "of", "target", "", "facts")
-        rows = [
-            (each.name, f"{each.ratio:.3g}", each.of, _target(each), _verdict(each), _facts(each.facts))
-            for each in self.figures
-        ]
-        lines = [_row(head), _row("---" for _ in head), *map(_row, rows)]
+        lines = [_row(head), _row("---" for _ in head), *map(_line, self.figures)]
         lines += [f"\nnot measured: {line}" for line in self.missing]
         return "\n".join(lines)
 
@@ -64,6 +85,11 @@ class Report:
                 "missing": self.missing,
             }
         )
+
+
+def _line(figure: Figure) -> str:
+    ratio = f"{figure.ratio:.3g}"
+    return _row((figure.name, ratio, figure.of, _target(figure), _verdict(figure), _facts(figure.facts)))
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -41,7 +41,7 @@ def _pages(report: Report, shape: Shape, ceilings: Ceilings, budget: Budget, dev
     for row in [] if found is None else found["transfers"]:
         # A copy reads and writes each byte; so does a transfer.
         moved = 2 * row["mib"] * 2**20 / (row["sampled_ms"] / 1e3)
-        report.figures.append(
+        report.add(
             Figure(
                 name=f"handoff of {TOKENS} tokens, pages of {row['page_tokens']} ({shape.name})",
                 ratio=moved / ceilings.copy_bytes_per_s,
@@ -62,7 +62,7 @@ def _engines(report: Report, shape: Shape, budget: Budget, device: str) -> None:
             *("--dtype", "bfloat16", "--lens", str(TOKENS), "--chunk", str(TOKENS), "--layers", ""),
         )
     for row in [] if found is None else found["results"]:
-        report.figures.append(
+        report.add(
             Figure(
                 name=f"exposed handoff of {TOKENS} tokens, {row['mode']} ({shape.name})",
                 ratio=row["exposed_ms"],

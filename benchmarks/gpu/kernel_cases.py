@@ -83,6 +83,11 @@ class CaseMaker:
         yield self._page_copy()
         yield self._experts()
 
+    def _copy_of(self, work: float) -> dict[str, Callable[[], object]]:
+        """As a peer: a copy of as many bytes, for a few megabytes take longer than their share of gigabytes."""
+        both = torch.empty((2, int(work) // 2), dtype=torch.uint8, device=self.device)
+        return {"a copy of as many bytes": lambda: both[1].copy_(both[0])}
+
     def _randn(self, *size: int) -> Tensor:
         return torch.randn(size, device=self.device).to(self.dtype)
 
@@ -156,13 +161,14 @@ class CaseMaker:
         tokens, shape = self.sizes.tokens, self.shape
         q = self._randn(tokens, shape.heads, shape.head_dim)
         cos, sin = (self._randn(tokens, shape.head_dim) for _ in range(2))
-        numbers = 2 * tokens * shape.head_dim * (shape.heads + 2 * shape.kv_heads + 1)
+        work = 2 * tokens * shape.head_dim * (shape.heads + 2 * shape.kv_heads + 1) * self.dtype.itemsize
         return Case(
             name=f"RoPE and KV write, {tokens} tokens",
             run=lambda: rotate_and_store(q, k, v, HeadTurn(cos, sin, None), keys, values, slots),
             ceiling="copy",
-            work=numbers * self.dtype.itemsize,
+            work=work,
             target=0.85,
+            peers=self._copy_of(work),
         )
 
     def _store(self) -> Case:
@@ -179,7 +185,7 @@ class CaseMaker:
             ceiling="copy",
             work=2 * (k.nbytes + v.nbytes),
             target=0.85,
-            peers={"torch index_put": index_put},
+            peers={"torch index_put": index_put, **self._copy_of(2 * (k.nbytes + v.nbytes))},
         )
 
     def _norm(self) -> Case:
@@ -196,7 +202,7 @@ class CaseMaker:
             ceiling="copy",
             work=4 * stream.nbytes,
             target=0.85,
-            peers={"torch rms_norm": torch_norm},
+            peers={"torch rms_norm": torch_norm, **self._copy_of(4 * stream.nbytes)},
         )
 
     def _activation(self) -> Case:
@@ -208,7 +214,10 @@ class CaseMaker:
             ceiling="copy",
             work=1.5 * gate_up.nbytes,
             target=0.85,
-            peers={"torch": lambda: torch.nn.functional.silu(gate_up[:, :inner]) * gate_up[:, inner:]},
+            peers={
+                "torch": lambda: torch.nn.functional.silu(gate_up[:, :inner]) * gate_up[:, inner:],
+                **self._copy_of(1.5 * gate_up.nbytes),
+            },
         )
 
     def _sampling(self) -> Case:

@@ -31,21 +31,23 @@ CASE_S = 5.0
 @torch.inference_mode()
 def measure_kernels(report: Report, watch: Stopwatch, maker: MakesCases, ceilings: Ceilings, budget: Budget) -> None:
     for case in maker.cases():
-        if budget.allows(f"{case.name}, {maker.shape.name}", needs_s=CASE_S):
-            report.figures += _figures(case, watch, ceilings, maker.shape.name)
+        what = f"{case.name}, {maker.shape.name}"
+        if budget.allows(what, needs_s=CASE_S):
+            with report.attempt(what):
+                for figure in _figures(case, watch, ceilings, maker.shape.name):
+                    report.add(figure)
 
 
-def _figures(case: Case, watch: Stopwatch, ceilings: Ceilings, model: str) -> list[Figure]:
+def _figures(case: Case, watch: Stopwatch, ceilings: Ceilings, model: str) -> Iterator[Figure]:
     ours = watch.seconds(case.run)
     best = ceilings.copy_bytes_per_s if case.ceiling == "copy" else ceilings.matmul_flops
     facts = {"us": ours * 1e6, "GB/s" if case.ceiling == "copy" else "TFLOP/s": case.work / ours / _unit(case)}
     of = "copy bandwidth" if case.ceiling == "copy" else "matmul rate"
     name = f"{case.name} ({model})"
-    figures = [Figure(name=name, ratio=case.work / ours / best, of=of, target=case.target, facts=facts)]
+    yield Figure(name=name, ratio=case.work / ours / best, of=of, target=case.target, facts=facts)
     for peer, run in case.peers.items():
         theirs = watch.seconds(run)
-        figures.append(Figure(name=name, ratio=theirs / ours, of=f"speed of {peer}", facts={"us": theirs * 1e6}))
-    return figures
+        yield Figure(name=name, ratio=theirs / ours, of=f"speed of {peer}", facts={"us": theirs * 1e6})
 
 
 def _unit(case: Case) -> float:

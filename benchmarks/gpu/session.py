@@ -40,11 +40,16 @@ def run(args: argparse.Namespace) -> Report:
         measure_kernels(report, watch, quantized, ceilings, budget)
     loads = engine.TINY if args.dry_run else engine.Loads()
     told = EngineRun(shape=shape, loads=loads, ceilings=ceilings, dtype=dtype, report=report, budget=budget)
-    mixed = told.measure(str(device)) if "engine" in args.only else None
+    mixed = None
+    if "engine" in args.only:
+        with report.attempt("engine"):
+            mixed = told.measure(str(device))
     if "handoff" in args.only and not args.dry_run:
-        measure_handoff(report, shape, ceilings, budget, str(device))
+        with report.attempt("handoff"):
+            measure_handoff(report, shape, ceilings, budget, str(device))
     if mixed is not None:
-        told.compare(mixed, str(device))
+        with report.attempt("transformers"):
+            told.compare(mixed, str(device))
     report.missing += budget.skipped
     return report
 

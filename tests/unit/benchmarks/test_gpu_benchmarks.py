@@ -1,6 +1,8 @@
 """The arithmetic behind the figures of `benchmarks/gpu`, which needs no device."""
 
 import json
+import os
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -134,6 +136,19 @@ def test_a_report_lists_targets_and_what_is_missing():
     assert "| a | 0.9 | b | ≥ 0.85 | met |" in report.table()
 
 
+def test_a_figure_is_told_at_once_and_what_raises_costs_itself_alone(capsys):
+    from gpu.figures import Figure, Report
+
+    report = Report(machine={})
+    report.add(Figure(name="a", ratio=0.9, of="b"))
+    assert "| a | 0.9 | b |" in capsys.readouterr().err
+    with report.attempt("sampling"):
+        raise RuntimeError("CUDA error\nmore of it")
+    assert report.missing == ["sampling: RuntimeError: CUDA error"]
+    assert report.failures == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_what_no_longer_fits_is_remembered():
     from gpu.budget import Budget
 
@@ -149,6 +164,26 @@ def test_without_a_device_it_says_so_and_measures_nothing(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([]) == 0
     assert capsys.readouterr().out.strip() == NO_DEVICE
+
+
+@pytest.mark.parametrize(("tests_pass", "benchmarks_run"), [(True, True), (False, True), (True, False)])
+def test_make_gpu_measures_whatever_the_tests_say_and_fails_if_either_does(tmp_path, tests_pass, benchmarks_run):
+    """With an interpreter that takes down what it is asked to run."""
+    log, python = tmp_path / "log", tmp_path / "python"
+    failing = [*([] if tests_pass else ["*test_gpu_digests*"]), *([] if benchmarks_run else ["-m\\ gpu*"])]
+    cases = "".join(f"    {pattern}) exit 1 ;;\n" for pattern in failing)
+    python.write_text(f'#!/bin/sh\necho "$*" >>{log}\ncase "$*" in\n    -c*) exit 0 ;;\n{cases}esac\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [str(Path(BENCHMARKS).parent / "tools/gpu.sh"), "--only", "kernels"],
+        env={**os.environ, "TANDEM_PYTHON": str(python)},
+        check=False,
+    )
+    assert done.returncode == (0 if tests_pass and benchmarks_run else 1)
+    asked = [line for line in log.read_text().splitlines() if line.startswith("-m ")]
+    files = sorted(path.name for path in (Path(BENCHMARKS).parent / "tests/gpu").glob("test_*.py"))
+    assert [line.rpartition("/")[2] for line in asked[:-1]] == files
+    assert asked[-1] == "-m gpu --only kernels"
 
 
 def test_an_unknown_section_is_refused(capsys):
