@@ -11,6 +11,7 @@ from msgspec import structs
 
 from tandem_engine.config import SchedulePolicy
 from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.reasoning import ReasoningBudget
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_testing.fake_executors import ThreadedExecutor
 from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
@@ -58,6 +59,27 @@ def workload() -> list[GenerateRequest]:
         ),
         *edited(),
         *constrained(),
+        *reasoning(),
+    ]
+
+
+def reasoning() -> list[GenerateRequest]:
+    """Requests with a reasoning budget: spent, in a resumed output, opened by the model, before a grammar."""
+    end = (60, 61)
+    opened = ReasoningBudget(tokens=5, begin=(62,), end=end, opened=True)
+    written = ReasoningBudget(tokens=4, begin=(3,), end=(5, 8))
+    return [
+        make_message("budget", [*SHARED, 63], max_tokens=16, reasoning_budget=opened, presence_penalty=1.5),
+        make_message("budget-resumed", SHARED[:6], max_tokens=12, resume=(4, 9, 2), reasoning_budget=opened),
+        make_message("budget-written", [6, 4], max_tokens=20, allowed_token_ids=(3, 5, 8), reasoning_budget=written),
+        make_message(
+            "budget-grammar",
+            [3, 2],
+            max_tokens=25,
+            temperature=0.8,
+            reasoning_budget=opened,
+            grammar=toy_grammar(every=5, length=6),
+        ),
     ]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tandem_engine.config import HostConfig, PreemptionMode, WritePolicy
 from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.reasoning import ReasoningBudget
 from tandem_testing.disagg_pair import make_pair
 from tandem_testing.draft_builders import make_fake_drafts
 from tandem_testing.fake_executors import ThreadedExecutor
@@ -32,6 +33,7 @@ MISTAKES = {
     "random": lambda: wrong_at_random(5),
 }
 SHARED = tuple(range(10, 43))
+BUDGET = ReasoningBudget(tokens=5, begin=(62,), end=(60, 61), opened=True)
 
 
 def workload():
@@ -65,6 +67,9 @@ def constrained():  # T45, T46
         make_message("grammar-noise", range(5, 28), max_tokens=9, temperature=0.8, grammar=toy_grammar(every=7)),
         make_message("grammar-resumed", SHARED[:5], max_tokens=9, resume=(3, 9, 6), grammar=toy_grammar(every=3)),
         make_message("grammar-edited", [3, 1], grammar=toy_grammar(length=12), presence_penalty=1.5),
+        make_message("budget", [*SHARED, 63], max_tokens=16, reasoning_budget=BUDGET),
+        make_message("budget-resumed", SHARED[:6], max_tokens=12, resume=(4, 9, 2), reasoning_budget=BUDGET),
+        make_message("budget-grammar", [3, 2], max_tokens=25, reasoning_budget=BUDGET, grammar=toy_grammar(length=6)),
     ]
 
 
@@ -84,7 +89,7 @@ def proposer_of(mistake: str) -> ScriptedProposer:
     scripts = [
         Script(message.sampling, [*message.input_ids, *expected_output(message)])
         for message in workload()
-        if message.sampling.edits_logits or message.sampling.min_tokens or message.sampling.grammar
+        if message.sampling.edits_logits or message.sampling.min_tokens or message.sampling.masked
     ]
     return ScriptedProposer(vocab_size=VOCAB, scripts=scripts, mistake=MISTAKES[mistake]())
 
@@ -253,8 +258,8 @@ def test_a_draft_model_keeps_its_kv_through_everything(settings, page_size, over
         enable_mixed_chunk=True,
         **settings,
     )
-    # The draft model is told neither of min_tokens nor of edits nor of grammars.
-    told = [message for message in workload() if not (message.sampling.edits_logits or message.sampling.grammar)]
+    # The draft model is told neither of min_tokens nor of edits nor of masks.
+    told = [message for message in workload() if not (message.sampling.edits_logits or message.sampling.masked)]
     messages = [message for message in told if not message.sampling.min_tokens]
     for message in messages:
         engine.add(message)

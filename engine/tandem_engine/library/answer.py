@@ -110,7 +110,7 @@ def make_answer(request_id: str, prompt: Encoded, params: SamplingParams, servin
     requests, completions = [], {}
     for index in range(params.generated):
         rid = request_id if params.generated == 1 else f"{request_id}/{index}"
-        sampling = params.of_choice(index, seed=seed, room=room, text=serving.text)
+        sampling = params.of_choice(index, seed=seed, room=room, text=serving.text, prompt=prompt.token_ids)
         group = request_id if params.generated > 1 else ""
         requests.append(
             GenerateRequest(rid=rid, input_ids=prompt.token_ids, sampling=sampling, group=group, session=session)

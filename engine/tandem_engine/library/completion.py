@@ -97,7 +97,7 @@ class Completion:
 
     def _scores(self) -> Iterator[TokenScores]:
         for token_id, scored in zip(self._token_ids, self._logprobs, strict=True):
-            yield token_scores(token_id, scored, self._vocabulary)
+            yield token_scores(token_id, scored, self._vocabulary, named=bool(self._params.logprob_token_ids))
 
 
 def _output_text(vocabulary: Vocabulary, params: SamplingParams, sampling: wire.SamplingParams) -> OutputText:
@@ -109,14 +109,16 @@ def _output_text(vocabulary: Vocabulary, params: SamplingParams, sampling: wire.
     )
 
 
-def token_scores(token_id: int, scored: TokenLogprob, vocabulary: Vocabulary | None) -> TokenScores:
-    """The likeliest, best first, and the token itself."""
+def token_scores(
+    token_id: int, scored: TokenLogprob, vocabulary: Vocabulary | None, *, named: bool = False
+) -> TokenScores:
+    """The likeliest, best first, and the token itself. `named`: those that were asked for instead, without a rank."""
 
     def spelling(token: int) -> str:
         return "" if vocabulary is None else vocabulary.decode([token], skip_special_tokens=False)
 
     scores = {
-        other: Logprob(logprob=logprob, rank=rank, decoded_token=spelling(other))
+        other: Logprob(logprob=logprob, rank=None if named else rank, decoded_token=spelling(other))
         for rank, (other, logprob) in enumerate(scored.top, start=1)
     }
     own = Logprob(logprob=scored.logprob, rank=scored.rank, decoded_token=spelling(token_id))

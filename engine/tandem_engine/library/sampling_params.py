@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.messages import sampling as wire
 from tandem_engine.messages.grammar import GrammarSpec
+from tandem_engine.messages.reasoning import FIELD, ReasoningBudget
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
 MAX_CHOICES = 128
+_PROMPT_END_TOKENS = 32
+"""Enough to hold a reasoning marker and the blanks behind it, whatever the tokenizer."""
 _SEEDS = 1 << 64
 _LOWEST_SEED = -(1 << 63)
 
@@ -47,6 +50,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     """Logprobs of the sampled token and of the so many likeliest."""
+    logprob_token_ids: Sequence[int] = ()
+    """Tokens whose logprobs are wanted instead of those of the likeliest; only with `logprobs`."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     logit_bias: Mapping[int, float] | None = None
@@ -57,6 +62,10 @@ class SamplingParams:
     """Words that do not occur in the output."""
     grammar: GrammarSpec | None = None
     """What the output has to look like."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning; then its end is forced and the answer follows, in the `grammar` if there is one."""
+    reasoning_markers: tuple[str, str] = ("<think>", "</think>")
+    """What reasoning stands between. Only with `thinking_token_budget`."""
 
     @property
     def generated(self) -> int:
@@ -72,13 +81,16 @@ class SamplingParams:
                 f"best_of must be between n={self.n} and {MAX_CHOICES}, got {self.best_of}", param="best_of"
             )
 
-    def of_choice(self, index: int, *, seed: int, room: int, text: TextTokenizer | None) -> wire.SamplingParams:
+    def of_choice(
+        self, index: int, *, seed: int, room: int, text: TextTokenizer | None, prompt: Sequence[int]
+    ) -> wire.SamplingParams:
         """What the engine is told for choice `index`.
 
         Args:
             seed: of choice 0.
             room: tokens that the context has left after the prompt.
-            text: needed for `bad_words` alone.
+            text: needed for `bad_words` and `thinking_token_budget` alone.
+            prompt: its token ids.
         """
         logprobs = 0 if self.logprobs is None and self.generated > self.n else self.logprobs
         return wire.SamplingParams(
@@ -93,6 +105,7 @@ class SamplingParams:
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids),
             # They are the same for every choice.
             prompt_logprobs=self.prompt_logprobs if index == 0 else None,
             presence_penalty=self.presence_penalty,
@@ -102,7 +115,18 @@ class SamplingParams:
             allowed_token_ids=tuple(self.allowed_token_ids),
             bad_words=_bad_words(self.bad_words, text),
             grammar=self.grammar,
+            reasoning_budget=self._budget(prompt, text),
         )
+
+    def _budget(self, prompt: Sequence[int], text: TextTokenizer | None) -> ReasoningBudget | None:
+        if self.thinking_token_budget is None:
+            return None
+        if text is None:
+            raise InvalidRequestError(f"{FIELD} needs a tokenizer and this model has none", param=FIELD)
+        begin, end = (tuple(text.encode(marker, add_special_tokens=False)) for marker in self.reasoning_markers)
+        prompt_end = text.vocabulary.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+        opened = prompt_end.rstrip().endswith(self.reasoning_markers[0])
+        return ReasoningBudget(tokens=self.thinking_token_budget, begin=begin, end=end, opened=opened)
 
 
 def _bad_words(words: Sequence[str], text: TextTokenizer | None) -> tuple[tuple[int, ...], ...]:

@@ -6,6 +6,7 @@ import msgspec
 
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.messages.grammar import GrammarSpec
+from tandem_engine.messages.reasoning import FIELD, ReasoningBudget
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
@@ -63,6 +64,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Token sequences that must not occur in the output; one of a single id forbids that token. What the prompt
     ends with is no part of a sequence, as in vLLM."""
     grammar: GrammarSpec | None = None
+    reasoning_budget: ReasoningBudget | None = None
+    """With a `grammar` too, that begins behind the reasoning."""
 
     @property
     def greedy(self) -> bool:
@@ -82,6 +85,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def edits_logits(self) -> bool:
         """Whether it changes its logits in every step. Stop ids below min_tokens are another matter."""
         return bool(self.penalised or self.logit_bias or self.allowed_token_ids or self.bad_words)
+
+    @property
+    def masked(self) -> bool:
+        """Whether masks say which tokens may come next: those of a grammar, or of a reasoning budget."""
+        return self.grammar is not None or self.reasoning_budget is not None
 
     def without_prompt_logprobs(self) -> "SamplingParams":
         """The same for somebody who has those of the prompt already."""
@@ -116,6 +124,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_token_lists(vocab_size)
         if self.grammar is not None:
             self.grammar.check()
+        if self.reasoning_budget is not None:
+            self.reasoning_budget.check(vocab_size=vocab_size)
+            self._check_markers(self.reasoning_budget)
 
     def check_prompt(self, prompt_tokens: int) -> None:
         """Raise `InvalidRequestError` when logprobs are wanted that this prompt does not have, or too many (T24)."""
@@ -174,6 +185,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_ids("bad_words", word, vocab_size)
         if self.allowed_token_ids:
             self._check_against_allowed({*self.allowed_token_ids})
+
+    def _check_markers(self, budget: ReasoningBudget) -> None:
+        """No rule may forbid what has to be forced."""
+        end = {*budget.end}
+        if self.allowed_token_ids and not end <= {*self.allowed_token_ids}:
+            raise InvalidRequestError(
+                f"allowed_token_ids must have the tokens that end the reasoning, {sorted(end)}, together with {FIELD}",
+                param="allowed_token_ids",
+            )
+        forbidden = next((word for word in self.bad_words if word[-1] in end), None)
+        if forbidden is not None:
+            raise InvalidRequestError(
+                f"bad_words forbids token {forbidden[-1]}, which ends the reasoning, together with {FIELD}",
+                param="bad_words",
+            )
+        if self.min_tokens and not end.isdisjoint(self.stop_token_ids):
+            raise InvalidRequestError(
+                f"stop_token_ids has a token that ends the reasoning: not together with min_tokens and {FIELD}",
+                param="stop_token_ids",
+            )
 
     def _check_against_allowed(self, allowed: set[int]) -> None:
         lost = next((token for token, bias in self.logit_bias if bias > 0 and token not in allowed), None)

@@ -24,8 +24,10 @@ from tandem_engine.messages.outputs import Finish
 from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.backend import CompiledGrammar
 from tandem_engine.sampling.grammar.compiler import Grammars
+from tandem_engine.sampling.grammar.reasoning import BudgetedReasoning
 from tandem_engine.scheduler.endings import Endings, error_finish
 from tandem_engine.scheduler.grammar_progress import GRAMMAR_ENDED, GrammarProgress
+from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 
@@ -67,6 +69,7 @@ class GrammarGate:
     grammars: Grammars
     queues: Queues
     endings: Endings
+    model: ModelFacts
     least: Least = list
     jobs: dict[GrammarSpec, Job] = field(default_factory=dict)
     """In the order they were begun."""
@@ -83,10 +86,10 @@ class GrammarGate:
         """
         spec = req.sampling.grammar
         if spec is None:
-            return None
+            return None if req.sampling.reasoning_budget is None else self._start(req, None)
         compiled = self.grammars.find(spec)
         if compiled is not None:
-            return _start(req, compiled)
+            return self._start(req, compiled)
         if spec in self.jobs:
             self.jobs[spec].requests.append(req)
         else:
@@ -131,7 +134,7 @@ class GrammarGate:
             self._end(req, error_finish(error))
 
     def _go_on(self, req: Request, compiled: CompiledGrammar) -> None:
-        finish = _start(req, compiled)
+        finish = self._start(req, compiled)
         if finish is None:
             self.queues.grammar_ready(req)
         else:
@@ -151,15 +154,24 @@ class GrammarGate:
             if stage.abort(req.rid, finish):
                 return
 
+    def _start(self, req: Request, compiled: CompiledGrammar | None) -> Finish | None:
+        """Give `req` its grammar, behind the reasoning if that has a budget, and let it follow what was generated
+        elsewhere."""
+        req.grammar = GrammarProgress.start(self._budgeted(req, compiled))
+        try:
+            req.grammar.catch_up(req.output_ids)
+        except InvalidRequestError as error:
+            return error_finish(error)
+        return GRAMMAR_ENDED if req.grammar.matcher.ended else None
 
-def _start(req: Request, compiled: CompiledGrammar) -> Finish | None:
-    """Give `req` its grammar, and let it follow what was generated elsewhere."""
-    req.grammar = GrammarProgress.start(compiled)
-    try:
-        req.grammar.catch_up(req.output_ids)
-    except InvalidRequestError as error:
-        return error_finish(error)
-    return GRAMMAR_ENDED if req.grammar.matcher.ended else None
+    def _budgeted(self, req: Request, compiled: CompiledGrammar | None) -> CompiledGrammar:
+        budget = req.sampling.reasoning_budget
+        if budget is not None:
+            return BudgetedReasoning.of(
+                budget, compiled, vocab_size=self.model.vocab_size, eos_token_ids=self.model.eos_token_ids
+            )
+        assert compiled is not None, f"request {req.rid} has neither a grammar nor a budget"
+        return compiled
 
 
 def _error(job: Job, agreed: JobState) -> EngineError:

@@ -18,18 +18,19 @@ from tandem_engine.scheduler.request import Request
 
 
 def open_masks(samplers: Sequence[Request], constrained: Sequence[int], draft_lens: Sequence[int]) -> TokenMasks | None:
-    """Masks for the samplers at `constrained`, those with a grammar; None for nobody.
+    """Masks for the samplers at `constrained`, those with a grammar or a budget; None for nobody.
 
     Each has one for every row of sampling that is its own: one more than it has drafts. `draft_lens` are those of all
     samplers, () when nobody drafts.
     """
     if not constrained:
         return None
+    words = max(_progress(samplers[index]).compiled.words for index in constrained)
     if not draft_lens:
-        return TokenMasks.open(tuple(constrained), _words(samplers[constrained[0]]))
+        return TokenMasks.open(tuple(constrained), words)
     starts = [*accumulate((drafts + 1 for drafts in draft_lens), initial=0)]
     rows = tuple(row for index in constrained for row in range(starts[index], starts[index + 1]))
-    return TokenMasks.open(rows, _words(samplers[constrained[0]]))
+    return TokenMasks.open(rows, words)
 
 
 def fill_masks(masks: TokenMasks, runs: Iterable[tuple[Request, Sequence[int]]]) -> None:
@@ -41,7 +42,7 @@ def fill_masks(masks: TokenMasks, runs: Iterable[tuple[Request, Sequence[int]]])
     bits: Bits = masks.bitmask.numpy()
     start = 0
     for req, drafts in runs:
-        if req.sampling.grammar is None:
+        if not req.sampling.masked:
             continue
         stop = start + 1 + len(drafts)
         if req.finished is None and req.to_finish is None:
@@ -49,10 +50,6 @@ def fill_masks(masks: TokenMasks, runs: Iterable[tuple[Request, Sequence[int]]])
         start = stop
     assert start == len(bits), f"{start} masks filled of {len(bits)}"
     masks.release()
-
-
-def _words(req: Request) -> int:
-    return _progress(req).compiled.words
 
 
 def _progress(req: Request) -> GrammarProgress:
@@ -69,7 +66,9 @@ def _fill(req: Request, drafts: Sequence[int], bits: Bits) -> Finish | None:
         return error_finish(error)
     if grammar.matcher.ended:
         return GRAMMAR_ENDED
-    written = masks_for_run(grammar.matcher, drafts, bits)
+    known = grammar.compiled.words
+    written = masks_for_run(grammar.matcher, drafts, bits[:, :known])
+    bits[:written, known:] = 0
     problem = grammar.matcher.problem
     if written and not grammar.matcher.ended:
         bits[written:] = ALL_ALLOWED

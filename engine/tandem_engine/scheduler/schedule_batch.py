@@ -114,7 +114,7 @@ class SamplingColumns:
     all_greedy: bool
     any_min_tokens: bool
     constrained: tuple[int, ...]
-    """Indices of samplers with a grammar."""
+    """Indices of samplers whose tokens are masked."""
 
     @staticmethod
     def of(samplers: list[Request]) -> "SamplingColumns":
@@ -131,7 +131,7 @@ class SamplingColumns:
             logprob_ids=_named([p.logprob_token_ids for p in params]),
             all_greedy=all(p.greedy for p in params),
             any_min_tokens=any(p.min_tokens for p in params),
-            constrained=tuple(index for index, p in enumerate(params) if p.grammar is not None),
+            constrained=tuple(index for index, p in enumerate(params) if p.masked),
         )
 
     def repeated(self, counts: Ints) -> "SamplingColumns":

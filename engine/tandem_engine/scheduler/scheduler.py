@@ -149,6 +149,7 @@ class Scheduler:
             grammars=grammars or NoGrammars("this engine was built without grammars"),
             queues=self.queues,
             endings=self._endings,
+            model=facts,
             least=least or list,
         )
         self._ingress = Ingress(

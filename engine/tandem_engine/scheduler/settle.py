@@ -259,7 +259,7 @@ class Settlement:
     def _plain_end(self, req: Request) -> PlainEnd | None:
         """None for a request of which settlement has to know more than its tokens."""
         sampling = req.sampling
-        if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.grammar is not None:
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.masked:
             return None
         return self.stop.plain_end(sampling, prompt_len=req.prompt_len)
 

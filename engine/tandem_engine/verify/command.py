@@ -35,6 +35,7 @@ from tandem_engine.verify.path import Path
 from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_engine.verify.prompts import make_prompts
 from tandem_engine.verify.ranks import Alone, EngineMaker, PlatformMaker, ThreadRanks, platform_of_device
+from tandem_engine.verify.reasoning import budgets_against
 from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
 from tandem_engine.verify.threaded import Threaded
 
@@ -191,7 +192,8 @@ class Verification:
         )
 
     def _without_effect(self) -> str | None:
-        # Outputs with a grammar come after all others and are not edited: a bad word may be all that it allows.
+        # Outputs with a grammar or a budget come after all others and are not edited: a bad word may be all that is
+        # allowed.
         pairs = zip(self.references, self.edited, strict=False)
         return None if any(a.token_ids != b.token_ids for a, b in pairs) else "no edit changed a token"
 
@@ -299,6 +301,10 @@ def run_verify(
     for prompt, (spec, grammar) in zip(prompts.prompts, compile_grammars(model).items(), strict=False):
         output = reference.generate(prompt, prompts.max_tokens, eos, ignore_eos=False, matcher=grammar.matcher())
         references.append(replace(output, grammar=spec))
+    for budget in budgets_against(references[0].token_ids, facts.vocab_size):
+        references.append(
+            reference.generate(references[0].prompt, prompts.max_tokens, eos, ignore_eos=True, budget=budget)
+        )
     longest = max(len(r.prompt) for r in references) + prompts.max_tokens
     paths = make_paths(
         context_length=longest + 1,

@@ -69,6 +69,7 @@ def requests_for(
                 logprobs=rivals,
                 ignore_eos=reference.ignore_eos,
                 grammar=reference.grammar,
+                reasoning_budget=reference.reasoning_budget,
             ),
         )
         for i, reference in enumerate(references)

@@ -36,8 +36,8 @@ def in_turns(generate: Generate) -> Generate:
 
 
 def _can_be_told(request: GenerateRequest) -> bool:
-    # A grammar knows the output of its own turn alone.
-    return len(request.resume_ids) > 1 and request.sampling.grammar is None
+    # A grammar or a budget knows the output of its own turn alone.
+    return len(request.resume_ids) > 1 and not request.sampling.masked
 
 
 def _first_turn(request: GenerateRequest) -> GenerateRequest:

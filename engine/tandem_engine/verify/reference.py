@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from tandem_engine.messages.grammar import GrammarSpec
+from tandem_engine.messages.reasoning import ReasoningBudget
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.sampling.grammar.backend import Matcher
 from tandem_engine.verify.edited import Processor, processors_for
+from tandem_engine.verify.reasoning import forced_token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,7 @@ class ReferenceOutput:
     prompt_logprobs: tuple[float, ...] = ()
     """Of prompt tokens 1, 2, …, when the edits ask for them."""
     grammar: GrammarSpec | None = None
+    reasoning_budget: ReasoningBudget | None = None
 
 
 class TransformersReference:
@@ -50,11 +53,12 @@ class TransformersReference:
         ignore_eos: bool,
         edits: SamplingParams | None = None,
         matcher: Matcher | None = None,
+        budget: ReasoningBudget | None = None,
     ) -> ReferenceOutput:
         """Greedy tokens up to and including the first EOS unless that is ignored, at most `max_tokens`.
 
-        With a `matcher` only among the tokens that it allows, and no further than its grammar. Logprobs are those
-        of all tokens nevertheless.
+        With a `matcher` only among the tokens that it allows, and no further than its grammar. Once a `budget` is
+        spent the end of the reasoning. Logprobs are those of all tokens nevertheless.
         """
         processors = [] if edits is None else processors_for(edits, len(prompt))
         ids = torch.tensor([list(prompt)])
@@ -63,7 +67,9 @@ class TransformersReference:
         while len(logprobs) < max_tokens:
             out = self._model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             raw = out.logits[:, -1].float()
-            token = _choose(ids, raw if matcher is None else _allowed(raw, matcher), processors)
+            forced = None if budget is None else forced_token(budget, ids[0, len(prompt) :].tolist())
+            chosen = _choose(ids, raw if matcher is None else _allowed(raw, matcher), processors)
+            token = chosen if forced is None else forced
             logprobs.append(float(raw.log_softmax(dim=-1)[0, token]))
             inputs, cache = torch.tensor([[token]]), out.past_key_values
             ids = torch.cat((ids, inputs), dim=1)
@@ -77,6 +83,7 @@ class TransformersReference:
             logprobs=tuple(logprobs),
             ignore_eos=ignore_eos,
             edits=edits,
+            reasoning_budget=budget,
             prompt_logprobs=() if edits is None else self._score(prompt),
         )
 

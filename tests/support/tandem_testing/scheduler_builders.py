@@ -28,6 +28,7 @@ from tandem_engine.speculative.turn_timer import TurnTimer
 from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
 from tandem_testing.fake_executors import Computed, EagerExecutor, LateExecutor
 from tandem_testing.memory_builders import make_memory
+from tandem_testing.plain_reasoning import allowed_after, answer_of
 from tandem_testing.plain_sampling import edited_logits, most_likely_token
 from tandem_testing.toy_grammar import ToyGrammars, toy_rule
 
@@ -112,10 +113,10 @@ def _suppressed(sampling: SamplingParams, outputs: Sequence[int]) -> set[int]:
 
 
 def _masked(sampling: SamplingParams, outputs: Sequence[int]) -> set[int]:
-    """Tokens that its grammar forbids after `outputs`."""
-    if sampling.grammar is None:
-        return set()
-    return {*range(VOCAB)} - toy_rule(sampling.grammar).allowed(outputs)
+    """Tokens that its reasoning budget and its grammar forbid after `outputs`."""
+    rule = None if sampling.grammar is None else toy_rule(sampling.grammar).allowed
+    allowed = allowed_after(sampling.reasoning_budget, outputs, rule, vocab_size=VOCAB, eos=EOS)
+    return {*range(VOCAB)} - allowed
 
 
 def expected_prompt_logprobs(message: GenerateRequest) -> list[float | None] | None:
@@ -130,7 +131,8 @@ def expected_prompt_logprobs(message: GenerateRequest) -> list[float | None] | N
 def _ended(sampling: SamplingParams, prompt_len: int, outputs: list[int], resumed: int, context_length: int) -> bool:
     if len(outputs) >= sampling.max_tokens or prompt_len + len(outputs) >= context_length:
         return True
-    if sampling.grammar is not None and toy_rule(sampling.grammar).ended(outputs):
+    answer = answer_of(sampling.reasoning_budget, outputs, constrained=sampling.grammar is not None)
+    if sampling.grammar is not None and answer is not None and toy_rule(sampling.grammar).ended(answer):
         return True
     if len(outputs) == resumed or len(outputs) <= sampling.min_tokens:
         return False

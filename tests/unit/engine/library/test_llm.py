@@ -157,6 +157,36 @@ def test_a_bad_word_does_not_occur(llm):
     assert word not in clean.outputs[0].text.split()
 
 
+def test_named_tokens_are_scored_instead_of_the_likeliest(llm):
+    params = SamplingParams(seed=3, max_tokens=4, logprobs=1, logprob_token_ids=[77, 5])
+    [output] = llm.generate("The fox", params, use_tqdm=False)
+    [free] = llm.generate("The fox", replace(params, logprob_token_ids=[], logprobs=20), use_tqdm=False)
+    assert output.outputs[0].token_ids == free.outputs[0].token_ids
+    for token, scores, likeliest in zip(
+        output.outputs[0].token_ids, output.outputs[0].logprobs, free.outputs[0].logprobs, strict=True
+    ):
+        assert {*scores} == {token, 77, 5}
+        assert (scores[77].rank, scores[token].logprob) == (None, likeliest[token].logprob)
+        for named in {77, 5} & {*likeliest}:
+            assert scores[named].logprob == likeliest[named].logprob
+
+
+@pytest.mark.parametrize(("prompt", "budget"), [("Why?<think>\n", 5), ("Why?<think>", 0)])
+def test_a_spent_budget_ends_the_reasoning_and_the_answer_follows(llm, prompt, budget):
+    encode = llm.get_tokenizer().encode
+    [free] = llm.generate(prompt, GREEDY, use_tqdm=False)
+    [bounded] = llm.generate(prompt, replace(GREEDY, thinking_token_budget=budget), use_tqdm=False)
+    reasoning = (*free.outputs[0].token_ids[:budget], *encode("</think>", add_special_tokens=False))
+    [rest] = llm.generate([[*free.prompt_token_ids, *reasoning]], GREEDY, use_tqdm=False)
+    assert bounded.outputs[0].token_ids == (reasoning + rest.outputs[0].token_ids)[:12]
+
+
+def test_a_budget_bounds_nothing_while_nobody_reasons(llm):
+    [free] = llm.generate("The fox", GREEDY, use_tqdm=False)
+    [bounded] = llm.generate("The fox", replace(GREEDY, thinking_token_budget=2), use_tqdm=False)
+    assert bounded.outputs[0].token_ids == free.outputs[0].token_ids
+
+
 def test_a_conversation_goes_through_the_chat_template(llm):
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     [output] = llm.chat(messages, GREEDY, use_tqdm=False)
@@ -187,6 +217,9 @@ def test_no_max_tokens_means_the_rest_of_the_context(llm):
         ("good", SamplingParams(n=0), "n must be between 1 and 128, got 0"),
         ("good", SamplingParams(n=3, best_of=2), "best_of must be between n=3 and 128, got 2"),
         ("good", SamplingParams(bad_words=["  "]), "bad_words"),
+        ("good", SamplingParams(logprob_token_ids=[5]), "logprob_token_ids"),
+        ("good", SamplingParams(thinking_token_budget=-1), "thinking_token_budget must be between"),
+        ("good", SamplingParams(thinking_token_budget=1, reasoning_markers=("", "x")), "the begin marker must have"),
         (["a", "b"], [GREEDY], "1 sampling_params for 2 prompts"),
     ],
 )

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tandem_engine.errors import InvalidRequestError
+from tandem_engine.messages.reasoning import ReasoningBudget
 from tandem_engine.messages.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -19,6 +20,7 @@ from tandem_engine.messages.sampling import (
 )
 
 VOCAB = 100
+BUDGET = ReasoningBudget(tokens=3, begin=(4,), end=(6, 7))
 GOOD = SamplingParams(max_tokens=8, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop=("a",), stop_token_ids=(99,))
 
 
@@ -102,6 +104,33 @@ def test_rules_that_contradict_what_is_allowed_are_refused(fields) -> None:  # E
     with pytest.raises(InvalidRequestError) as refused:
         SamplingParams(max_tokens=1, **fields).check(vocab_size=VOCAB)
     assert refused.value.param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("allowed_token_ids", {"allowed_token_ids": (5, 6)}),
+        ("bad_words", {"bad_words": ((1, 2), (3, 6))}),
+        ("stop_token_ids", {"stop_token_ids": (6,), "min_tokens": 1}),
+    ],
+)
+def test_nothing_may_forbid_the_end_of_the_reasoning(field, fields) -> None:
+    sampling = SamplingParams(max_tokens=9, **fields)
+    sampling.check(vocab_size=VOCAB)
+    with pytest.raises(InvalidRequestError) as refused:
+        msgspec.structs.replace(sampling, reasoning_budget=BUDGET).check(vocab_size=VOCAB)
+    assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tokens": -1}, {"tokens": 2**31}, {"begin": ()}, {"end": ()}, {"end": (1,) * 17}, {"begin": (VOCAB,)}],
+)
+def test_a_budget_out_of_range_is_refused_by_name(fields) -> None:
+    bad = msgspec.structs.replace(BUDGET, **fields)
+    with pytest.raises(InvalidRequestError, match="thinking_token_budget") as refused:
+        SamplingParams(max_tokens=9, reasoning_budget=bad).check(vocab_size=VOCAB)
+    assert refused.value.param == "thinking_token_budget"
 
 
 def test_rules_that_leave_something_allowed_pass() -> None:

@@ -8,9 +8,11 @@ from tandem_engine.errors import GrammarCompilerError, InvalidRequestError
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.token_masks import ALL_ALLOWED
 from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.reasoning import ReasoningBudget
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.names import RequestId
 from tandem_engine.sampling.grammar.compiler import NoGrammars
+from tandem_engine.sampling.grammar.reasoning import BudgetedReasoning
 from tandem_engine.scheduler.grammar_gate import JobState
 from tandem_engine.scheduler.grammar_progress import GrammarProgress
 from tandem_engine.scheduler.mask_filler import fill_masks, open_masks
@@ -182,6 +184,31 @@ def test_without_a_backend_a_grammar_is_refused():
     engine = make_engine(grammars=NoGrammars("nobody compiles here"))
     engine.add(make_message("g", grammar=toy_grammar()))
     assert engine.finish("g").code == "invalid_request"
+    assert engine.scheduler.idle
+
+
+def test_a_reasoning_budget_needs_no_backend():
+    engine = make_engine(grammars=NoGrammars("nobody compiles here"))
+    budget = ReasoningBudget(tokens=2, begin=(1,), end=(60, 61), opened=True)
+    engine.add(make_message("b", max_tokens=9, reasoning_budget=budget))
+    engine.run()
+    engine.assert_expected()
+    assert engine.output("b")[2:4] == [60, 61]
+
+
+def test_max_tokens_cuts_an_output_within_its_reasoning():
+    engine = make_engine()
+    budget = ReasoningBudget(tokens=2, begin=(1,), end=(60, 61), opened=True)
+    engine.add(make_message("b", max_tokens=3, reasoning_budget=budget))
+    engine.run()
+    assert (engine.output("b")[2], engine.finish("b").reason) == (60, FinishReason.LENGTH)
+
+
+def test_resumed_tokens_beyond_the_budget_are_refused():
+    engine = make_engine()
+    budget = ReasoningBudget(tokens=2, begin=(1,), end=(60, 61), opened=True)
+    engine.add(make_message("b", resume=(5, 6, 7), max_tokens=9, reasoning_budget=budget))
+    assert (engine.finish("b").code, engine.finish("b").param) == ("invalid_request", "resume_ids")
     assert engine.scheduler.idle
 
 
@@ -431,6 +458,19 @@ def test_drafts_that_lead_a_grammar_astray_do_not_harm_the_output():
     assert masks_after(req, (6, 9)) == [rule.allowed([3]), None, None]
     assert req.to_finish is None
     assert (req.grammar.matcher.problem, req.grammar.followed) == (None, 1)
+
+
+def test_masks_of_different_widths_share_a_step():
+    """A grammar's tokenizer may know fewer tokens than the model: what it does not know stays forbidden."""
+    narrow = request_with_grammar(every=3)
+    budget = ReasoningBudget(tokens=0, begin=(1,), end=(120,), opened=True)
+    wide = Request(
+        rid=RequestId("b"), origin_input_ids=(1,), sampling=SamplingParams(max_tokens=9, reasoning_budget=budget)
+    )
+    wide.grammar = GrammarProgress.start(BudgetedReasoning.of(budget, None, vocab_size=160, eos_token_ids=set()))
+    masks = open_masks([narrow, wide], (0, 1), ())
+    fill_masks(masks, [(narrow, ()), (wide, ())])
+    assert [unpack(row) for row in masks.wait().numpy()] == [toy_rule(narrow.sampling.grammar).allowed([]), {120}]
 
 
 def test_masks_of_several_requests_stand_in_the_order_of_their_rows():  # T46

@@ -1,0 +1,166 @@
+"""A reasoning budget as a grammar: it forces the end marker, and lets the answer follow the grammar that was asked for.
+
+    waiting      nobody has opened the reasoning; a begin marker among the first tokens does
+    reasoning    anything goes, until the budget is spent: then what the end marker still lacks is all that is allowed
+    answering    anything goes, or what the request's own grammar allows
+
+Where an output stands follows from its tokens alone, so a resumption or a handoff replays them like any grammar's, and
+each position of a drafted run has its own mask. An end marker that the model has begun when the budget is spent is
+completed, not begun anew.
+
+With a grammar for the answer, the output either begins with the begin marker or is the answer, and no EOS may come
+before the answer does.
+"""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from tandem_engine.forward.token_masks import ALL_ALLOWED
+from tandem_engine.messages.reasoning import ReasoningBudget
+from tandem_engine.sampling.grammar.backend import Bits, CompiledGrammar, Matcher
+
+LEAD = 4
+"""Tokens that may precede a begin marker: blanks. Behind more of them it is text of the answer."""
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetedReasoning:
+    """Implements `CompiledGrammar` for one request."""
+
+    budget: ReasoningBudget
+    words: int
+    answer: CompiledGrammar | None = None
+    """What the answer has to look like."""
+    eos_token_ids: AbstractSet[int] = frozenset()
+
+    @staticmethod
+    def of(
+        budget: ReasoningBudget, answer: CompiledGrammar | None, *, vocab_size: int, eos_token_ids: AbstractSet[int]
+    ) -> "BudgetedReasoning":
+        words = -(-vocab_size // WORD_BITS) if answer is None else answer.words
+        return BudgetedReasoning(budget=budget, words=words, answer=answer, eos_token_ids=eos_token_ids)
+
+    def matcher(self) -> Matcher:
+        return ReasoningMatcher(self)
+
+
+class ReasoningMatcher:
+    """Implements `Matcher`."""
+
+    __slots__ = ("_answer", "_answered", "_began", "_grammar", "_matched")
+
+    def __init__(self, grammar: BudgetedReasoning) -> None:
+        self._grammar = grammar
+        self._answer = None if grammar.answer is None else grammar.answer.matcher()
+        self._matched: list[int] = []
+        """For each token before the answer, how much of the marker in question the output ends with."""
+        self._began: int | None = 0 if grammar.budget.opened else None
+        """How many of these tokens precede the reasoning; None while nobody has opened it."""
+        self._answered = 0
+        """Tokens of the answer."""
+
+    @property
+    def ended(self) -> bool:
+        return self._answer is not None and self._answers and self._answer.ended
+
+    @property
+    def problem(self) -> str | None:
+        return None if self._answer is None else self._answer.problem
+
+    def accept(self, tokens: Sequence[int]) -> int:
+        taken = 0
+        while taken < len(tokens) and not self._answers_with(tokens[taken]):
+            if not self._fits(tokens[taken]):
+                return taken
+            self._go_on(tokens[taken])
+            taken += 1
+        answer = tokens[taken:]
+        answered = len(answer) if self._answer is None or not answer else self._answer.accept(answer)
+        self._answered += answered
+        return taken + answered
+
+    def rollback(self, tokens: int) -> None:
+        answered = min(tokens, self._answered)
+        if self._answer is not None:
+            self._answer.rollback(answered)
+        self._answered -= answered
+        del self._matched[len(self._matched) - (tokens - answered) :]
+        if self._began is not None and len(self._matched) < self._began:
+            self._began = None
+
+    def fill(self, row: Bits) -> None:
+        forced = self._forced
+        if forced is not None:
+            row[:] = 0
+            _set(row, forced)
+        elif self._answer is None:
+            row[:] = ALL_ALLOWED
+        elif self._answers:
+            self._answer.fill(row)
+        elif self._began is None:
+            self._answer.fill(row)
+            _set(row, self._grammar.budget.begin[0])
+        else:
+            row[:] = ALL_ALLOWED
+            for token in self._grammar.eos_token_ids:
+                _clear(row, token)
+
+    @property
+    def _answers(self) -> bool:
+        """The reasoning is over, or will not come."""
+        if self._answered:
+            return True
+        if self._began is not None:
+            return self._progress == len(self._grammar.budget.end)
+        return len(self._matched) - self._progress >= LEAD
+
+    @property
+    def _progress(self) -> int:
+        """Tokens of the begin marker, or once that is complete of the end marker, that stand at the end."""
+        return self._matched[-1] if len(self._matched) > (self._began or 0) else 0
+
+    @property
+    def _forced(self) -> int | None:
+        """The only token that may come next, if there is one."""
+        budget = self._grammar.budget
+        if self._answers:
+            return None
+        if self._began is not None:
+            spent = len(self._matched) - self._began
+            return budget.end[self._progress] if spent >= budget.tokens else None
+        return budget.begin[self._progress] if self._answer is not None and self._progress else None
+
+    def _answers_with(self, token: int) -> bool:
+        """Whether `token`, the next one, belongs to the answer."""
+        unopened = self._answer is not None and self._began is None and not self._matched
+        return self._answers or (unopened and token != self._grammar.budget.begin[0])
+
+    def _fits(self, token: int) -> bool:
+        """Of the next token before the answer."""
+        forced = self._forced
+        if forced is not None:
+            return token == forced
+        return self._answer is None or token not in self._grammar.eos_token_ids
+
+    def _go_on(self, token: int) -> None:
+        budget = self._grammar.budget
+        marker = budget.begin if self._began is None else budget.end
+        self._matched.append(_advance(marker, self._progress, token))
+        if self._began is None and self._matched[-1] == len(marker):
+            self._began = len(self._matched)
+
+
+def _advance(marker: Sequence[int], matched: int, token: int) -> int:
+    """How many tokens of `marker` an output ends with that ended with `matched` of them, once `token` follows."""
+    known = (*marker[:matched], token)
+    return next(length for length in range(len(known), -1, -1) if known[len(known) - length :] == marker[:length])
+
+
+def _set(row: Bits, token: int) -> None:
+    row.view("uint32")[token // WORD_BITS] |= 1 << token % WORD_BITS
+
+
+def _clear(row: Bits, token: int) -> None:
+    row.view("uint32")[token // WORD_BITS] &= ~(1 << token % WORD_BITS) & 0xFFFFFFFF
