@@ -19,6 +19,7 @@ from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.structured_output import AskedGrammar, asked_grammar
 from tandem_services.gateway.tools import ToolUse, tool_use
 from tandem_services.gateway.translate import (
+    behind_prompt,
     chat_logprobs,
     check_common_fields,
     choice_counts,
@@ -60,6 +61,7 @@ class ChatPlanner:
             bad_words=await served.prompts.bad_words(request.bad_words),
             vocab_size=vocab_size,
             grammar=grammar,
+            reasoning_budget=served.model.dialect.budget(request.thinking_token_budget),
         )
         turn = await served.desk.take(
             request.session_params, cache_salt=caller.cache_salt(request.cache_salt or ""), choices=counts.generated
@@ -68,6 +70,8 @@ class ChatPlanner:
         input_ids = await _encode(request, served, tools, turn, truncation)
         context_length = served.prompts.context_length() - (0 if turn is None else turn.history)
         check_context(len(input_ids), wanted or 0, context_length, "messages")
+        reading = _reading(request, served, input_ids, tools, grammar)
+        sampling = behind_prompt(sampling, reading)
         sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size)
         return generation_plan(
             request,
@@ -75,7 +79,7 @@ class ChatPlanner:
             counts,
             grammar_field=None if grammar is None else grammar.field,
             turn=turn,
-            reading=_reading(request, served, input_ids, tools, grammar),
+            reading=reading,
         )
 
     async def encode(self, request: ChatRequest, served: ReadModel) -> tuple[int, ...]:
@@ -104,10 +108,12 @@ def _reading(
     tools: ToolUse | None,
     grammar: AskedGrammar | None,
 ) -> OutputReading:
+    at_once = grammar is not None and grammar.spec.kind is not GrammarKind.STRUCTURAL_TAG
     return served.model.dialect.reading(
         prompt,
         tools,
-        constrained=grammar is not None and grammar.spec.kind is not GrammarKind.STRUCTURAL_TAG,
+        # Behind a budget it begins with the answer.
+        constrained=at_once and request.thinking_token_budget is None,
         shows_reasoning=request.include_reasoning is not False,
     )
 

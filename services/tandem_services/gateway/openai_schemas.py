@@ -124,6 +124,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning; then the answer is made to begin."""
     continue_final_message: bool | None = None
     """The last message is the beginning of the answer."""
     documents: list[dict[str, str]] | None = None
@@ -137,6 +139,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     tools: Any = None
     tool_choice: Any = None
     include_reasoning: Any = None
+    thinking_token_budget: Any = None
     continue_final_message: Any = None
     documents: Any = None
     reasoning_effort: Any = None

@@ -7,10 +7,12 @@ model is trained on what its template writes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tandem_engine.messages.reasoning import FIELD, ReasoningBudget
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_engine.tokenizer.vocabulary import Vocabulary
+from tandem_services.common.errors import bad_request
 from tandem_services.gateway.output_reader import OutputReading
-from tandem_services.gateway.reasoning import STYLES, ReasoningStyle, detect_reasoning
+from tandem_services.gateway.reasoning import STYLES, MarkerIds, ReasoningStyle, detect_reasoning
 from tandem_services.gateway.tool_parsers.registry import FAMILIES, ToolFamily, detect_family
 from tandem_services.gateway.tools import ToolUse
 
@@ -26,6 +28,8 @@ class OutputDialect:
     vocabulary: Vocabulary
     family: ToolFamily | None
     reasoning: ReasoningStyle | None
+    markers: MarkerIds | None
+    """Those of the reasoning."""
     knows_tools: bool
     """Its chat template has a place for tools."""
     visible: frozenset[int]
@@ -41,9 +45,24 @@ class OutputDialect:
             vocabulary=tokenizer.vocabulary,
             family=family,
             reasoning=reasoning,
+            markers=None if reasoning is None else MarkerIds.of(reasoning, tokenizer),
             knows_tools=tokenizer.chat_template is not None and tokenizer.chat_template.knows_tools,
             visible=_visible(tokenizer.vocabulary, family, reasoning),
         )
+
+    def budget(self, tokens: int | None) -> ReasoningBudget | None:
+        """At most so many tokens of reasoning, in an output that nobody has opened. None for no bound.
+
+        Raises `ApiError` 400 when this model has no reasoning, or none that is known.
+        """
+        if tokens is None:
+            return None
+        if self.markers is None:
+            raise bad_request(
+                f"{FIELD} needs a model whose reasoning has markers, and none are known of this one: leave it out",
+                FIELD,
+            )
+        return self.markers.budget(tokens)
 
     def reading(
         self, prompt: Sequence[int], tools: ToolUse | None, *, constrained: bool, shows_reasoning: bool

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tandem_engine.messages.reasoning import ReasoningBudget
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.output_parts import Part, Reasoning
 from tandem_services.gateway.tool_parsers.parser import find_marker
 
@@ -45,6 +47,22 @@ def detect_reasoning(template: str) -> ReasoningStyle | None:
     if "</think>" not in template:
         return None
     return STYLES["deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"]
+
+
+class MarkerIds(NamedTuple):
+    """A style's markers in the tokens of one model."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @staticmethod
+    def of(style: ReasoningStyle, tokenizer: TextTokenizer) -> "MarkerIds":
+        begin, end = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (style.begin, style.end))
+        return MarkerIds(begin, end)
+
+    def budget(self, tokens: int) -> ReasoningBudget:
+        """Of an output that nobody has opened."""
+        return ReasoningBudget(tokens=tokens, begin=self.begin, end=self.end)
 
 
 class Cut(NamedTuple):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from tandem_engine.logs import quoted
+from tandem_engine.messages.reasoning import ReasoningBudget
 from tandem_engine.messages.sampling import MAX_PROMPT_LOGPROBS, MAX_TOP_LOGPROBS, SamplingParams
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.limits import (
@@ -75,6 +76,7 @@ def sampling_params(
     vocab_size: int,
     grammar: AskedGrammar | None,
     prompt_logprobs: int | None = None,
+    reasoning_budget: ReasoningBudget | None = None,
 ) -> SamplingParams:
     """Raises `InvalidRequestError` or `ApiError` 400 naming the field that is out of range."""
     top_k = request.top_k or 0
@@ -100,6 +102,7 @@ def sampling_params(
         allowed_token_ids=allowed_ids(request.allowed_token_ids),
         bad_words=bad_words,
         grammar=None if grammar is None else grammar.spec,
+        reasoning_budget=reasoning_budget,
     )
     sampling.check(vocab_size=vocab_size)
     return sampling
@@ -112,6 +115,14 @@ def fit_output(sampling: SamplingParams, room: int, *, vocab_size: int) -> Sampl
     fitted = msgspec.structs.replace(sampling, max_tokens=room)
     fitted.check(vocab_size=vocab_size)
     return fitted
+
+
+def behind_prompt(sampling: SamplingParams, reading: OutputReading) -> SamplingParams:
+    """A reasoning budget counts from the prompt's end where that has opened the reasoning."""
+    if sampling.reasoning_budget is None or not reading.opened:
+        return sampling
+    opened = msgspec.structs.replace(sampling.reasoning_budget, opened=True)
+    return msgspec.structs.replace(sampling, reasoning_budget=opened)
 
 
 class ChoiceCounts(NamedTuple):

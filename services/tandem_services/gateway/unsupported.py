@@ -28,7 +28,6 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     suffix: Any = None
     functions: Any = None
     function_call: Any = None
-    thinking_token_budget: Any = None
     chat_template: Any = None
     audio: Any = None
     modalities: Any = None
@@ -56,12 +55,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _INSTEAD: Mapping[str, str] = {
     "use_beam_search": "leave it out, and ask for the likeliest of several choices with best_of",
     "length_penalty": "leave it out or set it to 1.0: it ranks beams, and there is no beam search",
-    "thinking_token_budget": "leave it out: max_tokens is what bounds an output",
+    "thinking_token_budget": "ask for a chat, whose outputs are divided into reasoning and answer",
 }
 """What to do about it, where there is more to say than to leave it out."""
 _FIELDS = UnsupportedFields.__struct_fields__
 _OF_TEMPLATES = ("continue_final_message", "documents", "reasoning_effort")
-FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning", *_OF_TEMPLATES)
+FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning", "thinking_token_budget", *_OF_TEMPLATES)
 """What completion requests refuse as well."""
 
 

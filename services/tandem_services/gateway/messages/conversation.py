@@ -18,6 +18,7 @@ from tandem_services.gateway.messages.schemas import (
     InputMessage,
     MessagesRequest,
     TextBlock,
+    Thinking,
 )
 from tandem_services.gateway.openai_schemas import (
     CalledFunction,
@@ -56,6 +57,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
         priority=request.priority,
         timeout=request.timeout,
         chat_template_kwargs=_variables(request),
+        thinking_token_budget=_budget(request.thinking),
     )
 
 
@@ -74,6 +76,16 @@ def _variables(request: MessagesRequest) -> ChatTemplateVariables | None:
     if request.chat_template_kwargs is not None or thinking is None or thinking.type == "adaptive":
         return request.chat_template_kwargs
     return ChatTemplateVariables(enable_thinking=thinking.type == "enabled")
+
+
+def _budget(thinking: Thinking | None) -> int | None:
+    if thinking is None or thinking.budget_tokens is None:
+        return None
+    if thinking.budget_tokens < 0:
+        raise bad_request(
+            f"thinking.budget_tokens must be 0 or more, got {quoted(thinking.budget_tokens)}", "thinking.budget_tokens"
+        )
+    return thinking.budget_tokens if thinking.type == "enabled" else None
 
 
 def _response_format(request: MessagesRequest) -> ResponseFormat | None:

@@ -20,6 +20,7 @@ _NAMES = {
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
     "user": "metadata.user_id",
 }
 """Fields of chats under their names here."""
@@ -42,6 +43,9 @@ class MessagesPlanner:
         if request.max_tokens is None:
             raise bad_request("max_tokens is required", "max_tokens")
         chat = chat_request(request)
+        if served.model.dialect.reasoning is None:
+            # Clients ask whatever model they speak to for thinking.
+            chat.thinking_token_budget = None
         with renamed_fields(field_name):
             plan = await self._chats.plan(chat, served, caller)
         return replace(plan, continuous_usage=True, grammar_field=field_name(plan.grammar_field))

@@ -54,7 +54,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """`budget_tokens` is what Anthropic's is: something to aim at, which the model alone decides about."""
+    """`budget_tokens` is a chat's `thinking_token_budget` where the model reasons, and nothing to any other."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tandem_engine.messages.reasoning import MAX_BUDGET
 from tandem_engine.messages.requests import MAX_SESSION_BYTES
 from tandem_engine.messages.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -94,6 +95,7 @@ BOUNDS: Mapping[Shape, Mapping[str, Schema]] = {
         "max_tokens": _OUTPUT_TOKENS,
         "max_completion_tokens": _OUTPUT_TOKENS,
         "top_logprobs": {"minimum": 0, "maximum": MAX_CHAT_TOP_LOGPROBS},
+        "thinking_token_budget": {"minimum": 0, "maximum": MAX_BUDGET},
         "tools": {"maxItems": MAX_TOOLS},
     },
     CompletionRequest: {

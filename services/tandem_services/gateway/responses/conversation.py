@@ -51,6 +51,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         timeout=request.timeout,
         chat_template_kwargs=request.chat_template_kwargs,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        thinking_token_budget=None if request.reasoning is None else request.reasoning.max_tokens,
     )
 
 
@@ -63,8 +64,6 @@ def _refuse(request: ResponsesRequest) -> None:
     for position, name in enumerate(request.include or ()):
         if name not in INCLUDABLE:
             raise bad_request(f"include[{position}]: {quoted(name)} is not supported", f"include[{position}]")
-    if request.reasoning is not None and request.reasoning.max_tokens is not None:
-        raise bad_request("reasoning.max_tokens is not supported: leave it out", "reasoning.max_tokens")
 
 
 def _messages(request: ResponsesRequest) -> list[ChatMessage]:

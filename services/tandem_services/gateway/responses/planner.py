@@ -22,6 +22,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "thinking_token_budget": "reasoning.max_tokens",
 }
 """Fields of chats under their names here."""
 

@@ -57,8 +57,8 @@ class TextOptions(msgspec.Struct, kw_only=True):
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     effort: ReasoningEffort | None = None
     """For chat templates that have a place for it."""
-    max_tokens: Any = None
-    """OpenRouter's; refused."""
+    max_tokens: int | None = None
+    """OpenRouter's: a chat's `thinking_token_budget`."""
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):

@@ -16,7 +16,7 @@ from tandem_services.gateway.responses.schemas import ResponsesRequest
 from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
 from tandem_testing.gateway_builders import EngineRack, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
-from tandem_testing.tokenizer_builders import EOS, TOOL_CHATML, write_tokenizer
+from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 SOUND: dict[type, tuple[str, dict[str, Any]]] = {
     ChatRequest: (
@@ -57,7 +57,7 @@ ITEMS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
     """Status and error of a request with some fields of its own."""
-    folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=TOOL_CHATML)
+    folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=THINKING_CHATML)
     tokenizer = TextTokenizer.load(folder)
     with EngineRack() as rack, asyncio.Runner() as runner:
         engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
