@@ -18,7 +18,7 @@ from tandem_testing.waiting import until
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 CERTIFICATE = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
 """With openssl: signed by itself, so each certificate is its own authority."""
 

@@ -20,7 +20,7 @@ PAGES = 1025
 HEAD_DIM = 256
 """Of 128 KiB each: writing them all takes some hundredths of a second."""
 ROOM = room_key("room", 1)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 TRIES = 200
 
 

@@ -24,7 +24,7 @@ from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
 
-PATIENCE = 20.0
+PATIENCE = 90.0
 """Seconds after which a test gives up waiting; nothing should take a tenth of it."""
 
 Event = TypeVar("Event")

@@ -17,6 +17,7 @@ from tandem_services.common.ports import free_port
 
 REDIS_SERVER = shutil.which("redis-server")
 """None where Redis is not installed; tests that need it skip."""
+UP_S = 60.0
 
 
 @dataclass(kw_only=True)
@@ -76,7 +77,7 @@ class RedisServer:
     def command(self, *args: str) -> str:
         """Send one command over a connection of its own and return the raw first chunk of the reply."""
         request = f"*{len(args)}\r\n" + "".join(f"${len(a.encode())}\r\n{a}\r\n" for a in args)
-        with socket.create_connection((self.host, self.port), timeout=5) as connection:
+        with socket.create_connection((self.host, self.port), timeout=UP_S) as connection:
             connection.sendall(request.encode())
             return connection.recv(65536).decode("utf-8", "replace")
 
@@ -87,7 +88,7 @@ class RedisServer:
         self.process.wait()
 
     def _wait_until_up(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + UP_S
         while True:
             try:
                 if self.command("PING").startswith("+PONG"):
@@ -96,5 +97,5 @@ class RedisServer:
                 pass
             assert self.process is not None
             assert self.process.poll() is None, f"redis-server ended with {self.process.returncode}"
-            assert time.monotonic() < deadline, "redis-server did not answer within 10 s"
+            assert time.monotonic() < deadline, f"redis-server did not answer within {UP_S:g} s"
             time.sleep(0.01)

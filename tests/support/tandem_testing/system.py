@@ -24,7 +24,7 @@ from tandem_testing.waiting import wait_for
 
 START_TIMEOUT_S = 200.0
 """The first start of a checkout compiles, in each of its processes, what the next ones find in the cache."""
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 60.0
 MARK = "SYSTEM_UNDER_TEST"
 
 

@@ -14,7 +14,7 @@ from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 from tandem_testing.waiting import until
 
 LONG = SHORT_TEXT_CHARACTERS + 1
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 REQUESTS = {

@@ -17,7 +17,7 @@ from tandem_testing.router_builders import make_record
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass
