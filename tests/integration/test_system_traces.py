@@ -91,8 +91,9 @@ async def test_a_resumed_request_has_both_attempts_with_all_their_workers(fleet,
             break
     else:
         raise AssertionError("every stream had ended before it was told to")
-    spans = await spans_of(collector, trace, *("attempt",) * 2, *("llm_request",) * 4, *("decode",) * 2)
-    root = only(spans, f"text_completion {fleet.model}")
+    whole = f"text_completion {fleet.model}"
+    spans = await spans_of(collector, trace, whole, *("attempt",) * 2, *("llm_request",) * 4, *("decode",) * 2)
+    root = only(spans, whole)
     first, second = (span for span in children(spans, root) if span.name == "attempt")
     assert (first.failed, second.failed, root.failed) == (True, False, False)
     assert second.links == ((first.span_id, {"tandem.link": "resumes"}),)

@@ -67,9 +67,10 @@ EXPECTING_PAUSE = 1e-3
 BUSY_LOOK = 20e-6
 """Seconds. A look that takes longer has moved bytes, so there is no pause before the next: over TCP, writes progress at
 the pace at which both sides look."""
-STUCK_S = 10.0
+STUCK_S = 15.0
 SLOWEST_RATE = 10e6
-"""A WRITE is given up after so many seconds, and those that its pages take at so many bytes per second."""
+"""A WRITE is given up after so many seconds, and those that its pages take at so many bytes per second. A receiver that
+stands still is fenced before: what lies in its sockets may not reach pages that it uses again (T60)."""
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
 

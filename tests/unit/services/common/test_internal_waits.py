@@ -18,6 +18,7 @@ import tandem_services.gateway
 import tandem_services.router
 import tandem_services.worker
 from tandem_engine.config import DisaggConfig
+from tandem_engine.disaggregation.nixl.thread import STUCK_S
 from tandem_services.router.keys import FENCE_AFTER_MS, HEARTBEAT_S, LEASE_MS, SWEEP_EVERY_MS
 from tandem_services.router.membership import FORGIVE_S
 
@@ -56,6 +57,7 @@ LONGER = {
     "worker.follower.END_GRACE_S": "the engine that it belongs to drains and ends; added to the drain's bound",
     # Between two of something, or how long something is remembered: nobody waits for its end.
     "disaggregation.links.REPEAT_S": "a link's self-test is repeated",
+    "disaggregation.nixl.thread.STUCK_S": "a WRITE ends; longer than a receiver that stands still lives",
     "disaggregation.holds.FENCED_AT_MOST_S": "pages that a stopped writer may be writing to stay unused",
     "worker.introductions.REFRESH_S": "peers are introduced again",
     "ModelConfig.session_ttl_s": "an unused conversation is kept",
@@ -128,5 +130,7 @@ def test_a_writer_that_wakes_after_it_was_fenced_has_no_grant_any_more():  # T60
 def test_everything_of_a_silent_worker_is_gone_within_twelve_seconds():  # T74
     """Silence is noticed by a sweep, which somebody's heartbeat sets off, and told with the next heartbeat."""
     assert (FENCE_AFTER_MS + SWEEP_EVERY_MS) / 1000 + HEARTBEAT_S <= 12.0
+    # A write is given up, and its receiver may use the pages again, when one that stands still has been fenced (T60).
+    assert STUCK_S > 12.0
     # A gateway gives a worker that it lost another chance only when the registry would have fenced a dead one.
     assert FORGIVE_S >= FENCE_AFTER_MS / 1000

@@ -109,7 +109,7 @@ def pushed(seconds: float, *, done: bool) -> tuple[list[str], TransportEvent]:
 def test_a_write_that_does_not_end_is_given_up_with_its_connection():
     calls, event = pushed(STUCK_S + 1.0, done=False)
     assert calls == ["add", "write", "release", "remove"]
-    assert event == PushFailed(key=KEY, reason="a WRITE has not ended in 11 s", peer_lost=True)
+    assert event == PushFailed(key=KEY, reason="a WRITE has not ended in 16 s", peer_lost=True)
 
 
 def test_a_large_write_has_the_time_that_a_slow_network_takes(monkeypatch):
