@@ -7,6 +7,7 @@ pages that is as fast as they are pays nothing for its pages.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -64,24 +65,24 @@ TINY = Sizes(decode=((2, 40),), prompt=48, tokens=5, sampled=2, vocabulary=300, 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseMaker:
-    """Makes the cases of one model on one device. Each is made when it is asked for and dropped after it."""
+    """Makes the cases of one model on one device."""
 
     shape: Shape
     sizes: Sizes
     device: torch.device
     dtype: torch.dtype
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[Callable[[], Case]]:
         for batch, context in self.sizes.decode:
-            yield self._decode(batch, context)
-        yield self._extend(self.sizes.prompt)
-        yield self._rope_store()
-        yield self._store()
-        yield self._norm()
-        yield self._activation()
-        yield self._sampling()
-        yield self._page_copy()
-        yield self._experts()
+            yield partial(self._decode, batch, context)
+        yield partial(self._extend, self.sizes.prompt)
+        yield self._rope_store
+        yield self._store
+        yield self._norm
+        yield self._activation
+        yield self._sampling
+        yield self._page_copy
+        yield self._experts
 
     def _copy_of(self, work: float) -> dict[str, Callable[[], object]]:
         """As a peer: a copy of as many bytes, for a few megabytes take longer than their share of gigabytes."""

@@ -1,6 +1,6 @@
 """Each kernel as a share of the ceiling that bounds it, and as a multiple of its peers' speed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -19,8 +19,8 @@ class MakesCases(Protocol):
     @property
     def shape(self) -> Shape: ...
 
-    def cases(self) -> Iterator[Case]:
-        """Each is made when it is asked for and dropped after it."""
+    def cases(self) -> Iterator[Callable[[], Case]]:
+        """What makes them. Each is made when it is measured and dropped after it."""
         ...
 
 
@@ -30,12 +30,17 @@ CASE_S = 5.0
 
 @torch.inference_mode()
 def measure_kernels(report: Report, watch: Stopwatch, maker: MakesCases, ceilings: Ceilings, budget: Budget) -> None:
-    for case in maker.cases():
-        what = f"{case.name}, {maker.shape.name}"
-        if budget.allows(what, needs_s=CASE_S):
-            with report.attempt(what):
-                for figure in _figures(case, watch, ceilings, maker.shape.name):
-                    report.add(figure)
+    for number, make in enumerate(maker.cases(), start=1):
+        with report.attempt(f"{type(maker).__name__} {number}, {maker.shape.name}"):
+            case = make()
+            if budget.allows(f"{case.name}, {maker.shape.name}", needs_s=CASE_S):
+                _measure(report, case, watch, ceilings, maker.shape.name)
+
+
+def _measure(report: Report, case: Case, watch: Stopwatch, ceilings: Ceilings, model: str) -> None:
+    with report.attempt(f"{case.name}, {model}"):
+        for figure in _figures(case, watch, ceilings, model):
+            report.add(figure)
 
 
 def _figures(case: Case, watch: Stopwatch, ceilings: Ceilings, model: str) -> Iterator[Figure]:

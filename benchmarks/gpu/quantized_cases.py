@@ -5,8 +5,9 @@ cannot do without its multiplications. The peer is torch's product by a matrix o
 two to four times as much.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -43,13 +44,13 @@ class QuantizedCases:
     device: torch.device
     dtype: torch.dtype
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[Callable[[], Case]]:
         for kind in FORMATS:
-            weight, plain = self._weight(kind), self._randn(self.shape.hidden, self.shape.inner)
             for tokens in (*DECODES, self.prompt):
-                yield self._product(kind, weight, plain, tokens)
+                yield partial(self._product, kind, tokens)
 
-    def _product(self, kind: Format, weight: PackedWeight, plain: torch.Tensor, tokens: int) -> Case:
+    def _product(self, kind: Format, tokens: int) -> Case:
+        weight, plain = self._weight(kind), self._randn(self.shape.hidden, self.shape.inner)
         x, outputs = self._randn(tokens, weight.inputs), weight.outputs
         moved = weight.nbytes + x.nbytes + tokens * outputs * self.dtype.itemsize
         few = tokens <= max(DECODES)

@@ -149,6 +149,35 @@ def test_a_figure_is_told_at_once_and_what_raises_costs_itself_alone(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_kernel_that_cannot_be_made_or_run_is_missing_and_the_others_are_not():
+    pytest.importorskip("triton")
+    from gpu.budget import Budget
+    from gpu.ceilings import Ceilings
+    from gpu.figures import Report
+    from gpu.kernel_cases import Case
+    from gpu.kernels import measure_kernels
+    from gpu.shapes import SHAPES
+    from gpu.stopwatch import Stopwatch
+
+    def raises():
+        raise torch.OutOfMemoryError("no room")
+
+    class Cases:
+        shape = SHAPES["tiny"]
+
+        def cases(self):
+            yield raises
+            for name, run in (("broken", raises), ("sound", lambda: None)):
+                yield lambda name=name, run=run: Case(name=name, run=run, ceiling="copy", work=1.0)
+
+    report = Report(machine={})
+    watch = Stopwatch(torch.device("cpu"))
+    measure_kernels(report, watch, Cases(), Ceilings(copy_bytes_per_s=1.0, matmul_flops=1.0), Budget(seconds=60.0))
+    assert [figure.name for figure in report.figures] == ["sound (tiny)"]
+    assert report.missing == ["Cases 1, tiny: OutOfMemoryError: no room", "broken, tiny: OutOfMemoryError: no room"]
+    assert report.failures == 2
+
+
 def test_what_no_longer_fits_is_remembered():
     from gpu.budget import Budget
 
