@@ -202,7 +202,7 @@ def launches_of(events: Sequence[dict[str, Any]]) -> list[Span]:
     between its kernels is no wait for the host."""
     launched: dict[object, list[Span]] = defaultdict(list)
     for number, event in enumerate(events):
-        call = event.get("args", {}).get("correlation", f"event {number}")
+        call = event.get("args", {}).get("correlation") or f"event {number}"
         launched[call] += spans_of([event])
     return [(min(span)[0], max(end for _, end in span)) for span in launched.values() if span]
 

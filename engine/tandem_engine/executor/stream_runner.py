@@ -93,7 +93,8 @@ class StreamRunner:
 
     @model.setter
     def model(self, model: StepModel) -> None:
-        """Other weights lie elsewhere: their graphs are captured anew."""
+        """Other weights lie elsewhere: their graphs are captured anew. Another stream may have written them."""
+        self.streams.synchronize()
         self._model = model
         if self._capture is not None:
             self.capture(self._capture)

@@ -63,7 +63,8 @@ def test_what_is_between_the_kernels_of_a_graph_is_no_wait_for_the_host():
 def test_launches_that_are_not_told_apart_are_not_taken_for_one():
     from gpu.engine import launches_of
 
-    assert launches_of([span(0, 10), span(90, 10)]) == [(0, 10), (90, 100)]
+    for unknown in ({}, {"correlation": 0}):
+        assert launches_of([span(0, 10, **unknown), span(90, 10, **unknown)]) == [(0, 10), (90, 100)]
 
 
 def test_who_is_measured_after_the_engine_finds_its_memory_free(monkeypatch):

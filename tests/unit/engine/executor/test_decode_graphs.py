@@ -119,6 +119,17 @@ def test_other_weights_are_captured_anew():
     assert [tape.replays for tape in both.platform.capturer.tapes] == [0, 1]
 
 
+@pytest.mark.parametrize("graph_sizes", [(), (2,)])
+def test_other_weights_are_there_before_a_step_reads_them(graph_sizes, monkeypatch):
+    both = Beside(graph_sizes=graph_sizes)
+    before, waited = both.streams.model, []
+    monkeypatch.setattr(both.platform.streams, "synchronize", lambda: waited.append(both.streams.model))
+    model = ToyModel.random()
+    both.platform.streams.adopt(model)
+    both.streams.model = model
+    assert waited[0] is before
+
+
 class LookingModel(ToyModel):
     def logits(self, hidden):
         return super().logits(hidden) * (1.0 if bool(hidden.isfinite().all()) else 0.0)
