@@ -15,8 +15,8 @@ slots as in `store_kv`.
 Every product and sum is rounded to the dtype of q, as torch's operations are, and none is contracted to a fused
 multiply-add; so without the norm q and k are equal to those of `Rotation.apply` to the bit, in float32 and bfloat16.
 
-Tiling: program (t, i) has TILE heads of token t: those of q first, then k's, then v's. What torch does in 12 passes
-over q, k and v (6 of rotation, 4 of the norm, 2 of the store) reads and writes each number once.
+Tiling: program (t, i) has TILE heads of token t (see `store_kv`): those of q first, then k's, then v's. What torch does
+in 12 passes over q, k and v (6 of rotation, 4 of the norm, 2 of the store) reads and writes each number once.
 
 Source: Su et al., RoFormer, 2021; the fused write as in FlashInfer's and SGLang's set_kv_buffer.
 """
@@ -33,7 +33,6 @@ from tandem_engine.kernels.head_turn import HeadTurn
 from tandem_engine.kernels.rms_norm import normalised
 from tandem_engine.kernels.rounding import rounded
 from tandem_engine.kernels.store_kv import (
-    TILE,
     copy_heads,
     page_stride_of,
     require_heads,
@@ -178,14 +177,12 @@ def rotate_and_store(
     """
     require_heads(k, v)
     assert scales is not None or keys.dtype.itemsize > 1, f"a pool of {keys.dtype} without scales"
-    tiles = triton.cdiv(q.shape[1], TILE) + 2 * triton.cdiv(k.shape[1], TILE)
-    place = _Place(k, v, keys, values, slots, page_stride_of(keys, values), scales)
-    return _launch(q, turn, place, tiles)
+    return _launch(q, turn, _Place(k, v, keys, values, slots, page_stride_of(keys, values), scales))
 
 
 def rotate(x: Tensor, turn: HeadTurn) -> Tensor:
     """Heads x [T, H, D] as `rotate_and_store` makes them of q, where nothing is stored yet."""
-    return _launch(x, turn, None, triton.cdiv(x.shape[1], TILE))
+    return _launch(x, turn, None)
 
 
 class _Place(NamedTuple):
@@ -200,7 +197,7 @@ class _Place(NamedTuple):
     scales: KvScales | None
 
 
-def _launch(q: Tensor, turn: HeadTurn, place: _Place | None, tiles: int) -> Tensor:
+def _launch(q: Tensor, turn: HeadTurn, place: _Place | None) -> Tensor:
     cos, sin, norm = turn
     rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not len(q):
@@ -218,10 +215,12 @@ def _launch(q: Tensor, turn: HeadTurn, place: _Place | None, tiles: int) -> Tens
         scaled=scales is not None,
         store=place is not None,
     )
+    tile = constants["TILE"]
+    tiles = triton.cdiv(q.shape[1], tile) + (0 if place is None else 2 * triton.cdiv(k.shape[1], tile))
     rotate_store_kernel[(len(q), tiles)](
         q, k, v, rotated, keys, values, slots, cos, sin, q if norm is None else norm.weight, *(scales or (q, q)),
         q.stride(0), k.stride(0), v.stride(0), cos.stride(0), page_stride, 0.0 if norm is None else norm.eps,
-        **constants, num_warps=warps_of(constants["HALF_WIDTH"]), enable_fp_fusion=False,
+        **constants, num_warps=warps_of(tile, constants["HALF_WIDTH"]), enable_fp_fusion=False,
     )  # fmt: skip
     return rotated
 

@@ -8,7 +8,8 @@ page · P + offset; a token with a negative slot (padding) is written nowhere, a
 Float8 pools, of e4m3 (a device of compute capability 8.9 or more) or e5m2, have scales [KV] float32, for K and for V,
 and get the bits that `float8` gives them.
 
-Tiling: program (t, i) has TILE heads of token t, k's first. Each number is read and written once.
+Tiling: program (t, i) has TILE heads of token t, k's first. Each number is read and written once. TILE is no larger
+than the heads of K ask for: threads without numbers keep others off a multiprocessor, and bandwidth takes many.
 
 Source: the write as in vLLM's reshape_and_cache and SGLang's set_kv_buffer, here one head of a page as one run.
 """
@@ -22,7 +23,7 @@ from tandem_engine.kernels.device import interpreted
 from tandem_engine.kernels.float8 import KvScales
 from tandem_engine.kernels.rounding import float8_code
 
-TILE = 16
+LEAST_TILE, MOST_TILE = 4, 16
 """Heads of a program."""
 
 _INTERPRETED = tl.constexpr(interpreted())
@@ -105,9 +106,9 @@ def store_kv(
         return
     require_heads(k, v)
     constants = store_constants(keys.shape, scaled=scales is not None)
-    store_kernel[(len(k), 2 * triton.cdiv(k.shape[1], TILE))](
+    store_kernel[(len(k), 2 * triton.cdiv(k.shape[1], constants["TILE"]))](
         k, v, keys, values, slots, *(scales or (k, k)), k.stride(0), v.stride(0), page_stride_of(keys, values),
-        **constants, num_warps=warps_of(constants["WIDTH"]),
+        **constants, num_warps=warps_of(constants["TILE"], constants["WIDTH"]),
     )  # fmt: skip
 
 
@@ -120,13 +121,13 @@ def store_constants(pool: Size, *, scaled: bool) -> dict[str, int | bool]:
         "PAGE": page,
         "WIDTH": triton.next_power_of_2(size),
         "SCALED": scaled,
-        "TILE": TILE,
+        "TILE": max(LEAST_TILE, min(MOST_TILE, triton.next_power_of_2(kv_heads))),
     }
 
 
-def warps_of(width: int) -> int:
-    """Of a program with TILE rows of `width`: a thread has 8 numbers of each tile, if there are as many."""
-    return max(1, min(8, TILE * width // 256))
+def warps_of(tile: int, width: int) -> int:
+    """Of a program with `tile` rows of `width`: a thread has 8 numbers of each tile, if there are as many."""
+    return max(1, min(8, tile * width // 256))
 
 
 def require_heads(*heads: Tensor) -> None:

@@ -279,13 +279,14 @@ def compile_rotation_and_store() -> None:
         constants = store_kv.store_constants(pool, scaled=False)
         compile_kernel(
             store_kv.store_kernel, rotation_signature(store_kv.store_kernel, "*bf16:16"), constants, arch=arch,
-            num_warps=store_kv.warps_of(128),
+            num_warps=store_kv.warps_of(constants["TILE"], 128),
         ).assert_fits()  # fmt: skip
     for kind, arch in (("*fp8e4nv:16", HOPPER), ("*fp8e5:16", AMPERE)):
         rotation_compiles(32, llama[1], kind, norm=False, scaled=True, arch=arch)
         compile_kernel(
             store_kv.store_kernel, rotation_signature(store_kv.store_kernel, kind),
-            store_kv.store_constants(llama[1], scaled=True), arch=arch, num_warps=store_kv.warps_of(128),
+            store_kv.store_constants(llama[1], scaled=True), arch=arch,
+            num_warps=store_kv.warps_of(llama[1][1], 128),
         ).assert_fits()  # fmt: skip
     for arch in ARCHITECTURES:
         rotation_compiles(40, (9, 40, 1, 128), "*bf16:16", norm=False, scaled=False, arch=arch, store=False)
@@ -304,7 +305,7 @@ def rotation_compiles(
     compile_kernel(
         rope_store.rotate_store_kernel, signature, constants,
         arch=arch,
-        num_warps=store_kv.warps_of(constants["HALF_WIDTH"]),
+        num_warps=store_kv.warps_of(constants["TILE"], constants["HALF_WIDTH"]),
         enable_fp_fusion=False,
     ).assert_fits()  # fmt: skip
 
