@@ -88,6 +88,12 @@ def config_of(model: LoadedModel, **changes: object) -> EngineConfig:
     return replace(model.config, **settings)
 
 
+def head_of(model: LoadedModel) -> SpecConfig:
+    return SpecConfig(
+        algorithm=SpecAlgorithm.EAGLE, draft_model_path=f"{model.config.model_path}-eagle", adaptive=False
+    )
+
+
 def requests(count: int, *, tokens: int = 40) -> list[GenerateRequest]:
     return [
         GenerateRequest(
@@ -119,6 +125,16 @@ def test_every_path_of_one_engine_gives_the_tokens_of_transformers(model):
 def test_two_engines_on_one_card_hand_over_by_nixl(model):
     results = run_paths_of(model, HANDED_OVER)
     assert {result.path: result.difference for result in results} == dict.fromkeys(HANDED_OVER)
+
+
+@needs_nixl
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_engines_on_a_gpu_that_is_not_the_first(checkpoint):
+    """Kernels of threads, the scheduler's and the transfer's, run where the pool is."""
+    model = load(EngineConfig(model_path=str(checkpoint), dtype="float32", device="cuda:1"), progress=False)
+    paths = [CHUNKED, "EAGLE drafts", DISAGGREGATED]
+    results = run_paths_of(model, paths)
+    assert {result.path: result.difference for result in results} == dict.fromkeys(paths)
 
 
 @pytest.mark.parametrize("kind", [KvCacheDtype.FP8_E4M3, KvCacheDtype.FP8_E5M2])
@@ -155,10 +171,7 @@ def test_nothing_waits_for_the_device_while_requests_decode(model, graphs):
 
 @torch.inference_mode()
 def test_nothing_waits_for_the_device_but_for_results_while_a_head_drafts(model):
-    head = SpecConfig(
-        algorithm=SpecAlgorithm.EAGLE, draft_model_path=f"{model.config.model_path}-eagle", adaptive=False
-    )
-    with Engine.build(model, config_of(model, speculative=head), sink=discard) as engine:
+    with Engine.build(model, config_of(model, speculative=head_of(model)), sink=discard) as engine:
         for request in requests(6):
             engine.add(request)
         for _ in range(12):
@@ -173,11 +186,13 @@ def test_nothing_waits_for_the_device_but_for_results_while_a_head_drafts(model)
             engine.step()
 
 
+@pytest.mark.parametrize("drafts", [True, False])
 @pytest.mark.parametrize("host", [HostConfig(enable_cache=True, size_bytes=64 << 20), HostConfig()])
-def test_an_engine_stays_within_its_share_of_the_card(model, host):
+def test_an_engine_stays_within_its_share_of_the_card(model, host, drafts):
     share = 0.2
     cache = CacheConfig(page_size=16, mem_fraction_static=share, host=host)
-    with Engine.build(model, config_of(model, cache=cache)) as engine:
+    spec = head_of(model) if drafts else SpecConfig()
+    with Engine.build(model, config_of(model, cache=cache, speculative=spec)) as engine:
         engine.generate(requests(6))
         total = torch.cuda.mem_get_info()[1]
         assert torch.cuda.memory_reserved() <= share * total
