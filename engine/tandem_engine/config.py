@@ -682,7 +682,9 @@ class EngineConfig:
     quantization: Quantization = Quantization.AUTO
     device: str = "cpu"
     threads: int = 0
-    """Intra-op threads on a CPU, shared by all ranks; 0 leaves torch's choice."""
+    """Intra-op threads on a CPU, shared by all ranks; 0 takes one for each of `cpus`, or leaves torch's choice."""
+    cpus: tuple[int, ...] = ()
+    """Cores that the threads of forwards stay on; empty leaves them where the process may be."""
     context_length: int = 0
     """Longest prompt + output of one request; 0 takes the model's, at most `DEFAULT_CONTEXT`."""
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -697,6 +699,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not DEVICES.fullmatch(self.device):
             raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {self.device!r}")
+        if 0 < len(self.cpus) < self.threads:
+            raise ConfigError(
+                f"--cpu-affinity names {len(self.cpus)} cores for --threads {self.threads}: name as many, or drop one"
+            )
         policy = self.scheduler.schedule_policy
         if policy.by_prefix and not self.cache.enable_prefix_cache:
             raise ConfigError(

@@ -204,6 +204,7 @@ class Engine:
                 joint=joint,
                 overlap=config.scheduler.enable_overlap,
                 threads=loaded.threads,
+                cpus=config.cpus,
                 host_pool=host_pool,
             )
         )

@@ -31,10 +31,13 @@ from tandem_engine.config import (
     SpecConfig,
     WritePolicy,
 )
+from tandem_engine.cpu_list import allowed_cpus, can_bind, format_cpus, parse_cpus
 from tandem_engine.errors import ConfigError
 from tandem_engine.names import DigestKind, LinkTransport
 
 GIB = 1 << 30
+AUTO_AFFINITY = "auto"
+NO_AFFINITY = "none"
 
 _SCHEDULER_FLAGS = (
     "max_running_requests",
@@ -232,6 +235,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="CPU threads of one engine, shared by its ranks; 0 leaves torch's choice",
+    )
+    group.add_argument(
+        "--cpu-affinity",
+        default=AUTO_AFFINITY,
+        metavar="CPUS",
+        help="cores that the threads that compute stay on, such as 0-3,8; none: wherever the system puts them; auto: "
+        "cores of its own for each worker of a `tandem up` of several, where there are enough, else as none (default "
+        "auto)",
     )
     _add_parallel_flags(parser)
 
@@ -645,6 +656,21 @@ def _gib(flag: str, value: float) -> int:
     return int(value * GIB)
 
 
+def _cpus(affinity: str) -> tuple[int, ...]:
+    """Raises `ConfigError` for cores that this process may not use."""
+    if affinity in (AUTO_AFFINITY, NO_AFFINITY):
+        return ()
+    try:
+        cpus = parse_cpus(affinity)
+    except ValueError as error:
+        raise ConfigError(f"--cpu-affinity must be auto, none or a list such as 0-3,8: {error}") from None
+    if not can_bind():
+        raise ConfigError(f"--cpu-affinity {affinity}: this system keeps no threads on cores; drop it")
+    if not allowed_cpus().issuperset(cpus):
+        raise ConfigError(f"--cpu-affinity {affinity}: this process may use {format_cpus(allowed_cpus())}")
+    return cpus
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Build the configuration from parsed flags, `args.model` and `args.role` included.
 
@@ -658,6 +684,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         quantization=Quantization(args.quantization),
         device=args.device,
         threads=args.threads,
+        cpus=_cpus(args.cpu_affinity),
         cache=CacheConfig(
             page_size=args.page_size,
             dtype=KvCacheDtype(args.kv_cache_dtype),

@@ -56,7 +56,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
     config = replace(config, device=device_of_rank(config.device, config.parallel.local_rank(parallel.rank)))
     read_draft(config.speculative, target=facts, target_path=config.model_path)
     context_length = _context_length(config, facts)
-    threads = max(1, (config.threads or torch.get_num_threads()) // config.parallel.local_size)
+    threads = max(1, (config.threads or len(config.cpus) or torch.get_num_threads()) // config.parallel.local_size)
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
     torch.set_num_threads(1)
     dtype = resolve_dtype(config.dtype, facts, device=config.device)

@@ -6,7 +6,7 @@ computes, because torch and the compiled kernels let go of the interpreter lock.
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from tandem_engine.cpu_list import bind_thread
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.memory.page_copy import Copier, CopyReport, PageCopy, refuse_copies
 
@@ -52,10 +53,18 @@ class ForwardThread:
     interpreter lock.
     """
 
-    def __init__(self, forward: Forward, *, copier: Copier = refuse_copies, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        copier: Copier = refuse_copies,
+        threads: int | None = None,
+        cpus: Collection[int] = (),
+    ) -> None:
         """`copier` copies pages between the batches.
 
-        `threads`: how many torch may use inside a forward; None leaves its choice.
+        `threads`: how many torch may use inside a forward; None leaves its choice. `cpus`: cores that they stay on;
+        the thread that schedules goes wherever there is room.
 
         The number belongs to the thread that asks. Nobody else of the process should compute with more than
         one: every thread that does gets an OpenMP team of its own, and once teams outnumber the cores their
@@ -69,7 +78,7 @@ class ForwardThread:
         self._closing = False
         sys.setswitchinterval(min(TURN_S, sys.getswitchinterval()))
         # Nobody should wait at exit for a forward whose owner did not.
-        self._thread = threading.Thread(target=self._serve, args=(threads,), name="forward", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(threads, cpus), name="forward", daemon=True)
         self._thread.start()
 
     def launch(self, batch: ForwardBatch) -> Future[ForwardResult]:
@@ -114,7 +123,9 @@ class ForwardThread:
         except Empty:
             return None
 
-    def _serve(self, threads: int | None) -> None:
+    def _serve(self, threads: int | None, cpus: Collection[int]) -> None:
+        # Before the team is started: its threads stay where the one is that starts them.
+        bind_thread(cpus)
         if threads is not None:
             torch.set_num_threads(threads)
         while (task := self._tasks.get()) is not None:

@@ -15,6 +15,7 @@ import torch
 
 from tandem_engine.attention.backend import AttentionBackend, GraphBackend
 from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.cpu_list import bind_thread
 from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
 from tandem_engine.executor.graphs import (
     CudaGraphCapturer,
@@ -82,6 +83,8 @@ class ExecutorParts:
     joint: JointWork
     overlap: bool
     threads: int
+    cpus: tuple[int, ...]
+    """That they stay on; none: wherever the process may be."""
     host_pool: HostPool | None
 
 
@@ -156,7 +159,8 @@ class OnHost:
 
         forward = compute if joint.group.size == 1 else lambda batch: joint.run(lambda: compute(batch))
         if parts.overlap:
-            return ForwardThread(forward, copier=copier, threads=parts.threads)
+            return ForwardThread(forward, copier=copier, threads=parts.threads, cpus=parts.cpus)
+        bind_thread(parts.cpus)
         torch.set_num_threads(parts.threads)
         return InlineExecutor(forward, copier=copier)
 

@@ -5,15 +5,23 @@ role. Then it watches and restarts what dies, until Ctrl-C or SIGTERM stops ever
 """
 
 import argparse
-import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, non_negative_int
+from tandem_engine.cpu_list import allowed_cpus
+from tandem_engine.flags import (
+    AUTO_AFFINITY,
+    NO_AFFINITY,
+    add_engine_flags,
+    engine_argv,
+    engine_config,
+    non_negative_int,
+)
 from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.cores import Cores, claim
 from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import python_command, require_free, require_redis, start_redis
@@ -115,6 +123,10 @@ def plan(args: argparse.Namespace) -> Plan:
         raise StartupError("prefill workers need a decode worker to hand over to: add --decode 1 or --both 1")
     if args.nnodes > 1:
         raise StartupError(f"--nnodes {args.nnodes}: `tandem up` is for one machine; start `tandem worker` on each")
+    if args.cpu_affinity not in (AUTO_AFFINITY, NO_AFFINITY):
+        raise StartupError(
+            f"--cpu-affinity {args.cpu_affinity}: `tandem up` takes auto or none; numbers are for `tandem worker`"
+        )
     model = model_folder(args.model)
     if args.model is None and args.dtype == "auto":
         # bfloat16 rounds differently in batches of different size; the bundled model is small enough for exactness.
@@ -135,15 +147,17 @@ def plan(args: argparse.Namespace) -> Plan:
         run_dir=_make_run_dir(args.run_dir or Path(".tandem") / str(port)),
         workers=workers,
         # Two engines with as many threads as cores each fight over them: OpenMP spins.
-        threads=args.threads or max(1, _cores() // len(workers)),
+        threads=args.threads or max(1, len(allowed_cpus()) // len(workers)),
         # They share one memory, a GPU's too; each measures for itself and knows nothing of the others.
         mem_fraction_static=round(share / len(workers), 4) if share else None,
     )
 
 
-def _cores() -> int:
-    """That this process may use: fewer than there are under `taskset`, or with a set of cores of a container's own."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def claim_cores(args: argparse.Namespace, todo: Plan) -> Cores:
+    """That the threads of each worker stay on."""
+    if args.cpu_affinity == NO_AFFINITY or args.device != "cpu":
+        return Cores()
+    return claim(allowed_cpus(), workers=len(todo.workers), threads=todo.threads)
 
 
 def _make_run_dir(path: Path) -> Path:
@@ -160,10 +174,11 @@ def _make_run_dir(path: Path) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     todo = plan(args)
+    cores = claim_cores(args, todo)
     supervisor = Supervisor()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        start(args, todo, supervisor)
+        start(args, todo, supervisor, cores)
         _wait_until_ready(args, todo, supervisor)
         print(greeting(args, todo), flush=True)
         while True:
@@ -177,10 +192,11 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         supervisor.stop(STOP_GRACE)
+        cores.release()
     return 0
 
 
-def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
+def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: Cores) -> None:
     """Start Redis, workers and gateway, in this order, without waiting for models to load."""
     from tandem_engine.ipc.channels import KeyPair
 
@@ -191,7 +207,8 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     shared += ["--model", str(todo.model), "--served-model-name", *todo.model_names, *tracing_argv(args)]
     args.threads, args.mem_fraction_static = todo.threads, todo.mem_fraction_static
     args.crash_dump_folder = args.crash_dump_folder or str(todo.run_dir)
-    for name, role, health_port in todo.workers:
+    for number, (name, role, health_port) in enumerate(todo.workers):
+        args.cpu_affinity = cores.flag(number) or args.cpu_affinity
         argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
         supervisor.start(_child(todo, name, [*argv, *engine_argv(args)]))
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]

@@ -13,7 +13,7 @@ import torch
 
 from tandem_engine.config import EngineConfig
 
-OWN = frozenset({"model_path", "threads", "operation", "parallel.node_rank", "speculative.draft_model_path"})
+OWN = frozenset({"model_path", "threads", "cpus", "operation", "parallel.node_rank", "speculative.draft_model_path"})
 """Of each node: where files lie there, how many cores it has, and which node it is."""
 
 

@@ -10,6 +10,7 @@ import pytest
 from tandem_engine.errors import ConfigError
 from tandem_services.cli.bundled import bundled_model, model_folder
 from tandem_services.cli.chat import Turn
+from tandem_services.cli.cores import Cores
 from tandem_services.cli.gateway import models_of
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor
@@ -138,7 +139,7 @@ def test_a_redis_password_is_not_on_the_command_line_of_any_child(tmp_path, monk
     monkeypatch.setattr(Child, "start", lambda _: None)
     parsed = args("--port", "0", "--run-dir", str(tmp_path), "--redis-url", "redis://me:se%40cret@h:1/2")
     supervisor = Supervisor()
-    start(parsed, plan(parsed), supervisor)
+    start(parsed, plan(parsed), supervisor, Cores())
     assert len(supervisor.children) == 3
     for child in supervisor.children:
         line = " ".join(child.argv)
@@ -219,7 +220,7 @@ def test_the_greeting_names_the_console_where_the_gateway_serves_it(
     monkeypatch.setattr(Child, "start", lambda _: None)
     parsed = args("--port", "0", "--run-dir", str(tmp_path), "--redis-url", "redis://h", *argv)
     todo, supervisor = plan(parsed), Supervisor()
-    start(parsed, todo, supervisor)
+    start(parsed, todo, supervisor, Cores())
     gateway = next(child for child in supervisor.children if child.name == "gateway")
     assert [flag for flag in gateway.argv if flag in ("--console", "--no-console")] == passed_on
     assert ("/console" in greeting(parsed, todo)) is greeted
