@@ -53,7 +53,8 @@ class GrammarProgress:
 
         A grammar that is satisfied and allows nothing more ends the output as `stop`, whatever `min_tokens` and
         `ignore_eos` say, and also at the last token that `max_tokens` allows. Raises `InvalidRequestError` for a
-        token that does not fit: the mask left none that other constraints of the request would allow.
+        token that does not fit, as the mask left none that other constraints of the request would allow, and for one
+        that fits but leads to where the grammar is too large to be followed.
         """
         kept = self.matcher.accept(run[: cut.keep])
         self.followed += kept
@@ -61,9 +62,16 @@ class GrammarProgress:
             stopped = kept == cut.keep and cut.finish is not None and cut.finish.reason is FinishReason.STOP
             return cut if stopped else Cut(keep=kept, finish=GRAMMAR_ENDED)
         if kept < cut.keep:
+            if self.matcher.problem is not None:
+                raise self.not_followed()
             raise InvalidRequestError(
                 f"after {self.followed} output tokens no token satisfies both the grammar and the request's other "
                 "constraints on tokens (min_tokens, bad_words, allowed_token_ids)",
                 param="grammar",
             )
         return cut
+
+    def not_followed(self) -> InvalidRequestError:
+        """The end of a request whose matcher has a `problem`."""
+        reason = f"the grammar cannot be followed after {self.followed} output tokens: {self.matcher.problem}"
+        return InvalidRequestError(reason, param="grammar")

@@ -79,8 +79,4 @@ def _fill(req: Request, drafts: Sequence[int], bits: Bits) -> Finish | None:
     bits[:] = ALL_ALLOWED
     if problem is None:
         return GRAMMAR_ENDED
-    return error_finish(
-        InvalidRequestError(
-            f"the grammar cannot be followed after {grammar.followed} output tokens: {problem}", param="grammar"
-        )
-    )
+    return error_finish(grammar.not_followed())

@@ -19,6 +19,8 @@ from tandem_engine.sampling.grammar.backend import Matcher
 from tandem_engine.sampling.grammar.draft_run import masks_for_run
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
 from tandem_engine.sampling.grammar.guidance.vocabulary import GuidanceVocabulary
+from tandem_engine.scheduler.grammar_progress import GrammarProgress
+from tandem_engine.scheduler.stop import Cut
 from tandem_testing.toy_grammar import unpack
 
 TOKENIZER = Path(__file__).resolve().parents[5] / "models" / "tandem-mini" / "tokenizer.json"
@@ -235,6 +237,19 @@ def test_a_grammar_that_gets_out_of_hand_while_it_is_followed_ends_with_a_proble
         matcher.accept((x,))
     assert "Too many items" in matcher.problem
     assert not matcher.ended
+
+
+def test_a_token_that_leads_to_where_a_grammar_is_too_large_is_told_from_one_that_does_not_fit(backend, tokenizer):
+    """Six hundred optional properties: after the brace any of them may come, more than llguidance follows at once."""
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(600)}}
+    compiled = backend.compile(spec(GrammarKind.JSON_SCHEMA, schema))
+    opening = tokenizer.token_to_id('{"')
+    assert opening in allowed(compiled.matcher())
+    cut = Cut(keep=1, finish=None)
+    with pytest.raises(InvalidRequestError, match="cannot be followed after 0 output tokens: .*2000"):
+        GrammarProgress.start(compiled).cut((opening,), cut)
+    with pytest.raises(InvalidRequestError, match="no token satisfies both"):
+        GrammarProgress.start(compiled).cut((EOS,), cut)
 
 
 # How a matcher moves
