@@ -114,8 +114,8 @@ def add_router_policy(parser: argparse.ArgumentParser) -> None:
         default="locality",
         metavar="POLICY",
         help="who is offered a request: locality (cached prefixes and load in predicted seconds), round_robin, "
-        "least_loaded, power_of_two or session (by the request's user); one for all, or prefill=POLICY,decode=POLICY "
-        "(default locality)",
+        "least_loaded, power_of_two or session (by the request's session_id, prompt_cache_key or user); one for all, "
+        "or prefill=POLICY,decode=POLICY (default locality)",
     )
     parser.add_argument(
         "--router-exploration",

@@ -21,7 +21,7 @@ from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage, share_prompt_logprobs
 from tandem_services.gateway.answering import Answering, new_record, time_limit
 from tandem_services.gateway.best_of import keep_best
-from tandem_services.gateway.boundary import identity_of
+from tandem_services.gateway.boundary import identify_request, identity_of
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
@@ -42,6 +42,11 @@ class ModelRequest(Protocol):
 
     @property
     def model(self) -> str | None: ...
+
+    @property
+    def request_id(self) -> str | None:
+        """What the client calls the request."""
+        ...
 
     @property
     def timeout(self) -> float | None:
@@ -82,6 +87,7 @@ class GenerationEndpoint(Generic[R]):
 
     async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
         request = self._planner.decode(body)
+        identify_request(scope, request.request_id)
         served = self._models.of_request(scope, request.model)
         identity = identity_of(scope)
         caller = identity.caller

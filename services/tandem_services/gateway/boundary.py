@@ -82,6 +82,13 @@ def identify_caller(scope: Scope, caller: Caller) -> None:
     scope[_SCOPE_KEY] = replace(identity_of(scope), caller=caller)
 
 
+def identify_request(scope: Scope, name: str | None) -> None:
+    """From now on the request is known by the `name` in its body, if that is sane and its head gave it none."""
+    identity = identity_of(scope)
+    if identity.client_request_id is None and name is not None and _SANE_ID.fullmatch(name):
+        scope[_SCOPE_KEY] = replace(identity, client_request_id=name)
+
+
 def identify_model(scope: Scope, model: str, *, on_end: Callable[[], None]) -> None:
     """From now on the request is known to be answered by the model service of this name. `on_end`: when it has been."""
     identity = identity_of(scope)

@@ -36,9 +36,9 @@ from tandem_services.gateway.limits import (
     MAX_EMBEDDING_INPUTS,
     check_cache_salt,
     check_context,
+    check_name,
     check_priority,
     check_token_ids,
-    check_user,
 )
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import ModelService
@@ -91,7 +91,7 @@ class EmbeddingPlanner:
 
     async def plan(self, request: EmbeddingRequest, served: ModelService, caller: Caller) -> EmbeddingPlan:
         """Raises `ApiError` naming the field at fault."""
-        check_user(request.user)
+        check_name(request.user, "user")
         check_cache_salt(request.cache_salt)
         check_priority(request.priority or 0)
         if request.dimensions is not None and not 1 <= request.dimensions <= MAX_DIMENSIONS:

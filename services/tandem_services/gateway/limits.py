@@ -19,6 +19,8 @@ MAX_CONNECTIONS = 4096
 """Of one port of one gateway, idle ones among them."""
 HEAD_TIMEOUT_S = 30.0
 """From the connection, or a request's first byte, to the end of its headers."""
+SEND_STALL_S = 60.0
+"""A client that takes nothing of an answer for so long has left. nginx's default."""
 MAX_HEAD_BYTES = 64 << 10
 """What is kept of a head that has not ended; what it may have when it has is the next three."""
 MAX_HEADER_FIELDS = 64
@@ -81,9 +83,10 @@ def check_cache_salt(salt: str | None) -> None:
         )
 
 
-def check_user(user: str | None) -> None:
-    if user is not None and len(user) > MAX_USER_CHARACTERS:
-        raise bad_request(f"user must have at most {MAX_USER_CHARACTERS} characters, got {len(user)}", "user")
+def check_name(name: str | None, param: str) -> None:
+    """Of a user, a conversation, or whatever else a client keeps apart."""
+    if name is not None and len(name) > MAX_USER_CHARACTERS:
+        raise bad_request(f"{param} must have at most {MAX_USER_CHARACTERS} characters, got {len(name)}", param)
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:

@@ -71,7 +71,20 @@ class GenerationFields(StructuredOutputFields, kw_only=True):
     timeout: float | None = None
     """Seconds until the answer must be there; see docs/limits.md."""
     user: str | None = None
+    prompt_cache_key: str | None = None
+    """Requests that say the same are likely to begin alike; see `affinity_key`."""
+    session_id: str | None = None
+    """The same, of one conversation."""
+    request_id: str | None = None
+    """What the client calls the request where its X-Request-Id does not say it."""
     metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+    verbosity: str | None = None
+    """These change nothing in an answer here. They are known so that strict gateways take them."""
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

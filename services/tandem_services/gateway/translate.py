@@ -19,9 +19,9 @@ from tandem_services.gateway.limits import (
     check_cache_salt,
     check_choices,
     check_metadata,
+    check_name,
     check_priority,
     check_stop,
-    check_user,
 )
 from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
 from tandem_services.gateway.output_reader import PLAIN, OutputReading
@@ -46,7 +46,9 @@ def check_common_fields(request: GenerationFields, *, also_refused: tuple[str, .
             f"stream_interval must be between 1 and {MAX_OUTPUT_TOKENS} tokens, got {quoted(request.stream_interval)}",
             "stream_interval",
         )
-    check_user(request.user)
+    check_name(request.user, "user")
+    check_name(request.prompt_cache_key, "prompt_cache_key")
+    check_name(request.session_id, "session_id")
     check_metadata(request.metadata)
     check_cache_salt(request.cache_salt)
     check_priority(request.priority or 0)
@@ -59,6 +61,11 @@ def check_common_fields(request: GenerationFields, *, also_refused: tuple[str, .
         )
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs is not available with stream=true", "prompt_logprobs")
+
+
+def affinity_key(request: GenerationFields) -> str:
+    """What the router's policy `session` keeps on one worker; "" where the client names nothing."""
+    return request.session_id or request.prompt_cache_key or request.user or ""
 
 
 def stop_strings(request: GenerationFields) -> tuple[str, ...]:
@@ -178,7 +185,7 @@ def generation_plan(
         stream_interval=(request.stream_interval or 1) if request.stream else 1,
         generate=generate,
         cache_salt=request.cache_salt or "",
-        session_key=request.user or "",
+        session_key=affinity_key(request),
         priority=request.priority or 0,
         skip_special_tokens=request.skip_special_tokens is not False,
         keep_stop=bool(request.include_stop_str_in_output),

@@ -33,6 +33,7 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     modalities: Any = None
     prediction: Any = None
     web_search_options: Any = None
+    moderation: Any = None
 
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {

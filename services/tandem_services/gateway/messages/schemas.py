@@ -91,6 +91,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
+    request_id: str | None = None
     service_tier: str | None = None
     cache_control: Any = None
     min_p: float | None = None

@@ -66,9 +66,13 @@ _COMMON: Mapping[str, Schema] = {
     "user": {"maxLength": MAX_USER_CHARACTERS},
     "metadata": {"maxProperties": MAX_METADATA_ENTRIES},
 }
+_AFFINITY: Mapping[str, Schema] = {
+    name: {"maxLength": MAX_USER_CHARACTERS} for name in ("prompt_cache_key", "session_id")
+}
 _TRUNCATION: Schema = {"minimum": -1}
 _GENERATION: Mapping[str, Schema] = {
     **_COMMON,
+    **_AFFINITY,
     "min_tokens": {"minimum": 0},
     "n": {"minimum": 1, "maximum": MAX_CHOICES},
     "best_of": {"minimum": 1, "maximum": MAX_CHOICES},
@@ -105,6 +109,7 @@ BOUNDS: Mapping[Shape, Mapping[str, Schema]] = {
     },
     ResponsesRequest: {
         **_COMMON,
+        **_AFFINITY,
         "max_output_tokens": _OUTPUT_TOKENS,
         "tools": {"maxItems": MAX_TOOLS},
     },

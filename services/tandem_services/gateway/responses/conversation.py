@@ -43,6 +43,8 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         response_format=None if text_format is None else _response_format(text_format),
         metadata=request.metadata,
         user=request.user,
+        prompt_cache_key=request.prompt_cache_key,
+        session_id=request.session_id,
         top_k=request.top_k,
         min_p=request.min_p,
         seed=request.seed,

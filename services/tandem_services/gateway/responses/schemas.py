@@ -76,6 +76,15 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+    stream_options: Any = None
+    """What is in a stream is not for the client to choose: there is nothing to obfuscate or to leave out."""
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -91,6 +100,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     truncation: Any = None
     top_logprobs: Any = None
     max_tool_calls: Any = None
+    moderation: Any = None
+    context_management: Any = None
     reasoning: ReasoningOptions | None = None
 
 
@@ -103,6 +114,8 @@ REFUSED = {
     "truncation": "an input that is too long is refused, never cut",
     "top_logprobs": "logprobs are served by /v1/chat/completions",
     "max_tool_calls": "tools are run by the client, which can count them",
+    "moderation": "nothing is moderated here",
+    "context_management": "a conversation is answered as it is sent",
 }
 """Why, by field."""
 NEUTRAL = {"store": (False,), "background": (False,), "truncation": ("disabled",), "top_logprobs": (0,)}

@@ -186,6 +186,71 @@ async def test_unknown_fields_are_ignored_or_with_strict_fields_named(gateway, r
     assert len(rack.engines[0].received) == served
 
 
+# A3
+
+
+HARMLESS = {
+    "store": False,
+    "service_tier": "auto",
+    "safety_identifier": "x",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "explicit"},
+    "session_id": "s",
+    "request_id": "r",
+    "user": "u",
+    "metadata": {"a": "b"},
+}
+OF_CHATS = {"verbosity": "low", "modalities": ["text"], "stream_options": None}
+OF_RESPONSES = {"stream_options": {"include_obfuscation": False}, "text": {"verbosity": "low"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [(CHAT, HARMLESS | OF_CHATS), (COMPLETIONS, HARMLESS | OF_CHATS), ("/v1/responses", HARMLESS | OF_RESPONSES)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_official_clients_send_and_changes_nothing_is_known(rack, tokenizer, path, fields):  # A3, E2 #28
+    rack.add("solo", MockBehaviour(token=scripted_tokens([5, 6, EOS]), eos=EOS))
+    async with live_gateway(rack.context, tokenizer, rack.engines, strict_fields=True) as strict:
+        for name, value in fields.items():
+            answer = await strict.http.post(path, json={**POSTS[path], name: value})
+            assert answer.status_code == 200, (name, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"moderation": {"model": "m"}}, "moderation"),
+        (COMPLETIONS, {"moderation": {"model": "m"}}, "moderation"),
+        ("/v1/responses", {"moderation": {"model": "m"}}, "moderation"),
+        ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management"),
+        (CHAT, {"prompt_cache_key": "k" * 513}, "prompt_cache_key"),
+        ("/v1/responses", {"session_id": "s" * 513}, "session_id"),
+    ],
+)
+async def test_what_would_change_an_answer_is_refused_by_name(gateway, rack, path, fields, param):  # A3
+    answer = await gateway.http.post(path, json={**POSTS[path], **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert not rack.engines[0].received
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({}, ""),
+        ({"user": "u"}, "u"),
+        ({"user": "u", "prompt_cache_key": "k"}, "k"),
+        ({"user": "u", "prompt_cache_key": "k", "session_id": "s"}, "s"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+async def test_what_belongs_together_may_stay_on_one_worker(gateway, path, fields, key):  # A3
+    assert (await gateway.http.post(path, json={**POSTS[path], **fields})).status_code == 200
+    assert gateway.chooser.queries[-1].session_key == key
+
+
 # A2.15
 
 
@@ -272,6 +337,26 @@ async def test_the_answers_id_has_the_prefix_of_its_kind_and_our_request_id(gate
     missing = await gateway.http.post(path, json={})
     assert missing.status_code == 400
     assert missing.headers["x-request-id"]
+
+
+ANTHROPIC = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "known_as"),
+    [({}, "mine", "mine"), ({"X-Request-Id": "theirs"}, "mine", "theirs"), ({}, "no id\n", None), ({}, "", None)],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
+async def test_a_body_may_name_its_request_where_the_head_does_not(gateway, path, head, body, known_as):  # A2.20, A3
+    fields = ANTHROPIC if path == "/v1/messages" else POSTS[path]
+    answer = await gateway.http.post(path, json={**fields, "request_id": body}, headers=head)
+    assert answer.status_code == 200
+    if known_as is None:
+        assert answer.json()["id"].endswith(answer.headers["x-request-id"])
+        return
+    assert answer.headers["x-request-id"] == known_as
+    record = (await gateway.http.get(f"/v1/requests/{known_as}/explain")).json()
+    assert (record["endpoint"], record["client_request_id"]) == (path, known_as)
 
 
 # A2.22
