@@ -5,7 +5,10 @@
              408, 414 or 431 and the end; what is no HTTP gets a 400
 3. request   is the application's: `boundary` bounds what is in the head, `request_body` the body. Here a body in very
              many very small pieces is a 400: each costs as much as a large one
-4. idle      until the next one: uvicorn's keep-alive
+4. answer    is written as fast as the client reads: whoever writes waits. A client that reads nothing for
+             SEND_STALL_S while something is kept for it has left: without that a request could outlive its deadline,
+             whose error nobody takes either, and hold a connection for ever
+5. idle      until the next one: uvicorn's keep-alive
 
 A client that closes its side has left, also when it would still read: nothing tells it from one that is gone, and what
 it asked for must not be computed for nobody.
@@ -32,6 +35,7 @@ from tandem_services.gateway.limits import (
     MAX_HEAD_BYTES,
     MAX_URL_BYTES,
     MIN_PIECE_BYTES,
+    SEND_STALL_S,
     url_too_long,
 )
 
@@ -43,6 +47,10 @@ class GatewayConnection(HttpToolsProtocol):
 
     _deadline: asyncio.TimerHandle | None = None
     """Ends a head that does not arrive. None while a request is answered, and while the client owes nothing."""
+    _stalled: asyncio.TimerHandle | None = None
+    """Ends a client that does not read. None while what is kept for it is less than whoever writes waits for."""
+    _unsent = 0
+    """Bytes that were kept for it when that was looked at last."""
     _in_head = False
     _head_bytes = 0
     _body_pieces = 0
@@ -60,7 +68,16 @@ class GatewayConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
+        self._reads()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reads()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing() or self._last_word is not None:
@@ -141,6 +158,22 @@ class GatewayConnection(HttpToolsProtocol):
             return
         message = f"request headers did not arrive within {HEAD_TIMEOUT_S:g} s"
         self._end_with(ApiError(408, message, kind="RequestTimeoutError"))
+
+    def _expect_reading(self) -> None:
+        self._unsent = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(SEND_STALL_S, self._is_not_read)
+
+    def _reads(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _is_not_read(self) -> None:
+        self._stalled = None
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._expect_reading()
+            return
+        self.transport.abort()
 
     def _bound_head(self, size: int) -> None:
         """Of a head that has not ended; `size` more of it is here."""

@@ -2,9 +2,20 @@
 
 import asyncio
 import json
+import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
+
+from tandem_services.gateway.connection import GatewayConnection
+from tandem_services.gateway.serve import listen
+from tandem_testing.gateway_builders import live_gateway
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.waiting import until
 
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
 LAST = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -259,3 +270,69 @@ async def test_a_refusal_is_never_written_into_anothers_answer(gateway, rack):  
     assert own.startswith(b"200 ")
     check_refusal(b"HTTP/1.1 " + refusal, 400)
     assert not rack.engines[0].aborted
+
+
+# Clients that do not read
+
+
+def small_buffers(host: str, port: int) -> socket.socket:
+    """As `listen`, but connections hold little that has not been read."""
+    listener = listen(host, port)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    return listener
+
+
+async def test_a_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatch):  # B3.29
+    monkeypatch.setattr("tandem_testing.gateway_builders.listen", small_buffers)
+    monkeypatch.setattr("tandem_services.gateway.connection.SEND_STALL_S", 0.2)
+    engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, step_s=0.0005))
+    engine.context_length = 1 << 17
+    body = {"model": "mock", "prompt": "a", "max_tokens": 100_000, "logprobs": 5, "ignore_eos": True, "stream": True}
+    content = json.dumps(body).encode()
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            client.connect((host, int(port)))
+            head = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content)
+            client.sendall(POST + head + content)
+
+            async def has_left() -> bool:
+                metrics = (await gateway.http.get("/metrics")).text
+                return 'tandem_gateway_client_disconnects_total{model_name="mock"} 1.0' in metrics
+
+            await until(has_left, 30.0, "the client counts as gone")
+        assert await asyncio.to_thread(engine.wait_until, lambda: engine.running == 0)
+        await until(lambda: gateway.chooser.open == 0, 20.0, "its reservation is given back")
+        metrics = (await gateway.http.get("/metrics")).text
+        assert 'tandem_gateway_num_requests_running{model_name="mock"} 0.0' in metrics
+
+
+class Wire(asyncio.Transport):
+    """Keeps what it is told to."""
+
+    unsent = 0
+    aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+async def test_a_client_that_reads_slowly_is_not():  # B3.29
+    connection = GatewayConnection(uvicorn.Config(lambda: None), ServerState(), {}, asyncio.get_running_loop())
+    wire = connection.transport = Wire()
+    connection.flow = FlowControl(wire)
+    for wire.unsent in (9, 8, 7):
+        if connection._stalled is None:
+            connection.pause_writing()
+        else:
+            connection._is_not_read()
+        assert not wire.aborted
+    connection.resume_writing()
+    assert connection._stalled is None
+    connection.pause_writing()
+    connection._is_not_read()
+    assert wire.aborted
