@@ -85,7 +85,7 @@ async def test_the_heartbeat_says_where_the_index_stands(server, fleet):
     assert (await fleet.beat(make_record("w1"))).cursor == -1
 
 
-async def test_entries_of_an_earlier_incarnation_never_count(fleet):
+async def test_entries_of_an_earlier_incarnation_never_count(fleet):  # E6.71
     await apply(fleet, CLEARED, stored(*CHAIN), builds_on=-1, revision=1)
     await fleet.beat(make_record("w1", number=2))
     assert await matched(fleet) == 0

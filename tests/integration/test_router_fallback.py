@@ -187,7 +187,7 @@ async def test_a_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(
     assert router.counters.redis > 0
 
 
-async def test_an_index_that_points_to_the_wrong_worker_is_a_cache_miss(server, fleet, router):
+async def test_an_index_that_points_to_the_wrong_worker_is_a_cache_miss(server, fleet, router):  # E6.71
     await fleet.cache(RECORDS[1], chain_of(PROMPT))
     server.command("RENAME", fleet.keys.blocks("d1@1"), fleet.keys.blocks("nobody@7"))
     choice = await router.choose(query())
