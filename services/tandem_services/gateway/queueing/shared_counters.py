@@ -1,8 +1,8 @@
 """Virtual token counters that all gateways share: charged here at once, reported to Redis a few times a second.
 
-Redis adds up what gateways report and says where tenants stand, so that a tenant that asks several gateways gets no
-more than one that asks one. No request waits for a report. Redis away: the counters of this gateway decide, and what it
-has charged meanwhile is reported when Redis is back.
+Redis adds up what gateways report and says where tenants stand, so that a tenant that asks several gateways is behind
+at each of them where another waits. No request waits for a report. Redis away: the counters of this gateway decide,
+and what it has charged meanwhile is reported when Redis is back.
 """
 
 import logging
