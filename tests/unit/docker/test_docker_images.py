@@ -102,6 +102,12 @@ def test_bases_are_pinned_by_digest(stage: Stage):
     assert stage.base in STAGES or re.search(r":[^:@]+@sha256:[0-9a-f]{64}$", stage.base), stage.base
 
 
+def test_builds_need_nothing_from_a_registry_but_their_base():
+    """`# syntax=` would have BuildKit fetch a frontend from Docker Hub, of whatever version it has that day."""
+    comments = [line for line in (DOCKER / "Dockerfile").read_text().splitlines() if line.startswith("#")]
+    assert not [line for line in comments if re.match(r"#\s*syntax\s*=", line)]
+
+
 @pytest.mark.parametrize("name", IMAGES)
 def test_labels_say_what_an_image_is(name: str):
     text = " ".join(label.text for label in STAGES[name].of("LABEL"))
