@@ -1,11 +1,13 @@
 """Workers of several pods on a real API server: with the LeaderWorkerSet API, and what is said without it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tandem_services.cli.k8s import command
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.kube_services import Services
 from tandem_testing.leader_worker_sets import LeaderWorkerSets
@@ -82,6 +84,42 @@ def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, control
         services.delete()
         wait(lambda: services.gone() and sets.all() == {}, sets, running)
         assert running.stop() == 0
+
+
+def test_the_plugin_shows_a_group_as_one_worker_and_drains_it_whole(
+    services, sets, control_plane, namespace, tmp_path, capsys
+):
+    def kubectl(*words: str) -> tuple[int, str]:
+        """Exit status, and what is printed."""
+        status = command.main([*words, "--kubeconfig", str(control_plane.kubeconfig), "-n", namespace])
+        return status, "".join(capsys.readouterr())
+
+    with started(control_plane, namespace, tmp_path) as running:
+        services.apply(decode={"engine": TWO_PODS})
+        ready(services, sets, running)
+        (name,) = sets.all()
+        [tree] = json.loads(kubectl("status", "chat", "--no-figures", "-o", "json")[1])
+        decode = next(role for role in tree["roles"] if role["role"] == "decode")
+        [worker] = decode["revisions"][0]["pods"]
+        assert (decode["ready"], worker["pod"]["name"]) == (1, f"{name}-0")
+        assert [one["pod"]["name"] for one in worker["followers"]] == [f"{name}-0-1"]
+        status, said = kubectl("flip", f"{name}-0-1", "prefill")
+        assert (status, f"flip {name}-0" in said) == (3, True)
+
+        before = uids(sets, name)
+        # It is not gone before the controller has seen that it leaves.
+        sets.hold(f"{name}-0-1")
+        # The disruption budgets count pods in a moment of their own.
+        wait(lambda: kubectl("drain", f"{name}-0-1", "--no-wait")[0] == 0, sets, running)
+        wait(lambda: not sets.pods(name), sets, running)
+        sets.release(f"{name}-0-1")
+        wait(lambda: len(uids(sets, name)) == 2 and not uids(sets, name) & before, sets, running)
+        ready(services, sets, running)
+        assert running.stop() == 0
+
+
+def uids(sets: LeaderWorkerSets, name: str) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in sets.pods(name).values()}
 
 
 def ready(services: Services, sets: LeaderWorkerSets, running: OperatorProcess) -> None:

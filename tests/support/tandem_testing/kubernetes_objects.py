@@ -94,6 +94,13 @@ def pod(name: str, *, component: str = "worker", role: str = "", ready: bool = T
     }
 
 
+def follower(name: str, *, leader: str = "llama-decode-5d8f-0", ready: bool = True) -> Object:
+    """A pod of a decode worker of several pods, as the LeaderWorkerSet controller makes it; none is its leader."""
+    made = pod(name, component="follower", role="decode", ready=ready)
+    made["metadata"]["annotations"] = {"leaderworkerset.sigs.k8s.io/leader-name": leader}
+    return made
+
+
 def deployment_pods() -> list[Object]:
     """Of `llama`: a prefill worker, two decode workers of which one cannot be scheduled, a gateway, a Redis."""
     waiting = pod("llama-decode-5d8f-b", role="decode", ready=False, phase="Pending", containerStatuses=[])

@@ -1,7 +1,7 @@
 """What the LeaderWorkerSet controller does with the sets of one namespace, one turn at a time.
 
-Pods of each group are made, those of groups beyond `replicas` go, and containers are told what they would be told.
-Nothing of its rolling updates.
+Pods of each group are made, those of groups beyond `replicas` go, a group that loses a pod goes as a whole and is made
+anew (RecreateGroupOnPodRestart), and containers are told what they would be told. Nothing of its rolling updates.
 """
 
 import copy
@@ -27,21 +27,51 @@ class LeaderWorkerSets:
 
     def pods(self, name: str) -> dict[str, dict[str, Any]]:
         """Of a set, by name, those that go left out."""
-        path = f"/api/v1/namespaces/{self.namespace}/pods"
-        answer = self.cluster.api.get(path, params={"labelSelector": f"{GROUP}/name={name}"})
-        found = answer.raise_for_status().json()["items"]
-        return {one["metadata"]["name"]: one for one in found if "deletionTimestamp" not in one["metadata"]}
+        return {one["metadata"]["name"]: one for one in self._found(name) if not _leaves(one)}
 
     def turn(self) -> None:
         """Make what is wanting, and have go what is too much."""
         for name, one in self.all().items():
             wanted = {pod["metadata"]["name"]: pod for pod in _pods_of(one)}
-            there = self.pods(name)
-            for extra in there.keys() - wanted.keys():
-                self.cluster.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{extra}")
+            found = self._found(name)
+            broken = {_group_of(pod) for pod in found if _leaves(pod)}
+            there = {pod["metadata"]["name"]: pod for pod in found}
+            for pod_name, pod in there.items():
+                if not _leaves(pod) and (pod_name not in wanted or _group_of(pod) in broken):
+                    self.cluster.api.delete(f"{self._pods}/{pod_name}")
             for missing in wanted.keys() - there.keys():
-                # 409 while one of that name still goes: the next turn makes it.
-                self.cluster.api.post(f"/api/v1/namespaces/{self.namespace}/pods", json=wanted[missing])
+                # A group begins when nothing of the former one is left.
+                if _group_of(wanted[missing]) not in broken:
+                    self.cluster.api.post(self._pods, json=wanted[missing])
+
+    def hold(self, pod: str) -> None:
+        """It leaves from its deletion until `release`."""
+        self._annotate(pod, {"fake-kubelet/hold": "true"})
+
+    def release(self, pod: str) -> None:
+        self._annotate(pod, {"fake-kubelet/hold": None})
+
+    def _annotate(self, pod: str, annotations: dict[str, str | None]) -> None:
+        patch = {"metadata": {"annotations": annotations}}
+        self.cluster.merge(f"{self._pods}/{pod}", patch).raise_for_status()
+
+    @property
+    def _pods(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/pods"
+
+    def _found(self, name: str) -> list[dict[str, Any]]:
+        answer = self.cluster.api.get(self._pods, params={"labelSelector": f"{GROUP}/name={name}"})
+        found: list[dict[str, Any]] = answer.raise_for_status().json()["items"]
+        return found
+
+
+def _group_of(pod: dict[str, Any]) -> str:
+    group: str = pod["metadata"]["labels"][f"{GROUP}/group-index"]
+    return group
+
+
+def _leaves(pod: dict[str, Any]) -> bool:
+    return "deletionTimestamp" in pod["metadata"]
 
 
 def _pods_of(group_set: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,7 +88,12 @@ def _pod(group_set: dict[str, Any], group: int, index: int, size: int) -> dict[s
     told = {"LWS_LEADER_ADDRESS": address, "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": str(index)}
     for container in template["spec"]["containers"]:
         container["env"] = [{"name": key, "value": value} for key, value in told.items()] + container.get("env", [])
-    labels = {f"{GROUP}/name": metadata["name"], f"{GROUP}/worker-index": str(index)}
+    labels = {
+        f"{GROUP}/name": metadata["name"],
+        f"{GROUP}/group-index": str(group),
+        f"{GROUP}/worker-index": str(index),
+    }
+    annotations = {f"{GROUP}/leader-name": leader} if index else {}
     owner = {
         "apiVersion": group_set["apiVersion"],
         "kind": group_set["kind"],
@@ -73,6 +108,7 @@ def _pod(group_set: dict[str, Any], group: int, index: int, size: int) -> dict[s
             **template.get("metadata", {}),
             "name": f"{leader}-{index}" if index else leader,
             "labels": {**template["metadata"]["labels"], **labels},
+            "annotations": {**template["metadata"].get("annotations", {}), **annotations},
             "ownerReferences": [owner],
         },
         "spec": template["spec"],

@@ -25,8 +25,7 @@ TOO_MANY_REQUESTS = 429
 def flip(args: argparse.Namespace) -> int:
     with Cluster.of(args) as cluster:
         pod = own_pod(cluster, args.pod)
-        if Pod.of(pod).component != WORKER:
-            raise RemoteError(f"pod {args.pod} is a {Pod.of(pod).component}: only workers have roles")
+        _require_worker(Pod.of(pod))
         try:
             with pod_client(cluster.access, pod, HEALTH_PORT) as client:
                 response = client.post("/role", json={"role": args.role}, timeout=FLIP_S)
@@ -38,6 +37,15 @@ def flip(args: argparse.Namespace) -> int:
         print(f"{args.pod} serves as {args.role} from now on; after a restart as {Pod.of(pod).role}")
         _warn_of_autoscaler(cluster, pod)
     return 0
+
+
+def _require_worker(pod: Pod) -> None:
+    if pod.leader:
+        raise RemoteError(
+            f"pod {pod.name} is one of the pods of worker {pod.leader}, which have one role together: flip {pod.leader}"
+        )
+    if pod.component != WORKER:
+        raise RemoteError(f"pod {pod.name} is a {pod.component}: only workers have roles")
 
 
 def _warn_of_autoscaler(cluster: Cluster, pod: Object) -> None:
@@ -61,8 +69,12 @@ def drain(args: argparse.Namespace) -> int:
                 raise
             print(f"{error}. Its disruption budget forbids it: try again later, or scale up", file=sys.stderr)
             return 1
-        print(f"{args.pod} drains: running requests move to other workers, or finish")
+        print(f"{_who_drains(Pod.of(pod))}: running requests move to other workers, or finish")
         return 0 if args.no_wait else until_gone(cluster, pod)
+
+
+def _who_drains(pod: Pod) -> str:
+    return f"{pod.name} drains, with all pods of worker {pod.leader}" if pod.leader else f"{pod.name} drains"
 
 
 def until_gone(cluster: Cluster, pod: Object, *, sleep: Callable[[float], None] = time.sleep) -> int:
@@ -70,11 +82,12 @@ def until_gone(cluster: Cluster, pod: Object, *, sleep: Callable[[float], None] 
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     looks = round((pod["spec"].get("terminationGracePeriodSeconds", 30) + PATIENCE_S) / LOOK_S)
     told = ""
+    worker = _worker_of(cluster, pod)
     for _ in range(looks):
         if _is_gone(cluster, name, uid):
             print(f"{name} is gone")
             return 0
-        left = _left(cluster, pod)
+        left = _left(cluster, worker)
         if left and left != told:
             print(left)
             told = left
@@ -92,9 +105,22 @@ def _is_gone(cluster: Cluster, name: str, uid: str) -> bool:
         raise
 
 
-def _left(cluster: Cluster, pod: Object) -> str:
-    """Of a worker that can be asked."""
-    for figures in workers_among(ask(cluster.access, [pod])).values():
+def _worker_of(cluster: Cluster, pod: Object) -> Object | None:
+    """Who can be asked what is left: the leader of a follower, if it is there."""
+    leader = Pod.of(pod).leader
+    if not leader:
+        return pod
+    try:
+        return cluster.pod(leader)
+    except ClusterError as error:
+        if error.status == 404:
+            return None
+        raise
+
+
+def _left(cluster: Cluster, worker: Object | None) -> str:
+    """What there is to do for it yet; "" when it cannot be asked."""
+    for figures in workers_among(ask(cluster.access, [] if worker is None else [worker])).values():
         return f"  {figures.running} running, {figures.waiting} waiting, {figures.moving} with KV on its way"
     return ""
 

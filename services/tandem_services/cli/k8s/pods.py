@@ -10,6 +10,7 @@ import httpx
 
 from tandem_engine.logs import quoted
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, SERVICE_LABEL
+from tandem_operator.builders.worker_group import FOLLOWER
 from tandem_services.cli.k8s.cluster import Access, Cluster, Object
 from tandem_services.cli.k8s.figures import GatewayFigures, WorkerFigures, gateway_figures, worker_figures
 from tandem_services.cli.k8s.forward import ANSWER_S, pod_client
@@ -17,6 +18,8 @@ from tandem_services.common.errors import RemoteError
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
 WORKER, GATEWAY = "worker", "gateway"
+LEADER_ANNOTATION = "leaderworkerset.sigs.k8s.io/leader-name"
+"""The LeaderWorkerSet controller's, on the pods of a group that are not its leader."""
 
 HEALTH_PORT = "health"
 ADMIN_PORT = "admin"
@@ -40,7 +43,9 @@ class Pod:
     namespace: str
     service: str
     component: str
-    """worker, gateway, redis."""
+    """worker, follower, gateway, redis."""
+    leader: str
+    """Of a follower: the pod that is the worker which this one is a part of; "" of all others."""
     role: str
     """What a worker was made for."""
     revision: str
@@ -58,13 +63,15 @@ class Pod:
     def of(pod: Object) -> "Pod":
         metadata, status = pod["metadata"], pod.get("status", {})
         labels = metadata.get("labels", {})
+        component = labels.get(COMPONENT_LABEL, "")
         containers = status.get("containerStatuses", ())
         state, trouble = _state(pod)
         return Pod(
             name=metadata["name"],
             namespace=metadata["namespace"],
             service=labels.get(SERVICE_LABEL, ""),
-            component=labels.get(COMPONENT_LABEL, ""),
+            component=component,
+            leader=metadata.get("annotations", {}).get(LEADER_ANNOTATION, "") if component == FOLLOWER else "",
             role=labels.get(ROLE_LABEL, ""),
             revision=labels.get(REVISION_LABEL, ""),
             ready=state == "Ready",

@@ -1,7 +1,7 @@
 """A ModelService with all that belongs to it, as one value: what `status` shows, and its JSON. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem_services.cli.k8s.cluster import Object
@@ -29,6 +29,8 @@ class PodSeen:
     pod: Pod
     said: Said | None
     """None: it was not asked."""
+    followers: tuple["PodSeen", ...] = ()
+    """The other pods of a worker that has several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,7 @@ class ServiceTree:
     conditions: tuple[ConditionSeen, ...]
     roles: tuple[RoleSeen, ...]
     others: tuple[PodSeen, ...]
-    """Gateways, and a managed Redis."""
+    """Gateways, a managed Redis, and followers whose leader is not there."""
 
 
 def service_tree(
@@ -75,7 +77,7 @@ def service_tree(
     metadata, status = service["metadata"], service.get("status", {})
     name, generation = metadata["name"], metadata.get("generation", 0)
     own = sorted((Pod.of(pod) for pod in pods), key=lambda pod: pod.name)
-    seen = [PodSeen(pod=pod, said=figures.get(pod.name)) for pod in own if pod.service == name]
+    seen = _grouped([PodSeen(pod=pod, said=figures.get(pod.name)) for pod in own if pod.service == name])
     wanted = {pool["spec"]["role"]: pool for pool in pools if pool["spec"].get("serviceName") == name}
     return ServiceTree(
         name=name,
@@ -87,6 +89,16 @@ def service_tree(
         roles=tuple(_role(role, service, wanted.get(role), seen) for role in ROLES),
         others=tuple(one for one in seen if one.pod.component != WORKER),
     )
+
+
+def _grouped(seen: Sequence[PodSeen]) -> list[PodSeen]:
+    """Followers below their leaders."""
+    leaders = {one.pod.name for one in seen if one.pod.component == WORKER}
+    below: dict[str, list[PodSeen]] = {}
+    for one in seen:
+        if one.pod.leader in leaders:
+            below.setdefault(one.pod.leader, []).append(one)
+    return [replace(one, followers=tuple(below.get(one.pod.name, ()))) for one in seen if one.pod.leader not in leaders]
 
 
 def _condition(condition: Mapping[str, Any], generation: int) -> ConditionSeen:

@@ -63,10 +63,15 @@ def _role(role: RoleSeen, now: datetime) -> Iterator[Row]:
     yield (role.role, f"{role.ready}/{role.wanted} ready")
     branches = []
     for revision in role.revisions:
-        pods = [[_pod(one, now)] for one in revision.pods]
+        pods = [_worker(one, now) for one in revision.pods]
         share = f"{percent(revision.share)} of new requests"
         branches.append([(f"revision {revision.name or '?'}", share), *_joined(pods)])
     yield from _joined(branches)
+
+
+def _worker(seen: PodSeen, now: datetime) -> list[Row]:
+    """With the other pods that it is made of."""
+    return [_pod(seen, now), *_joined([[_pod(one, now)] for one in seen.followers])]
 
 
 def _gateways(gateways: list[PodSeen], now: datetime) -> Iterator[Row]:

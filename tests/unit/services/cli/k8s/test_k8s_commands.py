@@ -16,7 +16,7 @@ from tandem_services.cli import main as tandem
 from tandem_services.cli.k8s import command, orders
 from tandem_services.cli.k8s.cluster import Cluster, access_of
 from tandem_testing.forwarding_api_server import ForwardingApiServer
-from tandem_testing.kubernetes_objects import PODS, POOLS, SERVICES, deployed
+from tandem_testing.kubernetes_objects import PODS, POOLS, SERVICES, deployed, follower, pod
 
 COMMANDS = ["status", "roles", "flip", "queue", "drain", "explain", "decisions", "chat", "scale"]
 
@@ -240,15 +240,41 @@ def test_a_drain_ends_with_the_pod_or_says_that_it_does_not(api, tmp_path, capsy
         assert orders.until_gone(cluster, pod, sleep=slept.append) == 0
 
 
+def test_a_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, tmp_path, capsys, metrics_port):
+    leader, other = pod("llama-decode-5d8f-0", role="decode"), follower("llama-decode-5d8f-0-1")
+    for one in (leader, other):
+        api.objects[f"{PODS}/{one['metadata']['name']}"] = one
+    api.objects["/api/v1"] = {"resources": []}
+    config = ["--kubeconfig", str(api.kubeconfig(tmp_path))]
+    assert command.main(["drain", "llama-decode-5d8f-0-1", "--no-wait", *config]) == 0
+    assert "drains, with all pods of worker llama-decode-5d8f-0:" in capsys.readouterr().out
+    [(_, path, _)] = api.writes
+    assert path == f"{PODS}/llama-decode-5d8f-0-1/eviction"
+    api.ports["llama-decode-5d8f-0", 9090] = metrics_port
+    with Cluster(access_of(api.kubeconfig(tmp_path), None, None)) as cluster:
+
+        def gone(_: float) -> None:
+            api.objects.pop(f"{PODS}/llama-decode-5d8f-0-1")
+
+        assert orders.until_gone(cluster, other, sleep=gone) == 0
+        assert "  3 running, 0 waiting" in capsys.readouterr().out
+        # Where the leader is gone already nobody can be asked, and that is no error.
+        api.objects[f"{PODS}/llama-decode-5d8f-0-1"] = other
+        del api.objects[f"{PODS}/llama-decode-5d8f-0"]
+        assert orders.until_gone(cluster, other, sleep=gone) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["flip", "llama-gateway-7c", "decode"], "is a gateway: only workers have roles"),
+        (["flip", "llama-decode-5d8f-0-1", "prefill"], "have one role together: flip llama-decode-5d8f-0"),
         (["flip", "nobody", "decode"], "pod 'nobody' does not exist here"),
         (["drain", "foreign"], "belongs to no ModelService"),
     ],
 )
 def test_what_is_no_worker_gets_no_orders(kubectl, api, words, told):
+    api.objects[f"{PODS}/llama-decode-5d8f-0-1"] = follower("llama-decode-5d8f-0-1")
     api.objects[f"{PODS}/foreign"] = {"metadata": {"name": "foreign", "labels": {}}}
     status, _, err = kubectl(*words)
     assert (status, api.writes) == (3, [])
@@ -275,6 +301,28 @@ class Worker(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(said)))
         self.end_headers()
         self.wfile.write(said.encode())
+
+
+@pytest.fixture
+def metrics_port():
+    """A worker's control port, which tells that three requests run."""
+
+    class Metrics(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            text = b"tandem_worker_num_requests_running 3\n"
+            self.send_response(200)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture

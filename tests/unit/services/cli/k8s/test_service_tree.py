@@ -19,6 +19,7 @@ from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_testing.kubernetes_objects import (
     condition,
     deployment_pods,
+    follower,
     model_service,
     pod,
     service_status,
@@ -141,6 +142,19 @@ def test_two_revisions_are_apart_and_shares_are_theirs():
     shown = text(model_service(status=service_status(revisions=revisions)), pods=[old, new])
     assert "revision 5d8f" in shown
     assert [line.split()[-5] for line in shown.splitlines() if "revision 0ld" in line] == ["75", "75"]
+
+
+def test_pods_of_one_worker_are_below_it():
+    first, second = pod("llama-decode-5d8f-0", role="decode"), follower("llama-decode-5d8f-0-1", ready=False)
+    left = follower("llama-decode-5d8f-7-1", leader="llama-decode-5d8f-7")
+    lines = text(pods=[second, first, left]).splitlines()
+    at = next(number for number, line in enumerate(lines) if "llama-decode-5d8f-0 " in line)
+    assert lines[at].startswith("│     └─ llama-decode-5d8f-0 ")
+    assert lines[at + 1].startswith("│        └─ llama-decode-5d8f-0-1  Starting ")
+    assert lines[-1].startswith("└─ llama-decode-5d8f-7-1"), "its leader is not there, and it is shown"
+    shown = service_tree(model_service(), POOLS, [first, second], figures())
+    assert [role.ready for role in shown.roles] == [1, 1], "workers are counted, not pods"
+    assert roles_text([shown]).count("llama-decode") == 1
 
 
 def test_what_the_operator_has_not_seen_yet_is_said():
