@@ -58,6 +58,9 @@ VIOLATIONS = {
     "labels of tandem.dev/ and app.kubernetes.io/ are set by the operator": Violation(
         {"labels": {"tandem.dev/role": "decode"}}
     ),
+    "AppArmor and seccomp profiles are set by the operator": Violation(
+        {"annotations": {"container.apparmor.security.beta.kubernetes.io/worker": "unconfined"}}
+    ),
     "pageSize, dtype, kvCacheDtype and contextLength must be equal for both roles: set them in spec.engine": Violation(
         {"engine": {"dtype": "float32"}}
     ),

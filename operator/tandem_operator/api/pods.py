@@ -79,7 +79,7 @@ class PodOverrides(Api, frozen=True, kw_only=True):
     annotations: Annotated[
         dict[LabelKey, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=32)
     ] = {}
-    """More annotations."""
+    """More annotations, but none that would loosen what confines a container."""
     node_selector: Annotated[
         dict[LabelKey, Annotated[str, msgspec.Meta(max_length=63)]], msgspec.Meta(max_length=32)
     ] = {}
@@ -108,6 +108,12 @@ class PodOverrides(Api, frozen=True, kw_only=True):
             "!has(self.labels) || "
             "self.labels.all(k, !k.startsWith('tandem.dev/') && !k.startsWith('app.kubernetes.io/'))",
             "labels of tandem.dev/ and app.kubernetes.io/ are set by the operator",
+        ),
+        # Kubelets that know these take them for a profile, "unconfined" included.
+        Rule(
+            "!has(self.annotations) || "
+            "self.annotations.all(k, !k.matches('^(container[.])?(apparmor|seccomp)[.]security[.]'))",
+            "AppArmor and seccomp profiles are set by the operator",
         ),
     )
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tandem_operator.api.model_source import ClaimSource, HuggingFaceSource, ImageSource, ModelSource
 from tandem_operator.api.pods import SecretKey
-from tandem_operator.builders.containers import Manifest, container_security, scratch, value
+from tandem_operator.builders.containers import TMP, Manifest, container_security, scratch, value
 
 MOUNT = "/models"
 DOWNLOADED = f"{MOUNT}/model"
@@ -72,7 +72,8 @@ def _hugging_face(source: HuggingFaceSource, image: str, *, weights: bool) -> Mo
         "image": image,
         "command": command,
         "env": [value("HF_HOME", "/hf"), *_token(source.token_secret)],
-        "volumeMounts": [mount, home_mount],
+        # Every pod has this volume; without it Python finds no folder for temporary files.
+        "volumeMounts": [mount, home_mount, {"name": "tmp", "mountPath": TMP}],
         "securityContext": container_security(),
     }
     return ModelMount(
