@@ -1,4 +1,4 @@
-"""What holds for every test: one compute thread per process, and signals as they were.
+"""What holds for every test: one compute thread per process, no bound on an example's time, and signals as they were.
 
 Tests run side by side, each with engines of its own; OpenMP threads that spin for work they do not get turn
 milliseconds into minutes. Must happen before torch is imported anywhere; child processes inherit it.
@@ -9,8 +9,13 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# On a machine with much to do the first of two equal examples takes longer than any bound that would find anything.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
