@@ -33,6 +33,8 @@ class Answering:
     """Whether canaries of this revision pass."""
     broken: Callable[[str], bool] = lambda _: False
     """Whether they fail through this pod all the same."""
+    poll_s: float = POLL_S
+    """How often new pods are looked for."""
     journal: list[tuple[str, str]] = field(default_factory=list)
     """What was asked of which revision: canary, passed or offer; "" is whatever the router chooses."""
     offered: set[str] = field(default_factory=set)
@@ -55,9 +57,9 @@ class Answering:
     def follow(self, ended: threading.Event) -> None:
         """Serve for pods that come, until `ended`."""
         with ExitStack() as servers:
-            while not ended.wait(POLL_S):
+            while not ended.wait(self.poll_s):
                 for component in ("worker", "gateway"):
-                    for pod in self.services.pods(component):
+                    for pod in self.services.pods(component, None):
                         name, address = pod["metadata"]["name"], pod["status"].get("podIP")
                         if name not in self._pods and address:
                             self._pods[name] = pod
@@ -128,9 +130,9 @@ class Answering:
 
 
 @contextmanager
-def answering(services: Services) -> Iterator[Answering]:
-    """For all pods of one service."""
-    ended, one = threading.Event(), Answering(services)
+def answering(services: Services, *, poll_s: float = POLL_S) -> Iterator[Answering]:
+    """For all pods of one namespace."""
+    ended, one = threading.Event(), Answering(services, poll_s=poll_s)
     thread = threading.Thread(target=one.follow, args=(ended,), name="answering")
     thread.start()
     try:

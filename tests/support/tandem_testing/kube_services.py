@@ -88,8 +88,8 @@ class Services:
             if deployment.startswith(mine)
         }
 
-    def pods(self, component: str, name: str = "chat") -> list[dict[str, Any]]:
-        """Those of gateway, worker or redis."""
+    def pods(self, component: str, name: str | None = "chat") -> list[dict[str, Any]]:
+        """Those of gateway, worker or redis; None: of all services."""
         found = self._list("/api/v1", "pods", name)
         return [one for one in found if one["metadata"]["labels"]["app.kubernetes.io/component"] == component]
 
@@ -114,8 +114,9 @@ class Services:
         """Events are posted after the status that they tell of."""
         wait_for(lambda: (kind, reason) in self.events(name), PATIENCE_S, lambda: str(self.events(name)))
 
-    def _list(self, root: str, plural: str, name: str) -> list[dict[str, Any]]:
+    def _list(self, root: str, plural: str, name: str | None) -> list[dict[str, Any]]:
+        label = "tandem.dev/service" if name is None else f"tandem.dev/service={name}"
         path = f"{root}/namespaces/{self.namespace}/{plural}"
-        answer = self.cluster.api.get(path, params={"labelSelector": f"tandem.dev/service={name}"})
+        answer = self.cluster.api.get(path, params={"labelSelector": label})
         items: list[dict[str, Any]] = answer.raise_for_status().json()["items"]
         return items
