@@ -286,7 +286,7 @@ class Engine:
         clock = MonotonicClock()
         place = RankPlace(rank=parallel.rank, size=parallel.size, kv_heads=self.model_config.num_kv_heads)
         self._transport = RankedTransport.build(
-            local=NixlTransport(pool=self._pool, me=place.agent(me), clock=clock),
+            local=NixlTransport(pool=self._pool, me=place.agent(me), clock=clock, leave=parallel.departure.ask),
             me=me,
             place=place,
             gather_hellos=lambda hello: agreement.gather(hello, Hello),

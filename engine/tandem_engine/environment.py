@@ -13,6 +13,8 @@ class Environment:
     """TANDEM_LOG_LEVEL: debug, info (default), warning, error."""
     ucx_tls: str
     """UCX_TLS: the transports that UCX may use (default all)."""
+    ucx_net_devices: str = "all"
+    """UCX_NET_DEVICES: the network interfaces and devices that UCX may use (default all)."""
 
     @property
     def level(self) -> int:
@@ -25,6 +27,7 @@ def read_environment() -> Environment:
     return Environment(
         log_level=os.environ.get("TANDEM_LOG_LEVEL", "info").lower(),
         ucx_tls=os.environ.get("UCX_TLS", "all"),
+        ucx_net_devices=os.environ.get("UCX_NET_DEVICES", "all"),
     )
 
 

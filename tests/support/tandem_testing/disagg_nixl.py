@@ -70,10 +70,13 @@ class Node:
 
 @contextmanager
 def nixl_node(
-    worker_id: str, number: int = 1, *, fill: int = 0, num_pages: int = 65, head_dim: int = 16
+    worker_id: str, number: int = 1, *, endpoint: str = "", fill: int = 0, num_pages: int = 65, head_dim: int = 16
 ) -> Iterator[Node]:
+    """`endpoint`: where its engine would listen for peers."""
     pool = make_pool(fill=fill, num_pages=num_pages, head_dim=head_dim)
-    node = Node(pool=pool, transport=NixlTransport(me=make_peer(worker_id, number), pool=pool, clock=MonotonicClock()))
+    me = make_peer(worker_id, number)
+    me = msgspec.structs.replace(me, endpoint=endpoint or me.endpoint)
+    node = Node(pool=pool, transport=NixlTransport(me=me, pool=pool, clock=MonotonicClock()))
     try:
         yield node
     finally:

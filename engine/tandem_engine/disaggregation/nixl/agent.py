@@ -6,6 +6,8 @@ Life of an agent
     2. add_peer   once per peer incarnation (nixl #2109), from the metadata in its `Hello`
     3. write      a WRITE; `progress` until it is done, which is when it has arrived
     4. remove_peer, close
+    5. cut off     once a network interface is gone or another one, nothing enters UCX any more (`interfaces`): writes
+                   fail, those of peers stand still, and NIXL is left as it is until the process ends
 
 NIXL's progress thread spins on a core of its own, so it is off. Progress is made inside `progress` and `attend`. A
 fabric that copies memory or has RDMA needs nothing of the receiving side; over TCP it must call `attend` now and then,
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_engine import environment
+from tandem_engine.disaggregation.nixl.interfaces import Interfaces
 from tandem_engine.disaggregation.nixl.layout import Descriptors, Region
 from tandem_engine.errors import TransferError, TransportUnavailableError
 
@@ -36,7 +39,7 @@ class Write:
 class NixlAgent:
     """One nixl_agent with the UCX backend."""
 
-    def __init__(self, name: str, region: Region) -> None:
+    def __init__(self, name: str, region: Region, interfaces: Interfaces) -> None:
         """Raises `TransportUnavailableError` when NIXL is not installed or cannot start here."""
         # Both libraries log every start and every lost peer on the terminal; what matters is logged here.
         environment.set_default("UCX_LOG_LEVEL", "fatal")
@@ -50,6 +53,7 @@ class NixlAgent:
             ) from error
         self._errors = _error_types(bindings)
         self._region = region
+        self._interfaces = interfaces
         try:
             self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
             self._registered = self._agent.register_memory(
@@ -64,6 +68,7 @@ class NixlAgent:
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """Learn a peer and connect to it. Raises `TransferError` when its metadata is not its own or unusable."""
+        self._enter()
         try:
             loaded = self._agent.add_remote_agent(metadata)
         except self._errors as error:
@@ -75,6 +80,8 @@ class NixlAgent:
 
     def remove_peer(self, name: str) -> None:
         """Drop a peer and its mappings. Unknown names are ignored."""
+        if not self._interfaces.same():
+            return
         try:
             self._agent.remove_remote_agent(name)
         except self._errors as error:
@@ -85,6 +92,7 @@ class NixlAgent:
 
         Where the fabric is a memory copy (same host), most of the copying happens inside this call.
         """
+        self._enter()
         handle = None
         try:
             handle = self._agent.initialize_xfer(
@@ -105,6 +113,7 @@ class NixlAgent:
 
     def progress(self, write: Write) -> bool:
         """Whether the write is done. Raises `TransferError` when it never will be; release it then, too."""
+        self._enter()
         try:
             state = self._agent.check_xfer_state(write.handle)
         except self._errors as error:
@@ -115,6 +124,8 @@ class NixlAgent:
 
     def release(self, write: Write) -> None:
         """Give the handle back, cancelling the write if it is still in progress."""
+        if not self._interfaces.same():
+            return
         try:
             self._agent.release_xfer_handle(write.handle)
         except self._errors as error:
@@ -123,6 +134,8 @@ class NixlAgent:
 
     def attend(self) -> None:
         """Let writes and connections of peers progress. No writer notifies; what comes all the same is dropped."""
+        if not self._interfaces.same():
+            return
         try:
             self._agent.get_new_notifs()
         except self._errors as error:
@@ -130,11 +143,18 @@ class NixlAgent:
 
     def close(self) -> None:
         """Deregister the pool. The agent's sockets go with it."""
+        if not self._interfaces.same():
+            return
         try:
             self._agent.deregister_memory(self._registered)
         except self._errors as error:
             logger.warning("deregistering KV memory failed: %s", error)
         del self._agent
+
+    def _enter(self) -> None:
+        """Raises `TransferError` once nothing may enter UCX any more."""
+        if not self._interfaces.same():
+            raise TransferError(self._interfaces.lost)
 
 
 def _error_types(bindings: Any) -> tuple[type[Exception], ...]:

@@ -18,6 +18,10 @@ the sender waiting until the receiver has looked twice, and the sender has somet
 An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
 B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`. So does a WRITE that does not end: a
 connection of which only the other side knows that it is over says nothing, and pages of both sides wait for the push.
+
+Once the agent is cut off from its network (`agent`), pushes fail and nothing is written here any more. The process
+lives on: without an address it can do no harm, and with its address back it soon learns whether it is fenced. One that
+is not asks for its own departure, as only a new process can move KV again.
 """
 
 import contextlib
@@ -35,6 +39,7 @@ from typing import TypeAlias, TypeVar
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.agent import NixlAgent, Write
+from tandem_engine.disaggregation.nixl.interfaces import Interfaces
 from tandem_engine.disaggregation.nixl.layout import Region, describe
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
@@ -73,6 +78,10 @@ SLOWEST_RATE = 10e6
 stands still is fenced before: what lies in its sockets may not reach pages that it uses again (T60)."""
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
+
+LEAVE_AFTER = 5.0
+"""Seconds for which a network interface has been back, as another one, when this process asks to leave: several
+heartbeats, by which a fenced one has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +165,18 @@ class TransferThread:
     clock: Clock
     inbox: "queue.SimpleQueue[Command]"
     outbox: Outbox
+    interfaces: Interfaces = field(default_factory=Interfaces)
+    """Those of the agent."""
+    leave: Callable[[str], None] = lambda _: None
+    """Says that this process should make way for a new one, and why."""
     _peers: dict[str, Region] = field(default_factory=dict)
     _outstanding: dict[PushKey, _Outstanding] = field(default_factory=dict)
     _expected: int = 0
     _pause: float = FIRST_PAUSE
     _busy: bool = False
     """A look of the last turn has moved bytes."""
+    _back_since: float | None = None
+    """When the interface that was lost was seen again first."""
     _stopped: bool = False
 
     def start(self) -> threading.Thread:
@@ -194,6 +209,16 @@ class TransferThread:
         for outstanding in [*self._outstanding.values()]:
             self._progress(outstanding)
         self._looked(self.agent.attend)
+        if self.interfaces.lost:
+            self._leave_when_back()
+
+    def _leave_when_back(self) -> None:
+        if not self.interfaces.back:
+            self._back_since = None
+        elif self._back_since is None:
+            self._back_since = self.clock.now()
+        elif self.clock.now() - self._back_since > LEAVE_AFTER:
+            self.leave(f"{self.interfaces.lost}, and only a new process can move KV again")
 
     def _patience(self) -> float:
         """Seconds to wait for a command before looking at NIXL again."""

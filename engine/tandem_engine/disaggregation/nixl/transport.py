@@ -4,6 +4,7 @@ This half runs on the scheduler thread and only exchanges messages with `Transfe
 """
 
 import queue
+from collections.abc import Callable
 
 import msgspec
 
@@ -11,6 +12,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.link_transport import machine_name, rdma_is_up, usable_transports
 from tandem_engine.disaggregation.nixl.agent import NixlAgent
+from tandem_engine.disaggregation.nixl.interfaces import Interfaces, watched
 from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.thread import (
     Command,
@@ -38,11 +40,19 @@ SHORT_BYTES = 64 << 20
 class NixlTransport:
     """Registers `pool` and serves it to peers under the name of this incarnation."""
 
-    def __init__(self, *, me: Peer, pool: PagePool, clock: Clock) -> None:
-        """Raises `TransportUnavailableError` when NIXL is not installed or cannot start here."""
+    def __init__(
+        self, *, me: Peer, pool: PagePool, clock: Clock, leave: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`leave` is called, on another thread and more than once, with the reason why this process should make way
+        for a new one.
+
+        Raises `TransportUnavailableError` when NIXL is not installed or cannot start here.
+        """
         warm_up()
         self._region = region_of(pool)
-        agent = NixlAgent(me.incarnation, self._region)
+        environment = read_environment()
+        interfaces = Interfaces(watched(me.endpoint, environment.ucx_net_devices))
+        agent = NixlAgent(me.incarnation, self._region, interfaces)
         self._hello = Hello(
             sender=me,
             nixl_metadata=agent.metadata,
@@ -53,7 +63,7 @@ class NixlTransport:
             device=self._region.device,
             device_id=self._region.device_id,
             machine=machine_name(),
-            transports=usable_transports(read_environment().ucx_tls, device=self._region.device, rdma=rdma_is_up()),
+            transports=usable_transports(environment.ucx_tls, device=self._region.device, rdma=rdma_is_up()),
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox = Outbox()
@@ -67,6 +77,8 @@ class NixlTransport:
             clock=clock,
             inbox=self._inbox,
             outbox=self._outbox,
+            interfaces=interfaces,
+            leave=leave,
         ).start()
 
     def hello(self) -> Hello:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,10 @@ class InjectedFaultError(Exception):
 class FaultyTransport(NixlTransport):
     """The real transport with a bad day. Belongs to the scheduler thread."""
 
-    def __init__(self, *, knobs: KnobReader, me: Peer, pool: PagePool, clock: Clock) -> None:
-        super().__init__(me=me, pool=pool, clock=clock)
+    def __init__(
+        self, *, knobs: KnobReader, me: Peer, pool: PagePool, clock: Clock, leave: Callable[[str], None]
+    ) -> None:
+        super().__init__(me=me, pool=pool, clock=clock, leave=leave)
         self._knobs, self._bytes, self._time = knobs, pool.bytes_view(), clock
         self._held: deque[tuple[float, Push]] = deque()
 

@@ -1,0 +1,144 @@
+"""A network interface that was taken away is noticed, for good, and the process makes way once it is back."""
+
+import queue
+import socket
+
+import pytest
+
+from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.nixl import interfaces
+from tandem_engine.disaggregation.nixl.interfaces import Interfaces, watched
+from tandem_engine.disaggregation.nixl.layout import Region
+from tandem_engine.disaggregation.nixl.thread import LEAVE_AFTER, Outbox, Stop, TransferThread
+from tandem_testing.digest_pools import digest_pool
+from tandem_testing.scheduler_builders import ManualClock
+
+NET1 = "fd000000000000000000000000000007 05 40 00 80     net1\n"
+
+
+@pytest.fixture
+def machine(monkeypatch) -> dict[str, int]:
+    """Its interfaces, by name; to be changed."""
+    there = {"lo": 1, "eth0": 2, "mlx5_0": 3}
+
+    def index(name: str) -> int:
+        if name not in there:
+            raise OSError(19, "no such device")
+        return there[name]
+
+    monkeypatch.setattr(socket, "if_nametoindex", index)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(number, name) for name, number in there.items()])
+    return there
+
+
+def test_the_interface_of_this_engine_is_watched():
+    assert watched("tcp://127.0.0.1:5601", "all") == {"lo"}
+
+
+def test_an_interface_with_an_ipv6_address_is_found(machine, monkeypatch, tmp_path):
+    machine["net1"] = 5
+    table = tmp_path / "if_inet6"
+    table.write_text(NET1)
+    monkeypatch.setattr(interfaces, "IPV6_ADDRESSES", table)
+    assert watched("tcp://[fd00::7]:5601", "all") == {"net1"}
+    assert watched("tcp://[fd00::8]:5601", "all") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("net_devices", "names"),
+    [
+        ("all", set()),
+        ("eth0", {"eth0"}),
+        ("mlx5_0:1, eth0", {"mlx5_0", "eth0"}),
+        ("absent", set()),
+        ("^eth0", set()),
+    ],
+)
+def test_interfaces_that_ucx_was_told_to_use_are_watched(machine, net_devices, names):
+    assert watched("tcp://worker.example:5601", net_devices) == names
+
+
+@pytest.mark.parametrize("now", [0, 7])
+def test_one_that_is_gone_or_made_anew_is_lost_for_good(machine, now):
+    seen = Interfaces(frozenset({"lo", "eth0"}))
+    assert seen.same()
+    del machine["eth0"]
+    if now:
+        machine["eth0"] = now
+    assert not seen.same()
+    assert "eth0 is gone or was made anew" in seen.lost
+    assert seen.back == bool(now)
+    machine["eth0"] = 2
+    assert not seen.same()
+
+
+def test_others_may_come_and_go(machine):
+    seen = Interfaces(frozenset({"eth0"}))
+    machine["cali7"] = 9
+    del machine["mlx5_0"]
+    assert seen.same()
+    assert not seen.back
+
+
+class IdleAgent:
+    def attend(self) -> None:
+        """Nothing happens."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Course:
+    """An inbox: at each wait of the thread the next of some things happens, in the end `Stop`."""
+
+    def __init__(self, clock: ManualClock, *happens: object) -> None:
+        self.clock, self.happens = clock, [*happens]
+
+    def get(self, timeout: float) -> object:
+        if not self.happens:
+            return Stop()
+        step = self.happens.pop(0)
+        if callable(step):
+            step()
+        else:
+            self.clock.time += step
+        raise queue.Empty
+
+
+def asked_to_leave(seen: Interfaces, *happens: object) -> list[str]:
+    clock, asked = ManualClock(), []
+    pool, outbox = digest_pool(), Outbox()
+    TransferThread(
+        agent=IdleAgent(),
+        digester=PageDigester(pool),
+        region=Region(pool.address, pool.page_bytes, pool.num_pages, "DRAM", 0),
+        clock=clock,
+        inbox=Course(clock, *happens),
+        outbox=outbox,
+        interfaces=seen,
+        leave=asked.append,
+    ).run()
+    outbox.close()
+    return asked
+
+
+def test_a_process_whose_interface_has_come_back_asks_to_leave(machine):
+    seen = Interfaces(frozenset({"eth0"}))
+
+    def gone() -> None:
+        del machine["eth0"]
+        assert not seen.same()
+
+    def back() -> None:
+        machine["eth0"] = 8
+
+    assert asked_to_leave(seen, 100.0, gone, 100.0, 100.0) == []
+    # A fenced one has ended by then.
+    assert asked_to_leave(seen, back, LEAVE_AFTER - 0.1) == []
+    reason, *again = asked_to_leave(seen, 1.0, LEAVE_AFTER + 0.1)
+    assert "eth0" in reason
+    assert {*again} <= {reason}
+
+
+def test_a_process_whose_network_stays_never_asks_to_leave(machine):
+    assert asked_to_leave(Interfaces(frozenset({"eth0"})), 100.0, 100.0) == []
