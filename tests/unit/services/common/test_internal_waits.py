@@ -40,6 +40,7 @@ LONGER = {
     "ModelConfig.recovery_s": "the same",
     "gateway.limits.BODY_TIMEOUT_S": "a client sends its body",
     "gateway.limits.HEAD_TIMEOUT_S": "a client sends its headers",
+    "gateway.limits.SEND_STALL_S": "a client takes what it is sent",
     "ModelConfig.room_s": "a client's request waits for room, until its deadline at most",
     "AdmissionPolicy.room_s": "the same",
     "GatewayConfig.keep_alive_s": "an idle connection of a client",
