@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tandem_engine.attention.cpu_extend import BlockAttention, Extend, Run
 from tandem_engine.attention.cpu_float8 import ScaledPlan
-from tandem_engine.attention.cpu_kernels import Array
 from tandem_engine.attention.cpu_paged import PagedKernels, PagedQueries, Query, plan_paged
+from tandem_engine.attention.pieces import Array
 from tandem_engine.attention.spec import AttentionSpec, distinct
 from tandem_engine.config import MAX_DRAFT_TOKENS
 from tandem_engine.forward.forward_batch import ForwardBatch

@@ -24,17 +24,17 @@ import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.attention import cpu_kernels, phases, vector_softmax, vectors
-from tandem_engine.attention.cpu_kernels import Array, as_float32, compiled_callback, inlined
+from tandem_engine.attention import cpu_kernels, phases, pieces, vector_softmax, vectors
+from tandem_engine.attention.cpu_kernels import as_float32, halved
 from tandem_engine.attention.phases import pointer, take
+from tandem_engine.attention.pieces import Array, compiled_callback, inlined
 from tandem_engine.attention.vector_softmax import bound, hide, pair_up, weigh
 from tandem_engine.attention.vectors import FLOAT_BYTES, MULTIPLIES_PAIRS, PANEL, product, product_of_pairs
 from tandem_engine.compiled import revision_of
 
 types: Any = numba_types
 
-_HALF_BITS, _UPPER_HALF = np.uint32(16), np.uint32(0xFFFF0000)
-_JUST_BELOW_HALF, _ONE = np.uint32(0x7FFF), np.uint32(1)
+_HALF_BITS = np.uint32(16)
 
 KEYS = 64
 """Keys of a block: their scores with one panel, 8 KiB, stay in a core's first cache, as do K and V."""
@@ -122,7 +122,7 @@ BlockKernel = Any
 @cache
 def build_block_kernel(pages_dtype: np.dtype[Any]) -> BlockKernel:
     """The kernel for pages of float32, or of others as `cpu_numbers` has them. A head_dim is even."""
-    revision = revision_of(cpu_kernels, phases, vectors, vector_softmax, constant=PANEL)
+    revision = revision_of(pieces, cpu_kernels, phases, vectors, vector_softmax, constant=PANEL)
     number = numba.from_dtype(pages_dtype)
     pairs = MULTIPLIES_PAIRS and pages_dtype == np.uint16
 
@@ -230,14 +230,8 @@ def _place_query_pairs(q: Array, kv_head: int, group: int, begin: int, end: int,
             panel, column = lane // PANEL, lane % PANEL
             bits = q[token, head * head_dim : (head + 1) * head_dim].view(np.uint32)
             for pair in range(head_dim // 2):
-                words[panel, pair, column] = _halved(bits[2 * pair]) >> _HALF_BITS | _halved(bits[2 * pair + 1])
+                words[panel, pair, column] = halved(bits[2 * pair]) >> _HALF_BITS | halved(bits[2 * pair + 1])
             lane += 1
-
-
-@inlined
-def _halved(bits: np.uint32) -> np.uint32:
-    """float32 bits of the nearest bfloat16, ties to even."""
-    return np.uint32(bits + _JUST_BELOW_HALF + (bits >> _HALF_BITS & _ONE)) & _UPPER_HALF
 
 
 @inlined

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tandem_engine.attention.cpu_blocks import SEQUENCE_COLUMNS, TASK_COLUMNS, WORK, build_block_kernel
-from tandem_engine.attention.cpu_kernels import Array
 from tandem_engine.attention.cpu_queries import NO_WINDOW
+from tandem_engine.attention.pieces import Array
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.attention.team import team
 from tandem_engine.attention.vectors import PANEL

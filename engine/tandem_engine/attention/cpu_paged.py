@@ -1,38 +1,32 @@
-"""Queries that read K and V where they lie: which ones a step has, and the choice of threads to run them."""
+"""Queries that read K and V where they lie: which ones a step has, and the call that computes them."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem_engine.attention import cpu_kernels
-from tandem_engine.attention.cpu_kernels import (
-    LENGTH,
-    QUERY_COLUMNS,
-    STATISTICS,
-    Array,
-    AttendKernel,
-)
+from tandem_engine.attention.cpu_kernels import LENGTH, QUERY_COLUMNS, STATISTICS
 from tandem_engine.attention.cpu_numbers import as_array
 from tandem_engine.attention.cpu_queries import NO_WINDOW, cut_queries
+from tandem_engine.attention.paged_kernel import ATTEND, PHASES, PagedKernel, build_paged_kernel
+from tandem_engine.attention.phases import PHASE_BYTES
+from tandem_engine.attention.pieces import Array
 from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.attention.team import team
 from tandem_engine.errors import ConfigError
 from tandem_engine.forward.borrowed import borrowed
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.kernels.float8 import FLOAT8
 from tandem_engine.memory.pool import KvPool
 
-PARALLEL_BYTES = 2 * 1024 * 1024
-"""K and V bytes of one layer from which waking other threads, some 40 µs, pays (ADR 0002)."""
-
-# numba has one thread pool per process and aborts the process when two threads enter it. Whoever finds it
-# taken computes alone, to the same bits.
-_thread_pool = threading.Lock()
+PARALLEL_BYTES = 1 << 18
+"""K and V bytes of one layer from which other threads, some 5 µs away, pay."""
+TASKS_PER_THREAD = 2
+"""So many at least, where heads can be told apart."""
 
 
 class Query(NamedTuple):
@@ -46,7 +40,7 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedQueries:
-    """The paged kernel's share of a step; arrays as `cpu_kernels.build_attend_serial` describes them."""
+    """The paged kernel's share of a step; arrays as `paged_kernel.ATTEND` describes them."""
 
     queries: Array
     tasks: Array
@@ -68,30 +62,12 @@ def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int
     return PagedQueries(queries=queries, tasks=tasks, page_table=batch.page_table.numpy(), rows_read=rows_read)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelPair:
-    """The same kernel twice: on the calling thread, and on all of them."""
-
-    serial: AttendKernel
-    parallel: AttendKernel
-
-    @classmethod
-    def build(cls, head_dim: int, group: int, *, capped: bool) -> "KernelPair":
-        return cls(
-            serial=cpu_kernels.build_attend_serial(head_dim, group, capped=capped),
-            parallel=cpu_kernels.build_attend_parallel(head_dim, group, capped=capped),
-        )
-
-
 class PagedKernels:
     """The compiled kernels that `specs` need, bound to a pool of float32, bfloat16 or float8 pages in host memory."""
 
     def __init__(self, pool: KvPool, *, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
         if pool.data.dtype not in {torch.float32, torch.bfloat16} | FLOAT8:
             raise ConfigError(f"attention on a CPU reads KV of float32, bfloat16 or fp8, got {pool.data.dtype}")
-        # Threads that sleep when idle: those of OpenMP spin, beside torch's own spinning ones (ADR 0002).
-        if numba.config.THREADING_LAYER == "default":
-            numba.config.THREADING_LAYER = "workqueue"
         self._dtype, self._converted = pool.data.dtype, pool.converted
         self.pages = as_array(pool.data)
         """[page, layer, 2, KV, slot, D]; bfloat16 as uint16, float8 as uint8 (e4m3) and int8 (e5m2)."""
@@ -99,28 +75,15 @@ class PagedKernels:
         self._row_bytes = 2 * kv_heads * self._head_dim * self._dtype.itemsize
         self._num_heads = num_heads
         self._kv_heads = kv_heads
-        self._pairs = {
-            capped: KernelPair.build(self._head_dim, num_heads // kv_heads, capped=capped)
-            for capped in {spec.soft_cap is not None for spec in specs}
-        }
+        self._capped = frozenset(spec.soft_cap is not None for spec in specs)
 
     def warm_up(self) -> None:
         """Compile, by calls with nothing to do."""
         row = torch.empty((0, self._kv_heads, self._head_dim))
         self.store(0, row, row, np.empty(0, np.int64))
-        nothing = PagedQueries(
-            queries=np.empty((0, QUERY_COLUMNS), np.int64),
-            tasks=np.empty((0, 2), np.int64),
-            page_table=np.empty((0, 1), np.int32),
-            rows_read=0,
-        )
-        cut_queries(nothing.queries, 0, np.empty(0, np.int64), 0, 0, NO_WINDOW)
-        q, spec = torch.empty((0, self._num_heads, self._head_dim)), AttentionSpec(scale=1.0)
-        for pair in self._pairs.values():
-            self._run(pair.serial, 0, q, nothing, spec, q)
-            if _num_threads() > 1:
-                with _thread_pool:
-                    self._run(pair.parallel, 0, q, nothing, spec, q)
+        cut_queries(np.empty((0, QUERY_COLUMNS), np.int64), 0, np.empty(0, np.int64), 0, 0, NO_WINDOW)
+        for capped in self._capped:
+            self._kernel(capped=capped)
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Array) -> None:
         """Write k and v [T, kv_heads, head_dim], any float dtype, to int64 slots [T] of one layer."""
@@ -132,40 +95,31 @@ class PagedKernels:
 
         Both are dense float32. `work` was planned with the window of `spec`.
         """
-        pair = self._pairs[spec.soft_cap is not None]
-        threads = _num_threads()
-        if not self.worth_threads(work) or not _thread_pool.acquire(blocking=False):
-            self._run(pair.serial, layer, q, work, spec, out)
-            return
-        try:
-            numba.set_num_threads(threads)
-            self._run(pair.parallel, layer, q, work, spec, out)
-        finally:
-            _thread_pool.release()
-
-    def worth_threads(self, work: PagedQueries) -> bool:
-        """Whether `work` is best shared by several threads, and there are any."""
-        return _num_threads() > 1 and work.rows_read * self._row_bytes >= PARALLEL_BYTES
-
-    def _run(
-        self, kernel: AttendKernel, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec, out: Tensor
-    ) -> None:
+        threads = torch.get_num_threads() if work.rows_read * self._row_bytes >= PARALLEL_BYTES else 1
         partial = np.empty((len(work.tasks), q.shape[1], self._head_dim + STATISTICS), np.float32)
-        scale, soft_cap = np.float32(spec.scale), np.float32(spec.soft_cap or 0.0)
-        kernel(
-            self.pages,
-            layer,
-            q.numpy(),
-            scale,
-            soft_cap,
-            work.page_table,
-            work.tasks,
-            work.queries,
-            partial,
-            out.numpy(),
-        )
+        shared = np.zeros((PHASES, PHASE_BYTES), np.uint8)
+        data = np.zeros(1, ATTEND)
+        record = data[0]
+        record["num_tasks"], record["num_queries"] = len(work.tasks), len(work.queries)
+        record["num_rows"], record["table_width"] = work.page_table.shape
+        _, record["num_layers"], _, record["num_kv_heads"], record["page_size"], _ = self.pages.shape
+        record["layer"], record["num_tokens"] = layer, len(q)
+        few = threads > 1 and len(work.tasks) < TASKS_PER_THREAD * threads
+        record["head_parts"] = self._kv_heads if few else 1
+        record["scale"], record["soft_cap"] = spec.scale, spec.soft_cap or 0.0
+        record["q"], record["out"] = q.data_ptr(), out.data_ptr()
+        arrays = {
+            "phases": shared,
+            "tasks": work.tasks,
+            "queries": work.queries,
+            "page_table": work.page_table,
+            "pages": self.pages,
+            "partial": partial,
+        }
+        for name, array in arrays.items():
+            record[name] = array.ctypes.data
+        team().run(self._kernel(capped=spec.soft_cap is not None).address, data.ctypes.data, threads)
 
-
-def _num_threads() -> int:
-    """As many as torch is told to use."""
-    return min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
+    def _kernel(self, *, capped: bool) -> PagedKernel:
+        group = self._num_heads // self._kv_heads
+        return build_paged_kernel(self.pages.dtype, self._head_dim, group, capped=capped)

@@ -18,8 +18,8 @@ from tandem_engine.attention.cpu_kernels import (
     ROW,
     TASK_CHUNK,
     TOKEN,
-    Array,
 )
+from tandem_engine.attention.pieces import Array
 from tandem_engine.compiled import compiled
 
 NO_WINDOW = 1 << 62

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic
 
-from tandem_engine.attention.cpu_kernels import Array, inlined
+from tandem_engine.attention.pieces import Array, inlined
 
 ir: Any = llvmlite.ir
 types: Any = numba_types

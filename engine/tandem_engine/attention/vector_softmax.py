@@ -18,9 +18,9 @@ from numba.extending import intrinsic
 from tandem_engine.attention.vectors import LANES, PANEL, Vectors
 
 ir: Any = llvmlite.ir
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 # exp2 on [-0.5, 0.5] by its Taylor terms ln(2)^n / n!; the first one left out is below 2e-8.
-_EXP2 = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
+_TERMS = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
 _MIN_EXPONENT = -126.0
 _MANTISSA_BITS = 23
 _HALF_BITS, _JUST_BELOW_HALF, _UPPER_HALF = 16, 0x7FFF, 0xFFFF0000
@@ -67,7 +67,7 @@ def bound(typing_context: Any, scores: Any, keys: Any, cap: Any, scale: Any) -> 
         code = Vectors(builder)
         scores, keys, cap, scale = arguments
         scores, scale = code.floats(scores), code.spread(scale)
-        limit = builder.fmul(code.spread(cap), code.constant(_LOG2_E))
+        limit = builder.fmul(code.spread(cap), code.constant(LOG2_E))
         one, zero = code.constant(1.0), code.constant(0.0)
         for column in _columns(code):
             with cgutils.for_range(builder, keys) as loop:
@@ -75,7 +75,7 @@ def bound(typing_context: Any, scores: Any, keys: Any, cap: Any, scale: Any) -> 
                 score = builder.fmul(code.load(place), scale)
                 negative = builder.fcmp_ordered("<", score, zero)
                 size = builder.select(negative, builder.fsub(zero, score), score)
-                decay = _exp2(code, builder.fmul(size, code.constant(-2.0 * _LOG2_E)))
+                decay = exp2(code, builder.fmul(size, code.constant(-2.0 * LOG2_E)))
                 share = builder.fdiv(builder.fsub(one, decay), builder.fadd(one, decay))
                 bounded = builder.fmul(limit, share)
                 code.store(builder.select(negative, builder.fsub(zero, bounded), bounded), place)
@@ -119,13 +119,13 @@ def weigh(
                 builder.store(builder.select(builder.fcmp_ordered(">", score, before), score, before), most)
         references = [_finite(code, builder.load(most)) for most in highest]
         for most, reference, before, after in zip(highest, references, maxima, factors, strict=True):
-            code.store(_exp2(code, builder.fmul(scale, builder.fsub(code.load(before), reference))), after)
+            code.store(exp2(code, builder.fmul(scale, builder.fsub(code.load(before), reference))), after)
             code.store(builder.load(most), before)
         sums = [_variable(code, code.constant(0.0)) for _ in columns]
         with cgutils.for_range(builder, keys) as loop:
             for column, reference, weights in zip(columns, references, sums, strict=True):
                 place = code.place(scores, loop.index, code.index(PANEL), column)
-                weight = _exp2(code, builder.fmul(scale, builder.fsub(code.load(place), reference)))
+                weight = exp2(code, builder.fmul(scale, builder.fsub(code.load(place), reference)))
                 code.store(weight, place)
                 builder.store(builder.fadd(builder.load(weights), weight), weights)
         for place, after, weights in zip(totals, factors, sums, strict=True):
@@ -192,7 +192,7 @@ def _finite(code: Vectors, maximum: Any) -> Any:
     return code.builder.select(none, code.constant(0.0), maximum)
 
 
-def _exp2(code: Vectors, power: Any) -> Any:
+def exp2(code: Vectors, power: Any) -> Any:
     """2^power for power ≤ 0, and 0 below 2^-126; NaN stays NaN.
 
     2^(n + f) = poly(f), with n added to its exponent bits.
@@ -204,8 +204,8 @@ def _exp2(code: Vectors, power: Any) -> Any:
     floor = cgutils.get_or_insert_function(builder.module, kind, f"llvm.floor.v{LANES}f32")
     whole = builder.call(floor, [builder.fadd(power, code.constant(0.5))])
     fraction = builder.fsub(power, whole)
-    value = code.constant(_EXP2[-1])
-    for coefficient in reversed(_EXP2[:-1]):
+    value = code.constant(_TERMS[-1])
+    for coefficient in reversed(_TERMS[:-1]):
         value = code.multiply_add(value, fraction, code.constant(coefficient))
     shift = ir.Constant(code.integers, [_MANTISSA_BITS] * LANES)
     exponent = builder.shl(builder.fptosi(whole, code.integers), shift)

@@ -20,7 +20,7 @@ import torch
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from tandem_engine.attention.cpu_kernels import inlined
+from tandem_engine.attention.pieces import inlined
 
 ir: Any = llvmlite.ir
 _llvm: Any = llvmlite.binding
@@ -86,13 +86,17 @@ class Vectors:
         """a · b + c. "contract" makes the two one instruction, where the CPU has it."""
         return self.builder.fadd(self.builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
+    def add_products_of_pairs(self, some: Any, others: Any, before: Any) -> Any:
+        """before + both products of the pairs in each lane, by the instruction for them."""
+        kind = ir.FunctionType(self.vector, [self.vector, self.integers, self.integers])
+        # By its name: the type that LLVM wants for bfloat16 changed from release to release.
+        multiply = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False)
+        return self.builder.call(multiply, [before, some, others])
+
     def add_pairs(self, pair: Any, pairs: Any, before: Any) -> Any:
         """before + both products of one pair, a word, and each of the `pairs`, words of a vector."""
         if MULTIPLIES_PAIRS:
-            kind = ir.FunctionType(self.vector, [self.vector, self.integers, self.integers])
-            # By its name: the type that LLVM wants for bfloat16 changed from release to release.
-            multiply = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False)
-            return self.builder.call(multiply, [before, self.spread(pair), pairs])
+            return self.add_products_of_pairs(self.spread(pair), pairs, before)
         for half in (self._second, self._first):
             number = self.spread(self.builder.bitcast(half(pair), self.number))
             before = self.multiply_add(number, self.builder.bitcast(half(pairs), self.vector), before)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tandem_engine.attention.cpu_kernels import Array
+from tandem_engine.attention.pieces import Array
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.fused.numbers import as_numbers
 from tandem_engine.model.fused.panels import OUTPUTS, Panels, pack, steps_of

@@ -12,8 +12,8 @@ import numpy as np
 from numba.core import types as numba_types
 from numba.extending import overload
 
-from tandem_engine.attention.cpu_kernels import kernel_piece_options
 from tandem_engine.attention.phases import array_at
+from tandem_engine.attention.pieces import kernel_piece_options
 from tandem_engine.model.fused.numbers import cut
 from tandem_engine.model.fused.panels import OUTPUTS, WORD_BYTES
 from tandem_engine.model.fused.tiles import block_adder

@@ -22,18 +22,11 @@ import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.attention import cpu_kernels, phases, vectors
-from tandem_engine.attention.cpu_kernels import (
-    QUERY_COLUMNS,
-    STATISTICS,
-    Array,
-    attend_task,
-    compiled_callback,
-    compiled_piece,
-    inlined,
-    merge_queries,
-)
+from tandem_engine.attention import cpu_kernels, paged_kernel, phases, pieces, vector_rows, vector_softmax, vectors
+from tandem_engine.attention.cpu_kernels import QUERY_COLUMNS, STATISTICS, merge_queries
+from tandem_engine.attention.paged_kernel import AttendTask, build_attend_task
 from tandem_engine.attention.phases import PHASE_BYTES, array_at, finish, is_open, take, wait
+from tandem_engine.attention.pieces import Array, compiled_callback, compiled_piece, inlined
 from tandem_engine.compiled import revision_of
 from tandem_engine.model.fused import numbers, panels, rows, step, tiles
 from tandem_engine.model.fused.numbers import narrowed, rounded, widened
@@ -67,8 +60,12 @@ StepKernel = Any
 def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKernel:
     """The kernel for a model of `dtype`, heads of `head_dim` and `group` query heads per K/V head."""
     revision = revision_of(
+        pieces,
         cpu_kernels,
+        paged_kernel,
         phases,
+        vector_rows,
+        vector_softmax,
         vectors,
         numbers,
         panels,
@@ -78,6 +75,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
         constant=vectors.LANES + vectors.MULTIPLIES_PAIRS,
     )
     number = numba.from_dtype(dtype)
+    attend_task = build_attend_task(dtype, head_dim, group, capped=False)
 
     def compute_step(data: Any) -> None:
         work = numba.carray(data, 1)[0]
@@ -131,7 +129,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
             phase += PHASE_BYTES
             _place_heads(phase, layer, work, shared, model, head_dim)
             phase += PHASE_BYTES
-            _attend(phase, layer, work, shared, head_dim, group)
+            _attend(phase, layer, work, shared, attend_task)
             phase += PHASE_BYTES
             _project_gathered(phase, layer, shared, model, own, head_dim)
             phase += PHASE_BYTES
@@ -201,7 +199,7 @@ def _place_heads(phase: int, layer: int, work: Record, shared: Shared, model: Mo
 
 
 @inlined
-def _attend(phase: int, layer: int, work: Record, shared: Shared, head_dim: int, group: int) -> None:
+def _attend(phase: int, layer: int, work: Record, shared: Shared, attend_task: AttendTask) -> None:
     """Attention over the chunks of all queries, to `partial`."""
     parts = work.head_parts
     count, heads = shared.tasks.shape[0] * parts, work.num_kv_heads // parts
@@ -210,7 +208,7 @@ def _attend(phase: int, layer: int, work: Record, shared: Shared, head_dim: int,
         task, first = part // parts, part % parts * heads
         attend_task(
             shared.pages, layer, shared.query, work.scale, np.float32(0.0), shared.page_table, shared.tasks[task],
-            first, first + heads, shared.queries, shared.partial[task], head_dim, group, False,
+            first, first + heads, shared.queries, shared.partial[task],
         )  # fmt: skip
         finish(phase)
         part = take(phase)

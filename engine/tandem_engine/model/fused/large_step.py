@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.attention.cpu import CpuPlan
-from tandem_engine.attention.cpu_kernels import Array
+from tandem_engine.attention.pieces import Array
 from tandem_engine.attention.team import team
 from tandem_engine.model.fused.arrays import ModelArrays
 from tandem_engine.model.fused.numbers import dtype_of

@@ -12,7 +12,7 @@ import torch
 from numba.core import types as numba_types
 from numba.extending import intrinsic, overload
 
-from tandem_engine.attention.cpu_kernels import Array, kernel_piece_options
+from tandem_engine.attention.pieces import Array, kernel_piece_options
 
 ir: Any = llvmlite.ir
 types: Any = numba_types

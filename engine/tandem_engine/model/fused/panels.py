@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.cpu_kernels import Array
+from tandem_engine.attention.pieces import Array
 from tandem_engine.model.fused.numbers import as_numbers
 
 OUTPUTS = 64

@@ -14,9 +14,9 @@ import torch
 from numba.core import types as numba_types
 from torch import Tensor
 
-from tandem_engine.attention import cpu_kernels, phases, vectors
-from tandem_engine.attention.cpu_kernels import compiled_callback
+from tandem_engine.attention import cpu_kernels, phases, pieces, vectors
 from tandem_engine.attention.phases import array_at, take
+from tandem_engine.attention.pieces import compiled_callback
 from tandem_engine.attention.team import team
 from tandem_engine.compiled import revision_of
 from tandem_engine.model.fused import int8_tiles, numbers, panels, tiles
@@ -59,7 +59,7 @@ ProductKernel = Any
 def build_product_kernel(dtype: np.dtype[Any], *, int8: bool = False) -> ProductKernel:
     """The kernel for weights of float32, of bfloat16 seen as uint16, or of `int8` and an x of one of these."""
     revision = revision_of(
-        cpu_kernels, phases, vectors, numbers, panels, tiles, int8_tiles,
+        pieces, cpu_kernels, phases, vectors, numbers, panels, tiles, int8_tiles,
         constant=vectors.LANES + vectors.MULTIPLIES_PAIRS + 2 * int8,
     )  # fmt: skip
     multiply = multiply_int8_panel if int8 else multiply_panel

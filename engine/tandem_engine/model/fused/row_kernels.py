@@ -10,9 +10,9 @@ import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.attention import cpu_kernels, phases
-from tandem_engine.attention.cpu_kernels import Array, compiled_callback, inlined
+from tandem_engine.attention import cpu_kernels, phases, pieces
 from tandem_engine.attention.phases import array_at, take
+from tandem_engine.attention.pieces import Array, compiled_callback, inlined
 from tandem_engine.compiled import revision_of
 from tandem_engine.model.fused import numbers, rows
 from tandem_engine.model.fused.numbers import narrowed, rounded, widened
@@ -63,7 +63,7 @@ RowKernel = Any
 
 
 def _revision() -> int:
-    return revision_of(cpu_kernels, phases, numbers, rows)
+    return revision_of(pieces, cpu_kernels, phases, numbers, rows)
 
 
 @cache

@@ -5,7 +5,8 @@ The same arithmetic as `model.layers`, rounded to the model's dtype where those 
 
 import numpy as np
 
-from tandem_engine.attention.cpu_kernels import Array, exp_shifted, inlined
+from tandem_engine.attention.cpu_kernels import exp_shifted
+from tandem_engine.attention.pieces import Array, inlined
 from tandem_engine.model.fused.numbers import narrowed, rounded, widened
 
 

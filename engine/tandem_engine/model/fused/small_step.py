@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from tandem_engine.attention.cpu import CpuPlan
-from tandem_engine.attention.cpu_kernels import STATISTICS, Array
+from tandem_engine.attention.cpu_kernels import STATISTICS
 from tandem_engine.attention.cpu_paged import PagedQueries
 from tandem_engine.attention.phases import PHASE_BYTES
+from tandem_engine.attention.pieces import Array
 from tandem_engine.attention.team import team
 from tandem_engine.model.fused.arrays import ModelArrays
 from tandem_engine.model.fused.kernel import StepKernel

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tandem_engine.attention.cpu_kernels import Array
+from tandem_engine.attention.pieces import Array
 
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
 """Rows of `projections`, for each layer,"""
@@ -73,7 +73,7 @@ of the step
     refused         set to 1 when an id or a position is in no table; then nothing is computed
     input_ids, positions, slots [T], wanted [S]     int64
     pages           [page, L, 2, KV, slot, D] of the model's dtype
-    page_table, tasks, queries                      as `attention.cpu_kernels.build_attend_serial` has them; every
+    page_table, tasks, queries                      as `attention.paged_kernel.ATTEND` has them; every
                     token is that of a query
     head_parts      tasks of attention are cut into so many by K/V heads: 1, or KV
     phases          [2 + 6 L, PHASE_BYTES] zeros

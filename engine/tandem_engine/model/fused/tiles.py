@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic, overload
 
-from tandem_engine.attention.cpu_kernels import inlined, kernel_piece_options
+from tandem_engine.attention.pieces import inlined, kernel_piece_options
 from tandem_engine.attention.vectors import LANES, Vectors
 from tandem_engine.model.fused.panels import OUTPUTS, ROW_BYTES, WORD_BYTES
 

@@ -6,9 +6,11 @@ import torch
 
 from tandem_engine.attention import cpu_paged
 from tandem_engine.attention.cpu import SHORT_EXTEND, CpuAttention
-from tandem_engine.attention.cpu_kernels import CHUNK, as_float32, compiled, compiled_kernel
+from tandem_engine.attention.cpu_kernels import CHUNK, as_float32
 from tandem_engine.attention.cpu_numbers import as_array
+from tandem_engine.attention.pieces import compiled_kernel
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.compiled import compiled
 from tandem_engine.config import MAX_DRAFT_TOKENS
 from tandem_engine.errors import ConfigError
 from tandem_engine.memory.pool import KvPool
@@ -147,12 +149,6 @@ def test_the_number_of_threads_does_not_change_a_bit(decodes, two_threads):
     parallel = attend(*decodes)
     torch.set_num_threads(1)
     assert torch.equal(attend(*decodes), parallel)
-
-
-def test_a_thread_pool_in_use_is_not_entered_twice(decodes, two_threads):
-    parallel = attend(*decodes)
-    with cpu_paged._thread_pool:
-        assert torch.equal(attend(*decodes), parallel)
 
 
 def test_pages_of_others_are_neither_read_nor_written():  # T39

@@ -1,0 +1,42 @@
+"""How kernels of a CPU and the pieces that they are made of are compiled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy.typing as npt
+
+from tandem_engine.compiled import callback, compiled
+
+Array = npt.NDArray[Any]
+
+# Sums may be reordered and contracted, else a dot product stays scalar. NaN and inf keep their meaning.
+_OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+}
+
+
+def compiled_kernel(function: Callable[..., Any], **extra: bool) -> Any:
+    """A kernel, which Python code may call."""
+    return compiled(function, **_OPTIONS, **extra)
+
+
+def compiled_callback(function: Callable[..., Any], signature: Any) -> Any:
+    """A kernel that other compiled code may call by its `address`, on threads that know nothing of Python."""
+    return callback(function, signature, **_OPTIONS)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A piece of a kernel, expanded where it is called so that the caller's constants reach its loops."""
+    return numba.njit(**kernel_piece_options())(function)
+
+
+def compiled_piece(function: Callable[..., Any]) -> Any:
+    """A piece of a kernel that is large enough to be called."""
+    return numba.njit(nogil=True, **_OPTIONS)(function)
+
+
+def kernel_piece_options() -> dict[str, Any]:
+    """For an `overload` that is to be such a piece."""
+    return {**_OPTIONS, "nogil": True, "forceinline": True}
