@@ -111,8 +111,8 @@ class PodOverrides(Api, frozen=True, kw_only=True):
         ),
         # Kubelets that know these take them for a profile, "unconfined" included.
         Rule(
-            "!has(self.annotations) || "
-            "self.annotations.all(k, !k.matches('^(container[.])?(apparmor|seccomp)[.]security[.]'))",
+            "!has(self.annotations) || self.annotations.all(k, !k.startsWith('container.apparmor.security.') && "
+            "!k.startsWith('seccomp.security.') && !k.startsWith('container.seccomp.security.'))",
             "AppArmor and seccomp profiles are set by the operator",
         ),
     )
