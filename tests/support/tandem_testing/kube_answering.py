@@ -9,7 +9,8 @@ Canaries pass for the revisions that `passing` names. Everything that was asked 
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -56,17 +57,19 @@ class Answering:
 
     def follow(self, ended: threading.Event) -> None:
         """Serve for pods that come, until `ended`."""
-        with ExitStack() as servers:
-            while not ended.wait(self.poll_s):
-                for component in ("worker", "gateway"):
-                    for pod in self.services.pods(component, None):
-                        name, address = pod["metadata"]["name"], pod["status"].get("podIP")
-                        if name not in self._pods and address:
-                            self._pods[name] = pod
-                            servers.enter_context(self._serving(name, component, address))
+        servers: list[ThreadingHTTPServer] = []
+        while not ended.wait(self.poll_s):
+            for component in ("worker", "gateway"):
+                for pod in self.services.pods(component, None):
+                    name, address = pod["metadata"]["name"], pod["status"].get("podIP")
+                    if name not in self._pods and address:
+                        self._pods[name] = pod
+                        servers.append(self._server(name, component, address))
+        # Each takes half a second to end.
+        with ThreadPoolExecutor(max_workers=64) as closing:
+            list(closing.map(_close, servers))
 
-    @contextmanager
-    def _serving(self, pod: str, component: str, address: str) -> Iterator[None]:
+    def _server(self, pod: str, component: str, address: str) -> ThreadingHTTPServer:
         answering = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -89,13 +92,8 @@ class Answering:
                 pass
 
         server = ThreadingHTTPServer((address, 9090 if component == "worker" else 8001), Handler)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            server.server_close()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server
 
     def ready(self, pod: str, path: str) -> tuple[int, Manifest]:
         """GET of a pod."""
@@ -127,6 +125,11 @@ class Answering:
     def _revision(self, pod: str) -> str:
         revision: str = self._pods[pod]["metadata"]["labels"][REVISION_LABEL]
         return revision
+
+
+def _close(server: ThreadingHTTPServer) -> None:
+    server.shutdown()
+    server.server_close()
 
 
 @contextmanager
