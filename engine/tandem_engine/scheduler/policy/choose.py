@@ -3,6 +3,7 @@
 from tandem_engine.clock import Clock
 from tandem_engine.config import SchedulePolicy, SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.no_cache import NoPrefixCache
 from tandem_engine.scheduler.policy.ageing import Ageing
 from tandem_engine.scheduler.policy.by_prefix import ByPrefix
 from tandem_engine.scheduler.policy.dfs_weight import HeaviestBranchFirst
@@ -18,7 +19,7 @@ def make_policy(config: SchedulerConfig, *, memory: KvMemory, clock: Clock) -> P
     ageing = Ageing(clock=clock, seconds=config.policy_ageing_seconds)
     match config.schedule_policy:
         case SchedulePolicy.FCFS:
-            return Fcfs()
+            return Fcfs(memory=None if isinstance(memory.cache, NoPrefixCache) else memory)
         case SchedulePolicy.LPM:
             return ByPrefix(memory=memory, ageing=ageing, ranking=longest_prefix_first)
         case SchedulePolicy.DFS_WEIGHT:

@@ -19,7 +19,7 @@ def engine_of(policy: SchedulePolicy = SchedulePolicy.LPM, **settings: object) -
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("policy", [SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT])
+@pytest.mark.parametrize("policy", [SchedulePolicy.FCFS, SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT])
 def test_a_prefix_that_came_with_several_requests_is_computed_once(policy, overlap):
     engine = engine_of(policy, enable_overlap=overlap)
     for number in range(5):
@@ -30,12 +30,23 @@ def test_a_prefix_that_came_with_several_requests_is_computed_once(policy, overl
     engine.assert_nothing_held()
 
 
-def test_first_come_first_served_computes_it_for_each():
-    engine = engine_of(SchedulePolicy.FCFS)
+def test_without_a_prefix_cache_nobody_waits_for_a_prefix():
+    engine = engine_of(SchedulePolicy.FCFS, radix=False)
     for number in range(5):
         engine.add(make_message(f"r{number}", [*PREFIX, 60 + number], max_tokens=2))
     engine.run()
     assert computed(engine) == 5 * 41
+
+
+def test_under_fcfs_nobody_overtakes_one_that_waits_for_a_prefix():
+    engine = engine_of(SchedulePolicy.FCFS)
+    for rid, prompt in [("first", [*PREFIX, 60]), ("waits", [*PREFIX, 61]), ("other", [70, 71])]:
+        engine.add(make_message(rid, prompt, max_tokens=2))
+    engine.step()
+    assert [req.rid for req in engine.scheduler.queues.waiting] == ["waits", "other"]
+    assert engine.scheduler.stats().head_waits == "shared_prefix"
+    engine.run()
+    engine.assert_expected()
 
 
 def test_others_are_not_held_up_by_those_that_wait():
