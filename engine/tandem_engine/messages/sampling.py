@@ -214,6 +214,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         if allowed <= {word[0] for word in self.bad_words if len(word) == 1}:
             raise InvalidRequestError("bad_words forbids every one of allowed_token_ids", param="allowed_token_ids")
+        if allowed <= {token for token, bias in self.logit_bias if bias == -MAX_LOGIT_BIAS}:
+            raise InvalidRequestError(
+                f"logit_bias bans every one of allowed_token_ids by {-MAX_LOGIT_BIAS}", param="allowed_token_ids"
+            )
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

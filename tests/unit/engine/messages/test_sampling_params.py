@@ -98,6 +98,7 @@ def test_greedy_is_a_vanishing_temperature_or_a_single_candidate(temperature, to
     [
         {"logit_bias": ((2, 1.0),), "allowed_token_ids": (1,)},
         {"bad_words": ((1,), (2,), (3, 4)), "allowed_token_ids": (1, 2)},
+        {"logit_bias": ((1, -100.0), (2, -100.0)), "allowed_token_ids": (1, 2)},
     ],
 )
 def test_rules_that_contradict_what_is_allowed_are_refused(fields) -> None:  # E3 47

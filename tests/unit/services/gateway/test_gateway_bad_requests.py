@@ -272,6 +272,7 @@ BOTH = [
     ({"allowed_token_ids": [0.5]}, 400, "allowed_token_ids[0]"),
     ({"allowed_token_ids": [5] * 1025}, 400, "allowed_token_ids"),
     ({"allowed_token_ids": [5], "logit_bias": {"6": 1}}, 400, "allowed_token_ids"),
+    ({"allowed_token_ids": [5, 6], "logit_bias": {"5": -100, "6": -100}}, 400, "allowed_token_ids"),
     ({"bad_words": "x"}, 400, "bad_words"),
     ({"bad_words": [""]}, 400, "bad_words"),
     ({"bad_words": ["ok", "  \n"]}, 400, "bad_words"),
