@@ -5,6 +5,7 @@ happens here: KV is cut off like everything else, and connections to what is gon
 """
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import count
 
 import redis.asyncio
@@ -162,6 +163,7 @@ async def another_worker_has_the_address_of_a_dead_one(run: Run) -> None:
     """The old process lives on, without it. Its name, too, is another, as a new pod's is."""
     for role in ("decode", "prefill"):
         run.salt += f"-{role}"
+        incarnations = {worker.id: await incarnation_of(run, worker) for worker in run.fleet.workers}
         victims: list[Worker] = []
 
         async def fault(load: Load, role: str = role, victims: list[Worker] = victims) -> None:
@@ -170,8 +172,15 @@ async def another_worker_has_the_address_of_a_dead_one(run: Run) -> None:
 
         await run.under_fault(run.asks(Kind.GREEDY, prompt_words=120), fault, speaking=max(2, run.scale.streams // 3))
         (victim,) = victims
+        incarnation = incarnations[victim.id]
         await heir_serves(run, victim)
+        # A machine on which heirs start fast has one serving before the lease of the other is over.
+        await until(partial(_is_forgotten, run, incarnation), READY_TIMEOUT_S, f"{incarnation} is fenced")
         await comes_back(run, victim, victim.part.starts)
+
+
+async def _is_forgotten(run: Run, incarnation: str) -> bool:
+    return not await keys_with(run, incarnation)
 
 
 async def heir_serves(run: Run, victim: Worker) -> None:
