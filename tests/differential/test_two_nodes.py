@@ -19,7 +19,7 @@ from tandem_engine.ipc.channels import KeyPair
 from tandem_engine.messages.control import DrainWanted, Shutdown
 from tandem_engine.messages.outputs import FinishReason
 from tandem_services.common.ports import free_port
-from tandem_testing.engine_processes import PATIENCE_S, Engine, hand_over, only_child, serving
+from tandem_testing.engine_processes import GRANT_S, HOLD_S, PATIENCE_S, Engine, hand_over, only_child, serving
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
@@ -53,7 +53,7 @@ async def two_nodes(checkpoint: Path, folder: Path, keys: Path) -> AsyncIterator
     node = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tandem_engine.cli", "follow", "--model", str(checkpoint), "--dtype", "float32"),
         *("--threads", "1", "--num-pages", "256", "--chunked-prefill-size", "32", "--tensor-parallel-size", "2"),
-        *("--grant-timeout", "2.0", "--hold-timeout", "2.0", "--dist-timeout", str(PATIENCE_S)),
+        *("--grant-timeout", str(GRANT_S), "--hold-timeout", str(HOLD_S), "--dist-timeout", str(PATIENCE_S)),
         *("--host", NODE, "--node-rank", "1", *together),
     )
     try:
