@@ -7,6 +7,7 @@
 Every transport listens for writes of peers between lines.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -57,7 +58,8 @@ class Placed:
 def placed(place: Namespace, names: Sequence[str]) -> Iterator[Placed]:
     """Transports of these worker ids in one process. Killed in the end."""
     argv = place.around([sys.executable, "-m", "tandem_testing.disagg_placed", place.address, *names])
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield Placed(process=process, hellos={name: process.stdout.readline().strip() for name in names})
