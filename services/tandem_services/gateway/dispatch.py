@@ -97,7 +97,7 @@ class Dispatcher:
                     accepted = await waiting
                     progress.receive(accepted, by=workers.decode)
                     trace.received(len(accepted.token_ids))
-                    self.placing.admission.charge_output(request.caller.tenant, len(accepted.token_ids))
+                    self.placing.admission.binding.charge_output(request.caller.tenant, len(accepted.token_ids))
                     if accepted.finish is not None:
                         note.outcome = "finished"
                     yield accepted
@@ -135,7 +135,7 @@ class Dispatcher:
         """The tenant was charged for the prompt by what the router predicted to be cached. Once, for the first attempt;
         choices that share a prompt share that charge."""
         if progress.number == 0 and request.route is None and record.cached_tokens is not None:
-            self.placing.admission.correct_prompt(
+            self.placing.admission.binding.correct_prompt(
                 request.caller.tenant,
                 len(request.input_ids),
                 predicted=choice.matched_tokens,

@@ -26,8 +26,9 @@ from tandem_services.gateway.placing import Placing
 from tandem_services.gateway.prompts import PromptEncoder
 from tandem_services.gateway.quarantine import Board as QuarantineBoard
 from tandem_services.gateway.quarantine import Quarantine
-from tandem_services.gateway.queueing.admission import Admission, AdmissionPolicy
+from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.gateway.queueing.shared_counters import Board as FairBoard
 from tandem_services.gateway.queueing.shared_counters import SharedCounters
@@ -90,7 +91,7 @@ class ModelService:
         """Begin what runs as long as it serves."""
         work = {
             f"quarantine of {self.model.name}": self.dispatcher.quarantine.run(),
-            f"virtual token counters of {self.model.name}": self.dispatcher.placing.admission.counters.run(),
+            f"virtual token counters of {self.model.name}": self.dispatcher.placing.admission.binding.counters.run(),
         }
         self._tasks.extend(asyncio.create_task(run, name=name) for name, run in work.items())
 
@@ -174,14 +175,17 @@ def _engines(fleet: Fleet, shared: Shared, metrics: GatewayMetrics) -> EnginePoo
 
 def _admission(fleet: Fleet, shared: Shared) -> Admission:
     config, counters = fleet.config, VirtualCounters()
-    return Admission(
+    metrics = QueueMetrics(shared.families, model=config.name)
+    binding = LateBinding(
         chooser=fleet.chooser,
         clock=shared.clock,
         queue=FairQueue(seats=config.max_waiting, counters=counters),
         counters=SharedCounters(counters=counters, board=fleet.fairness),
-        metrics=QueueMetrics(shared.families, model=config.name),
+        observer=metrics,
         policy=AdmissionPolicy(room_s=config.room_s, worker_s=config.queue_s, worker_wait_s=config.worker_wait_s),
     )
+    metrics.watch(binding.figures)
+    return Admission(binding=binding)
 
 
 def _retry_policy(config: ModelConfig) -> RetryPolicy:

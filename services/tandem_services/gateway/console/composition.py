@@ -15,7 +15,7 @@ def console_of(gateway: Gateway, fleets: Callable[[], Sequence[ViewedFleet]]) ->
     figures = GatewayFigures(
         health=gateway.health,
         running=lambda: journal.running,
-        waiting=lambda: sum(len(service.dispatcher.placing.admission.queue) for service in gateway.models),
+        waiting=lambda: sum(len(service.dispatcher.placing.admission.binding.queue) for service in gateway.models),
         traffic=lambda: traffic(journal),
     )
     return Console(

@@ -1,20 +1,10 @@
 """Metrics of the queues. Tenants are named by the key file, so their number is bounded by it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from tandem_services.common.metrics import REQUEST_SECONDS, MetricFamilies
 from tandem_services.gateway.metrics import MODEL
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueueFigures:
-    """A queue as it is."""
-
-    prompt_tokens: int
-    oldest_wait_s: float
-    held: int
-    """Those that no worker can take, as opposed to those for whom none has room."""
+from tandem_services.gateway.queueing.late_binding import QueueFigures
 
 
 class QueueMetrics:

@@ -10,8 +10,9 @@ from tandem_services.common.errors import ApiError
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.caller import UNKNOWN
 from tandem_services.gateway.access.tenants import Tenant
-from tandem_services.gateway.queueing.admission import Admission, AdmissionPolicy
+from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.gateway.queueing.shared_counters import SharedCounters
 from tandem_services.router.choice import Choice, NoWorkersError, Placement, Reservation, ScoreTerm, Source, WorkerView
@@ -73,14 +74,17 @@ class Desk:
         self.clock = ServiceClock()
         self.registry = CollectorRegistry()
         counters = VirtualCounters()
-        self.admission = Admission(
+        metrics = QueueMetrics(MetricFamilies(self.registry), model="m")
+        self.binding = LateBinding(
             chooser=fleet,
             clock=self.clock,
             queue=FairQueue(seats=seats, counters=counters),
             counters=SharedCounters(counters=counters),
-            metrics=QueueMetrics(MetricFamilies(self.registry), model="m"),
+            observer=metrics,
             policy=AdmissionPolicy(**{"poll_s": 0.001, **policy}),
         )
+        metrics.watch(self.binding.figures)
+        self.admission = Admission(binding=self.binding)
         self.order: list[str] = []
 
     def come(self, name: str, tenant: str = "", *, prompt: int = 100, priority: int = 0) -> "asyncio.Task[Choice]":
@@ -95,7 +99,7 @@ class Desk:
         return choice
 
     async def waiting(self, count: int) -> None:
-        await until(lambda: len(self.admission.queue) == count, 10.0, f"{count} wait")
+        await until(lambda: len(self.binding.queue) == count, 10.0, f"{count} wait")
 
     async def done(self, choice: Choice) -> None:
         await self.fleet.release(choice)
@@ -157,10 +161,10 @@ async def test_what_is_charged_is_what_was_computed_and_generated():
     desk = Desk(Fleet(places=9))
     tenant = Tenant(name="t", sha256=(), weight=2.0)
     await desk.admission.admit(lambda: desk.fleet.ask("x", 100), tenant=tenant, priority=0, prompt_tokens=100)
-    desk.admission.charge_output(tenant, 10)
-    counters = desk.admission.counters.counters
+    desk.binding.charge_output(tenant, 10)
+    counters = desk.binding.counters.counters
     assert counters.value("t") == (100 + 20) / 2
-    desk.admission.correct_prompt(tenant, 100, predicted=0, cached=100)
+    desk.binding.correct_prompt(tenant, 100, predicted=0, cached=100)
     assert counters.value("t") == (10 + 20) / 2
 
 
@@ -263,7 +267,7 @@ async def test_a_client_that_leaves_gives_up_its_seat():
     await desk.waiting(1)
     desk.fleet.places = 1
     await tasks[1]
-    assert (desk.fleet.taken, len(desk.admission.queue)) == (1, 0)
+    assert (desk.fleet.taken, len(desk.binding.queue)) == (1, 0)
 
 
 async def test_a_client_that_leaves_while_the_router_is_asked_leaves_no_reservation():
@@ -294,7 +298,7 @@ async def test_a_surprise_in_one_turn_is_that_requests_alone():
     with pytest.raises(RuntimeError, match="a bug"):
         await desk.admission.admit(broken, tenant=UNKNOWN, priority=9, prompt_tokens=1)
     await other
-    assert len(desk.admission.queue) == 0
+    assert len(desk.binding.queue) == 0
 
 
 async def test_what_waits_is_told_in_tokens_seconds_and_those_whom_nobody_can_take():
