@@ -144,6 +144,9 @@ class SglangRouter:
         """It looks at its workers by itself; which of the modelled ones they are is known from the fleet's start on."""
         self._views = [self._fleet.view(worker) for worker in self._fleet.workers.values()]
 
+    def workers(self) -> tuple[WorkerView, ...]:
+        return tuple(self._views)
+
     async def choose(self, query: RouteQuery) -> Choice:
         held = HeldRequest(asyncio.get_running_loop().create_future())
         self._held[query.request_id] = held
@@ -213,7 +216,7 @@ async def replay_with_sglang(
     fleet = Fleet(shape, simulated)
     try:
         async with SglangRouter(python, flags, fleet, shape.size) as router:
-            outcome = await Replay(requests, fleet, router, shape, Progress(name, len(requests))).to_the_end()
+            outcome = await Replay(requests, fleet, [router], shape, Progress(name, len(requests))).to_the_end()
     finally:
         await simulated.client.close()
     return policy_report(outcome, pooled=limits_of(requests, shape).pooled_lru_hit_rate, slo=None)

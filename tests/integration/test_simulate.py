@@ -142,7 +142,8 @@ async def test_what_no_worker_can_hold_is_refused(server):
     shape = FleetShape(both=2, cache_blocks=8, block_tokens=TRACE_BLOCK, context_length=4096)
     outcome = await replayed(server, shape)
     fitting = [request for request in REQUESTS if request.prompt_tokens < 4096 and len(request.blocks) < 8]
-    assert outcome.refused == len(REQUESTS) - len(fitting) > 0
+    assert len(outcome.refused) == len(REQUESTS) - len(fitting) > 0
+    assert outcome.refusals == {"context_length": len(outcome.refused)}
     assert len(outcome.served) == len(fitting) > 0
 
 

@@ -14,6 +14,7 @@ from tandem_services.cli.shared_flags import (
     add_local_prefill,
     add_model,
     add_output_parsers,
+    add_queue,
     add_router_policy,
     add_tracing,
     served_names,
@@ -109,21 +110,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="S",
         help="seconds that an unused conversation is known; as the workers' flag of this name (default 600)",
     )
-    parser.add_argument(
-        "--max-waiting-requests",
-        type=non_negative_int,
-        default=1024,
-        metavar="N",
-        help="up to N new choices wait here for a worker with room; more are refused with 429 or 503 (default 1024)",
-    )
-    parser.add_argument(
-        "--queue-timeout",
-        type=positive_float,
-        default=60.0,
-        metavar="S",
-        help="seconds that a new choice waits for room before it is refused with 503; 10 s while no worker lives "
-        "(default 60)",
-    )
+    add_queue(parser)
     parser.add_argument(
         "--from-zero-timeout",
         type=positive_float,

@@ -107,6 +107,25 @@ def add_local_prefill(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_queue(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Bounds of a gateway's queue."""
+    parser.add_argument(
+        "--max-waiting-requests",
+        type=non_negative_int,
+        default=1024,
+        metavar="N",
+        help="up to N new choices wait here for a worker with room; more are refused with 429 or 503 (default 1024)",
+    )
+    parser.add_argument(
+        "--queue-timeout",
+        type=positive_float,
+        default=60.0,
+        metavar="S",
+        help="seconds that a new choice waits for room before it is refused with 503; 10 s while no worker lives "
+        "(default 60)",
+    )
+
+
 def add_router_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router-policy",

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import positive_int
 from tandem_services.cli.numbers import fraction, positive_float
-from tandem_services.cli.shared_flags import add_local_prefill, add_slo, slo_of
+from tandem_services.cli.shared_flags import add_local_prefill, add_queue, add_slo, slo_of
 from tandem_services.common.errors import StartupError
 
 if TYPE_CHECKING:
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.router.policies.by_role import PolicyNames
     from tandem_services.simulate.fleet import FleetShape
+    from tandem_services.simulate.gateway import GatewayShape
     from tandem_services.simulate.report import Report
     from tandem_services.simulate.requests import SimulatedRequest
     from tandem_services.simulate.run import ScalingSimulation, Simulation
     from tandem_services.simulate.scaling_report import ScalingReport
     from tandem_services.simulate.service_times import ServiceTimes
+    from tandem_services.simulate.tenants import Tenants
 
 R_co = TypeVar("R_co", covariant=True)
 R_report = TypeVar("R_report", "Report", "ScalingReport")
@@ -36,9 +38,9 @@ examples:
   tandem simulate --trace conversation_trace.jsonl --workers prefill=4,decode=4 --policy prefill=locality,decode=session
   tandem simulate --trace conversation_trace.jsonl --workers prefill=2,decode=2 --autoscale --slo-ttft-ms 5000
 
-What is real: the router with its index, prices, reservations and policies, in a Redis of its own whose time is the
-simulation's. What is modelled: workers, with the rates that workers publish. Take yours from a running deployment
-(redis-cli hgetall 'tandem:{default}:worker:NAME': prefill_tokens_per_s, decode_step_s, token_bytes,
+What is real: the gateway's queue, and the router with its index, prices, reservations and policies, in a Redis of its
+own whose time is the simulation's. What is modelled: workers, with the rates that workers publish. Take yours from a
+running deployment (redis-cli hgetall 'tandem:{default}:worker:NAME': prefill_tokens_per_s, decode_step_s, token_bytes,
 transfer_bytes_per_s). Nothing sleeps; equal inputs and seeds give equal figures.
 
 How to read it: "of pooled LRU" is the block hit rate over that of one cache as large as all workers' together, which
@@ -49,7 +51,7 @@ no router can beat by much; "busiest/mean" is 1 where work is even. Workers in d
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "simulate",
-        help="replay a request trace against the router with modelled workers",
+        help="replay a request trace against queue and router with modelled workers",
         description="Replay a trace (Mooncake .jsonl or Azure .csv) in simulated time and compare routing policies by "
         "hit rate, TTFT, ITL, goodput and balance.",
         epilog=EXAMPLES,
@@ -58,6 +60,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_load(parser)
     _add_workers(parser)
     add_local_prefill(parser)
+    _add_gateways(parser)
     _add_scaling(parser)
     report = parser.add_argument_group("report")
     add_slo(report)
@@ -129,6 +132,28 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
     )
     workers.add_argument(
         "--transfer-gb-per-s", type=positive_float, default=10.0, metavar="GB", help="of each link (default 10)"
+    )
+
+
+def _add_gateways(parser: argparse.ArgumentParser) -> None:
+    gateways = parser.add_argument_group("gateways", "their queue is the product's; flags as of tandem gateway")
+    gateways.add_argument(
+        "--gateways", type=positive_int, default=1, metavar="N", help="that get requests in turn (default 1)"
+    )
+    add_queue(gateways)
+    gateways.add_argument(
+        "--from-zero-timeout",
+        type=positive_float,
+        default=10.0,
+        metavar="S",
+        help="seconds that a new choice waits for a worker while none can take it (default 10)",
+    )
+    gateways.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="PATH",
+        help="key file that has the tenants which the trace names: their weights, priorities and caches; rate limits "
+        "are not modelled (default: every tenant has weight 1, in one cache)",
     )
 
 
@@ -236,7 +261,10 @@ def _simulation(args: argparse.Namespace) -> "Simulation":
     policies = _policies(args.policy)
     times = _times(args)
     counts = _worker_counts(args.workers)
-    requests = simulated_requests(read_trace(args.trace), limit=args.num_prompts, speed=args.trace_speed)
+    gateways, tenants = _gateways(args), _tenants(args.api_keys)
+    requests = simulated_requests(
+        read_trace(args.trace), limit=args.num_prompts, speed=args.trace_speed, tenants=tenants
+    )
     if not requests:
         raise ConfigError(f"--trace {args.trace}: no requests in it")
     return Simulation(
@@ -246,7 +274,29 @@ def _simulation(args: argparse.Namespace) -> "Simulation":
         local_prefill_tokens=args.local_prefill_tokens,
         seed=args.seed,
         slo=slo_of(args),
+        gateways=gateways,
     )
+
+
+def _gateways(args: argparse.Namespace) -> "GatewayShape":
+    from tandem_services.gateway.queueing.late_binding import AdmissionPolicy
+    from tandem_services.simulate.gateway import MAX_GATEWAYS, GatewayShape
+
+    if args.gateways > MAX_GATEWAYS:
+        raise ConfigError(f"--gateways: there must be 1 to {MAX_GATEWAYS} gateways, got {args.gateways}")
+    policy = AdmissionPolicy(room_s=args.queue_timeout, worker_s=args.from_zero_timeout)
+    return GatewayShape(gateways=args.gateways, seats=args.max_waiting_requests, policy=policy)
+
+
+def _tenants(path: Path | None) -> "Tenants":
+    from tandem_services.gateway.access.key_file import KeyFileError
+    from tandem_services.gateway.access.key_watch import read_keys
+    from tandem_services.simulate.tenants import Tenants
+
+    try:
+        return Tenants() if path is None else Tenants(read_keys(path))
+    except KeyFileError as error:
+        raise ConfigError(f"--api-keys: {error}") from error
 
 
 def _policies(lists: Sequence[str] | None) -> "dict[str, PolicyNames]":

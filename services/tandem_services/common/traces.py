@@ -3,7 +3,8 @@
 Neither has text. Mooncake names the blocks of a prompt, `TRACE_BLOCK` tokens each, so that equal leading numbers are
 a shared prefix; Azure has lengths alone, so its prompts share nothing.
 
-    Mooncake  {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, …]}
+    Mooncake  {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, …]}, and where
+              somebody has added them "tenant": name and "priority": number
     Azure     TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
@@ -39,6 +40,9 @@ class TraceRow:
     output_tokens: int
     blocks: tuple[int, ...]
     """What the prompt consists of, block by block; the last one may be partial."""
+    tenant: str = ""
+    """Who sent it; empty: the trace does not say."""
+    priority: int = 0
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -46,6 +50,8 @@ class _MooncakeLine(msgspec.Struct):
     input_length: _Length
     output_length: _Length
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...]
+    tenant: Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")] = ""
+    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
 
 
 def read_trace(path: Path) -> Iterator[TraceRow]:
@@ -84,6 +90,8 @@ def _mooncake(path: Path) -> Iterator[TraceRow]:
                 prompt_tokens=row.input_length,
                 output_tokens=row.output_length,
                 blocks=row.hash_ids,
+                tenant=row.tenant,
+                priority=row.priority,
             )
 
 

@@ -23,6 +23,8 @@ COLUMNS: tuple[tuple[str, Figure], ...] = (
     ("fetched blocks", lambda report: report.fetched_block_rate),
     ("TTFT p50 ms", _p(lambda report: report.ttft_ms, "p50")),
     ("TTFT p99 ms", _p(lambda report: report.ttft_ms, "p99")),
+    ("gateway wait p50 ms", _p(lambda report: report.gateway_wait_ms, "p50")),
+    ("gateway wait p99 ms", _p(lambda report: report.gateway_wait_ms, "p99")),
     ("ITL p50 ms", _p(lambda report: report.itl_ms, "p50")),
     ("ITL p99 ms", _p(lambda report: report.itl_ms, "p99")),
     ("E2E mean ms", _p(lambda report: report.e2e_ms, "mean")),
@@ -51,8 +53,20 @@ def table(report: Report) -> str:
         values = [figure(report.policies[name]) for name in names]
         if any(value is not None for value in values):
             lines.append(f"{title:<24}" + "".join(f"{_shown(value):>{wide}}" for value in values))
+    for name, each in report.policies.items():
+        if each.refusals:
+            lines.append(f"refused by {name}: " + ", ".join(f"{why} {count}" for why, count in each.refusals.items()))
+        lines += _tenant_lines(name, each)
     lines += ["", f"replayed {report.requests_per_minute:.0f} requests per minute"]
     return "\n".join(lines)
+
+
+def _tenant_lines(name: str, report: PolicyReport) -> list[str]:
+    return [
+        f"{name}, tenant {tenant}: {each.requests} served, {each.refused} refused"
+        + ("" if each.ttft_ms is None else f", TTFT p50 {each.ttft_ms.p50:.1f} p99 {each.ttft_ms.p99:.1f} ms")
+        for tenant, each in report.tenants.items()
+    ]
 
 
 def plot(report: Report, title: str) -> str:

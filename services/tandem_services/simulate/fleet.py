@@ -61,6 +61,11 @@ class FleetShape:
         return self.both + self.prefill + self.decode
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that a worker takes: no longer than its pool, as an engine has it."""
+        return min(self.context_length, self.cache_blocks * self.block_tokens)
+
+    @property
     def computing(self) -> int:
         """Workers whose caches save computing: decode workers cache what was computed elsewhere."""
         return self.both + self.prefill
@@ -99,6 +104,11 @@ class Fleet:
     def cache_blocks(self) -> int:
         """Of each worker."""
         return self._shape.cache_blocks
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that a worker takes."""
+        return self._shape.longest
 
     async def join(self, role: Role) -> ModelledWorker:
         """A new worker. Raises `RedisUnavailableError`."""
@@ -163,7 +173,7 @@ class Fleet:
             request_endpoint="tcp://127.0.0.1:5600",
             peer_endpoint="tcp://127.0.0.1:5601",
             compat_hash="simulated",
-            context_length=self._shape.context_length,
+            context_length=self.longest,
             page_size=self._shape.block_tokens,
             model=MODEL,
         )

@@ -7,6 +7,7 @@ asked for anything. What Redis expires by itself would go by its own time, so no
 from dataclasses import dataclass, field
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient
+from tandem_services.router.fair_board import FairBoard
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import CONSTANTS, FunctionLibrary, LibrarySource, library_source
@@ -45,6 +46,7 @@ class SimulatedRedis:
     client: RedisClient = field(init=False)
     registry: Registry = field(init=False)
     index: BlockIndex = field(init=False)
+    fairness: FairBoard = field(init=False)
     _written: int = -1
 
     def __post_init__(self) -> None:
@@ -54,6 +56,7 @@ class SimulatedRedis:
         library = FunctionLibrary(self.client, self.source)
         self.registry = Registry(library=library, keys=self.keys)
         self.index = BlockIndex(library=library, keys=self.keys)
+        self.fairness = FairBoard(library=library, keys=self.keys)
 
     @property
     def _clock_key(self) -> str:

@@ -1,30 +1,30 @@
-"""One run: every request of a trace through the product's router to modelled workers, in simulated time.
+"""One run: every request of a trace through the product's queue and router to modelled workers, in simulated time.
 
 Life of a request
-    1. arrives; `Router.choose` decides in Redis, with this moment's index, reports and reservations. Who computes the
-       prompt may have to fetch a prefix of it first
-    2. alone: one worker computes the prompt and decodes
+    1. arrives at a gateway, whose queue keeps it until a worker has room, or refuses it (`gateway`)
+    2. `Router.choose` decides in Redis, with this moment's index, reports and reservations. Who computes the prompt may
+       have to fetch a prefix of it first
+    3. alone: one worker computes the prompt and decodes
        pair: the decode worker has room first, then the prefill worker computes, then the KV moves, then decoding begins
-    3. the first token is the prompt's last step, or the end of its transfer; the router is told when the last is out
-    4. a prompt that nobody can take is refused, as the gateway refuses it; where workers come and go it waits for one
+    4. the first token is the prompt's last step, or the end of its transfer; the gateway is told when the last is out
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import Choice, NoWorkersError, Placement, RouteQuery
-from tandem_services.router.config import RouterConfig, RouterCounters
+from tandem_services.router.choice import Choice, Placement
+from tandem_services.router.config import RouterConfig
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.policies.by_role import PolicyNames
 from tandem_services.router.router import Router
 from tandem_services.simulate.autoscaling import Autoscaling, ScalingCosts
 from tandem_services.simulate.events import EventQueue
-from tandem_services.simulate.fleet import MODEL, Fleet, FleetShape
+from tandem_services.simulate.fleet import Fleet, FleetShape
+from tandem_services.simulate.gateway import Chooser, Gateway, GatewayShape, Verdicts, held_at
 from tandem_services.simulate.prefix_fetch import WantedPrefix
 from tandem_services.simulate.redis_time import PATIENCE_S, SimulatedRedis
 from tandem_services.simulate.requests import SimulatedRequest
@@ -60,7 +60,11 @@ class Outcome:
 
     workers: Sequence[ModelledWorker]
     served: list[Served] = field(default_factory=list)
-    refused: int = 0
+    refused: list[SimulatedRequest] = field(default_factory=list)
+    refusals: Counter[str] = field(default_factory=Counter)
+    """How many, by reason."""
+    gateway_waits: list[float] = field(default_factory=list)
+    """Seconds in a gateway's queue, of those that got a worker."""
     placements: Counter[Placement] = field(default_factory=Counter)
     local_choices: int = 0
     """Made without Redis."""
@@ -85,21 +89,6 @@ class Scaled:
     costs: ScalingCosts = field(default_factory=ScalingCosts)
 
 
-class Chooser(Protocol):
-    """What a replay asks of a router: the product's own, or another one that is compared with it."""
-
-    counters: RouterCounters
-
-    async def refresh(self) -> None:
-        """Called each simulated second."""
-
-    async def choose(self, query: RouteQuery) -> Choice:
-        """Raises `NoWorkersError`."""
-
-    async def release(self, choice: Choice) -> None:
-        """The last token of what was chosen is out, or it was refused. Called once for each choice."""
-
-
 async def replay(
     requests: Sequence[SimulatedRequest],
     shape: FleetShape,
@@ -110,10 +99,11 @@ async def replay(
     local_prefill_tokens: int,
     seed: int,
     on_served: Callable[[], None],
+    gateways: GatewayShape | None = None,
     scaled: Scaled | None = None,
 ) -> Outcome:
     """Run to the last token. The Redis must hold nothing of `cluster` yet. Raises `RedisUnavailableError`."""
-    events = EventQueue()
+    events, gateways = EventQueue(), gateways or GatewayShape()
     simulated = SimulatedRedis(address=redis, cluster=cluster, events=events)
     config = RouterConfig(
         redis=redis,
@@ -122,37 +112,41 @@ async def replay(
         local_prefill_tokens=local_prefill_tokens,
         routing_timeout_s=PATIENCE_S,
     )
-    router = Router(config, clock=events, random=Random(seed), source=simulated.source)
+    routers = [
+        Router(config, clock=events, random=Random(seed + number), source=simulated.source)
+        for number in range(gateways.gateways)
+    ]
     try:
         fleet = Fleet(shape, simulated)
-        return await Replay(requests, fleet, router, shape, on_served, scaled).to_the_end()
+        return await Replay(requests, fleet, routers, shape, on_served, gateways, scaled).to_the_end()
     finally:
-        await router.stop()
+        for router in routers:
+            await router.stop()
         await simulated.client.close()
 
 
 class Replay:
-    """One run of `requests` over `fleet`, by the choices of `router`."""
+    """One run of `requests` over `fleet`: each of `routers` has a gateway, and these get the requests in turn."""
 
     def __init__(
         self,
         requests: Sequence[SimulatedRequest],
         fleet: Fleet,
-        router: Chooser,
+        routers: Sequence[Chooser],
         shape: FleetShape,
         on_served: Callable[[], None],
+        gateways: GatewayShape | None = None,
         scaled: Scaled | None = None,
     ) -> None:
         self.outcome = Outcome(workers=fleet.everybody)
         self._requests = requests
         self._fleet = fleet
         self._events = fleet.redis.events
-        self._router = router
+        self._gateways = [Gateway(router, fleet, gateways or GatewayShape()) for router in routers]
         self._times = shape.times
+        self._block = shape.block_tokens
         self._on_served = on_served
         self._left = len(requests)
-        self._held: deque[SimulatedRequest] = deque()
-        """They wait for a worker to be there."""
         self._scaling = None if scaled is None else self._autoscaling(shape, scaled)
 
     def _autoscaling(self, shape: FleetShape, scaled: Scaled) -> Autoscaling:
@@ -162,14 +156,15 @@ class Replay:
             costs=scaled.costs,
             times=shape.times,
             max_sequences=shape.max_sequences,
-            held=lambda: (len(self._held), sum(each.prompt_tokens for each in self._held)),
-            joined=self._retry,
+            held=lambda: held_at(self._gateways),
         )
 
     async def to_the_end(self) -> Outcome:
         """Once. Raises `RedisUnavailableError`, and whatever the router raises but `NoWorkersError`."""
         await self._fleet.begin()
-        await self._refresh()
+        for number, gateway in enumerate(self._gateways):
+            await gateway.begin(after_s=HEARTBEAT_S * number / len(self._gateways))
+        self._look()
         self._plan_arrival(0)
         if self._scaling is not None:
             self._scaling.begin()
@@ -178,21 +173,21 @@ class Replay:
             self.outcome.worker_seconds = self._scaling.worker_seconds
             self.outcome.workers_most = self._scaling.most
             self.outcome.scalings = self._scaling.changes
-        self.outcome.placements = self._router.counters.placements
-        self.outcome.local_choices = self._router.counters.local
+        for gateway in self._gateways:
+            self.outcome.gateway_waits += gateway.notes.waits
+            self.outcome.refusals += gateway.notes.refusals
+            self.outcome.local_choices += gateway.chooser.counters.local
         return self.outcome
 
-    async def _refresh(self) -> None:
-        """The gateway's heartbeat."""
+    def _look(self) -> None:
+        """Each second, at how even the work is."""
         if self._fleet.closing:
             return
-        await self._fleet.redis.follow()
-        await self._router.refresh()
         counts = [each.outstanding for each in self._fleet.workers.values() if each.role is not Role.DECODE]
         if counts:
             self.outcome.outstanding_most += max(counts)
             self.outcome.outstanding_mean += sum(counts) / len(counts)
-        self._events.after(HEARTBEAT_S, self._refresh)
+        self._events.after(HEARTBEAT_S, self._look)
 
     def _plan_arrival(self, position: int) -> None:
         if position < len(self._requests):
@@ -200,51 +195,47 @@ class Replay:
 
     async def _arrive(self, position: int) -> None:
         self._plan_arrival(position + 1)
+        request = self._requests[position]
         if self._scaling is not None:
-            self._scaling.demand.requests += 1
-        await self._route(self._requests[position])
+            self._scaling.demand.asked(request.prompt_tokens)
+        await self._enter(Served(request=request))
 
-    async def _retry(self) -> None:
-        """Somebody new is there."""
-        await self._router.refresh()
-        for _ in range(len(self._held)):
-            await self._route(self._held.popleft())
-
-    async def _route(self, request: SimulatedRequest) -> None:
-        query = RouteQuery(
-            request_id=f"request-{request.number}",
-            model=MODEL,
-            token_ids=request.token_ids(),
-            max_tokens=request.output_tokens,
-            session_key=request.session,
+    async def _enter(self, served: Served) -> None:
+        verdicts = Verdicts(
+            admitted=lambda choice: self._send(served, choice), refused=lambda: self._refused(served.request)
         )
-        await self._fleet.redis.follow()
-        try:
-            choice = await self._router.choose(query)
-        except NoWorkersError:
-            if self._scaling is not None:
-                self._held.append(request)
-                return
-            self.outcome.refused += 1
-            self._ended()
-            return
-        if self._scaling is not None:
-            self._scaling.demand.prompt_tokens += request.prompt_tokens - choice.matched_tokens
-        await self._send(Served(request=request), choice)
+        await self._gateway(served.request).arrive(served.request, verdicts)
+
+    def _gateway(self, request: SimulatedRequest) -> Gateway:
+        """They get the requests in turn."""
+        return self._gateways[request.number % len(self._gateways)]
+
+    def _refused(self, request: SimulatedRequest) -> None:
+        self.outcome.refused.append(request)
+        self._ended()
 
     async def _send(self, served: Served, choice: Choice) -> None:
-        decode = self._fleet.workers[choice.decode.incarnation]
-        prefill = None if choice.prefill is None else self._fleet.workers[choice.prefill.incarnation]
-        if prefill is None:
-            job = self._job(served, choice, on_prompt=lambda: self._first(served))
-        else:
-            job = self._handed_over(served, choice, prefill, decode)
-        if not decode.fits(job) or (prefill is not None and not prefill.fits(job)):
-            self.outcome.refused += 1
-            await self._router.release(choice)
-            self._ended()
+        if not self._there(choice):
+            # Chosen from a view that is a heartbeat old: the attempt fails, and there is another one.
+            await self._gateway(served.request).chooser.release(choice)
+            self._events.after(HEARTBEAT_S, lambda: self._enter(served))
             return
-        decode.submit(job)
+        if self._scaling is not None:
+            self._scaling.demand.admitted(served.request.prompt_tokens, choice.matched_tokens)
+        self.outcome.placements[choice.placement] += 1
+        decode = self._fleet.workers[choice.decode.incarnation]
+        if choice.prefill is None:
+            decode.submit(self._alone(served, choice))
+            return
+        decode.submit(self._handed_over(served, choice, self._fleet.workers[choice.prefill.incarnation], decode))
+
+    def _there(self, choice: Choice) -> bool:
+        named = (choice.decode, choice.prefill, None if choice.fetch is None else choice.fetch.source)
+        return all(worker is None or worker.incarnation in self._fleet.workers for worker in named)
+
+    def _alone(self, served: Served, choice: Choice) -> Job:
+        job = self._job(served, choice, on_prompt=lambda: self._first(served, choice, job))
+        return job
 
     def _handed_over(self, served: Served, choice: Choice, prefill: ModelledWorker, decode: ModelledWorker) -> Job:
         """The decode worker's job; it sets off the prefill worker's once it has room."""
@@ -263,7 +254,7 @@ class Replay:
             prefill.let_go(sending)
             decode.begin_decode(receiving)
 
-        receiving = self._job(served, choice, on_prompt=lambda: self._first(served), on_room=compute)
+        receiving = self._job(served, choice, on_prompt=lambda: self._first(served, choice, sending), on_room=compute)
         sending = Job(
             chain=served.request.chain,
             prompt_tokens=served.request.prompt_tokens,
@@ -302,17 +293,21 @@ class Replay:
         blocks = fetch.tokens // fetch.source.page_size
         return WantedPrefix(holder=holder, blocks=blocks, within_s=fetch.within_s)
 
-    def _first(self, served: Served) -> None:
+    def _first(self, served: Served, choice: Choice, computed: Job) -> None:
         served.first = self._events.now()
+        self._gateway(served.request).binding.correct_prompt(
+            served.request.tenant,
+            served.request.prompt_tokens,
+            predicted=choice.matched_tokens,
+            cached=computed.matched * self._block,
+        )
 
     async def _last(self, served: Served, choice: Choice) -> None:
         served.last = self._events.now()
         self.outcome.served.append(served)
         if self._scaling is not None:
-            self._scaling.demand.ended += 1
-            self._scaling.demand.decode_s += served.last - served.first
-        await self._fleet.redis.follow()
-        await self._router.release(choice)
+            self._scaling.demand.finished(served.last - served.first)
+        await self._gateway(served.request).ended(served.request, choice)
         self._ended()
 
     def _ended(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tandem_engine.config import Role
+from tandem_services.gateway.access.tenants import EVERYBODY
 from tandem_services.loadgen.summary import Percentiles, Slo, percentiles
 from tandem_services.simulate.replay import Outcome, Served
 
@@ -26,11 +27,26 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
     """By prompts in the whole run, whatever was cached of them."""
 
 
+class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant got. Times are milliseconds."""
+
+    requests: int
+    refused: int
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: Percentiles | None
+    e2e_ms: Percentiles | None
+
+
 class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     """One policy's figures. Times are milliseconds."""
 
     requests: int
     refused: int
+    refusals: dict[str, int]
+    """Those that were refused, by reason."""
+    gateway_wait_ms: Percentiles | None
+    """In a gateway's queue, of those that got a worker."""
     block_hit_rate: float
     of_pooled_lru: float
     """`block_hit_rate` over that of one pooled LRU cache as large as all caches that save computing."""
@@ -48,6 +64,8 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float
     """Share of the simulated time that the workers spent in steps."""
     placements: dict[str, int]
+    tenants: dict[str, TenantReport]
+    """Empty where the trace names none."""
 
 
 class TraceLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +103,9 @@ def policy_report(outcome: Outcome, *, pooled: float, slo: Slo | None) -> Policy
     good = [served for served in outcome.served if slo is not None and is_good(served, slo)]
     return PolicyReport(
         requests=len(outcome.served),
-        refused=outcome.refused,
+        refused=len(outcome.refused),
+        refusals=dict(sorted(outcome.refusals.items())),
+        gateway_wait_ms=percentiles(outcome.gateway_waits),
         block_hit_rate=hit_rate,
         of_pooled_lru=hit_rate / pooled if pooled else 1.0,
         fetched_block_rate=sum(worker.fetches.blocks for worker in outcome.workers) / blocks if blocks else 0.0,
@@ -102,7 +122,27 @@ def policy_report(outcome: Outcome, *, pooled: float, slo: Slo | None) -> Policy
         ),
         utilisation=sum(worker.done.busy_s for worker in outcome.workers) / len(outcome.workers) / seconds,
         placements={placement.value: count for placement, count in sorted(outcome.placements.items())},
+        tenants=_by_tenant(outcome),
     )
+
+
+def _by_tenant(outcome: Outcome) -> dict[str, TenantReport]:
+    refused = Counter(request.tenant.name for request in outcome.refused)
+    served: dict[str, list[Served]] = {name: [] for name in refused}
+    for each in outcome.served:
+        served.setdefault(each.request.tenant.name, []).append(each)
+    return {
+        name: TenantReport(
+            requests=len(found),
+            refused=refused[name],
+            prompt_tokens=sum(each.request.prompt_tokens for each in found),
+            output_tokens=sum(each.request.output_tokens for each in found),
+            ttft_ms=percentiles([each.ttft_s for each in found]),
+            e2e_ms=percentiles([each.e2e_s for each in found]),
+        )
+        for name, found in sorted(served.items())
+        if name != EVERYBODY
+    }
 
 
 def is_good(served: Served, slo: Slo) -> bool:

@@ -6,6 +6,9 @@ from itertools import islice
 
 from tandem_engine.messages.block_hash import TOKEN_BYTES, chain_packed, chain_seed
 from tandem_services.common.traces import TRACE_BLOCK, TraceRow
+from tandem_services.gateway.access.caller import UNKNOWN
+from tandem_services.gateway.access.tenants import Tenant
+from tandem_services.simulate.tenants import Tenants
 
 TOKEN_PERIOD = 8
 """Tokens of a block repeat after as many: the bytes of its number. Small integers, which cost no memory."""
@@ -25,15 +28,21 @@ class SimulatedRequest:
     """Digests of its whole blocks, as the router computes them."""
     session: str
     """Requests that share more than their first block are taken for one conversation."""
+    tenant: Tenant = UNKNOWN
+    priority: int = 0
+    cache_salt: str = ""
 
     def token_ids(self) -> tuple[int, ...]:
         return tuple(_tokens(self.blocks)[: self.prompt_tokens])
 
 
-def simulated_requests(rows: Iterable[TraceRow], *, limit: int | None, speed: float) -> list[SimulatedRequest]:
-    """In the order of arrival. `speed` divides the times between them."""
+def simulated_requests(
+    rows: Iterable[TraceRow], *, limit: int | None, speed: float, tenants: Tenants | None = None
+) -> list[SimulatedRequest]:
+    """In the order of arrival. `speed` divides the times between them. Raises `ConfigError` for an unknown tenant."""
     ordered = sorted(islice(rows, limit), key=lambda row: row.at)
-    sessions = _Sessions()
+    sessions, tenants = _Sessions(), tenants or Tenants()
+    admitted = [tenants.admit(row.tenant, row.priority) for row in ordered]
     return [
         SimulatedRequest(
             number=number,
@@ -41,18 +50,21 @@ def simulated_requests(rows: Iterable[TraceRow], *, limit: int | None, speed: fl
             prompt_tokens=row.prompt_tokens,
             output_tokens=row.output_tokens,
             blocks=row.blocks,
-            chain=tuple(_chain(row)),
+            chain=tuple(_chain(row, whose.cache_salt)),
             session=sessions.of(row.blocks),
+            tenant=whose.tenant,
+            priority=whose.priority,
+            cache_salt=whose.cache_salt,
         )
-        for number, row in enumerate(ordered)
+        for number, (row, whose) in enumerate(zip(ordered, admitted, strict=True))
     ]
 
 
-def _chain(row: TraceRow) -> Iterator[bytes]:
+def _chain(row: TraceRow, cache_salt: str) -> Iterator[bytes]:
     tokens = _tokens(row.blocks[: row.prompt_tokens // TRACE_BLOCK])
     packed = bytearray(len(tokens) * TOKEN_BYTES)
     packed[::TOKEN_BYTES] = tokens
-    yield from chain_packed(packed, TRACE_BLOCK * TOKEN_BYTES, parent=chain_seed(""))
+    yield from chain_packed(packed, TRACE_BLOCK * TOKEN_BYTES, parent=chain_seed(cache_salt))
 
 
 def _tokens(blocks: Iterable[int]) -> bytes:

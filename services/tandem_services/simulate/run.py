@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.loadgen.summary import Slo
 from tandem_services.router.policies.by_role import PolicyNames
 from tandem_services.simulate.fleet import FleetShape
+from tandem_services.simulate.gateway import GatewayShape
 from tandem_services.simulate.pooled import infinite_cache, pooled_lru
 from tandem_services.simulate.replay import Scaled, replay
 from tandem_services.simulate.report import PolicyReport, Report, TraceLimits, policy_report
@@ -24,6 +25,7 @@ class Simulation:
     local_prefill_tokens: int
     seed: int
     slo: Slo | None = None
+    gateways: GatewayShape = field(default_factory=GatewayShape)
 
     async def run(self, redis: RedisAddress, on_served: Callable[[str], None]) -> Report:
         """`on_served` is called with the policy's name for each request. Raises `RedisUnavailableError`."""
@@ -40,6 +42,7 @@ class Simulation:
                 local_prefill_tokens=self.local_prefill_tokens,
                 seed=self.seed,
                 on_served=lambda name=name: on_served(name),  # type: ignore[misc]
+                gateways=self.gateways,
             )
             reports[name] = policy_report(outcome, pooled=limits.pooled_lru_hit_rate, slo=self.slo)
         minutes = (time.monotonic() - began) / 60
@@ -90,6 +93,7 @@ class ScalingSimulation:
                 local_prefill_tokens=whole.local_prefill_tokens,
                 seed=whole.seed,
                 on_served=lambda name=name: on_served(name),  # type: ignore[misc]
+                gateways=whole.gateways,
                 scaled=scaled,
             )
             longest = max(longest, outcome.seconds)

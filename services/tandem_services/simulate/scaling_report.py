@@ -15,6 +15,10 @@ class ScalerReport(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int
     refused: int
+    refusals: dict[str, int]
+    """Those that were refused, by reason."""
+    gateway_wait_ms: Percentiles | None
+    """In the gateway's queue, of those that got a worker."""
     slo_attainment: float
     """Share of all requests within every bound."""
     worker_hours: float
@@ -42,10 +46,12 @@ def scaler_report(outcome: Outcome, slo: Slo) -> ScalerReport:
     """Figures of one run."""
     good = sum(is_good(served, slo) for served in outcome.served)
     hours = outcome.worker_seconds / 3600
-    total = len(outcome.served) + outcome.refused
+    total = len(outcome.served) + len(outcome.refused)
     return ScalerReport(
         requests=total,
-        refused=outcome.refused,
+        refused=len(outcome.refused),
+        refusals=dict(sorted(outcome.refusals.items())),
+        gateway_wait_ms=percentiles(outcome.gateway_waits),
         slo_attainment=good / total if total else 0.0,
         worker_hours=hours,
         good_per_worker_hour=good / hours if hours else 0.0,
@@ -89,6 +95,8 @@ def _rows(scalers: Mapping[str, ScalerReport], names: Sequence[str]) -> list[tup
         ("periods with a change", [float(each.scalings) for each in of]),
         ("TTFT p50 ms", [_rank(each.ttft_ms, "p50") for each in of]),
         ("TTFT p99 ms", [_rank(each.ttft_ms, "p99") for each in of]),
+        ("gateway wait p50 ms", [_rank(each.gateway_wait_ms, "p50") for each in of]),
+        ("gateway wait p99 ms", [_rank(each.gateway_wait_ms, "p99") for each in of]),
         ("E2E mean ms", [_rank(each.e2e_ms, "mean") for each in of]),
         ("refused", [float(each.refused) for each in of]),
     ]

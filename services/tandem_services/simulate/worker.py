@@ -121,10 +121,6 @@ class ModelledWorker:
         sending = self._computing is not None and self._computing.output_tokens == 0
         return len(self._fetching) + len(self._waiting) + len(self._incoming) + self._sequences + sending
 
-    def fits(self, job: Job) -> bool:
-        """Whether it would fit in an empty pool."""
-        return self._pages(job) <= self.cache.capacity
-
     def submit(self, job: Job) -> None:
         self._submitted += 1
         job.serial = self._submitted

@@ -11,6 +11,7 @@ from tandem_services.simulate.report import (
     Balance,
     PolicyReport,
     Report,
+    TenantReport,
     TraceLimits,
     busiest_over_mean,
     is_good,
@@ -29,7 +30,9 @@ def served(first: float, last: float, tokens: int = 11) -> Served:
 def report_of(hit_rate: float) -> PolicyReport:
     return PolicyReport(
         requests=10,
-        refused=0,
+        refused=3,
+        refusals={"context_length": 1, "no_room": 2},
+        gateway_wait_ms=percentiles([0.0, 1.5]),
         block_hit_rate=hit_rate,
         of_pooled_lru=hit_rate / 0.4,
         fetched_block_rate=0.01,
@@ -42,6 +45,16 @@ def report_of(hit_rate: float) -> PolicyReport:
         balance=Balance(outstanding=1.5, prompt_tokens=1.1, requests=1.0),
         utilisation=0.5,
         placements={"alone": 10},
+        tenants={
+            "search": TenantReport(
+                requests=10,
+                refused=2,
+                prompt_tokens=50,
+                output_tokens=110,
+                ttft_ms=percentiles([0.1, 0.2]),
+                e2e_ms=None,
+            )
+        },
     )
 
 

@@ -1,0 +1,249 @@
+"""A gateway's queue in simulated time: the product's own `LateBinding`, told by events what in a gateway time tells it.
+
+arrive   a request that fits no worker is refused; the queue asks the router for the others, or gives them a seat
+turn     as long as somebody waits: at once after each admission and when a request of this gateway has ended, else each
+         `poll_s`
+sync     of several gateways: what tenants have had is added up in Redis, as often as gateways do it
+refresh  the view of the fleet, once a heartbeat, each gateway at a moment of its own
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem_services.common.errors import ApiError
+from tandem_services.gateway.limits import check_context
+from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
+from tandem_services.gateway.queueing.shared_counters import SYNC_S, SharedCounters
+from tandem_services.router.choice import Choice, RouteQuery, WorkerView
+from tandem_services.router.config import RouterCounters
+from tandem_services.router.keys import HEARTBEAT_S
+from tandem_services.router.virtual_counters import VirtualCounters
+from tandem_services.simulate.fleet import MODEL, Fleet
+from tandem_services.simulate.requests import SimulatedRequest
+
+TOO_LONG = "context_length"
+"""Why a request is refused before it is queued: 400, and the same for all time."""
+
+MAX_GATEWAYS = 64
+
+
+class Chooser(Protocol):
+    """What a gateway asks of a router: the product's own, or another one that is compared with it."""
+
+    counters: RouterCounters
+
+    async def refresh(self) -> None:
+        """Called each simulated second."""
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        """Raises `NoWorkersError`."""
+
+    async def release(self, choice: Choice) -> None:
+        """The last token of what was chosen is out, or there is no room for it. Called once for each choice."""
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """The fleet as last seen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayShape:
+    """How many gateways, and what each is like."""
+
+    gateways: int = 1
+    seats: int = 1024
+    policy: AdmissionPolicy = field(default_factory=AdmissionPolicy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What waits at all gateways, as the autoscaler sees it."""
+
+    requests: int
+    prompt_tokens: int
+    oldest_wait_s: float
+    without_worker: int
+    """Those that no worker can take, as opposed to those for whom none has room."""
+
+
+@dataclass(slots=True)
+class QueueNotes:
+    """An `Observer` that keeps what the report tells."""
+
+    waits: list[float] = field(default_factory=list)
+    """Seconds in the queue, of those that got a worker; 0 for those that found one at once."""
+    refusals: Counter[str] = field(default_factory=Counter)
+
+    def asked(self, prompt_tokens: int) -> None:
+        del prompt_tokens
+
+    def admitted(self, wait_s: float, *, matched_tokens: int) -> None:
+        del matched_tokens
+        self.waits.append(wait_s)
+
+    def refused(self, reason: str) -> None:
+        self.refusals[reason] += 1
+
+    def waiting(self, lengths: Mapping[str, int]) -> None:
+        del lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdicts:
+    """Who is told what became of a request; once, and after the queue is done with it."""
+
+    admitted: Callable[[Choice], Awaitable[None]]
+    refused: Callable[[], None]
+
+
+class Gateway:
+    """One of a run."""
+
+    def __init__(self, chooser: Chooser, fleet: Fleet, shape: GatewayShape) -> None:
+        self.chooser = chooser
+        self.notes = QueueNotes()
+        self._fleet = fleet
+        self._events = fleet.redis.events
+        self._turns = 0
+        self._taking_turns = False
+        counters = VirtualCounters()
+        self.binding = LateBinding(
+            chooser=chooser,
+            clock=self._events,
+            queue=FairQueue(seats=shape.seats, counters=counters),
+            # One gateway alone is told by Redis what it has told it.
+            counters=SharedCounters(counters=counters, board=fleet.redis.fairness if shape.gateways > 1 else None),
+            observer=self.notes,
+            policy=shape.policy,
+        )
+
+    async def begin(self, *, after_s: float) -> None:
+        """`after_s`: of each second, when it looks at the fleet. Raises `RedisUnavailableError`."""
+        await self.chooser.refresh()
+        self._events.after(HEARTBEAT_S + after_s, self._refresh)
+        if self.binding.counters.board is not None:
+            self._events.after(SYNC_S + after_s, self._sync)
+
+    async def arrive(self, request: SimulatedRequest, verdicts: Verdicts) -> None:
+        """Raises whatever the router raises but `NoWorkersError`."""
+
+        async def ask() -> Choice:
+            await self._fleet.redis.follow()
+            return await self.chooser.choose(_query(request))
+
+        answer = _Answer(self, verdicts)
+        visitor = self.binding.visitor(
+            ask,
+            answer,
+            tenant=request.tenant,
+            priority=request.priority,
+            prompt_tokens=request.prompt_tokens,
+        )
+        try:
+            self._check(request)
+            choice = await self.binding.arrive(visitor)
+        except ApiError:
+            verdicts.refused()
+            return
+        if choice is not None:
+            await verdicts.admitted(choice)
+        elif not self._taking_turns:
+            self._plan_turn(0.0)
+
+    async def ended(self, request: SimulatedRequest, choice: Choice) -> None:
+        """Its last token is out."""
+        await self._fleet.redis.follow()
+        await self.chooser.release(choice)
+        self.binding.charge_output(request.tenant, request.output_tokens)
+        if self.binding.queue:
+            self.binding.freed()
+            self._plan_turn(0.0)
+
+    def after(self, action: Callable[[], Awaitable[None] | None]) -> None:
+        """At once, but not within what goes on now: a gateway wakes another task."""
+        self._events.after(0.0, action)
+
+    def _check(self, request: SimulatedRequest) -> None:
+        """Raises `ApiError` 400 where no worker could ever hold it."""
+        try:
+            check_context(request.prompt_tokens, request.output_tokens, self._fleet.longest, "prompt")
+        except ApiError:
+            self.notes.refused(TOO_LONG)
+            raise
+
+    def _plan_turn(self, seconds: float) -> None:
+        """Instead of the one that is planned."""
+        self._taking_turns = True
+        self._turns += 1
+        number = self._turns
+        self._events.after(seconds, lambda: self._turn(number))
+
+    async def _turn(self, number: int) -> None:
+        if number != self._turns:
+            return
+        self._taking_turns = bool(self.binding.queue)
+        if self._taking_turns:
+            admitted = await self.binding.turn()
+            self._plan_turn(0.0 if admitted else self.binding.policy.poll_s)
+
+    async def _refresh(self) -> None:
+        if self._fleet.closing:
+            return
+        await self._fleet.redis.follow()
+        await self.chooser.refresh()
+        self._events.after(HEARTBEAT_S, self._refresh)
+
+    async def _sync(self) -> None:
+        if self._fleet.closing:
+            return
+        await self._fleet.redis.follow()
+        await self.binding.counters.sync()
+        self._events.after(SYNC_S, self._sync)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Of one request in the queue. Clients of a trace never leave."""
+
+    gateway: Gateway
+    verdicts: Verdicts
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: Choice, /) -> None:
+        self.gateway.after(lambda: self.verdicts.admitted(result))
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        self.gateway.after(lambda: self._failed(exception))
+
+    def _failed(self, exception: BaseException) -> None:
+        """Raises what is no refusal: it ends the run."""
+        if not isinstance(exception, ApiError):
+            raise exception
+        self.verdicts.refused()
+
+
+def held_at(gateways: Iterable[Gateway]) -> Held:
+    """What waits there now."""
+    queues = [gateway.binding for gateway in gateways]
+    figures = [queue.figures() for queue in queues]
+    return Held(
+        requests=sum(len(queue.queue) for queue in queues),
+        prompt_tokens=sum(each.prompt_tokens for each in figures),
+        oldest_wait_s=max((each.oldest_wait_s for each in figures), default=0.0),
+        without_worker=sum(each.held for each in figures),
+    )
+
+
+def _query(request: SimulatedRequest) -> RouteQuery:
+    return RouteQuery(
+        request_id=f"request-{request.number}",
+        model=MODEL,
+        token_ids=request.token_ids(),
+        cache_salt=request.cache_salt,
+        max_tokens=request.output_tokens,
+        session_key=request.session,
+    )
