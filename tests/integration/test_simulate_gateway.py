@@ -34,7 +34,7 @@ from tandem_services.router.scoring import DECODE_ROOM
 from tandem_services.router.virtual_counters import VirtualCounters
 from tandem_services.simulate.events import EventQueue
 from tandem_services.simulate.fleet import Fleet, FleetShape
-from tandem_services.simulate.gateway import Gateway, GatewayShape, QueueNotes, Verdicts
+from tandem_services.simulate.gateway import Client, Gateway, GatewayShape, QueueNotes
 from tandem_services.simulate.redis_time import SimulatedRedis
 from tandem_services.simulate.report import PolicyReport
 from tandem_services.simulate.requests import SimulatedRequest, simulated_requests
@@ -180,15 +180,15 @@ async def in_the_simulator(requests: list[SimulatedRequest], redis: RedisAddress
     places = Places(events)
     gateway = Gateway(places, Fleet(FleetShape(both=1, cache_blocks=99, block_tokens=TRACE_BLOCK), simulated), SHAPE)
 
-    def verdicts(request: SimulatedRequest) -> Verdicts:
+    def client(request: SimulatedRequest) -> Client:
         async def admitted(choice: Choice) -> None:
             story.append((events.now(), "admitted", request.number))
             events.after(service_s(request), lambda: gateway.ended(request, choice))
 
-        return Verdicts(admitted=admitted, refused=lambda: story.append((events.now(), "refused", request.number)))
+        return Client(admitted=admitted, refused=lambda: story.append((events.now(), "refused", request.number)))
 
     for request in requests:
-        events.at(request.at, lambda request=request: gateway.arrive(request, verdicts(request)))
+        events.at(request.at, lambda request=request: gateway.arrive(request, client(request)))
     try:
         await events.run()
     finally:

@@ -91,7 +91,7 @@ class QueueNotes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdicts:
+class Client:
     """Who is told what became of a request; once, and after the queue is done with it."""
 
     admitted: Callable[[Choice], Awaitable[None]]
@@ -126,14 +126,14 @@ class Gateway:
         if self.binding.counters.board is not None:
             self._events.after(SYNC_S + after_s, self._sync)
 
-    async def arrive(self, request: SimulatedRequest, verdicts: Verdicts) -> None:
+    async def arrive(self, request: SimulatedRequest, client: Client) -> None:
         """Raises whatever the router raises but `NoWorkersError`."""
 
         async def ask() -> Choice:
             await self._fleet.redis.follow()
             return await self.chooser.choose(_query(request))
 
-        answer = _Answer(self, verdicts)
+        answer = _Answer(self, client)
         visitor = self.binding.visitor(
             ask,
             answer,
@@ -145,10 +145,10 @@ class Gateway:
             self._check(request)
             choice = await self.binding.arrive(visitor)
         except ApiError:
-            verdicts.refused()
+            client.refused()
             return
         if choice is not None:
-            await verdicts.admitted(choice)
+            await client.admitted(choice)
         elif not self._taking_turns:
             self._plan_turn(0.0)
 
@@ -208,13 +208,13 @@ class _Answer:
     """Of one request in the queue. Clients of a trace never leave."""
 
     gateway: Gateway
-    verdicts: Verdicts
+    client: Client
 
     def done(self) -> bool:
         return False
 
     def set_result(self, result: Choice, /) -> None:
-        self.gateway.after(lambda: self.verdicts.admitted(result))
+        self.gateway.after(lambda: self.client.admitted(result))
 
     def set_exception(self, exception: BaseException, /) -> None:
         self.gateway.after(lambda: self._failed(exception))
@@ -223,7 +223,7 @@ class _Answer:
         """Raises what is no refusal: it ends the run."""
         if not isinstance(exception, ApiError):
             raise exception
-        self.verdicts.refused()
+        self.client.refused()
 
 
 def held_at(gateways: Iterable[Gateway]) -> Held:

@@ -24,7 +24,7 @@ from tandem_services.router.router import Router
 from tandem_services.simulate.autoscaling import Autoscaling, ScalingCosts
 from tandem_services.simulate.events import EventQueue
 from tandem_services.simulate.fleet import Fleet, FleetShape
-from tandem_services.simulate.gateway import Chooser, Gateway, GatewayShape, Verdicts, held_at
+from tandem_services.simulate.gateway import Chooser, Client, Gateway, GatewayShape, held_at
 from tandem_services.simulate.prefix_fetch import WantedPrefix
 from tandem_services.simulate.redis_time import PATIENCE_S, SimulatedRedis
 from tandem_services.simulate.requests import SimulatedRequest
@@ -201,10 +201,10 @@ class Replay:
         await self._enter(Served(request=request))
 
     async def _enter(self, served: Served) -> None:
-        verdicts = Verdicts(
+        client = Client(
             admitted=lambda choice: self._send(served, choice), refused=lambda: self._refused(served.request)
         )
-        await self._gateway(served.request).arrive(served.request, verdicts)
+        await self._gateway(served.request).arrive(served.request, client)
 
     def _gateway(self, request: SimulatedRequest) -> Gateway:
         """They get the requests in turn."""
