@@ -84,6 +84,8 @@ class Fleet:
         self._publishing: set[str] = set()
         self._leaving: set[str] = set()
         self._joined: Counter[Role] = Counter()
+        self._generation = 0
+        """Of the fleet, as Redis has counted it: who says it is not told all members again."""
         self.workers: dict[str, ModelledWorker] = {}
         """Those that are registered, by incarnation."""
         self.everybody: list[ModelledWorker] = []
@@ -163,7 +165,10 @@ class Fleet:
     async def _heartbeat(self, worker: ModelledWorker) -> None:
         state = WorkerState.DRAINING if worker.name in self._leaving else WorkerState.READY
         record = WorkerRecord(view=self.view(worker), state=state, load=worker.load(), details={})
-        await self.redis.registry.heartbeat(record, deployment="simulate", known_generation=0, report_age_s=0.0)
+        reply = await self.redis.registry.heartbeat(
+            record, deployment="simulate", known_generation=self._generation, report_age_s=0.0
+        )
+        self._generation = reply.generation
 
     def view(self, worker: ModelledWorker) -> WorkerView:
         return WorkerView(

@@ -108,6 +108,8 @@ class Gateway:
         self._events = fleet.redis.events
         self._turns = 0
         self._taking_turns = False
+        self._asked: RouteQuery | None = None
+        """For whom the router was asked last."""
         counters = VirtualCounters()
         self.binding = LateBinding(
             chooser=chooser,
@@ -131,7 +133,7 @@ class Gateway:
 
         async def ask() -> Choice:
             await self._fleet.redis.follow()
-            return await self.chooser.choose(_query(request))
+            return await self.chooser.choose(self._query(request))
 
         answer = _Answer(self, client)
         visitor = self.binding.visitor(
@@ -172,6 +174,20 @@ class Gateway:
         except ApiError:
             self.notes.refused(TOO_LONG)
             raise
+
+    def _query(self, request: SimulatedRequest) -> RouteQuery:
+        """The same as the last time for who is asked for again: all that wait would take memory, one takes none."""
+        request_id = f"request-{request.number}"
+        if self._asked is None or self._asked.request_id != request_id:
+            self._asked = RouteQuery(
+                request_id=request_id,
+                model=MODEL,
+                token_ids=request.token_ids(),
+                cache_salt=request.cache_salt,
+                max_tokens=request.output_tokens,
+                session_key=request.session,
+            )
+        return self._asked
 
     def _plan_turn(self, seconds: float) -> None:
         """Instead of the one that is planned."""
@@ -235,15 +251,4 @@ def held_at(gateways: Iterable[Gateway]) -> Held:
         prompt_tokens=sum(each.prompt_tokens for each in figures),
         oldest_wait_s=max((each.oldest_wait_s for each in figures), default=0.0),
         without_worker=sum(each.held for each in figures),
-    )
-
-
-def _query(request: SimulatedRequest) -> RouteQuery:
-    return RouteQuery(
-        request_id=f"request-{request.number}",
-        model=MODEL,
-        token_ids=request.token_ids(),
-        cache_salt=request.cache_salt,
-        max_tokens=request.output_tokens,
-        session_key=request.session,
     )
