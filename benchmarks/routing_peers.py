@@ -13,7 +13,8 @@ router sees the loads of the simulation. A prompt's text is a few characters for
     cache_aware_bounded  the record of a worker is as large as its cache (--max-tree-size), trimmed each second
     round_robin          ours, by name
 
-It sees requests and answers; our router sees what workers say is cached, as it would in a deployment.
+It sees requests and answers; our router sees what workers say is cached, as it would in a deployment. Requests that no
+worker has room for wait in our gateway's queue, and sglang-router's at the worker that it names.
 """
 
 import argparse

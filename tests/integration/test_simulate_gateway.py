@@ -3,7 +3,7 @@
 import asyncio
 import json
 import selectors
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import msgspec
@@ -29,6 +29,7 @@ from tandem_services.router.choice import (
 )
 from tandem_services.router.config import RouterCounters
 from tandem_services.router.cost import NO_ROOM_S
+from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.policies.by_role import PolicyNames
 from tandem_services.router.scoring import DECODE_ROOM
 from tandem_services.router.virtual_counters import VirtualCounters
@@ -36,6 +37,7 @@ from tandem_services.simulate.events import EventQueue
 from tandem_services.simulate.fleet import Fleet, FleetShape
 from tandem_services.simulate.gateway import Client, Gateway, GatewayShape, QueueNotes
 from tandem_services.simulate.redis_time import SimulatedRedis
+from tandem_services.simulate.replay import Replay
 from tandem_services.simulate.report import PolicyReport
 from tandem_services.simulate.requests import SimulatedRequest, simulated_requests
 from tandem_services.simulate.run import Simulation
@@ -212,6 +214,34 @@ def test_who_is_admitted_and_refused_and_when_is_as_in_a_gateway(server, seed):
     assert sorted(simulated.waits) == pytest.approx(sorted(notes.waits), abs=1e-6)
     assert simulated.refusals.total() > 5
     assert sum(wait > 0 for wait in simulated.waits) > 20
+
+
+class Outdated(Places):
+    """Names a worker that has gone, the first time it is asked, and then the one that is there."""
+
+    fleet: Fleet
+    asked: int = 0
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        choice = await super().choose(query)
+        self.asked += 1
+        (there,) = self.fleet.workers.values()
+        return choice if self.asked == 1 else replace(choice, decode=self.fleet.view(there))
+
+
+async def test_a_request_whose_worker_has_gone_is_sent_to_another_one(server):
+    server.command("FLUSHALL")
+    simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="gone", events=EventQueue())
+    shape = FleetShape(both=1, cache_blocks=99, block_tokens=TRACE_BLOCK)
+    router = Outdated(simulated.events)
+    router.fleet = Fleet(shape, simulated)
+    requests = simulated_requests([row(0.5, 0, 4, "")], limit=None, speed=1.0)
+    try:
+        outcome = await Replay(requests, router.fleet, [router], shape, lambda: None).to_the_end()
+    finally:
+        await simulated.client.close()
+    assert (len(outcome.served), router.asked, router.taken) == (1, 2, 0)
+    assert outcome.served[0].ttft_s > HEARTBEAT_S
 
 
 def row(at: float, first_block: int, blocks: int, tenant: str) -> TraceRow:

@@ -39,6 +39,8 @@ def test_azure_prompts_share_no_block_and_have_as_many_as_they_need(tmp_path):
         ({"timestamp": -1}, "timestamp"),
         ({"hash_ids": [3]}, "hash_ids has 1 blocks, but 600 tokens of input_length are 2 of 512"),
         ({"hash_ids": [3, -4]}, "hash_ids"),
+        ({"tenant": "no name"}, "tenant"),
+        ({"priority": 1001}, "priority"),
     ],
 )
 def test_a_bad_mooncake_line_is_named_with_its_number_and_field(tmp_path, change, reason):
@@ -46,6 +48,12 @@ def test_a_bad_mooncake_line_is_named_with_its_number_and_field(tmp_path, change
     with pytest.raises(ConfigError, match=r"t\.jsonl line 2: ") as error:
         list(read_trace(path))
     assert reason in str(error.value)
+
+
+def test_a_mooncake_line_may_name_a_tenant_and_a_priority(tmp_path):
+    lines = [GOOD, GOOD | {"tenant": "search", "priority": -5}]
+    rows = list(read_trace(write(tmp_path, "t.jsonl", "".join(json.dumps(line) + "\n" for line in lines))))
+    assert [(row.tenant, row.priority) for row in rows] == [("", 0), ("search", -5)]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"timestamp": 1}', '"text"'])
