@@ -1,4 +1,4 @@
-"""`tandem verify` on tiny random checkpoints of every family: all paths, and that it notices a difference."""
+"""`tandem verify` on tiny random checkpoints: all paths of two families, those on which pages meet of the others."""
 
 import json
 from dataclasses import replace
@@ -22,9 +22,19 @@ from tandem_engine.verify.reference import ReferenceOutput
 from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, SHARED, UNEQUAL, run_paths
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
-FAMILIES = ["llama-llama3-rope", "qwen2", "qwen3", "gemma2"]
-REDUCED = ["mistral", "mixtral", "qwen2-window", "qwen3-moe", "qwen3-moe-raw-weights", "gemma3"]
-"""Their windows are shorter than the prompts."""
+FAMILIES = ["qwen3", "gemma2"]
+"""Heads that are normalised; windows, soft caps and a second norm: between them all that paths treat apart."""
+REDUCED = [
+    "llama-llama3-rope",
+    "qwen2",
+    "mistral",
+    "mixtral",
+    "qwen2-window",
+    "qwen3-moe",
+    "qwen3-moe-raw-weights",
+    "gemma3",
+]
+"""All but the first two have windows shorter than the prompts, or experts."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -34,7 +44,7 @@ def checkpoint(request, tmp_path_factory):
     return model
 
 
-@pytest.mark.timeout(900)  # some sixty engines, one after the other
+@pytest.mark.timeout(900)  # a hundred engines, one after the other
 def test_every_path_gives_the_tokens_and_logprobs_of_transformers(checkpoint, capsys) -> None:
     status = main(["verify", "--model", str(checkpoint), "--json"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
