@@ -34,15 +34,6 @@ def compiled(function: Callable[..., Any], *, nogil: bool = True, **options: Any
         return numba.njit(cache=False, nogil=nogil, **options)(function)
 
 
-def callback(function: Callable[..., Any], signature: Any, **options: Any) -> Any:
-    """`numba.cfunc`, compiled at once; its code is kept as `compiled` says."""
-    try:
-        return numba.cfunc(signature, cache=True, **options)(function)
-    except RuntimeError as error:
-        logger.info("kernels are compiled anew at every start: %s", error)
-        return numba.cfunc(signature, cache=False, **options)(function)
-
-
 def revision_of(*modules: ModuleType, constant: int = 0) -> int:
     """A number that changes with the source of `modules` and with `constant`, never 0.
 

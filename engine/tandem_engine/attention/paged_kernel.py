@@ -94,10 +94,10 @@ PagedKernel = Any
 AttendTask = Callable[[Array, int, Array, np.float32, np.float32, Array, Array, int, int, Array, Array], None]
 
 
-def revision() -> int:
+def revision(*, capped: bool) -> int:
     """Of what the kernel is made of."""
     parts = (pieces, cpu_kernels, phases, vectors, vector_softmax, vector_rows)
-    return revision_of(*parts, constant=LANES + vectors.MULTIPLIES_PAIRS)
+    return revision_of(*parts, constant=2 * (LANES + vectors.MULTIPLIES_PAIRS) + capped)
 
 
 @cache
@@ -106,7 +106,7 @@ def build_paged_kernel(dtype: np.dtype[Any], head_dim: int, group: int, *, cappe
 
     With `capped` a score s becomes soft_cap · tanh(s / soft_cap).
     """
-    made_of, number = revision(), numba.from_dtype(dtype)
+    made_of, number = revision(capped=capped), numba.from_dtype(dtype)
     attend_task = build_attend_task(dtype, head_dim, group, capped=capped)
 
     def attend(data: Any) -> None:

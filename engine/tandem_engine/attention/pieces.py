@@ -1,12 +1,16 @@
 """How kernels of a CPU and the pieces that they are made of are compiled."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy.typing as npt
 
-from tandem_engine.compiled import callback, compiled
+from tandem_engine.attention.kernel_cache import kept_callback
+from tandem_engine.compiled import compiled
+
+logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
@@ -24,7 +28,12 @@ def compiled_kernel(function: Callable[..., Any], **extra: bool) -> Any:
 
 def compiled_callback(function: Callable[..., Any], signature: Any) -> Any:
     """A kernel that other compiled code may call by its `address`, on threads that know nothing of Python."""
-    return callback(function, signature, **_OPTIONS)
+    try:
+        return kept_callback(function, signature, _OPTIONS)
+    except RuntimeError as error:
+        # As in `compiled`: there is nowhere to keep it.
+        logger.info("kernels are compiled anew at every start: %s", error)
+        return numba.cfunc(signature, **_OPTIONS)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

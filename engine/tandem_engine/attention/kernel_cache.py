@@ -1,0 +1,41 @@
+"""Where numba keeps the code of kernels that are called from threads which know nothing of Python.
+
+numba finds code again by the constants that a function closes over. Among them may be functions that are compiled with
+it, and of those it takes an identity that is another in each process: such a kernel would be compiled at every start,
+for ten seconds, and its code kept each time. Here they do not count. What tells their code apart has to be among the
+constants: `revision_of` their sources, and the numbers that they were made for.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from numba.core import sigutils
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.serialize import dumps
+from numba.extending import is_jitted
+
+
+class _ByConstants(FunctionCache):  # type: ignore[misc]
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        contents = (cell.cell_contents for cell in self._py_func.__closure__ or ())
+        constants = tuple(value for value in contents if not is_jitted(value))
+        made_of = (self._py_func.__code__.co_code, dumps(constants))
+        return sig, codegen.magic_tuple(), tuple(hashlib.sha256(part).hexdigest() for part in made_of)
+
+
+class _Kernel(CFunc):
+    def enable_caching(self) -> None:
+        self._cache = _ByConstants(self.__wrapped__)
+
+
+def kept_callback(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:
+    """`numba.cfunc`, compiled at once, its code kept on disk.
+
+    Raises `RuntimeError` where no folder for it can be written.
+    """
+    kernel = _Kernel(function, sigutils.normalize_signature(signature), locals={}, options=options)
+    kernel.enable_caching()
+    kernel.compile()
+    return kernel
