@@ -38,6 +38,13 @@ def test_a_kernel_made_of_compiled_functions_is_found_by_the_next_process(tmp_pa
     assert hits(tmp_path) == [1] * kernels
 
 
+def test_kernels_of_one_function_have_files_of_their_own(tmp_path):
+    """Two processes that wrote at the same time gave theirs the same number: one ran the other's code."""
+    (tmp_path / "kernel.py").write_text(OF_A_PIECE)
+    hits(tmp_path)
+    assert len([*(tmp_path / "cache").rglob("*.nbi")]) == 2
+
+
 def hits(folder) -> list[int]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": str(folder / "cache")}
     run = subprocess.run(
