@@ -55,7 +55,7 @@ async def all_decode_workers_die(run: Run) -> None:
 async def kv_pages_are_exhausted(run: Run) -> None:
     """Together the streams need several times the pages of a decode worker."""
     page = 16
-    load = run.asks(Kind.GREEDY, Kind.PLAIN, Kind.SEEDED, count=max(24, run.scale.streams))
+    load = run.asks(Kind.GREEDY, Kind.PLAIN, Kind.SEEDED, count=max(60, 2 * run.scale.streams))
     needed = sum(len(ask.prompt.split()) + ask.max_tokens for ask in load) // page
     before = await run.fleet.worker_metric("num_preemptions_total")
     fullest = 0.0

@@ -161,6 +161,9 @@ async def redis_is_poisoned(run: Run) -> None:
                 await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "all speak")
                 await poison(client, Keys("chaos"), step)
                 for turn in range(POISON_TURNS):
+                    if turn == POISON_TURNS - 1:
+                        # The first one may have ended by now.
+                        load.send(run.asks(Kind.GREEDY, count=1, tokens=1500, first=30 + step))
                     first = 450 + 2 * (POISON_TURNS * step + turn)
                     asked = run.asks(Kind.PLAIN, count=2, tokens=16, first=first)
                     load.send(asked)
