@@ -20,11 +20,8 @@ from tandem_services.gateway.queueing.shared_counters import SharedCounters
 from tandem_services.router.choice import (
     Choice,
     NoWorkersError,
-    Placement,
-    Reservation,
     RouteQuery,
     ScoreTerm,
-    Source,
     WorkerView,
 )
 from tandem_services.router.config import RouterCounters
@@ -42,7 +39,7 @@ from tandem_services.simulate.report import PolicyReport
 from tandem_services.simulate.requests import SimulatedRequest, simulated_requests
 from tandem_services.simulate.run import Simulation
 from tandem_services.simulate.service_times import ServiceTimes
-from tandem_testing.router_builders import make_view
+from tandem_testing.router_builders import make_choice, make_view
 
 POLICY = AdmissionPolicy(room_s=4.0, worker_s=1.5)
 SHAPE = GatewayShape(seats=6, policy=POLICY)
@@ -95,16 +92,7 @@ class Places:
             raise NoWorkersError("nobody", retry_after=2.0)
         terms = (ScoreTerm(DECODE_ROOM, NO_ROOM_S if self.taken >= 3 else 0.0),)
         self.taken += 1
-        return Choice(
-            request_id=query.request_id,
-            decode=make_view("w"),
-            prefill=None,
-            source=Source.LOCAL,
-            placement=Placement.ALONE,
-            terms=terms,
-            matched_tokens=0,
-            reservation=Reservation(None, ()),
-        )
+        return make_choice(query.request_id, make_view("w"), terms=terms)
 
     async def release(self, choice: Choice) -> None:
         del choice

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tandem_engine.config import Role
 from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
+from tandem_operator.telemetry.demand import FIRST_SECONDS_EACH, SMOOTHING
 from tandem_services.simulate.fleet import Fleet
 from tandem_services.simulate.gateway import Held
 from tandem_services.simulate.scalers import Counts, Scaler
@@ -19,9 +20,6 @@ from tandem_services.simulate.service_times import ServiceTimes
 from tandem_services.simulate.worker import ModelledWorker
 
 ROLE_OF: dict[RoleName, Role] = {"prefill": Role.PREFILL, "decode": Role.DECODE}
-
-SMOOTHING = 0.3
-"""Weight of the newest look in means over looks; as the operator's telemetry has it."""
 
 FLIP_S = 1.0
 """A live worker changes its role without loading anything (docs/operations.md)."""
@@ -48,8 +46,8 @@ class Demand:
     decode_s: float = 0.0
     """Of those that ended."""
     ended: int = 0
-    seconds_each: float = 10.0
-    """Smoothed; what it is before anybody has ended does not matter for long."""
+    seconds_each: float = FIRST_SECONDS_EACH
+    """Smoothed."""
     cached_share: float = 0.0
     """Of prompt tokens, smoothed."""
 

@@ -26,7 +26,6 @@ from tandem_services.gateway.serve import http_server, listen
 from tandem_services.router.choice import (
     Choice,
     NoWorkersError,
-    Placement,
     PlannedFetch,
     PricedOption,
     PricedOptions,
@@ -44,6 +43,7 @@ from tandem_services.router.registry import WorkerState
 from tandem_services.router.scoring import DECODE_ROOM, placement_of
 from tandem_services.router.session_bindings import SessionBinding, SessionName
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
+from tandem_testing.router_builders import make_choice
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
@@ -138,16 +138,7 @@ class FakeChooser:
         if worker is None:
             raise NoWorkersError("gone", retry_after=2.0)
         self.open += 1
-        return Choice(
-            request_id=query.request_id,
-            decode=worker,
-            prefill=None,
-            source=Source.SESSION,
-            placement=Placement.ALONE,
-            terms=(),
-            matched_tokens=0,
-            reservation=Reservation(None, ()),
-        )
+        return make_choice(query.request_id, worker, source=Source.SESSION)
 
     async def release(self, choice: Choice) -> None:
         self.open -= 1

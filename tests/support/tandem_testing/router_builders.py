@@ -8,7 +8,7 @@ from tandem_engine.config import Role
 from tandem_engine.messages.block_hash import chain_hashes, chain_seed
 from tandem_engine.messages.control import LinkReport
 from tandem_services.common.redis_client import RedisAddress, RedisClient
-from tandem_services.router.choice import WorkerView
+from tandem_services.router.choice import Choice, Placement, Reservation, ScoreTerm, Source, WorkerView
 from tandem_services.router.cost import Load
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
@@ -36,6 +36,22 @@ def make_view(name: str, role: Role = Role.BOTH, *, number: int = 1, **changes: 
         "model": MODEL,
     }
     return WorkerView(**fields | changes)
+
+
+def make_choice(
+    request_id: str, decode: WorkerView, *, source: Source = Source.LOCAL, terms: tuple[ScoreTerm, ...] = ()
+) -> Choice:
+    """Of one worker that computes everything itself."""
+    return Choice(
+        request_id=request_id,
+        decode=decode,
+        prefill=None,
+        source=source,
+        placement=Placement.ALONE,
+        terms=terms,
+        matched_tokens=0,
+        reservation=Reservation(None, ()),
+    )
 
 
 def make_load(**changes: float) -> Load:

@@ -1,31 +1,24 @@
 """How costs are found to grow, and what is said of them."""
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+from tandem_testing.benchmark_modules import benchmarks_importable
+
 AXIS = [2.0**power for power in range(8)]
 
 
 @pytest.fixture(scope="module")
 def growth():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with benchmarks_importable():
         yield importlib.import_module("growth_fit")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module")
 def line_plot():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with benchmarks_importable():
         yield importlib.import_module("line_plot")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.mark.parametrize(

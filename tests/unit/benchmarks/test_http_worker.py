@@ -1,22 +1,17 @@
 """The HTTP side of the mock workers that other gateways are measured with."""
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+from tandem_testing.benchmark_modules import benchmarks_importable
 
 
 @pytest.fixture(scope="module")
 def http_worker():
     pytest.importorskip("uvloop")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with benchmarks_importable():
         yield importlib.import_module("http_worker")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 class Connection:

@@ -1,24 +1,19 @@
 """The pure parts of `benchmarks/peers`: jobs, plans, ratios, targets and what is written of them."""
 
 import importlib
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+from tandem_testing.benchmark_modules import benchmarks_importable
 
 
 @pytest.fixture(scope="module", autouse=True)
 def modules():
     """`peers` is a package of scripts: found beside them, and forgotten afterwards."""
     pytest.importorskip("uvicorn")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with benchmarks_importable():
         yield
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def part(name):

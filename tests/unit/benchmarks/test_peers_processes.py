@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+from tandem_testing.benchmark_modules import benchmarks_importable
+
 # One after the other: each ends what belongs to nobody, and that may be another test's.
 pytestmark = pytest.mark.xdist_group("peers-processes")
 
@@ -19,11 +20,8 @@ SPAWNS_ANOTHER = ["sh", "-c", "setsid env -i sleep 60 & exec sleep 60"]
 
 @pytest.fixture(scope="module")
 def processes():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with benchmarks_importable():
         yield importlib.import_module("peers.processes")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def machine():

@@ -1,22 +1,17 @@
 """A comparison ends in time and loses nothing: shares of stages, rounds that are cut, engines that fail, going on."""
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+from tandem_testing.benchmark_modules import benchmarks_importable
 
 
 @pytest.fixture(scope="module", autouse=True)
 def modules():
     pytest.importorskip("uvicorn")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with benchmarks_importable():
         yield
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def part(name):

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem_services.router.choice import Choice, Placement, Reservation, Source
+from tandem_services.router.choice import Choice, Source
 from tandem_services.router_server.holds import Held, Holds
 from tandem_services.router_server.schemas import ChoiceRecord, ChosenRoute
-from tandem_testing.router_builders import make_view
+from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 
 
@@ -26,16 +26,7 @@ class Ledger:
 
 
 def held(name: str, clock: ServiceClock, *, request_id: str = "", for_gateway: bool = False) -> Held:
-    choice = Choice(
-        request_id=name,
-        decode=make_view("d"),
-        prefill=None,
-        source=Source.REDIS,
-        placement=Placement.ALONE,
-        terms=(),
-        matched_tokens=0,
-        reservation=Reservation(None, ()),
-    )
+    choice = make_choice(name, make_view("d"), source=Source.REDIS)
     route = ChosenRoute(
         reservation=name,
         expires_in_s=10.0,

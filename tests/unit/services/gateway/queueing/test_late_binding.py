@@ -15,11 +15,11 @@ from tandem_services.gateway.queueing.fair_queue import FairQueue
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.gateway.queueing.shared_counters import SharedCounters
-from tandem_services.router.choice import Choice, NoWorkersError, Placement, Reservation, ScoreTerm, Source, WorkerView
+from tandem_services.router.choice import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
 from tandem_services.router.virtual_counters import VirtualCounters
-from tandem_testing.router_builders import make_view
+from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until
 
@@ -50,16 +50,7 @@ class Fleet:
         full = self.stale or self.taken >= self.places
         self.taken += 1
         terms = (ScoreTerm(PREFILL_QUEUE, self.queue_s), ScoreTerm(DECODE_ROOM, NO_ROOM_S if full else 0.0))
-        return Choice(
-            request_id=name,
-            decode=make_view("w"),
-            prefill=None,
-            source=Source.LOCAL,
-            placement=Placement.ALONE,
-            terms=terms,
-            matched_tokens=0,
-            reservation=Reservation(None, ()),
-        )
+        return make_choice(name, make_view("w"), terms=terms)
 
     async def release(self, choice: Choice) -> None:
         del choice
