@@ -13,6 +13,8 @@ from typing import Any
 
 try:
     import numba
+
+    from tandem_engine.code_files import CodeFiles
 except ModuleNotFoundError:
     numba = None
 
@@ -26,12 +28,13 @@ def compiled(function: Callable[..., Any], *, nogil: bool = True, **options: Any
     """
     if numba is None:
         return function
+    kernel = numba.njit(nogil=nogil, **options)(function)
     try:
-        return numba.njit(cache=True, nogil=nogil, **options)(function)
+        kernel._cache = CodeFiles(function)
     except RuntimeError as error:
         # Read-only root file system and no writable home: numba finds "no locator available".
         logger.info("kernels are compiled anew at every start: %s", error)
-        return numba.njit(cache=False, nogil=nogil, **options)(function)
+    return kernel
 
 
 def revision_of(*modules: ModuleType, constant: int = 0) -> int:

@@ -4,10 +4,6 @@ numba finds code again by the constants that a function closes over. Among them 
 it, and of those it takes an identity that is another in each process: such a kernel would be compiled at every start,
 for ten seconds, and its code kept each time. Here they do not count. What tells their code apart has to be among the
 constants: `revision_of` their sources, and the numbers that they were made for.
-
-Each kernel has files of its own, named by those constants. numba keeps all that were made of one function together and
-numbers them as they come: two processes that write at the same time give theirs the same number, and from then on one
-shape of heads is computed by the code for another.
 """
 
 import hashlib
@@ -15,23 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 from numba.core import sigutils
-from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.serialize import dumps
 from numba.extending import is_jitted
 
+from tandem_engine.code_files import CodeFiles
 
-class _ByConstants(FunctionCache):  # type: ignore[misc]
+
+class _ByConstants(CodeFiles):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         contents = (cell.cell_contents for cell in function.__closure__ or ())
         constants = dumps(tuple(value for value in contents if not is_jitted(value)))
         self._made_of = hashlib.sha256(function.__code__.co_code + constants).hexdigest()
-        self._cache_file = IndexDataCacheFile(
-            cache_path=self._cache_path,
-            filename_base=f"{self._impl.filename_base}-{self._made_of[:16]}",
-            source_stamp=self._impl.locator.get_source_stamp(),
-        )
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return sig, codegen.magic_tuple(), self._made_of
