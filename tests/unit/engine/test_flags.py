@@ -142,6 +142,11 @@ def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
         (lambda: HostConfig(swap_bytes=-1), "--swap-space"),
         (lambda: HostConfig(prefetch_timeout=-1.0), "--hicache-storage-prefetch-timeout"),
         (lambda: DisaggConfig(prefix_fetch_timeout=0.0), "--prefix-fetch-timeout"),
+        (lambda: DisaggConfig(grant_timeout=0.0), "--grant-timeout must be a positive number of seconds, got 0.0"),
+        (
+            lambda: DisaggConfig(hold_timeout=float("nan")),
+            "--hold-timeout must be a positive number of",
+        ),
         (lambda: HostConfig(storage_dir="/kv"), "--hicache-storage-dir /kv .* --enable-hierarchical-cache"),
         (
             lambda: HostConfig(enable_cache=True, size_bytes=99).cache_pages(device_pages=4, page_bytes=100),
@@ -161,6 +166,8 @@ def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
             "--preemption-mode swap .* --swap-space",
         ),
         (lambda: engine_config(parse("--swap-space", "inf")), "--swap-space must be a finite number"),
+        (lambda: engine_config(parse("--session-kv-gib", "inf")), "--session-kv-gib must be a finite number"),
+        (lambda: engine_config(parse("--session-kv-gib", "nan")), "--session-kv-gib must be a finite number"),
         (
             lambda: EngineConfig(
                 model_path="model",

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tandem_engine.config import ConfigError
+from tandem_engine.errors import ConfigError
 from tandem_engine.flags import engine_argv, engine_config
 from tandem_services.cli import cores, up
 from tandem_services.cli.main import build_parser

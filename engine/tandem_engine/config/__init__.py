@@ -1,0 +1,54 @@
+"""Configuration of an engine: frozen, validated once, passed down.
+
+    model        the architecture, from a checkpoint's `config.json`; everything else comes from flags (`flags`)
+    cache, host  the pool of KV pages, and memory below it
+    scheduler    admission, batching, retraction
+    transfer     KV between prefill and decode workers
+    parallel     ranks and machines of one engine
+    speculative, grammar, graphs, operation
+    engine       all of them, and what must fit together
+
+Nothing below reads the environment or argv.
+"""
+
+from tandem_engine.config.cache import CacheConfig, KvCacheDtype
+from tandem_engine.config.engine import DEFAULT_CONTEXT, DEVICES, EngineConfig, LoadFormat, Quantization
+from tandem_engine.config.grammar import GrammarConfig
+from tandem_engine.config.graphs import GraphConfig
+from tandem_engine.config.host import HostConfig, WritePolicy
+from tandem_engine.config.model import Activation, ModelConfig, ModelImpl, MoeConfig, NormKind, RopeConfig
+from tandem_engine.config.operation import OperationConfig
+from tandem_engine.config.parallel import ParallelConfig
+from tandem_engine.config.scheduler import PreemptionMode, SchedulePolicy, SchedulerConfig
+from tandem_engine.config.speculative import MAX_DRAFT_TOKENS, SpecAlgorithm, SpecConfig
+from tandem_engine.config.transfer import DisaggConfig, Role
+
+__all__ = [
+    "DEFAULT_CONTEXT",
+    "DEVICES",
+    "MAX_DRAFT_TOKENS",
+    "Activation",
+    "CacheConfig",
+    "DisaggConfig",
+    "EngineConfig",
+    "GrammarConfig",
+    "GraphConfig",
+    "HostConfig",
+    "KvCacheDtype",
+    "LoadFormat",
+    "ModelConfig",
+    "ModelImpl",
+    "MoeConfig",
+    "NormKind",
+    "OperationConfig",
+    "ParallelConfig",
+    "PreemptionMode",
+    "Quantization",
+    "Role",
+    "RopeConfig",
+    "SchedulePolicy",
+    "SchedulerConfig",
+    "SpecAlgorithm",
+    "SpecConfig",
+    "WritePolicy",
+]

@@ -1,0 +1,89 @@
+"""An engine's whole configuration, and what is checked across its groups."""
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tandem_engine.config.cache import CacheConfig
+from tandem_engine.config.grammar import GrammarConfig
+from tandem_engine.config.graphs import GraphConfig
+from tandem_engine.config.model import ModelImpl
+from tandem_engine.config.operation import OperationConfig
+from tandem_engine.config.parallel import ParallelConfig
+from tandem_engine.config.scheduler import PreemptionMode, SchedulerConfig
+from tandem_engine.config.speculative import SpecConfig
+from tandem_engine.config.transfer import DisaggConfig
+from tandem_engine.errors import ConfigError
+
+DEFAULT_CONTEXT = 4096
+"""Context length when no flag asks for one: a model's own maximum can be far larger than the pool."""
+DEVICES = re.compile(r"cpu|cuda(:\d{1,3})?")
+"""What `--device` takes."""
+
+
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"
+    """The safetensors files of the model directory."""
+    DUMMY = "dummy"
+    """Nowhere: random numbers of the shapes that config.json implies, to measure speed and memory."""
+
+
+class Quantization(StrEnum):
+    """How projections are held in memory."""
+
+    AUTO = "auto"
+    """As the checkpoint stores them where a kernel of the device multiplies by that, in the model's dtype otherwise."""
+    DEQUANTIZE = "dequantize"
+    """In the model's dtype."""
+    INT8 = "int8"
+    """In eight bits with a scale for each output, whatever the device; plain weights are rounded as they are read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model_path: str
+    model_impl: ModelImpl = ModelImpl.AUTO
+    load_format: LoadFormat = LoadFormat.AUTO
+    dtype: str = "auto"
+    """auto (the checkpoint's; bfloat16 on a GPU), float32 or bfloat16."""
+    quantization: Quantization = Quantization.AUTO
+    device: str = "cpu"
+    threads: int = 0
+    """Intra-op threads on a CPU, shared by all ranks; 0 takes one for each of `cpus`, or leaves torch's choice."""
+    cpus: tuple[int, ...] = ()
+    """Cores that the threads of forwards stay on; empty leaves them where the process may be."""
+    context_length: int = 0
+    """Longest prompt + output of one request; 0 takes the model's, at most `DEFAULT_CONTEXT`."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    disagg: DisaggConfig = field(default_factory=DisaggConfig)
+    speculative: SpecConfig = field(default_factory=SpecConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)
+    operation: OperationConfig = field(default_factory=OperationConfig)
+
+    def __post_init__(self) -> None:
+        if not DEVICES.fullmatch(self.device):
+            raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {self.device!r}")
+        if 0 < len(self.cpus) < self.threads:
+            raise ConfigError(
+                f"--cpu-affinity names {len(self.cpus)} cores for --threads {self.threads}: name as many, or drop one"
+            )
+        policy = self.scheduler.schedule_policy
+        if policy.by_prefix and not self.cache.enable_prefix_cache:
+            raise ConfigError(
+                f"--schedule-policy {policy} orders requests by what the prefix cache has for them, and "
+                "--disable-radix-cache keeps nothing: drop one of the two"
+            )
+        if self.scheduler.preemption_mode is PreemptionMode.SWAP and not self.cache.host.swap_bytes:
+            raise ConfigError("--preemption-mode swap needs host memory to swap to: set --swap-space")
+        if self.parallel.tp_size > 1 and self.cache.host.storage_dir:
+            raise ConfigError(
+                f"--hicache-storage-dir needs --tensor-parallel-size 1, got {self.parallel.tp_size}: a file may be "
+                "there for one rank and not for another. Drop it; host memory works with several ranks"
+            )

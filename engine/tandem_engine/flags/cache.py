@@ -1,0 +1,84 @@
+"""The paged KV pool, and what stays in it between requests."""
+
+import argparse
+
+from tandem_engine.config import CacheConfig, KvCacheDtype, SchedulerConfig
+from tandem_engine.flags.host import host_config
+from tandem_engine.flags.shared import add_kv_cache_dtype_flag
+from tandem_engine.flags.values import GIB, bytes_of, non_negative_int, positive_float, positive_int
+
+
+def add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    cache = CacheConfig()
+    group = parser.add_argument_group("KV cache")
+    group.add_argument(
+        "--page-size",
+        type=positive_int,
+        default=cache.page_size,
+        metavar="N",
+        help=f"tokens per KV page (default {cache.page_size})",
+    )
+    add_kv_cache_dtype_flag(group)
+    group.add_argument(
+        "--kv-cache-gib",
+        type=positive_float,
+        metavar="GIB",
+        help=f"memory for KV pages, of each rank (default {cache.kv_bytes / GIB:g})",
+    )
+    group.add_argument(
+        "--num-pages",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="number of KV pages, instead of a size",
+    )
+    group.add_argument(
+        "--mem-fraction-static",
+        "--gpu-memory-utilization",
+        type=positive_float,
+        metavar="SHARE",
+        help="share of the memory of the device (on a CPU: of what this process may have) for this engine in all; a "
+        "step at its largest is run at start, and what it and the weights leave becomes KV pages. `tandem up` "
+        "divides it among its workers",
+    )
+    _add_session_flags(group)
+    group.add_argument("--disable-radix-cache", action="store_true", help="do not keep prefixes for reuse")
+
+
+def _add_session_flags(group: argparse._ArgumentGroup) -> None:
+    """Conversations, whose KV stays between their turns."""
+    scheduler = SchedulerConfig()
+    group.add_argument(
+        "--session-kv-gib",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="KV that conversations may keep between their turns (default a quarter of the pages)",
+    )
+    group.add_argument(
+        "--session-ttl",
+        type=float,
+        default=scheduler.session_ttl,
+        metavar="S",
+        help=f"seconds that an unused conversation is kept (default {scheduler.session_ttl:g})",
+    )
+    group.add_argument(
+        "--max-sessions",
+        type=positive_int,
+        default=scheduler.max_sessions,
+        metavar="N",
+        help=f"conversations kept at a time (default {scheduler.max_sessions})",
+    )
+
+
+def cache_config(args: argparse.Namespace) -> CacheConfig:
+    return CacheConfig(
+        page_size=args.page_size,
+        dtype=KvCacheDtype(args.kv_cache_dtype),
+        num_pages=args.num_pages,
+        kv_cache_bytes=int((args.kv_cache_gib or 0) * GIB),
+        mem_fraction_static=args.mem_fraction_static or 0.0,
+        session_bytes=bytes_of("--session-kv-gib", args.session_kv_gib),
+        enable_prefix_cache=not args.disable_radix_cache,
+        host=host_config(args),
+    )

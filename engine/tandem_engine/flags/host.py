@@ -1,0 +1,80 @@
+"""KV below the device: prefixes in host memory and files, and swapped requests."""
+
+import argparse
+
+from tandem_engine.config import HostConfig, WritePolicy
+from tandem_engine.flags.values import GIB, bytes_of
+
+
+def add_host_flags(parser: argparse.ArgumentParser) -> None:
+    host = HostConfig()
+    group = parser.add_argument_group("KV cache below the device")
+    group.add_argument(
+        "--enable-hierarchical-cache",
+        action="store_true",
+        help="keep prefixes in host memory that the KV pool has no room for, and copy them back when a request "
+        "begins with them",
+    )
+    group.add_argument(
+        "--hicache-ratio",
+        type=float,
+        default=host.ratio,
+        metavar="R",
+        help=f"host memory for them, as a multiple of the KV pool (default {host.ratio:g})",
+    )
+    group.add_argument(
+        "--hicache-size",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="host memory for them in GiB; overrides --hicache-ratio",
+    )
+    group.add_argument(
+        "--hicache-write-policy",
+        choices=[policy.value for policy in WritePolicy],
+        default=host.write_policy.value,
+        help="when a prefix is copied to host memory: as soon as it is cached, once it was used a second time, or "
+        f"when the pool evicts it (default {host.write_policy.value})",
+    )
+    group.add_argument(
+        "--hicache-storage-dir",
+        default=host.storage_dir,
+        metavar="DIR",
+        help="also keep prefixes in files here; they survive a restart. Needs --tensor-parallel-size 1 "
+        "(default: nowhere)",
+    )
+    group.add_argument(
+        "--hicache-storage-size",
+        type=float,
+        default=host.storage_bytes / GIB,
+        metavar="GIB",
+        help=f"bytes of those files; the least recently used go first (default {host.storage_bytes / GIB:g})",
+    )
+    group.add_argument(
+        "--hicache-storage-prefetch-timeout",
+        type=float,
+        default=host.prefetch_timeout,
+        metavar="S",
+        help="seconds that a request waits at most for its prefix to be read from files; what has not come by then "
+        f"is computed (default {host.prefetch_timeout:g})",
+    )
+    group.add_argument(
+        "--swap-space",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="host memory kept for the KV of requests that have to give way (default 0: they are recomputed)",
+    )
+
+
+def host_config(args: argparse.Namespace) -> HostConfig:
+    return HostConfig(
+        enable_cache=args.enable_hierarchical_cache,
+        ratio=args.hicache_ratio,
+        size_bytes=bytes_of("--hicache-size", args.hicache_size),
+        write_policy=WritePolicy(args.hicache_write_policy),
+        storage_dir=args.hicache_storage_dir,
+        storage_bytes=bytes_of("--hicache-storage-size", args.hicache_storage_size),
+        prefetch_timeout=args.hicache_storage_prefetch_timeout,
+        swap_bytes=bytes_of("--swap-space", args.swap_space),
+    )

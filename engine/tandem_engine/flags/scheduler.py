@@ -1,0 +1,150 @@
+"""Who is admitted when, what is computed together, and who gives way (docs/scheduling.md)."""
+
+import argparse
+
+from tandem_engine.config import PreemptionMode, SchedulePolicy, SchedulerConfig
+from tandem_engine.flags.values import non_negative_int, positive_int
+
+_SCHEDULER_FLAGS = (
+    "max_running_requests",
+    "max_queued_requests",
+    "max_sessions",
+    "session_ttl",
+    "max_tokens_per_step",
+    "max_prefill_tokens",
+    "chunked_prefill_size",
+    "long_prefill_token_threshold",
+    "policy_ageing_seconds",
+    "priority_preemption_threshold",
+    "watermark",
+)
+"""Flags that are called as their settings."""
+
+
+def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
+    scheduler = SchedulerConfig()
+    group = parser.add_argument_group("scheduler")
+    _add_admission_flags(group, scheduler)
+    _add_policy_flags(group, scheduler)
+    group.add_argument("--disable-mixed-chunk", action="store_true", help="never decode in a step that prefills")
+    group.add_argument("--disable-overlap-schedule", action="store_true", help="schedule only when no step computes")
+    group.add_argument(
+        "--audit-every-step", action="store_true", help="check page conservation after every step (slow)"
+    )
+    group.add_argument(
+        "--preemption-mode",
+        choices=[mode.value for mode in PreemptionMode],
+        default=scheduler.preemption_mode.value,
+        help="what becomes of the KV of a request that has to give way: recompute it, swap it to host memory, or "
+        "whichever is predicted to be cheaper (default auto; swapping needs --swap-space)",
+    )
+    group.add_argument("--force-retract-every", type=non_negative_int, default=0, help=argparse.SUPPRESS)
+    group.add_argument("--force-fault-every", type=non_negative_int, default=0, help=argparse.SUPPRESS)
+
+
+def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig) -> None:
+    """How much at a time."""
+    group.add_argument(
+        "--context-length",
+        "--max-model-len",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="longest prompt + output (default: the model's, at most 4096)",
+    )
+    group.add_argument(
+        "--max-running-requests",
+        type=positive_int,
+        default=scheduler.max_running_requests,
+        metavar="N",
+        help=f"sequences decoded together (default {scheduler.max_running_requests})",
+    )
+    group.add_argument(
+        "--max-queued-requests",
+        type=positive_int,
+        default=scheduler.max_queued_requests,
+        metavar="N",
+        help=f"waiting requests before new ones are refused (default {scheduler.max_queued_requests})",
+    )
+    group.add_argument(
+        "--max-tokens-per-step",
+        "--max-num-batched-tokens",
+        type=non_negative_int,
+        default=scheduler.max_tokens_per_step,
+        metavar="N",
+        help="tokens computed in one step: one for each running request, the rest for prompts; must be above "
+        "--max-running-requests, so that neither starves (default: --max-prefill-tokens + --max-running-requests)",
+    )
+    group.add_argument(
+        "--max-prefill-tokens",
+        type=positive_int,
+        default=scheduler.max_prefill_tokens,
+        metavar="N",
+        help=f"prompt tokens computed in one step (default {scheduler.max_prefill_tokens})",
+    )
+    group.add_argument(
+        "--chunked-prefill-size",
+        type=positive_int,
+        default=scheduler.chunked_prefill_size,
+        metavar="N",
+        help=f"prompt tokens of one request in one step (default {scheduler.chunked_prefill_size})",
+    )
+    group.add_argument(
+        "--long-prefill-token-threshold",
+        type=non_negative_int,
+        default=scheduler.long_prefill_token_threshold,
+        metavar="N",
+        help="while others decode, compute only N tokens per step of a prompt that has more left, so that their "
+        "tokens keep coming (default 0: the chunk size alone bounds it)",
+    )
+
+
+def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig) -> None:
+    """Who is admitted next, and when (docs/scheduling.md)."""
+    group.add_argument(
+        "--schedule-policy",
+        "--scheduling-policy",
+        choices=[policy.value for policy in SchedulePolicy],
+        default=scheduler.schedule_policy.value,
+        help="which waiting request goes next: first come (fcfs), longest cached prefix (lpm), most requests with "
+        "the same cached prefix (dfs-weight), greatest priority (priority), fewest steps left (srf); default "
+        f"{scheduler.schedule_policy.value}",
+    )
+    group.add_argument(
+        "--policy-ageing-seconds",
+        type=float,
+        default=scheduler.policy_ageing_seconds,
+        metavar="S",
+        help="a request that has waited S seconds goes first, whatever the policy; under priority it gains one "
+        f"level every S seconds instead (default {scheduler.policy_ageing_seconds:g})",
+    )
+    group.add_argument(
+        "--priority-preemption-threshold",
+        "--priority-scheduling-preemption-threshold",
+        type=positive_int,
+        default=scheduler.priority_preemption_threshold,
+        metavar="N",
+        help="under priority, a waiting request may put back a running one whose priority is lower by N or more "
+        f"(default {scheduler.priority_preemption_threshold})",
+    )
+    group.add_argument(
+        "--watermark",
+        type=float,
+        default=scheduler.watermark,
+        metavar="X",
+        help=f"share of KV pages that new requests leave free for running ones to grow (default {scheduler.watermark})",
+    )
+
+
+def scheduler_config(args: argparse.Namespace) -> SchedulerConfig:
+    return SchedulerConfig(
+        enable_mixed_chunk=not args.disable_mixed_chunk,
+        enable_overlap=not args.disable_overlap_schedule,
+        audit_every_step=args.audit_every_step,
+        preemption_mode=PreemptionMode(args.preemption_mode),
+        force_retract_every=args.force_retract_every,
+        schedule_policy=SchedulePolicy(args.schedule_policy),
+        force_fault_every=args.force_fault_every,
+        watchdog_timeout=args.watchdog_timeout,
+        **{name: getattr(args, name) for name in _SCHEDULER_FLAGS},
+    )
