@@ -33,7 +33,8 @@ sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/suppo
 
 from tandem_engine.clock import MonotonicClock  # noqa: E402
 from tandem_engine.config import Role  # noqa: E402
-from tandem_engine.messages.control import MAX_LINKS, LinkReport  # noqa: E402
+from tandem_engine.messages.control import MAX_LINKS  # noqa: E402
+from tandem_engine.messages.engine_stats import LinkReport  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress, RedisClient  # noqa: E402
 from tandem_services.router.choice import WorkerView  # noqa: E402
 from tandem_services.router.cost import Demand, Load  # noqa: E402

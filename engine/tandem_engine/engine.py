@@ -54,7 +54,8 @@ from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.memory.copies import CopyQueue
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.messages.control import EngineStats, PauseMode
+from tandem_engine.messages.control import PauseMode
+from tandem_engine.messages.engine_stats import EngineStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Peer
 from tandem_engine.messages.transfer import Hello, PeerMessage

@@ -25,7 +25,12 @@ from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.errors import EngineError, RankLostError
 from tandem_engine.executor.self_test import SelfTestReport
 from tandem_engine.freed import AtRest, give_back
-from tandem_engine.ipc.channels import IpcContext, KeyPair, PairChannel, RouterChannel
+from tandem_engine.ipc.channels import (
+    IpcContext,
+    PairChannel,
+    RouterChannel,
+)
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_engine.ipc.poller import Poller
 from tandem_engine.launch import launched_engine

@@ -6,7 +6,7 @@ from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.prefix_counters import PrefixCounters
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.memory.page_copy import CopyKind
-from tandem_engine.messages.control import EngineStats, PrefixFetchStats
+from tandem_engine.messages.engine_stats import EngineStats, PrefixFetchStats
 from tandem_engine.scheduler.scheduler import Scheduler
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import DrainWanted, Shutdown
 from tandem_engine.messages.outputs import FinishReason
 from tandem_services.common.ports import free_port

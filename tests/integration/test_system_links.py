@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tandem_engine.ipc.channels import IpcContext, KeyPair
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.ipc.keys import KeyPair
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.cost import Demand

@@ -13,7 +13,7 @@ from tandem_engine.engine import Engine
 from tandem_engine.errors import CheckpointError
 from tandem_engine.generation import Generation
 from tandem_engine.loaded_model import LoadedModel, load
-from tandem_engine.messages.control import SpeculationStats
+from tandem_engine.messages.engine_stats import SpeculationStats
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.model.decoder import Decoder

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.router.candidate import Candidate
 from tandem_services.router.choice import TOLD_OPTIONS, PricedOptions
 from tandem_services.router.cost import (

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.router.candidate import Candidate
 from tandem_services.router.cost import Demand, Load
 from tandem_services.router.index import named_blocks

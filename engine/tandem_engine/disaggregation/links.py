@@ -34,7 +34,7 @@ from tandem_engine.disaggregation.transport import (
     PushFailed,
     TransportEvent,
 )
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import DrainAck, Hello, ProbeGrant, ProbeRefusal, ProbeRequest, TransferAborted
 from tandem_engine.names import LinkTransport, PageId

@@ -5,34 +5,27 @@ Topology
     peer      engine DEALER  ──▶ engine ROUTER      PeerMessage, one way per socket
     control   engine PAIR    ──▶ worker PAIR        EngineToWorker up, WorkerToEngine down (ipc://)
 
-Engines are synchronous and poll; gateways and worker services use the asyncio twins. All sockets are
-non-blocking and bounded: a send that would block is dropped and reported by the return value, because
+Engines are synchronous and poll; gateways and worker services use the asyncio twins (`async_channels`). All
+sockets are non-blocking and bounded: a send that would block is dropped and reported by the return value, because
 a peer that does not read must never stop the scheduler.
 
-Authentication: every process of one deployment holds the same CURVE key pair (`KeyPair`, from a Secret
+Authentication: every process of one deployment holds the same CURVE key pair (`keys.KeyPair`, from a Secret
 or made by `tandem up`). A server accepts exactly that public key; without keys (`--insecure`) sockets
 must be bound to loopback.
 """
 
-import asyncio
 import ipaddress
-import json
 import logging
-import os
-import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import zmq
 import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import parse_monitor_message
 
 from tandem_engine.errors import ConfigError, WireError
-from tandem_engine.ipc.readable import SocketReadable
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.codec import MAX_MESSAGE_BYTES, Codec
 
 logger = logging.getLogger(__name__)
@@ -47,40 +40,6 @@ HEARTBEAT_TIMEOUT_MS = 2_000
 
 In = TypeVar("In")
 Out = TypeVar("Out")
-
-
-@dataclass(frozen=True, slots=True)
-class KeyPair:
-    """Z85 CURVE keys shared by the processes of one deployment."""
-
-    public: bytes
-    secret: bytes
-
-    @staticmethod
-    def generate() -> "KeyPair":
-        public, secret = zmq.curve_keypair()
-        return KeyPair(public, secret)
-
-    @staticmethod
-    def load(path: Path) -> "KeyPair":
-        """Raises `ConfigError` when the file is absent or not a key file; warns when everybody can read it."""
-        try:
-            if path.stat().st_mode & stat.S_IROTH:
-                logger.warning("everybody on this machine can read %s: run chmod o-r on it", path)
-            fields = json.loads(path.read_text("ascii"))
-            keys = KeyPair(fields["public"].encode("ascii"), fields["secret"].encode("ascii"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"--curve-keys {path}: not a key file written by `tandem up` ({error})") from error
-        if len(keys.public) != 40 or len(keys.secret) != 40:
-            raise ConfigError(f"--curve-keys {path}: keys must be 40 Z85 characters each")
-        return keys
-
-    def save(self, path: Path) -> None:
-        """Write for the owner's eyes only, whatever was there before."""
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            json.dump({"public": self.public.decode(), "secret": self.secret.decode()}, file)
 
 
 class _SharedKeyOnly:
@@ -162,7 +121,8 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _configure(socket: "zmq.Socket[Any]") -> None:
+def configure(socket: "zmq.Socket[Any]") -> None:
+    """Bounds and heartbeats of every socket."""
     socket.linger = 0
     socket.sndhwm = HIGH_WATER_MARK
     socket.rcvhwm = HIGH_WATER_MARK
@@ -192,7 +152,7 @@ class RouterChannel(Generic[In, Out]):
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
         self.socket = context.socket(zmq.ROUTER)
-        _configure(self.socket)
+        configure(self.socket)
         # An unroutable reply raises instead of vanishing, so that a dead gateway's requests are noticed.
         self.socket.router_mandatory = True
         self.socket.router_handover = True
@@ -240,7 +200,7 @@ class DealerChannel(Generic[Out]):
     def __init__(self, context: IpcContext, endpoint: str, *, outbound: object) -> None:
         self._outbound: Codec[Out] = Codec(outbound)
         self.socket = context.socket(zmq.DEALER)
-        _configure(self.socket)
+        configure(self.socket)
         context.secure_client(self.socket)
         self.endpoint = endpoint
         try:
@@ -268,7 +228,7 @@ class PairChannel(Generic[In, Out]):
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
         self.socket = context.socket(zmq.PAIR)
-        _configure(self.socket)
+        configure(self.socket)
         self.socket.connect(endpoint)
         self.refused = 0
         """Messages that did not decode since start."""
@@ -298,101 +258,4 @@ class PairChannel(Generic[In, Out]):
         self.socket.close(linger=int(seconds * 1000))
 
     def close(self) -> None:
-        self.socket.close()
-
-
-class AsyncPairServer(Generic[In, Out]):
-    """Asyncio PAIR that binds; the worker service's end of the control channel."""
-
-    def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
-        self._inbound: Codec[In] = Codec(inbound)
-        self._outbound: Codec[Out] = Codec(outbound)
-        self.socket = context.async_socket(zmq.PAIR)
-        _configure(self.socket)
-        self.socket.bind(endpoint)
-
-    async def receive(self) -> In:
-        return self._inbound.decode(await self.socket.recv())
-
-    async def send(self, message: Out) -> None:
-        await self.socket.send(self._outbound.encode(message))
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-"""What a client's socket reports when there is no engine at its other end, or none of this deployment."""
-
-
-class AsyncDealerChannel(Generic[In, Out]):
-    """Asyncio client end; a gateway has one per engine.
-
-    `disconnected` completes when the engine's socket goes away (FIN or RST milliseconds after SIGKILL,
-    heartbeat time-out after SIGSTOP) or nobody listens there any more, which is the fastest sign of a dead
-    worker: one that is registered has bound its socket before.
-
-    What streams over it comes through here message by message, so it waits for its socket itself: pyzmq's asyncio
-    sockets cost more per message than all that a gateway does with one.
-
-    Raises `WireError` for an endpoint that cannot be one: it came from the registry.
-    """
-
-    def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
-        self._inbound: Codec[In] = Codec(inbound)
-        self._outbound: Codec[Out] = Codec(outbound)
-        self.socket = context.socket(zmq.DEALER)
-        _configure(self.socket)
-        context.secure_client(self.socket)
-        self._monitor = self.socket.get_monitor_socket(LOST_EVENTS)
-        context.adopt(self._monitor)
-        self._readable = SocketReadable(self.socket)
-        self._monitor_readable = SocketReadable(self._monitor)
-        self._taken = 0
-        try:
-            self.socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise WireError(f"cannot connect to {endpoint!r}: {error}") from error
-
-    async def receive(self) -> In:
-        """Raises `WireError` for an undecodable message. One receiver at a time."""
-        while True:
-            try:
-                data = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                self._taken = 0
-                await self._readable.wait()
-                continue
-            self._taken += 1
-            if self._taken >= MAX_PER_RECEIVE:
-                # Others must have their turn, however many messages are there.
-                self._taken = 0
-                await asyncio.sleep(0)
-            return self._inbound.decode(data)
-
-    def send(self, message: Out) -> bool:
-        """False when the queue to the engine is full. Never waits."""
-        try:
-            self.socket.send(self._outbound.encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        self._readable.used()
-        return True
-
-    async def disconnected(self) -> None:
-        """Return when the connection has been lost or refused."""
-        while True:
-            try:
-                parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                await self._monitor_readable.wait()
-            else:
-                return
-
-    def close(self) -> None:
-        self._readable.close()
-        self._monitor_readable.close()
-        self.socket.disable_monitor()
-        self._monitor.close(linger=0)
         self.socket.close()

@@ -40,7 +40,8 @@ from tandem_engine.library.pending import Pending
 from tandem_engine.library.prompts import Conversation, Encoded, Prompt, encode_conversations, encode_prompt
 from tandem_engine.library.sampling_params import SamplingParams
 from tandem_engine.library.session import Session
-from tandem_engine.messages.control import EngineStats, PauseMode
+from tandem_engine.messages.control import PauseMode
+from tandem_engine.messages.engine_stats import EngineStats
 from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.names import RequestId

@@ -40,7 +40,7 @@ from tandem_engine.library.prompts import (
 )
 from tandem_engine.library.sampling_params import SamplingParams
 from tandem_engine.library.session import Session
-from tandem_engine.messages.control import EngineStats
+from tandem_engine.messages.engine_stats import EngineStats
 from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.pooling import PoolingParams
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer

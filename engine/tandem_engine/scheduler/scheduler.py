@@ -28,7 +28,8 @@ from tandem_engine.errors import DrainingError, EngineError
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.messages.control import PauseMode, SpeculationStats
+from tandem_engine.messages.control import PauseMode
+from tandem_engine.messages.engine_stats import SpeculationStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.names import RequestId
@@ -425,7 +426,7 @@ class Scheduler:
         return self._health.audit()
 
     def stats(self) -> SchedulerStats:
-        """Numbers for `messages.control.EngineStats`."""
+        """Numbers for `messages.engine_stats.EngineStats`."""
         tally = self.tally
         queues = self.queues
         return SchedulerStats(

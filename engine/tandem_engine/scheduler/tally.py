@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem_engine.messages.control import SpeculationStats
+from tandem_engine.messages.engine_stats import SpeculationStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 
 WEIGHT = 0.1
@@ -31,7 +31,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
-    """The scheduler's share of `messages.control.EngineStats`, under the same names."""
+    """The scheduler's share of `messages.engine_stats.EngineStats`, under the same names."""
 
     loop_count: int
     running: int

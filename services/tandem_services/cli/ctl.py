@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _authorization(keys: Path) -> dict[str, str]:
-    from tandem_engine.ipc.channels import KeyPair
+    from tandem_engine.ipc.keys import KeyPair
     from tandem_services.common.order_token import order_token
 
     return {"Authorization": f"Bearer {order_token(KeyPair.load(keys))}"}

@@ -198,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
 
 def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: Cores) -> None:
     """Start Redis, workers and gateway, in this order, without waiting for models to load."""
-    from tandem_engine.ipc.channels import KeyPair
+    from tandem_engine.ipc.keys import KeyPair
 
     keys = todo.run_dir / "keys.json"
     KeyPair.generate().save(keys)

@@ -9,7 +9,7 @@ from secrets import compare_digest
 
 from starlette.requests import HTTPConnection
 
-from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.ipc.keys import KeyPair
 from tandem_services.common.listening import is_loopback
 
 

@@ -23,7 +23,8 @@ from typing import Protocol
 
 from tandem_engine.clock import Clock
 from tandem_engine.errors import WireError
-from tandem_engine.ipc.channels import AsyncDealerChannel, IpcContext
+from tandem_engine.ipc.async_channels import AsyncDealerChannel
+from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, Taken, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_services.gateway.revival import Revival

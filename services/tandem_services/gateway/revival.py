@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from tandem_engine.clock import Clock
 from tandem_engine.errors import WireError
-from tandem_engine.ipc.channels import AsyncDealerChannel, IpcContext
+from tandem_engine.ipc.async_channels import AsyncDealerChannel
+from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.outputs import EngineReply, Pong
 from tandem_engine.messages.requests import EngineRequest, Ping
 from tandem_services.router.choice import WorkerView

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_engine.ipc.channels import IpcContext, KeyPair
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.config import ModelConfig

@@ -28,7 +28,7 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 
 from tandem_engine.clock import MonotonicClock
-from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.logs import configure_logging
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError

@@ -23,7 +23,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import MAX_LINKS, LinkReport
+from tandem_engine.messages.control import MAX_LINKS
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.common.redis_client import Argument, RedisUnavailableError, Reply
 from tandem_services.router.choice import WorkerView
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s

@@ -17,7 +17,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from tandem_engine.clock import Clock, MonotonicClock
-from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.logs import configure_logging
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.bearer_token import BearerToken

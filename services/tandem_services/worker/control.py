@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_engine.errors import WireError
-from tandem_engine.ipc.channels import AsyncPairServer, IpcContext
+from tandem_engine.ipc.async_channels import AsyncPairServer
+from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.control import (
     Audit,
     AuditReport,
     DrainWanted,
     EngineFailed,
     EngineReady,
-    EngineStats,
     EngineToWorker,
     NodeReport,
     OperatorOrder,
@@ -28,6 +28,7 @@ from tandem_engine.messages.control import (
     WorkerToEngine,
 )
 from tandem_engine.messages.ended_requests import EndedRequests
+from tandem_engine.messages.engine_stats import EngineStats
 from tandem_engine.messages.kv_events import KvEventBatch
 
 logger = logging.getLogger(__name__)

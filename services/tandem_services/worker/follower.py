@@ -21,7 +21,8 @@ from starlette.routing import Route
 
 from tandem_engine.clock import Clock
 from tandem_engine.errors import WireError
-from tandem_engine.ipc.channels import AsyncPairServer, IpcContext
+from tandem_engine.ipc.async_channels import AsyncPairServer
+from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.control import EngineFailed, EngineToWorker, NodeReport, Shutdown, WorkerToEngine
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, new_registry, render

@@ -27,7 +27,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem_engine.messages.control import AuditReport, LinkReport
+from tandem_engine.messages.control import AuditReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.common.health import Health
 from tandem_services.common.listening import http_url, is_wildcard, listen
 from tandem_services.common.metrics import CONTENT_TYPE, render

@@ -11,7 +11,8 @@ from statistics import median
 
 from tandem_engine.clock import Clock
 from tandem_engine.config import Role
-from tandem_engine.messages.control import EngineReady, EngineStats, LinkReport
+from tandem_engine.messages.control import EngineReady
+from tandem_engine.messages.engine_stats import EngineStats, LinkReport
 from tandem_services.router.choice import WorkerView
 from tandem_services.router.cost import BROKEN_TOKEN_S, Load
 from tandem_services.router.registry import WorkerRecord, WorkerState

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.errors import ConfigError
-from tandem_engine.ipc.channels import IpcContext, KeyPair
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.ipc.keys import KeyPair
 from tandem_services.common.errors import StartupError
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tracing import require_opentelemetry

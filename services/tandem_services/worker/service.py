@@ -33,14 +33,13 @@ from tandem_engine.messages.control import (
     DrainWanted,
     EngineFailed,
     EngineReady,
-    EngineStats,
-    LinkReport,
     OrderDone,
     OrderRefused,
     PeerGone,
     ReplayCache,
     Shutdown,
 )
+from tandem_engine.messages.engine_stats import EngineStats, LinkReport
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import new_registry
 from tandem_services.common.order_token import order_token

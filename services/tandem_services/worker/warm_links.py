@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.messages.requests import Peer
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.names import LinkTransport
 from tandem_services.router.fleet import FleetMember, FleetView
 from tandem_services.router.registry import WorkerState

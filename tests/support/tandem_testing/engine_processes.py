@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_engine.ipc.channels import AsyncDealerChannel, AsyncPairServer, IpcContext, KeyPair
+from tandem_engine.ipc.async_channels import AsyncDealerChannel, AsyncPairServer
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import Audit, AuditReport, EngineReady, EngineToWorker, WorkerToEngine
 from tandem_engine.messages.outputs import EngineReply, Finish, OutputBatch
 from tandem_engine.messages.requests import EngineRequest, Handoff, HandoffSide, Peer

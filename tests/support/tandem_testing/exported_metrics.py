@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import LinkReport, SpeculationStats
+from tandem_engine.messages.engine_stats import LinkReport, SpeculationStats
 from tandem_engine.messages.outputs import TransferReport
 from tandem_engine.names import LinkTransport
 from tandem_services.common.metrics import MetricFamilies

@@ -32,7 +32,6 @@ from tandem_engine.messages.control import (
     DrainWanted,
     EngineFailed,
     EngineReady,
-    EngineStats,
     EngineToWorker,
     KvGeometry,
     OrderDone,
@@ -40,6 +39,7 @@ from tandem_engine.messages.control import (
     Shutdown,
     WorkerToEngine,
 )
+from tandem_engine.messages.engine_stats import EngineStats
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 
 STATS_PERIOD_S = 0.05

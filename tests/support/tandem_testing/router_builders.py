@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem_engine.config import Role
 from tandem_engine.messages.block_hash import chain_hashes, chain_seed
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.choice import Choice, Placement, Reservation, ScoreTerm, Source, WorkerView
 from tandem_services.router.cost import Load

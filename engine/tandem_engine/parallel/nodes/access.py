@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from tandem_engine.ipc.channels import IpcContext, KeyPair
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.ipc.keys import KeyPair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

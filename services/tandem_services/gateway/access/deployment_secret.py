@@ -2,7 +2,7 @@
 
 from hashlib import blake2b
 
-from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.ipc.keys import KeyPair
 
 
 def deployment_secret(keys: KeyPair | None, cluster: str) -> bytes:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.common.health import Health
 from tandem_services.gateway.console.traffic import Traffic
 from tandem_services.router.figures import Figures, read_figures

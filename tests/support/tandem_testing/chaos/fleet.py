@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.cli.bundled import bundled_model
 from tandem_services.common.ports import free_port

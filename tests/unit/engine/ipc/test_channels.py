@@ -7,14 +7,13 @@ import zmq
 
 from tandem_engine.errors import ConfigError
 from tandem_engine.ipc import channels
+from tandem_engine.ipc.async_channels import AsyncDealerChannel, AsyncPairServer
 from tandem_engine.ipc.channels import (
-    AsyncDealerChannel,
-    AsyncPairServer,
     IpcContext,
-    KeyPair,
     PairChannel,
     RouterChannel,
 )
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.ipc.poller import Poller
 from tandem_engine.ipc.readable import SocketReadable
 from tandem_engine.messages.control import Drain, EngineFailed, EngineToWorker, WorkerToEngine

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from tandem_engine.config import EngineConfig, ParallelConfig
 from tandem_engine.errors import ConfigError, RankLostError
 from tandem_engine.ipc.calls import CallChannel
-from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.nodes import JoinNode, LeaderToNode, NodeToLeader
 from tandem_engine.parallel import rank_processes
 from tandem_engine.parallel.failure import Departure, FirstFailure

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.names import LinkTransport
 from tandem_services.cli.link_table import links_table
 

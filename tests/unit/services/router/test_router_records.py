@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.names import LinkTransport
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.registry import (

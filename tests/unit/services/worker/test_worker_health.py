@@ -7,27 +7,24 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem_engine.config import Role
-from tandem_engine.ipc.channels import KeyPair
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import (
     AbortRequests,
     AuditReport,
     DecodeElsewhere,
     EngineReady,
-    EngineStats,
     FlushCache,
-    LinkReport,
     OperatorOrder,
     OrderDone,
     OrderRefused,
     PauseGeneration,
     PauseMode,
-    PrefixFetchStats,
     ReloadWeights,
     ResumeGeneration,
-    SpeculationStats,
     StartProfile,
     StopProfile,
 )
+from tandem_engine.messages.engine_stats import EngineStats, LinkReport, PrefixFetchStats, SpeculationStats
 from tandem_engine.names import LinkTransport
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health

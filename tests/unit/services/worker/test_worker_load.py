@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.figures import FIGURES, Figures, kept_figures, read_figures
 from tandem_services.router.registry import WorkerState, readable_fields

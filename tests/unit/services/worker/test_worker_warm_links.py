@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.messages.control import LinkReport
+from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.messages.requests import Peer
 from tandem_services.worker.warm_links import WarmLinks
 from tandem_testing.service_clock import ServiceClock

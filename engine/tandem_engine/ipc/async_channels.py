@@ -1,0 +1,109 @@
+"""The asyncio twins of `channels`, for gateways and worker services."""
+
+import asyncio
+from typing import Generic
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from tandem_engine.errors import WireError
+from tandem_engine.ipc.channels import MAX_PER_RECEIVE, In, IpcContext, Out, configure
+from tandem_engine.ipc.readable import SocketReadable
+from tandem_engine.messages.codec import Codec
+
+LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""What a client's socket reports when there is no engine at its other end, or none of this deployment."""
+
+
+class AsyncPairServer(Generic[In, Out]):
+    """Asyncio PAIR that binds; the worker service's end of the control channel."""
+
+    def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
+        self._inbound: Codec[In] = Codec(inbound)
+        self._outbound: Codec[Out] = Codec(outbound)
+        self.socket = context.async_socket(zmq.PAIR)
+        configure(self.socket)
+        self.socket.bind(endpoint)
+
+    async def receive(self) -> In:
+        return self._inbound.decode(await self.socket.recv())
+
+    async def send(self, message: Out) -> None:
+        await self.socket.send(self._outbound.encode(message))
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class AsyncDealerChannel(Generic[In, Out]):
+    """Asyncio client end; a gateway has one per engine.
+
+    `disconnected` completes when the engine's socket goes away (FIN or RST milliseconds after SIGKILL,
+    heartbeat time-out after SIGSTOP) or nobody listens there any more, which is the fastest sign of a dead
+    worker: one that is registered has bound its socket before.
+
+    What streams over it comes through here message by message, so it waits for its socket itself: pyzmq's asyncio
+    sockets cost more per message than all that a gateway does with one.
+
+    Raises `WireError` for an endpoint that cannot be one: it came from the registry.
+    """
+
+    def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
+        self._inbound: Codec[In] = Codec(inbound)
+        self._outbound: Codec[Out] = Codec(outbound)
+        self.socket = context.socket(zmq.DEALER)
+        configure(self.socket)
+        context.secure_client(self.socket)
+        self._monitor = self.socket.get_monitor_socket(LOST_EVENTS)
+        context.adopt(self._monitor)
+        self._readable = SocketReadable(self.socket)
+        self._monitor_readable = SocketReadable(self._monitor)
+        self._taken = 0
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise WireError(f"cannot connect to {endpoint!r}: {error}") from error
+
+    async def receive(self) -> In:
+        """Raises `WireError` for an undecodable message. One receiver at a time."""
+        while True:
+            try:
+                data = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                self._taken = 0
+                await self._readable.wait()
+                continue
+            self._taken += 1
+            if self._taken >= MAX_PER_RECEIVE:
+                # Others must have their turn, however many messages are there.
+                self._taken = 0
+                await asyncio.sleep(0)
+            return self._inbound.decode(data)
+
+    def send(self, message: Out) -> bool:
+        """False when the queue to the engine is full. Never waits."""
+        try:
+            self.socket.send(self._outbound.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        self._readable.used()
+        return True
+
+    async def disconnected(self) -> None:
+        """Return when the connection has been lost or refused."""
+        while True:
+            try:
+                parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                await self._monitor_readable.wait()
+            else:
+                return
+
+    def close(self) -> None:
+        self._readable.close()
+        self._monitor_readable.close()
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close()
