@@ -146,7 +146,7 @@ class Subject:
 
     def on_forward_thread(self, work: Callable[[], float]) -> float:
         """Another thread would have a team of its own, and make this one's slower (`ForwardThread`)."""
-        return self.engine._executor.run(work)
+        return self.engine._parts.executor.run(work)
 
     def seconds(self, jobs: list[Job]) -> float:
         self.engine.memory.clear_cache()

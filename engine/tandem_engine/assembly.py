@@ -1,4 +1,4 @@
-"""The parts of an engine, each made of what was loaded and configured. `engine` puts them together.
+"""The parts of an engine, each made of what was loaded and configured. `engine.parts` puts them together.
 
 geometry ─▶ pool, as large as memory allows ─▶ host pool, memory, prefix cache
 model, pool ─▶ runner ─▶ what a draft is made for ─▶ speculation

@@ -73,7 +73,7 @@ def _serve(args: argparse.Namespace) -> int:
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     # Engines share the cores of a machine: OpenMP threads that spin for work take them from each other.
     set_default("OMP_WAIT_POLICY", "PASSIVE")
-    from tandem_engine.process import ProcessConfig, serve
+    from tandem_engine.process.serve import ProcessConfig, serve
 
     return serve(
         ProcessConfig(

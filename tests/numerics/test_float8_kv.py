@@ -68,5 +68,5 @@ def test_other_weights_come_with_their_scales(model, tmp_path):
     with Engine.build(model, EngineConfig(model_path=model.config.model_path, cache=cache)) as engine:
         before = engine.geometry
         engine.replace_model(load(EngineConfig(model_path=str(other), dtype="float32"), progress=False))
-        assert engine._pool.scales.tolist() == scales.tolist()
+        assert engine._parts.pool.scales.tolist() == scales.tolist()
         assert engine.geometry.kv_scales not in ("", before.kv_scales)

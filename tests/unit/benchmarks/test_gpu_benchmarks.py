@@ -80,7 +80,7 @@ def test_who_is_measured_after_the_engine_finds_its_memory_free(monkeypatch):
     class Noted(engine.LLM):
         def __init__(self, *args, **options):
             super().__init__(*args, num_pages=64, threads=1, progress=False, **options)
-            pools.append(weakref.ref(self._engine._pool))
+            pools.append(weakref.ref(self._engine._parts.pool))
 
     monkeypatch.setattr(engine, "LLM", Noted)
     loads = engine.Loads(decode=(1,), idle=1, prompt=32, mixed=1, mixed_prompts=(4, 4), mixed_outputs=(2, 2))

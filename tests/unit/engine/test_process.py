@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine import process
 from tandem_engine.config import EngineConfig
-from tandem_engine.process import UNEXPECTED_ERROR, ProcessConfig, serve
+from tandem_engine.process import serve as serving
+from tandem_engine.process.serve import UNEXPECTED_ERROR, ProcessConfig, serve
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def config(tmp_path: Path) -> ProcessConfig:
 
 @pytest.fixture(autouse=True)
 def outlive_the_parent(monkeypatch) -> None:
-    monkeypatch.setattr(process, "die_with_parent", lambda: None)
+    monkeypatch.setattr(serving, "die_with_parent", lambda: None)
 
 
 def test_an_unexpected_error_is_logged_and_the_process_exits_for_a_restart(monkeypatch, caplog, config):
     def broken(*_: object) -> None:
         raise AssertionError("page 7 given back while free")
 
-    monkeypatch.setattr(process, "_serve", broken)
+    monkeypatch.setattr(serving, "_serve", broken)
     with caplog.at_level(logging.ERROR):
         assert serve(config) == UNEXPECTED_ERROR
     assert "page 7 given back while free" in caplog.text

@@ -1,0 +1,17 @@
+"""An engine in this process: model, KV memory, scheduler and, with a port, the transfer of KV to peers.
+
+Life of an engine
+    load    checkpoint → `LoadedModel` (`loaded_model`), shared by any number of engines of one process
+    build   `parts`: pool, prefix cache, executor, scheduler; with an `EnginePort` also NIXL and the handoff stage,
+            which are its `peer_side`
+    use     `add` / `abort` / `step` by whoever owns the loop (`process`), or `generate` offline
+    reload  other weights of the same architecture between two steps: `weights`; what `served` says is then another
+    close   executor first, so that nothing computes any more; then the transport, then sockets
+
+All methods of `Engine` belong to one thread, the scheduler thread.
+"""
+
+from tandem_engine.engine.engine import Engine
+from tandem_engine.engine.peer_side import EnginePort
+
+__all__ = ["Engine", "EnginePort"]

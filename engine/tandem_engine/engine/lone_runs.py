@@ -1,0 +1,62 @@
+"""Computing beside the requests: on pages that are free, with no step in flight, and given back at the end."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from tandem_engine.engine.parts import EngineParts
+from tandem_engine.errors import BusyError
+from tandem_engine.executor.lone_batch import logits_of, lone_batch
+from tandem_engine.executor.self_test import SelfTestReport, self_test
+
+SELF_TEST_TOKENS = 256
+
+
+def run_self_test(parts: EngineParts, *, vocab_size: int) -> SelfTestReport:
+    """Compute on random tokens, on every rank. Raises `EngineError`.
+
+    Its rates stand in for measured ones: a worker that reported no step time would look free to routers, whatever
+    they give it.
+    """
+    memory, scheduler = parts.memory, parts.scheduler
+    tokens = min(SELF_TEST_TOKENS, scheduler.max_request_tokens - 1)
+    pages = memory.reserve_pages(min(memory.pages_for(tokens + 1), memory.available_pages()))
+    if not pages:
+        raise BusyError("no KV page is free for a self-test: try again, or pause with mode retract before")
+    test = partial(
+        self_test,
+        parts.runner,
+        pages=pages,
+        page_size=memory.page_size,
+        vocab_size=vocab_size,
+        prompt_tokens=tokens,
+    )
+    try:
+        report = parts.executor.run(lambda: parts.joint.run(test))
+    finally:
+        memory.give_back(pages)
+    scheduler.tally.expect(report.prefill_tokens_per_s, report.decode_step_s)
+    return report
+
+
+def forced_logits(parts: EngineParts, tokens: Sequence[int], *, chunk: int) -> Iterator[torch.Tensor]:
+    """What the model says after each of `tokens`, given those before it: float32 [n, vocab], `chunk` at a time.
+
+    Nobody else may compute meanwhile. Of one rank: logits of a rank are those of its part of the vocabulary.
+
+    Raises:
+        BusyError: too few pages are free.
+    """
+    memory = parts.memory
+    pages = memory.reserve_pages(memory.pages_for(len(tokens)))
+    if pages is None:
+        raise BusyError(f"{len(tokens)} tokens need more KV pages than are free")
+    text = torch.tensor(tokens)
+    try:
+        for begin in range(0, len(tokens), chunk):
+            so_far = text[: begin + chunk]
+            batch = lone_batch(so_far, pages, memory.page_size, extend_len=len(so_far) - begin, every_token=True)
+            yield parts.executor.run(partial(logits_of, parts.runner, batch))
+    finally:
+        memory.give_back(pages)
