@@ -15,10 +15,10 @@ from tandem_engine.loaded_model import load
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.verify.command import Verification
 from tandem_engine.verify.compare import compare
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.reference import ReferenceOutput
+from tandem_engine.verify.verification import Verification
 from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, SHARED, UNEQUAL, run_paths
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
