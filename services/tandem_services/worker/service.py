@@ -16,7 +16,6 @@ The parts share nothing but the event loop; this module wires them and decides w
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -61,6 +60,7 @@ from tandem_services.worker.operator_routes import BUSY
 from tandem_services.worker.peers import PeerWatch
 from tandem_services.worker.registration import Consequences, Registration
 from tandem_services.worker.standby import Standby
+from tandem_services.worker.tasks import NamedTasks
 from tandem_services.worker.traces import WorkerTraces
 from tandem_services.worker.warm_links import WarmLinks
 
@@ -105,7 +105,7 @@ class WorkerService:
         self._drain_began: float | None = None
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._stopping = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = NamedTasks(failed=self._task_failed)
         self._traces = None if config.tracing is None else WorkerTraces(config.tracing)
         library = FunctionLibrary(self._redis)
         registry = Registry(library=library, keys=Keys(config.cluster))
@@ -139,10 +139,10 @@ class WorkerService:
             if self._traces is not None:
                 # After the fork: its thread must not be copied.
                 self._traces.open(incarnation=self.incarnation, model=self._config.model_name)
-            self._start(self._health_server.run_until_closed(), "health")
-            self._start(self._link.run(self._subscribers()), "control")
-            self._start(self._watch_engine(child), "engine")
-            self._start(self._limit_start(), "start-limit")
+            self._tasks.start(self._health_server.run_until_closed(), "health")
+            self._tasks.start(self._link.run(self._subscribers()), "control")
+            self._tasks.start(self._watch_engine(child), "engine")
+            self._tasks.start(self._limit_start(), "start-limit")
             ending = await self._ending
             log = logger.info if ending.status == EXIT_OK else logger.error
             log("worker %s ends: %s", self.incarnation, ending.reason)
@@ -161,7 +161,7 @@ class WorkerService:
         self._monitor.draining = True
         self._health.drain()
         self._registration.state_changed()
-        self._start(self._finish_and_end(), "drain")
+        self._tasks.start(self._finish_and_end(), "drain")
 
     # Wiring
 
@@ -283,14 +283,14 @@ class WorkerService:
             return
         logger.info("engine of %s is ready at %s", self.incarnation, ready.request_endpoint)
         self._monitor.begin()
-        self._start(self._registration.run(), "registration")
-        self._start(self._feed.run(), "index-feed")
-        self._start(self._introductions.run(), "introductions")
-        self._start(self._standby.run(), "standby")
+        self._tasks.start(self._registration.run(), "registration")
+        self._tasks.start(self._feed.run(), "index-feed")
+        self._tasks.start(self._introductions.run(), "introductions")
+        self._tasks.start(self._standby.run(), "standby")
 
     def _engine_reported(self, stats: EngineStats) -> None:
         for peer in self._lifelines.unfollowed(stats.fenced_writers):
-            self._start(self._lifelines.follow(peer), f"lifeline-{peer.incarnation}")
+            self._tasks.start(self._lifelines.follow(peer), f"lifeline-{peer.incarnation}")
         if self._monitor.update(stats):
             self._registration.state_changed()
 
@@ -364,10 +364,13 @@ class WorkerService:
         if not self._ending.done():
             self._ending.set_result(ending)
 
+    def _task_failed(self, name: str) -> None:
+        self._end(Ending(EXIT_FAILED, f"its {name} task failed"))
+
     async def _stop(self, child: EngineChild) -> None:
         """Off the registry first, so that nobody is sent here any more; then the engine."""
         self._stopping = True
-        await self._cancel_tasks(keep={"health", "engine"})
+        await self._tasks.cancel(keep={"health", "engine"})
         if self._ready is not None:
             await self._registration.leave()
         if child.process.returncode is None:
@@ -380,35 +383,16 @@ class WorkerService:
 
     async def _close(self) -> None:
         self._health_server.close()
-        await self._cancel_tasks(keep={"health"})
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel(keep={"health"})
+        await self._tasks.settle()
         self._link.close()
         await self._redis.close()
         if self._traces is not None:
             self._traces.close()
 
-    # Tasks
-
-    def _start(self, work: Coroutine[None, None, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("task %s failed", task.get_name(), exc_info=task.exception())
-            self._end(Ending(EXIT_FAILED, f"its {task.get_name()} task failed"))
-
-    async def _cancel_tasks(self, keep: set[str]) -> None:
-        cancelled = [task for task in self._tasks if task.get_name() not in keep]
-        for task in cancelled:
-            task.cancel()
-        await asyncio.gather(*cancelled, return_exceptions=True)
-
     def _tell_peer_gone(self, incarnation: str) -> None:
         logger.info("peer %s is gone", incarnation)
-        self._start(self._link.order(PeerGone(incarnation=incarnation)), "peer-gone")
+        self._tasks.start(self._link.order(PeerGone(incarnation=incarnation)), "peer-gone")
 
 
 def _refusal(code: str, message: str) -> OrderRefusedError:
