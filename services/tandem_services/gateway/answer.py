@@ -27,7 +27,7 @@ from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
 from tandem_services.gateway.generation import Generator, Job
 from tandem_services.gateway.model_catalog import ModelCatalog
-from tandem_services.gateway.openai_schemas import Usage
+from tandem_services.gateway.openai_answers import Usage
 from tandem_services.gateway.plan import GenerationPlan
 from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.request_body import read_body

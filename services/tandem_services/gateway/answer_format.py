@@ -9,7 +9,7 @@ import msgspec
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece, ScoredToken
-from tandem_services.gateway.openai_schemas import CompletionTokensDetails, PromptTokensDetails, Usage
+from tandem_services.gateway.openai_answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from tandem_services.gateway.output_parts import Part
 from tandem_services.gateway.plan import PlannedChoice
 

@@ -11,11 +11,9 @@ from tandem_services.gateway import logprobs
 from tandem_services.gateway.answer_format import WholeChoice, encode_json, stop_reason
 from tandem_services.gateway.choice_text import ChoicePiece, ScoredToken
 from tandem_services.gateway.error_responses import error_json
-from tandem_services.gateway.openai_schemas import (
+from tandem_services.gateway.openai_answers import (
     AssistantMessage,
     CallDelta,
-    CalledFunction,
-    CalledTool,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -26,6 +24,7 @@ from tandem_services.gateway.openai_schemas import (
     PromptLogprobs,
     Usage,
 )
+from tandem_services.gateway.openai_schemas import CalledFunction, CalledTool
 from tandem_services.gateway.output_parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.sse import DONE, data_event

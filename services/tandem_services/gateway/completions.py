@@ -21,14 +21,14 @@ from tandem_services.gateway.limits import (
     check_context,
     check_token_ids,
 )
-from tandem_services.gateway.openai_schemas import (
+from tandem_services.gateway.openai_answers import (
     CompletionChoice,
     CompletionLogprobs,
-    CompletionRequest,
     CompletionResponse,
     PromptLogprobs,
     Usage,
 )
+from tandem_services.gateway.openai_schemas import CompletionRequest
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.prompt_length import asked_truncation
 from tandem_services.gateway.prompt_shapes import Prompt, place_of, split_prompts

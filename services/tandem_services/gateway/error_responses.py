@@ -13,7 +13,7 @@ from tandem_services.common.errors import ApiError, bad_request, internal_error
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.limits import MAX_ERROR_CHARACTERS
 from tandem_services.gateway.messages.errors import anthropic_error, speaks_anthropic
-from tandem_services.gateway.openai_schemas import ErrorBody, ErrorResponse
+from tandem_services.gateway.openai_answers import ErrorBody, ErrorResponse
 from tandem_services.gateway.sse import send_json
 
 UNEXPECTED = internal_error("The gateway failed while answering. The request id tells operators where to look.")

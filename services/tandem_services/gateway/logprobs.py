@@ -7,7 +7,7 @@ from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.tokenizer.detokenize import Detokenizer
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.gateway.choice_text import ScoredToken
-from tandem_services.gateway.openai_schemas import (
+from tandem_services.gateway.openai_answers import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

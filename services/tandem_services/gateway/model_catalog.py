@@ -12,7 +12,7 @@ from tandem_services.common.errors import ApiError, bad_request, not_found
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.boundary import identify_model, identity_of
 from tandem_services.gateway.model_service import ModelService
-from tandem_services.gateway.openai_schemas import ModelCard, ModelList
+from tandem_services.gateway.openai_answers import ModelCard, ModelList
 
 MOST_NAMED = 8
 """Models in the answer to a request for another one: the rest is told by /v1/models."""

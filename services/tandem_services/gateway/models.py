@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.access.caller import Caller
-from tandem_services.gateway.openai_schemas import ModelCard
+from tandem_services.gateway.openai_answers import ModelCard
 from tandem_services.gateway.output_dialect import OutputDialect
 from tandem_services.router.choice import WorkerView
 

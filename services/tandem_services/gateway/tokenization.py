@@ -12,12 +12,8 @@ from tandem_services.gateway.chat_messages import continues_final, template_mess
 from tandem_services.gateway.limits import check_token_ids
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import ModelService
-from tandem_services.gateway.openai_schemas import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from tandem_services.gateway.openai_answers import DetokenizeResponse, TokenizeResponse
+from tandem_services.gateway.openai_schemas import DetokenizeRequest, TokenizeRequest
 from tandem_services.gateway.request_body import BodyDecoder, read_body
 from tandem_services.gateway.tools import tool_use
 

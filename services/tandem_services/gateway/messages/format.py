@@ -10,7 +10,7 @@ from tandem_services.gateway.answer_format import WholeChoice, encode_json
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
 from tandem_services.gateway.messages.blocks import Event, OutputBlocks
 from tandem_services.gateway.messages.errors import anthropic_error
-from tandem_services.gateway.openai_schemas import Usage
+from tandem_services.gateway.openai_answers import Usage
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.sse import named_event
 

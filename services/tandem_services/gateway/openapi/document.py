@@ -17,7 +17,7 @@ from tandem_services.gateway.access.authentication import PROBES
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.messages.answer_schemas import MessageError
 from tandem_services.gateway.messages.errors import speaks_anthropic
-from tandem_services.gateway.openai_schemas import ErrorResponse
+from tandem_services.gateway.openai_answers import ErrorResponse
 from tandem_services.gateway.openapi.components import Components
 from tandem_services.gateway.openapi.errors import ALWAYS, ERRORS, WAITS, WITH_A_BODY
 from tandem_services.gateway.openapi.operations import OPERATIONS, Operation

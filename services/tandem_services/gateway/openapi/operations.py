@@ -15,18 +15,20 @@ from tandem_services.gateway.explain import RequestRecord
 from tandem_services.gateway.limits import MAX_CACHE_SALT_CHARACTERS
 from tandem_services.gateway.messages.answer_schemas import CountedTokens, MessageEvent, MessageObject
 from tandem_services.gateway.messages.schemas import MessagesRequest
-from tandem_services.gateway.openai_schemas import (
+from tandem_services.gateway.openai_answers import (
     ChatChunk,
-    ChatRequest,
     ChatResponse,
-    CompletionRequest,
     CompletionResponse,
-    DetokenizeRequest,
     DetokenizeResponse,
     ModelCard,
     ModelList,
-    TokenizeRequest,
     TokenizeResponse,
+)
+from tandem_services.gateway.openai_schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
 )
 from tandem_services.gateway.probe_schemas import Live, Version
 from tandem_services.gateway.responses.answer_schemas import ResponseEvent, ResponseObject

@@ -8,7 +8,7 @@ from typing import Any
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.answer_format import WholeChoice, encode_json
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
-from tandem_services.gateway.openai_schemas import Usage
+from tandem_services.gateway.openai_answers import Usage
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.responses.answer_schemas import (
     IncompleteDetails,
