@@ -27,242 +27,20 @@ import asyncio
 import json
 import os
 import platform
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
-sys.path[:0] = SOURCES
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
 
 import uvloop  # noqa: E402
-from chat_load import Question, Timings, closed_loop, letters, open_loop  # noqa: E402
-from mock_fleet import (  # noqa: E402
-    CONTEXT_LENGTH,
-    behaviour,
-    expected_answer,
-    keep_registered,
-    mock_checkpoint,
-    mock_tokenizer,
-)
-
-from tandem_engine.ipc.channels import IpcContext  # noqa: E402
-from tandem_services.common.ports import free_port  # noqa: E402
-from tandem_testing.mock_engine import MockEngine  # noqa: E402
-from tandem_testing.redis_server import RedisServer  # noqa: E402
-
-WORKERS = 4
-START_S = 90.0
-GATEWAY_CORES = {min(os.sched_getaffinity(0))}
-OTHER_CORES = os.sched_getaffinity(0) - GATEWAY_CORES or GATEWAY_CORES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    clients: int
-    requests: int
-    tokens: int
-    stream: bool
-    step_s: float = 0.0
-    rate: float = 0.0
-    """Requests a second, however many are open; 0: `clients` at once."""
-
-
-@dataclass(kw_only=True)
-class Running:
-    """One gateway with its workers."""
-
-    port: int
-    pids: list[int]
-    expected: Callable[[str, int], str]
-    told: Callable[[], dict[str, float]] = dict
-    """Figures that it has of itself."""
-
-
-System = Callable[[ExitStack, Case, argparse.Namespace], Running]
-
-
-def tandem(stack: ExitStack, case: Case, options: argparse.Namespace) -> Running:
-    redis = RedisServer.start()
-    stack.callback(redis.stop)
-    assert redis.process is not None
-    os.sched_setaffinity(redis.process.pid, OTHER_CORES)
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-benchmark-")))
-    mock_checkpoint(folder)
-    fleet_of = ["--fleet", redis.url, str(case.step_s), str(options.workers)]
-    fleet = stack.enter_context(process([sys.executable, __file__, *fleet_of], told=True))
-    assert fleet.stdout is not None
-    fleet.stdout.readline()
-    port = free_port()
-    flags = ["--model", str(folder), "--served-model-name", "mock", "--port", str(port), "--redis-url", redis.url]
-    command = [sys.executable, "-m", "tandem_services.cli.main", "gateway", *flags, "--drain-notice", "0"]
-    gateway = stack.enter_context(process(command, cores=GATEWAY_CORES))
-    wait_until_up(gateway, port)
-    return Running(
-        port=port,
-        pids=[gateway.pid, redis.process.pid],
-        expected=expected_answer(mock_tokenizer()),
-        told=lambda: {"share_routed_by_redis": share_routed_by_redis(port)},
-    )
-
-
-def share_routed_by_redis(port: int) -> float:
-    """Of all decisions; the others were made without it, by the view that the gateway had."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    counts = [line.rpartition(" ") for line in lines if line.startswith("tandem_gateway_route_decisions_total{")]
-    by_redis = sum(float(count) for labels, _, count in counts if 'source="redis"' in labels)
-    return round(by_redis / sum(float(count) for _, _, count in counts), 3)
-
-
-def sglang(policy: str) -> System:
-    def start(stack: ExitStack, case: Case, options: argparse.Namespace) -> Running:
-        urls = [f"http://127.0.0.1:{port}" for port in http_workers(stack, case)]
-        port, metrics = free_port(), free_port()
-        command = [str(peer(options, "python")), "-m", "sglang_router.launch_router", "--worker-urls", *urls]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--log-level", "error"]
-        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
-        return behind(stack, command, port)
-
-    return start
-
-
-def litellm(stack: ExitStack, case: Case, options: argparse.Namespace) -> Running:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-benchmark-")))
-    served = [
-        {"model": "openai/mock", "api_base": f"http://127.0.0.1:{port}/v1", "api_key": "sk-x"}
-        for port in http_workers(stack, case)
-    ]
-    models = [{"model_name": "mock", "litellm_params": each} for each in served]
-    config = folder / "litellm.yaml"  # JSON is YAML
-    config.write_text(json.dumps({"model_list": models, "router_settings": {"routing_strategy": "simple-shuffle"}}))
-    port = free_port()
-    command = [str(peer(options, "litellm")), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
-    quiet = {
-        "LITELLM_LOG": "ERROR",
-        "LITELLM_TELEMETRY": "False",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
-        "NO_DOCS": "True",
-    }
-    return behind(stack, [*command, "--num_workers", "1", "--telemetry", "False"], port, **quiet)
-
-
-def nginx(stack: ExitStack, case: Case, _: argparse.Namespace) -> Running:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-benchmark-")))
-    servers = "".join(f"server 127.0.0.1:{port};" for port in http_workers(stack, case))
-    port = free_port()
-    places = "".join(f"{kind}_temp_path {folder}/t;" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
-    proxy = 'proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;'
-    config = folder / "nginx.conf"
-    config.write_text(
-        f"daemon off; master_process off; pid {folder}/pid; error_log {folder}/err;\n"
-        f"events {{ worker_connections 4096; }}\nhttp {{ access_log off; {places}\n"
-        f"upstream u {{ {servers} keepalive 512; }}\n"
-        f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://u; {proxy} }} }} }}\n"
-    )
-    return behind(stack, ["nginx", "-c", str(config)], port)
-
-
-SYSTEMS: dict[str, System] = {
-    "tandem": tandem,
-    "sglang-round_robin": sglang("round_robin"),
-    "sglang-cache_aware": sglang("cache_aware"),
-    "litellm": litellm,
-    "nginx": nginx,
-}
-
-
-def absent(name: str, options: argparse.Namespace) -> str | None:
-    """Why a peer cannot be measured here."""
-    if name == "tandem":
-        return None
-    if name == "nginx":
-        return None if shutil.which("nginx") else "nginx is not on PATH"
-    package = {"litellm": "litellm"}.get(name, "sglang-router")
-    if options.peers_venv is None:
-        return f"name a virtual environment that has {package} with --peers-venv or TANDEM_PEERS_VENV"
-    found = peer(options, package)
-    return None if found.exists() else f"{found} does not exist: {options.peers_venv}/bin/pip install '{package}'"
-
-
-def peer(options: argparse.Namespace, command: str) -> Path:
-    return Path(options.peers_venv) / "bin" / command
-
-
-def http_workers(stack: ExitStack, case: Case) -> list[int]:
-    """Their ports."""
-    script = str(Path(__file__).with_name("http_worker.py"))
-    step = ["--step-ms", str(case.step_s * 1000)]
-    workers = stack.enter_context(process([sys.executable, script, "--workers", str(WORKERS), *step], told=True))
-    assert workers.stdout is not None
-    ports: list[int] = json.loads(workers.stdout.readline())
-    return ports
-
-
-def behind(stack: ExitStack, command: list[str], port: int, **environment: str) -> Running:
-    gateway = stack.enter_context(process(command, cores=GATEWAY_CORES, **environment))
-    wait_until_up(gateway, port)
-    return Running(port=port, pids=[gateway.pid], expected=lambda text, tokens: letters(text.encode(), tokens))
-
-
-@contextmanager
-def process(
-    command: list[str], *, cores: set[int] = OTHER_CORES, told: bool = False, **environment: str
-) -> "Iterator[subprocess.Popen[str]]":
-    """Killed at the end, with whatever it started. `told`: what it prints is read from `stdout`, else it is a log."""
-    path = {"PYTHONPATH": os.pathsep.join(SOURCES)} if command[0] == sys.executable else {}
-    with tempfile.TemporaryFile() as log:
-        started = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if told else log,
-            stderr=log,
-            text=True,
-            env={**os.environ, **path, **environment},
-            start_new_session=True,
-        )
-        # Before it has begun to start threads.
-        os.sched_setaffinity(started.pid, cores)
-        try:
-            yield started
-        except Exception:
-            log.seek(0)
-            print(log.read()[-2000:].decode("utf-8", "replace"), file=sys.stderr)
-            raise
-        finally:
-            os.killpg(started.pid, 9)
-            started.communicate()
-
-
-def wait_until_up(gateway: "subprocess.Popen[str]", port: int) -> None:
-    """Raises `TimeoutError`, and `AssertionError` where it has ended."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        assert gateway.poll() is None, f"{gateway.args} ended with {gateway.returncode}"
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise TimeoutError(f"{gateway.args} does not listen on {port} after {START_S} s")
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of a process's threads and its children. The usual clock, of 10 ms, is too coarse for the fastest."""
-    tasks = [*Path(f"/proc/{pid}/task").iterdir()]
-    children = [child for task in tasks for child in (task / "children").read_text().split()]
-    own = sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-    return own + sum(cpu_seconds(int(child)) for child in children)
+from chat_load import Question, Timings, closed_loop, open_loop  # noqa: E402
+from gateway_systems import SYSTEMS, WORKERS, Case, Running, System, absent  # noqa: E402
+from pinned_processes import OTHER_CORES, START_S, cpu_seconds  # noqa: E402
 
 
 async def warmed(running: Running, questions: Sequence[Question]) -> None:
@@ -368,24 +146,6 @@ def ratios(systems: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[st
     }
 
 
-def run_fleet(redis_url: str, step_s: float, workers: int) -> None:
-    tokenizer = mock_tokenizer()
-    context = IpcContext()
-    handed_over: set[str] = set()
-    engines = [
-        MockEngine(
-            context=context,
-            handed_over=handed_over,
-            worker_id=f"mock-{number}",
-            behaviour=behaviour(tokenizer, step_s=step_s),
-            context_length=CONTEXT_LENGTH,
-        ).start()
-        for number in range(workers)
-    ]
-    print("ready", flush=True)
-    asyncio.run(keep_registered(redis_url, engines))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers-venv", type=Path, default=os.environ.get("TANDEM_PEERS_VENV"))
@@ -397,12 +157,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=400.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--fleet", nargs=3, help=argparse.SUPPRESS)
     parser.set_defaults(workers=WORKERS)
     options = parser.parse_args()
-    if options.fleet is not None:
-        run_fleet(options.fleet[0], float(options.fleet[1]), int(options.fleet[2]))
-        return
     os.sched_setaffinity(0, OTHER_CORES)
     results = json.dumps(run_all(options), indent=2)
     print(results)

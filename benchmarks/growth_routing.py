@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from gateway_peers import OTHER_CORES, tandem
-from gateway_peers import Case as Load
 from gateway_peers import measure as measure_gateway
+from gateway_systems import Case as Load
+from gateway_systems import tandem
 from growth_fit import Curve
+from pinned_processes import OTHER_CORES
 from router_redis import PAGE, SLICE, Bench, Case, index_bytes, local_us, measure, redis_us
 
 from tandem_services.router.index import IndexUpdate, UpdateKind

@@ -1,9 +1,11 @@
-"""Our mock engines for benchmarks of gateways, their answers as `chat_load.letters` says. Not a command.
+"""Our mock engines for benchmarks of gateways, their answers as `chat_load.letters` says.
 
-`engine_token` makes what an engine generates; `expected_answer` what a client must get for the text of a chat.
+`behaviour` makes what an engine generates; `expected_answer` what a client must get for the text of a chat. Started by
+`gateway_systems.py` with REDIS_URL STEP_S WORKERS it is a fleet of them.
 """
 
 import asyncio
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from chat_load import LETTERS, letters
 
+from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.redis_client import RedisAddress, RedisClient
@@ -73,3 +76,26 @@ async def keep_registered(redis_url: str, engines: Sequence[MockEngine]) -> None
             record = WorkerRecord(view=engine.view, state=WorkerState.READY, load=load, details={})
             await registry.heartbeat(record, deployment="benchmark", known_generation=0, report_age_s=0.0)
         await asyncio.sleep(HEARTBEAT_S)
+
+
+def run_fleet(redis_url: str, step_s: float, workers: int) -> None:
+    """Serve for ever; says "ready" once every worker listens."""
+    tokenizer = mock_tokenizer()
+    context = IpcContext()
+    handed_over: set[str] = set()
+    engines = [
+        MockEngine(
+            context=context,
+            handed_over=handed_over,
+            worker_id=f"mock-{number}",
+            behaviour=behaviour(tokenizer, step_s=step_s),
+            context_length=CONTEXT_LENGTH,
+        ).start()
+        for number in range(workers)
+    ]
+    print("ready", flush=True)
+    asyncio.run(keep_registered(redis_url, engines))
+
+
+if __name__ == "__main__":
+    run_fleet(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

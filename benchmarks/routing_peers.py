@@ -33,8 +33,8 @@ sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/suppo
 
 import msgspec  # noqa: E402
 import uvloop  # noqa: E402
-from gateway_peers import START_S, process, wait_until_up  # noqa: E402
 from http_worker import ANSWERS, RequestReader, whole  # noqa: E402
+from pinned_processes import START_S, process, wait_until_up  # noqa: E402
 
 from tandem_services.cli.processes import Supervisor  # noqa: E402
 from tandem_services.cli.redis_process import start_redis  # noqa: E402
