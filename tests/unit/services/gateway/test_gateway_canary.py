@@ -16,16 +16,11 @@ from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.canary import OUTPUT_TOKENS
 from tandem_services.gateway.composition import build_gateway
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
+from tandem_testing.healthy_engines import healthy
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.metric_text import metric_sum
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
-from tandem_testing.tokenizer_builders import EOS
 
 TOKEN = "t" * 64
-
-
-def healthy(**knobs) -> MockBehaviour:
-    return MockBehaviour(token=hash_tokens(3, 250), eos=EOS, **knobs)
 
 
 @asynccontextmanager

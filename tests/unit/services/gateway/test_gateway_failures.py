@@ -13,18 +13,12 @@ from tandem_engine.messages.requests import HandoffSide
 from tandem_services.common.errors import StartupError
 from tandem_services.gateway.serve import listen
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.healthy_engines import TOKEN, healthy
 from tandem_testing.tcp_proxy import TcpProxy
-from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
-TOKEN = hash_tokens(3, 250)
 OVERLOADED = Finish(reason=FinishReason.ERROR, code="queue_full", retryable=True)
 TRANSFER_FAILED = Finish(reason=FinishReason.ERROR, code="transfer_error", retryable=True)
-
-
-def healthy(**knobs) -> MockBehaviour:
-    return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
 
 
 async def seen(engine, condition) -> bool:

@@ -6,16 +6,11 @@ from tandem_engine.config import Role
 from tandem_engine.messages.requests import HandoffSide, PrefixFetch
 from tandem_services.router.choice import PlannedFetch
 from tandem_testing.gateway_builders import live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.healthy_engines import healthy
 from tandem_testing.router_builders import make_view
-from tandem_testing.tokenizer_builders import EOS
 
 SOURCE = make_view("elsewhere", Role.DECODE)
 PLANNED = PlannedFetch(source=SOURCE, tokens=48, seconds=0.01, within_s=0.5)
-
-
-def healthy(**knobs) -> MockBehaviour:
-    return MockBehaviour(**{"token": hash_tokens(3, 250), "eos": EOS, **knobs})
 
 
 @pytest.fixture

@@ -8,18 +8,12 @@ from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_services.router.registry import WorkerState
 from tandem_testing.gateway_builders import events, live_gateway
+from tandem_testing.healthy_engines import healthy
 from tandem_testing.metric_text import metric_sum
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
-from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
-TOKEN = hash_tokens(3, 250)
 POISON = (9, 9, 9)
 BROKEN = Finish(reason=FinishReason.ERROR, code="engine_stopped", retryable=True)
-
-
-def healthy(**knobs) -> MockBehaviour:
-    return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
 
 
 @pytest.fixture

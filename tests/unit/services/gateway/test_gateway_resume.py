@@ -9,16 +9,12 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_testing.gateway_builders import EngineRack, LiveGateway, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.healthy_engines import TOKEN, healthy
+from tandem_testing.mock_engine import MockBehaviour
 from tandem_testing.tokenizer_builders import EOS
 
 LENGTH = 10
-TOKEN = hash_tokens(3, 250)
 PROMPT = [7, 8, 9, 40]
-
-
-def healthy(**knobs: Any) -> MockBehaviour:
-    return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
 
 
 def told(response) -> dict[str, Any]:

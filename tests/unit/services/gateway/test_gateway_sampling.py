@@ -9,15 +9,9 @@ from tandem_engine.config import Role
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_testing.gateway_builders import events, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
-from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.healthy_engines import TOKEN, healthy
 
-TOKEN = hash_tokens(3, 250)
 PROMPT = "the quick brown"
-
-
-def healthy(**knobs) -> MockBehaviour:
-    return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
 
 
 async def sent(gateway, rack, **fields) -> SamplingParams:

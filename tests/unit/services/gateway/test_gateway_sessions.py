@@ -9,17 +9,13 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide, SessionRef
 from tandem_services.router.session_bindings import SessionBinding, SessionName
 from tandem_testing.gateway_builders import events, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
+from tandem_testing.healthy_engines import healthy
+from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.tokenizer_builders import CHATML, EOS, write_tokenizer
 
-TOKEN = hash_tokens(3, 250)
 LOST = Finish(reason=FinishReason.ERROR, code="session_lost", param="session", error="session 's' is not kept here")
 BUSY = Finish(reason=FinishReason.ERROR, code="session_error", param="session", error="session 's' is busy")
 NAME = SessionName(id="s")
-
-
-def healthy(**knobs) -> MockBehaviour:
-    return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
 
 
 async def turn(gateway, prompt="hi", *, number: int | None = None, **fields):

@@ -1,0 +1,14 @@
+"""What a mock engine does unless a test wants it otherwise."""
+
+from typing import Any
+
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.tokenizer_builders import EOS
+
+TOKEN = hash_tokens(3, 250)
+"""Whoever knows a prompt knows every token of the answer."""
+
+
+def healthy(**knobs: Any) -> MockBehaviour:
+    """Answers every request at once, but for what `knobs` say."""
+    return MockBehaviour(**{"token": TOKEN, "eos": EOS, **knobs})
