@@ -60,7 +60,7 @@ class Sizes:
     expert_inner: int = 1024
 
 
-TINY = Sizes(decode=((2, 40),), prompt=48, tokens=5, sampled=2, vocabulary=300, experts=4, expert_inner=32)
+TINY = Sizes(decode=((2, 40),), prompt=48, tokens=5, sampled=2, vocabulary=300, experts=4, expert_inner=64)
 
 
 @dataclass(frozen=True, kw_only=True)

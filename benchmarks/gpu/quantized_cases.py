@@ -1,8 +1,8 @@
-"""Products by quantized weights: one projection of a real model, in the formats that checkpoints have.
+"""Products by quantized weights: one projection of a real model, and experts, in the formats that checkpoints have.
 
 A decode cannot do without reading codes, scales and zero points, and is measured against copy bandwidth; a prompt
 cannot do without its multiplications. The peer is torch's product by a matrix of that size in the dtype, which reads
-two to four times as much.
+two to four times as much. Of experts a decode reads those that somebody chose.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from gpu.kernel_cases import Case
+from gpu.kernel_cases import Case, Sizes
 from gpu.shapes import Shape
+from tandem_engine.kernels.fused_moe import fused_experts
 from tandem_engine.kernels.packed_weight import FLOAT8, INT4, INT8, PackedWeight
 from tandem_engine.kernels.quantized_gemm import quantized_linear
 
@@ -33,24 +34,28 @@ FORMATS = (
     Format("fp8, 128 × 128", FLOAT8, 128, zeros=False),
 )
 DECODES = (1, 8, 32)
+CHOSEN = 2
+"""Experts of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedCases:
-    """Makes the cases of the projection from the inner size to the hidden one."""
+    """Makes the cases of the projection from the inner size to the hidden one, and of experts."""
 
     shape: Shape
-    prompt: int
+    sizes: Sizes
     device: torch.device
     dtype: torch.dtype
 
     def cases(self) -> Iterator[Callable[[], Case]]:
         for kind in FORMATS:
-            for tokens in (*DECODES, self.prompt):
+            for tokens in (*DECODES, self.sizes.prompt):
                 yield partial(self._product, kind, tokens)
+                yield partial(self._experts, kind, tokens)
 
     def _product(self, kind: Format, tokens: int) -> Case:
-        weight, plain = self._weight(kind), self._randn(self.shape.hidden, self.shape.inner)
+        weight = self._weight(kind, self.shape.hidden, self.shape.inner)
+        plain = self._randn(self.shape.hidden, self.shape.inner)
         x, outputs = self._randn(tokens, weight.inputs), weight.outputs
         moved = weight.nbytes + x.nbytes + tokens * outputs * self.dtype.itemsize
         few = tokens <= max(DECODES)
@@ -62,8 +67,29 @@ class QuantizedCases:
             peers={"torch in the dtype": lambda: linear(x, plain)},
         )
 
-    def _weight(self, kind: Format) -> PackedWeight:
-        outputs, inputs = self.shape.hidden, self.shape.inner
+    def _experts(self, kind: Format, tokens: int) -> Case:
+        hidden, inner = self.shape.hidden, self.sizes.expert_inner
+        gate_up, down = self._stack(kind, 2 * inner, hidden), self._stack(kind, hidden, inner)
+        x, weights = self._randn(tokens, hidden), self._randn(tokens, CHOSEN)
+        experts = torch.rand((tokens, self.sizes.experts), device=self.device).topk(CHOSEN, dim=1).indices
+        few = tokens <= max(DECODES)
+        read = len(experts.unique()) * (gate_up.nbytes + down.nbytes) // self.sizes.experts
+        return Case(
+            name=f"fused MoE by {kind.name} weights, {tokens} tokens, {CHOSEN} of {self.sizes.experts} experts",
+            run=lambda: fused_experts(x, experts, weights, gate_up, down, activation="silu"),
+            ceiling="copy" if few else "matmul",
+            work=read + 2 * x.nbytes if few else 6 * tokens * CHOSEN * hidden * inner,
+        )
+
+    def _stack(self, kind: Format, outputs: int, inputs: int) -> PackedWeight:
+        """The same matrix for every expert: what it holds does not matter."""
+        matrix = self._weight(kind, outputs, inputs)
+        stack = matrix.room_for(self.sizes.experts)
+        for expert in range(self.sizes.experts):
+            stack.put(expert, matrix)
+        return stack
+
+    def _weight(self, kind: Format, outputs: int, inputs: int) -> PackedWeight:
         group_size = inputs if kind.group_size is None else min(kind.group_size, inputs)
         groups = -(-inputs // group_size)
         largest = 16 if kind.coding == INT4 else 127

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> Report:
         sizes = kernel_cases.TINY if args.dry_run else kernel_cases.Sizes()
         maker = kernel_cases.CaseMaker(shape=shape, sizes=sizes, device=device, dtype=dtype)
         measure_kernels(report, watch, maker, ceilings, budget)
-        quantized = QuantizedCases(shape=shape, prompt=sizes.prompt, device=device, dtype=dtype)
+        quantized = QuantizedCases(shape=shape, sizes=sizes, device=device, dtype=dtype)
         measure_kernels(report, watch, quantized, ceilings, budget)
     loads = engine.TINY if args.dry_run else engine.Loads()
     told = EngineRun(shape=shape, loads=loads, ceilings=ceilings, dtype=dtype, report=report, budget=budget)

@@ -117,7 +117,7 @@ TINY = Shape(
     name="tiny",
     config=QWEN3_0_6B.config
     | {
-        "hidden_size": 32,
+        "hidden_size": 64,
         "intermediate_size": 64,
         "num_hidden_layers": 1,
         "num_attention_heads": 4,

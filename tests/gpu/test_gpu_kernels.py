@@ -13,7 +13,7 @@ from tandem_testing.triton_kernels.checks import KernelChecks
 
 SUITES = [
     KernelChecks(f"tandem_testing.triton_kernels.{name}_kernels")
-    for name in ("layer", "expert", "sampling", "table", "quantized")
+    for name in ("layer", "expert", "sampling", "table", "quantized", "quantized_expert")
 ]
 CHECKS = [pytest.param(suite, check, id=check) for suite in SUITES for check in suite.on_device]
 pytestmark = [
@@ -87,6 +87,39 @@ def test_a_token_has_the_same_bits_alone_and_in_a_prompt_of_a_real_model(coding)
     together = quantized_linear(x, weight)
     for tokens in (1, 16, 40):
         assert torch.equal(quantized_linear(x[:tokens], weight), together[:tokens]), tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("coding", ["int4", "int8", "float8"])
+def test_packed_experts_of_a_real_model(coding, tokens):
+    from tandem_testing.triton_kernels import quantized_expert_kernels
+
+    gate_up, down = packed_experts_of_a_real_model(coding)
+    quantized_expert_kernels.agrees("cuda", torch.bfloat16, gate_up, down, tokens=tokens, chosen=8)
+
+
+@pytest.mark.parametrize("coding", ["int4", "int8", "float8"])
+def test_a_token_of_packed_experts_has_the_same_bits_alone_and_in_a_prompt_of_a_real_model(coding):
+    """Blocks of 16 and of 64 pairs are multiplied by instructions of different width."""
+    from tandem_testing.triton_kernels import quantized_expert_kernels as checks
+
+    stacks = checks.stacks_of(*packed_experts_of_a_real_model(coding), "cuda")
+    x = torch.randn((300, 2048), device="cuda").bfloat16()
+    choice = checks.choice_of(300, torch.bfloat16, "cuda", count=16, chosen=8)
+    together = checks.computed(x, choice, stacks)
+    for tokens in (1, 16, 40):
+        alone = checks.computed(x[:tokens], type(choice)(*(part[:tokens] for part in choice)), stacks)
+        assert torch.equal(alone, together[:tokens]), tokens
+
+
+def packed_experts_of_a_real_model(coding):
+    """16 of its 128."""
+    from tandem_testing.triton_kernels.quantized_expert_kernels import levels_of_experts
+
+    return (
+        levels_of_experts(coding, 2 * 768, 2048, 128, symmetric=False, count=16),
+        levels_of_experts(coding, 2048, 768, 128, symmetric=False, seed=2, count=16),
+    )
 
 
 @pytest.mark.parametrize("vocab", [151_936, 128_256])

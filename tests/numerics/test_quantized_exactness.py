@@ -24,7 +24,7 @@ def write_worth(checkpoint, worth) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "gemma2"])
+@pytest.mark.parametrize("name", ["llama-bias", "gemma2", "qwen3-moe"])
 def test_int8_weights_take_the_paths_on_which_pages_meet(name, tmp_path) -> None:
     checkpoint, worth = write_tiny_checkpoint(name, tmp_path / "stored"), tmp_path / "worth"
     write_worth(checkpoint, worth)

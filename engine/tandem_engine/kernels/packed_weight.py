@@ -7,19 +7,23 @@
     int4, int8   W[n, k] = (code − zero) · scale[g, n]
     float8       W[n, k] = e4m3(code) · scale[g, n]
 
+A stack of matrices of one kind, such as the experts of a layer, is the same with a first dimension more.
+
 Numbers of four bits go in pairs that a kernel takes apart without moving anything between lanes: in each run of
 2 · depth inputs, byte j holds input j in its lower half and input depth + j in its upper half. So the lower halves of a
 run are one operand of `depth` inputs, and the upper halves the next one. Scales and zeros have their outputs side by
 side, for a program reads those of one group and many outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
 INT4, INT8, FLOAT8 = "int4", "int8", "float8"
+MIDDLES = {INT4: 8, INT8: 128, FLOAT8: 0}
+"""Zero points of symmetric formats."""
 DEPTHS = (64, 32)
 """Inputs of one multiplication, the larger ones preferred: tensor cores take 16 at a time."""
 
@@ -35,7 +39,7 @@ def depth_for(inputs: int, group_size: int, *, paired: bool) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedWeight:
-    """One matrix [outputs, inputs] on a device."""
+    """One matrix [outputs, inputs] on a device, or a stack of them."""
 
     codes: Tensor
     scales: Tensor
@@ -68,9 +72,34 @@ class PackedWeight:
             depth=depth,
         )
 
+    def lean(self) -> Self:
+        """The same without zero points, if all lie in the middle."""
+        symmetric = self.zeros is not None and bool((self.zeros == MIDDLES[self.coding]).all())
+        return replace(self, zeros=None) if symmetric else self
+
+    def room_for(self, count: int) -> Self:
+        """A stack of so many matrices like this one, whose numbers are to be `put` there."""
+        codes, scales = (part.new_empty(count, *part.shape) for part in (self.codes, self.scales))
+        zeros = None if self.zeros is None else self.zeros.new_empty(count, *self.zeros.shape)
+        return replace(self, codes=codes, scales=scales, zeros=zeros)
+
+    def put(self, index: int, matrix: Self) -> None:
+        """Make `matrix` the one of `index` in this stack, which was made for such as it is."""
+        self.codes[index], self.scales[index] = matrix.codes, matrix.scales
+        if self.zeros is not None and matrix.zeros is not None:
+            self.zeros[index] = matrix.zeros
+
+    def is_like(self, matrix: Self) -> bool:
+        """Whether `matrix` could be one of this stack."""
+        facts = [
+            (each.coding, each.inputs, each.group_size, each.depth, each.scales.dtype, each.zeros is None)
+            for each in (self, matrix)
+        ]
+        return facts[0] == facts[1] and self.codes.shape[1:] == matrix.codes.shape
+
     @property
     def outputs(self) -> int:
-        return self.codes.shape[0]
+        return self.codes.shape[-2]
 
     @property
     def step(self) -> int:

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_engine.kernels.packed_numbers import from_float8, from_integer, from_upper_half, scales_of, zeros_of
-from tandem_engine.kernels.packed_weight import FLOAT8, INT4, PackedWeight
+from tandem_engine.kernels.packed_weight import MIDDLES, PackedWeight
 
 PROGRAMS = 256
 """That splits shall make of a decode, about two for each multiprocessor of an H200."""
@@ -291,12 +291,11 @@ def split_of(outputs: int, inputs: int, step: int) -> int:
 
 def constants_of(weight: PackedWeight) -> dict[str, Any]:
     """What the kernels are compiled for, besides tiles."""
-    middles = {INT4: 8, FLOAT8: 0}
     return {
         "CODING": weight.coding,
         "GROUPED": weight.group_size < weight.inputs,
         "ONE_GROUP": weight.group_size >= weight.inputs or weight.group_size % weight.step == 0,
-        "MIDDLE": middles.get(weight.coding, 128) if weight.zeros is None else -1,
+        "MIDDLE": MIDDLES[weight.coding] if weight.zeros is None else -1,
         "TAIL": bool(weight.inputs % weight.depth),
         "DEPTH": weight.depth,
     }

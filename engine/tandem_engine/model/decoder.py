@@ -30,9 +30,18 @@ from tandem_engine.model.layers.moe import Expert, Router, SparseFeedForward
 from tandem_engine.model.layers.norm import Norm, rms_norm
 from tandem_engine.model.layers.rotary import RotaryTable, rotary_table
 from tandem_engine.model.layers.soft_cap import soft_cap_
+from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.sharing import Heads, heads_of_rank
 from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, has_experts, layer_prefix
-from tandem_engine.model.weights import Weights, column_parallel, head, row_parallel, token_embedding
+from tandem_engine.model.weights import (
+    MatrixReader,
+    Weights,
+    column_parallel,
+    head,
+    held_projection,
+    row_parallel,
+    token_embedding,
+)
 from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY, Split
 
 if TYPE_CHECKING:
@@ -137,7 +146,8 @@ def _vocabulary(config: ModelConfig, weights: Weights) -> tuple[TokenEmbedding, 
     """Both ends of the model. What is not kept of their tensors is gone before any block is read."""
     table, scale = weights.stacked(EMBEDDING, split=VOCABULARY), config.embedding_scale
     if not config.tie_embeddings:
-        scores = projection(weights.stacked(LM_HEAD, split=VOCABULARY))
+        # Logits are what everybody reads: packed if the checkpoint has them so, and never rounded by us.
+        scores = held_projection(weights.matrix(LM_HEAD, split=VOCABULARY, rounded=False), None, weights.dtype)
         return token_embedding(table, weights.group, scale=scale), scores
     scores = projection(table)
     return token_embedding(table, weights.group, scores=scores, scale=scale), scores
@@ -228,16 +238,7 @@ class BlockBuilder:
             normalise=moe.normalise,
         )
         if by_triton(self.weights.device):
-            from tandem_engine.model.layers.on_device import DeviceExperts
-
-            return DeviceExperts.load(
-                (self._expert_weights(prefix, expert) for expert in range(moe.num_experts)),
-                count=moe.num_experts,
-                norm=norm,
-                router=router,
-                activation=self.config.activation,
-                group=self.weights.group,
-            )
+            return self._device_experts(prefix, moe, norm, router)
         return SparseFeedForward(
             norm=norm,
             router=router,
@@ -247,13 +248,30 @@ class BlockBuilder:
         )
 
     def _expert(self, prefix: str, expert: int) -> Expert:
-        gate_up, down = self._expert_weights(prefix, expert)
-        return Expert(gate_up=projection(gate_up), down=projection(down))
+        matrices = self._expert_matrices(prefix, expert, self.weights.matrix)
+        gate_up, down = (held_projection(matrix, None, self.weights.dtype) for matrix in matrices)
+        return Expert(gate_up=gate_up, down=down)
 
-    def _expert_weights(self, prefix: str, expert: int) -> tuple[Tensor, Tensor]:
+    def _device_experts(self, prefix: str, moe: MoeConfig, norm: Norm, router: Router) -> Tokenwise:
+        # Only an engine on a device needs Triton.
+        from tandem_engine.model.layers.device_experts import DeviceExperts, ExpertMatrices, read_experts
+
+        weights = self.weights
+        stacks = read_experts(
+            lambda expert: ExpertMatrices(*self._expert_matrices(prefix, expert, weights.matrix)),
+            lambda expert: ExpertMatrices(*self._expert_matrices(prefix, expert, weights.stacked)),
+            count=moe.num_experts,
+            dtype=weights.dtype,
+            device=weights.device,
+        )
+        return DeviceExperts.of(
+            stacks, norm=norm, router=router, activation=self.config.activation, group=weights.group
+        )
+
+    def _expert_matrices(self, prefix: str, expert: int, read: MatrixReader) -> tuple[Tensor | Levels, Tensor | Levels]:
         """[2 * I, hidden], gate first, and [hidden, I]."""
         gate, up, down = (prefix + expert_name(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        return self.weights.stacked(gate, up, split=OUTPUTS), self.weights.stacked(down, split=INPUTS)
+        return read(gate, up, split=OUTPUTS), read(down, split=INPUTS)
 
     @property
     def _before_feed_forward(self) -> str:

@@ -33,10 +33,10 @@ class DummyWeights:
     holding: Holding = Holding.DTYPE
     """`PACKED` is that of a checkpoint, and means nothing here."""
 
-    def matrix(self, *names: str, split: Split | None = None) -> Tensor | Levels:
+    def matrix(self, *names: str, split: Split | None = None, rounded: bool = True) -> Tensor | Levels:
         """See `Weights.matrix`."""
         plain = self.stacked(*names, split=split)
-        if self.holding is not Holding.INT8:
+        if not (rounded and self.holding is Holding.INT8):
             return plain
         levels = int8_levels(plain)
         return levels if can_multiply(levels, self.device) else plain

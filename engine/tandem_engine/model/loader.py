@@ -124,21 +124,21 @@ class WeightReader:
     group: TpGroup = field(default_factory=SingleRank)
     holding: Holding = Holding.DTYPE
 
-    def matrix(self, *names: str, split: Split | None = None) -> torch.Tensor | Levels:
+    def matrix(self, *names: str, split: Split | None = None, rounded: bool = True) -> torch.Tensor | Levels:
         """See `Weights.matrix`."""
-        levels = None if self.holding is Holding.DTYPE else self._levels(*names, split=split)
+        levels = None if self.holding is Holding.DTYPE else self._levels(*names, split=split, rounded=rounded)
         if levels is None or not can_multiply(levels, self.device):
             return self.stacked(*names, split=split)
         for name in names:
             self.advance(self.tensors[name].size)
         return levels.to(self.device)
 
-    def _levels(self, *names: str, split: Split | None) -> Levels | None:
-        """This rank's part of each, stacked; None where they do not go together, or ranks cut groups."""
+    def _levels(self, *names: str, split: Split | None, rounded: bool) -> Levels | None:
+        """This rank's part of each, stacked; None where they do not go together, or ranks cannot have parts of them."""
         parts = []
         for name in names:
             stored = self.tensors[name]
-            whole = self._whole(stored)
+            whole = self._whole(stored, rounded=rounded)
             dim, range_ = part_of(stored.shape, split, rank=self.group.rank, size=self.group.size)
             part = None if whole is None else whole.part(dim, range_.start, range_.stop)
             if part is None:
@@ -147,14 +147,16 @@ class WeightReader:
                 raise CheckpointError(
                     f"{stored.path}: tensor {stored.name} holds NaN or infinity; download the checkpoint again"
                 )
-            parts.append(part)
+            parts.append(part.padded(range_.length) if dim == 0 else part)
         return Levels.stacked(parts)
 
-    def _whole(self, stored: ReadableTensor) -> Levels | None:
+    def _whole(self, stored: ReadableTensor, *, rounded: bool) -> Levels | None:
         """All of it even if a rank holds a part: that must not depend on how many ranks there are."""
         if isinstance(stored, DequantizedTensor):
             return stored.levels()
-        return int8_levels(stored.read_part(0, 0, stored.shape[0])) if self.holding is Holding.INT8 else None
+        if not (rounded and self.holding is Holding.INT8):
+            return None
+        return int8_levels(stored.read_part(0, 0, stored.shape[0]))
 
     def stacked(self, *names: str, split: Split | None = None) -> torch.Tensor:
         """The named tensors one below the other, along dimension 0; just the tensor when there is one.

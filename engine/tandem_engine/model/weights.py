@@ -17,6 +17,12 @@ from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.split import Split
 
 
+class MatrixReader(Protocol):
+    """`Weights.matrix`, or `Weights.stacked`."""
+
+    def __call__(self, *names: str, split: Split | None = None) -> Tensor | Levels: ...
+
+
 class Weights(Protocol):
     """Where the tensors of a model come from. Asked once for each."""
 
@@ -38,8 +44,11 @@ class Weights(Protocol):
         """
         ...
 
-    def matrix(self, *names: str, split: Split | None = None) -> Tensor | Levels:
-        """As `stacked`, for a projection: quantized if it is to be held so and there is a kernel for it."""
+    def matrix(self, *names: str, split: Split | None = None, rounded: bool = True) -> Tensor | Levels:
+        """As `stacked`, for a projection: quantized if it is to be held so and there is a kernel for it.
+
+        `rounded`: whether a plain one may be rounded, if that is how projections are to be held.
+        """
         ...
 
 

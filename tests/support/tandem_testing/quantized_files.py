@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tandem_engine.model.tensor_names import LM_HEAD
 from tandem_testing.checkpoint_files import random_tensors, write_config
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -133,6 +134,12 @@ def fp8_blocks(matrix: Tensor, seed: int, *, rows: int = 16, columns: int = 12) 
     return Quantized({"weight": weight, "weight_scale_inv": scales}, weight.float() * each)
 
 
+def float_blocks(matrix: Tensor, seed: int, **block: int) -> Quantized:
+    """As compressed-tensors has them."""
+    parts, value = fp8_blocks(matrix, seed, **block)
+    return Quantized({"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, value)
+
+
 def of_compressed_tensors(kind: str, **weights: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
@@ -164,6 +171,10 @@ KINDS: dict[str, tuple[Writer, dict[str, Any]]] = {
         float_quantized,
         of_compressed_tensors("float-quantized", num_bits=8, type="float", strategy="tensor"),
     ),
+    "float-quantized, blocks": (
+        float_blocks,
+        of_compressed_tensors("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 12]),
+    ),
     "fp8": (fp8_blocks, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 12]}),
 }
 W4_OF_32 = W4 | {"group_size": 32}
@@ -186,23 +197,59 @@ KERNEL_KINDS: dict[str, tuple[Writer, dict[str, Any]]] = {
 }
 """In groups of sizes that kernels have, of models whose matrices have a multiple of 64 inputs."""
 
+_SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_experts_per_tok": 2}
+MIXTRAL = _SMALL | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 3,
+    "intermediate_size": 64,
+}
+QWEN3_MOE = _SMALL | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 3,
+    "moe_intermediate_size": 128,
+    "head_dim": 16,
+    "norm_topk_prob": True,
+}
+"""Models of experts whose matrices `KERNEL_KINDS` can be."""
+
+
+def mixtral_names(name: str) -> str:
+    """As published checkpoints of Mixtral name the tensor that we call `name`."""
+    projections = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    parts = name.replace(".mlp.", ".block_sparse_moe.").split(".")
+    return ".".join(projections.get(part, part) for part in parts)
+
 
 def write_quantized(
-    directory: Path, kind: str, *, kinds: Mapping[str, tuple[Writer, dict[str, Any]]] = KINDS, **config: Any
+    directory: Path,
+    kind: str,
+    *,
+    kinds: Mapping[str, tuple[Writer, dict[str, Any]]] = KINDS,
+    head: bool = False,
+    rename: Callable[[str], str] | None = None,
+    **config: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A checkpoint whose projections are quantized; returns what its files hold, and what all tensors are worth."""
+    """A checkpoint whose projections are quantized; returns what its files hold, and what all tensors are worth.
+
+    Args:
+        head: whether the output matrix is quantized too.
+        rename: names in the file for ours.
+    """
     writer, scheme = kinds[kind]
     write_config(directory, **config)
     held: dict[str, Tensor] = {}
     worths: dict[str, Tensor] = {}
     for number, (name, tensor) in enumerate(random_tensors(directory).items()):
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") or (head and name == LM_HEAD):
             quantized = writer(tensor, number)
             worths[name] = quantized.worth
             prefix = name.removesuffix("weight")
             held |= {prefix + suffix: part for suffix, part in quantized.parts.items()}
         else:
             held[name] = worths[name] = tensor
+    held = held if rename is None else {rename(name): tensor for name, tensor in held.items()}
     save_file(held, directory / "model.safetensors")
     values = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(values | {"quantization_config": scheme}))

@@ -44,7 +44,7 @@ class RandomWeights:
         assert split is None or self.group.size == 1, "one rank has everything"
         return torch.cat([self._tensor(name) for name in names])
 
-    def matrix(self, *names: str, split: Split | None = None) -> Tensor:
+    def matrix(self, *names: str, split: Split | None = None, rounded: bool = True) -> Tensor:
         """Plain, as `stacked`."""
         return self.stacked(*names, split=split)
 

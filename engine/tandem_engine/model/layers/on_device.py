@@ -1,28 +1,23 @@
 """Layers on a device, where each is a kernel or two. Importing this needs Triton.
 
-What a layer computes, and where it rounds, is said where its twin for a CPU is: `norm`, `activation`, `moe`.
+What a layer computes, and where it rounds, is said where its twin for a CPU is: `norm`, `activation`. Experts are in
+`device_experts`.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from tandem_engine.config import Activation
-from tandem_engine.kernels.fused_moe import fused_experts
 from tandem_engine.kernels.gated_activation import gated_activation
 from tandem_engine.kernels.packed_weight import FLOAT8, INT4, INT8, PackedWeight
 from tandem_engine.kernels.quantized_gemm import FEW, quantized_linear
 from tandem_engine.kernels.rms_norm import add_rms_norm, rms_norm
 from tandem_engine.model.layers.activation import GatedActivation
-from tandem_engine.model.layers.moe import Router
-from tandem_engine.model.layers.norm import Norm
 from tandem_engine.model.quantization.levels import Levels
-from tandem_engine.parallel.group import TpGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,45 +42,6 @@ def device_activation(activation: Activation) -> GatedActivation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceExperts:
-    """`SparseFeedForward` with all experts computed at once, and nobody waiting to hear who was chosen."""
-
-    norm: Norm
-    router: Router
-    gate_up: Tensor
-    """[E, 2 * I, hidden], gate first."""
-    down: Tensor
-    """[E, hidden, I]"""
-    activation: Activation
-    group: TpGroup
-
-    @classmethod
-    def load(
-        cls,
-        weights: Iterable[tuple[Tensor, Tensor]],
-        *,
-        count: int,
-        norm: Norm,
-        router: Router,
-        activation: Activation,
-        group: TpGroup,
-    ) -> Self:
-        """Take `gate_up` and `down` of `count` experts one after the other, so that no second copy of all is held."""
-        remaining = iter(weights)
-        first = next(remaining)
-        gate_up, down = (part.new_empty(count, *part.shape) for part in first)
-        for expert, (of_gate_up, of_down) in enumerate(chain((first,), remaining)):
-            gate_up[expert], down[expert] = of_gate_up, of_down
-        return cls(norm=norm, router=router, gate_up=gate_up, down=down, activation=activation, group=group)
-
-    def __call__(self, normed: Tensor) -> Tensor:
-        """See `FeedForward`."""
-        experts, weights = self.router(normed)
-        out = fused_experts(normed, experts, weights, self.gate_up, self.down, activation=self.activation.value)
-        return self.group.all_reduce(out)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceQuantizedLinear:
     """Implements `Projection` by a weight that stays quantized."""
 
@@ -97,12 +53,8 @@ class DeviceQuantizedLinear:
     @classmethod
     def of(cls, levels: Levels, bias: Tensor | None, dtype: torch.dtype) -> Self:
         """For a matrix that `quantized.can_multiply` has accepted, and inputs of `dtype`. Kernels are compiled."""
-        order = None
-        if levels.groups is not None:
-            ordered = levels.sorted()
-            assert ordered is not None, "groups of unequal size"
-            levels, order = ordered
-        layer = cls(weight=packed_weight(levels), bias=bias, order=order)
+        levels, order = in_order(levels)
+        layer = cls(weight=packed_weight(levels).lean(), bias=bias, order=order)
         layer._warm_up(dtype)
         return layer
 
@@ -117,14 +69,21 @@ class DeviceQuantizedLinear:
             self(x[:tokens])
 
 
+def in_order(levels: Levels) -> tuple[Levels, Tensor | None]:
+    """A matrix that `quantized.can_multiply` has accepted with its inputs in the order of their groups.
+
+    Behind it int64 [inputs], which input is where; None if they were in order.
+    """
+    if levels.groups is None:
+        return levels, None
+    ordered = levels.sorted()
+    assert ordered is not None, "groups of unequal size"
+    return ordered
+
+
 def packed_weight(levels: Levels) -> PackedWeight:
     """A matrix whose inputs are in order, as kernels read it."""
     coding = FLOAT8 if levels.is_float8 else INT8 if levels.bits == 8 else INT4
     return PackedWeight.pack(
-        levels.codes.view(torch.uint8),
-        levels.scales,
-        # Numbers of two bits are read as four, whose middle is another one.
-        None if levels.zeros_are(8 if coding == INT4 else 128) else levels.zeros,
-        coding=coding,
-        group_size=levels.group_size,
+        levels.codes.view(torch.uint8), levels.scales, levels.zeros, coding=coding, group_size=levels.group_size
     )

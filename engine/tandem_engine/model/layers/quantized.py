@@ -1,7 +1,8 @@
 """Projections by weights of eight or four bits, which stay that in memory.
 
-On a device a kernel of Triton reads them as they are (`kernels.quantized_gemm`); on a CPU compiled code reads int8 with
-one scale for each output (`int8_linear`). What has no kernel is put together in the model's dtype by whoever reads it.
+On a device kernels of Triton read them as they are (`kernels.quantized_gemm`, `kernels.quantized_moe`); on a CPU
+compiled code reads int8 with one scale for each output (`int8_linear`). What has no kernel is put together in the
+model's dtype by whoever reads it.
 """
 
 import torch
@@ -20,7 +21,9 @@ def can_multiply(levels: Levels, device: torch.device) -> bool:
         paired = not levels.is_float8 and levels.bits < 8
         return in_order and depth_for(levels.shape[1], levels.group_size, paired=paired) is not None
     one_scale = levels.scales.shape[1] == 1 and levels.groups is None
-    return device.type == "cpu" and levels.bits == 8 and one_scale and levels.zeros_are(INT8_MIDDLE)
+    # In bfloat16 inputs go in pairs.
+    even = levels.shape[1] % 2 == 0
+    return device.type == "cpu" and levels.bits == 8 and one_scale and even and levels.zeros_are(INT8_MIDDLE)
 
 
 def quantized_projection(levels: Levels, bias: Tensor | None, dtype: torch.dtype) -> Projection:

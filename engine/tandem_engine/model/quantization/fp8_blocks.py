@@ -5,7 +5,8 @@
 
     W[o, i] = w[o, i] · s[o / rows, i / columns]
 
-The name is historical: it is multiplied by.
+The name is historical: it is multiplied by. compressed-tensors has the same with `strategy: block`, and calls the
+scales `weight_scale`.
 """
 
 from collections.abc import Mapping
@@ -27,10 +28,12 @@ class Fp8Blocks:
 
     rows: int
     columns: int
+    scales: str = "weight_scale_inv"
+    """Suffix of their tensor."""
 
     @property
     def required(self) -> tuple[str, ...]:
-        return ("weight", "weight_scale_inv")
+        return ("weight", self.scales)
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -40,11 +43,11 @@ class Fp8Blocks:
         """See `WeightFormat.shape`."""
         outputs, inputs = two(parts["weight"])
         require(parts, "weight", (outputs, inputs), FLOAT8)
-        require(parts, "weight_scale_inv", (-(-outputs // self.rows), -(-inputs // self.columns)), FLOATS)
+        require(parts, self.scales, (-(-outputs // self.rows), -(-inputs // self.columns)), FLOATS)
         return outputs, inputs
 
     def levels(self, parts: Mapping[str, Tensor]) -> Levels:
         """See `WeightFormat.levels`."""
         codes = parts["weight"]
-        scales = parts["weight_scale_inv"].repeat_interleave(self.rows, dim=0)[: len(codes)]
+        scales = parts[self.scales].repeat_interleave(self.rows, dim=0)[: len(codes)]
         return Levels(bits=8, codes=codes, scales=scales, zeros=None, group_size=self.columns)

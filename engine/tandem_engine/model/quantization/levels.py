@@ -8,6 +8,7 @@ g is the group of input i: groups of `group_size` inputs in a row, or the one th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Self
 
 import torch
@@ -52,23 +53,46 @@ class Levels:
         return (self.codes.int() - self.zeros.int()[:, group]) * scales
 
     def part(self, dim: int, start: int, stop: int) -> "Levels | None":
-        """Outputs (dim 0) or inputs (dim 1) [start, stop); None where that cuts a group."""
+        """Outputs (dim 0) or inputs (dim 1) [start, stop); None for a range of inputs whose groups lie anywhere.
+
+        Where that cuts a group, groups become smaller, and some have the same scale.
+        """
         if (start, stop) == (0, self.shape[dim]):
             return self
         if dim == 0:
-            zeros = None if self.zeros is None else self.zeros[start:stop]
-            return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], zeros=zeros)
-        codes = self.codes[:, start:stop]
+            return self.outputs(slice(start, stop))
         if self.groups is not None:
-            # Its groups are anywhere, and rarely whole.
             return None
+        codes = self.codes[:, start:stop]
         if self.scales.shape[1] == 1:
             return replace(self, codes=codes, group_size=stop - start)
-        if start % self.group_size or (stop % self.group_size and stop != self.shape[1]):
-            return None
-        groups = slice(start // self.group_size, -(-stop // self.group_size))
-        zeros = None if self.zeros is None else self.zeros[:, groups]
-        return replace(self, codes=codes, scales=self.scales[:, groups], zeros=zeros)
+        ends = 0 if stop == self.shape[1] else stop
+        size = gcd(self.group_size, start, ends)
+        within = torch.arange(start // size, -(-stop // size), device=codes.device) * size // self.group_size
+        zeros = None if self.zeros is None else self.zeros[:, within]
+        return replace(self, codes=codes, scales=self.scales[:, within], zeros=zeros, group_size=size)
+
+    def outputs(self, which: "slice | Tensor") -> "Levels":
+        """Some of the outputs, or in the order of int64 indices."""
+        zeros = None if self.zeros is None else self.zeros[which]
+        # Not every device indexes float8.
+        codes = self.codes.view(torch.uint8)[which].view(self.codes.dtype)
+        return replace(self, codes=codes, scales=self.scales[which], zeros=zeros)
+
+    def padded(self, outputs: int) -> "Levels":
+        """With outputs of nothing but zeros behind, so that there are so many."""
+        missing = outputs - self.shape[0]
+        if missing == 0:
+            return self
+        codes = torch.zeros((missing, self.shape[1]), dtype=torch.uint8, device=self.codes.device)
+        scales = self.scales.new_zeros((missing, self.scales.shape[1]))
+        zeros = None
+        if self.zeros is not None:
+            # In the middle: what is symmetric stays so.
+            middle = 1 << (self.bits - 1)
+            zeros = torch.cat((self.zeros, torch.full_like(scales, middle, dtype=torch.uint8)))
+        codes = torch.cat((self.codes.view(torch.uint8), codes)).view(self.codes.dtype)
+        return replace(self, codes=codes, scales=torch.cat((self.scales, scales)), zeros=zeros)
 
     @classmethod
     def stacked(cls, parts: Sequence["Levels"]) -> "Levels | None":

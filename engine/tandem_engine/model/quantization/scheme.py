@@ -13,6 +13,8 @@ FIELD = "quantization_config"
 MAX_GROUP = 1 << 20
 MAX_BLOCK = 1 << 16
 PACKED = "pack-quantized"
+BLOCK = "block"
+"""Strategy of compressed-tensors for float8 alone."""
 FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized")
 
 
@@ -47,14 +49,11 @@ def _gptq(fields: ConfigFields) -> Gptq:
 
 def _fp8(fields: ConfigFields) -> Fp8Blocks:
     fields.choice("fmt", ("e4m3",), default="e4m3")
-    sizes = fields.items("weight_block_size")
-    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_BLOCK for size in sizes):
-        fields.refuse("weight_block_size", "must be two positive integers")
-    rows, columns = (int(str(size)) for size in sizes)
+    rows, columns = _block(fields, "weight_block_size")
     return Fp8Blocks(rows=rows, columns=columns)
 
 
-def _compressed_tensors(fields: ConfigFields) -> CompressedTensors:
+def _compressed_tensors(fields: ConfigFields) -> WeightFormat:
     groups = fields.inner("config_groups")
     if len(groups.values) != 1:
         fields.refuse("config_groups", "must have one group: several formats in one model are not supported")
@@ -67,9 +66,23 @@ def _compressed_tensors(fields: ConfigFields) -> CompressedTensors:
         weights.refuse("num_bits", "must be 2, 4 or 8 for packed weights, and 8 for others")
     if packed and kind == "float":
         weights.refuse("type", "must be int for packed weights")
-    strategy = Strategy(weights.choice("strategy", tuple(Strategy)))
+    floating = kind == "float"
+    named = weights.choice("strategy", (*Strategy, BLOCK) if floating else tuple(Strategy))
+    if named == BLOCK:
+        rows, columns = _block(weights, "block_structure")
+        return Fp8Blocks(rows=rows, columns=columns, scales="weight_scale")
+    strategy = Strategy(named)
     size = _group_size(weights) if strategy is Strategy.GROUP else -1
-    return CompressedTensors(bits=bits, packed=packed, floating=kind == "float", strategy=strategy, group_size=size)
+    return CompressedTensors(bits=bits, packed=packed, floating=floating, strategy=strategy, group_size=size)
+
+
+def _block(fields: ConfigFields, name: str) -> tuple[int, int]:
+    """Outputs and inputs that share a scale."""
+    sizes = fields.items(name)
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_BLOCK for size in sizes):
+        fields.refuse(name, "must be two positive integers")
+    rows, columns = (int(str(size)) for size in sizes)
+    return rows, columns
 
 
 def _group_size(fields: ConfigFields) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind
-from tandem_engine.kernels import fused_moe
+from tandem_engine.kernels import expert_blocks, fused_moe
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model import decoder
 from tandem_engine.model.fused import stack
@@ -28,18 +28,23 @@ def check_alignment_of_experts(device: str) -> None:
     draws = torch.Generator().manual_seed(3)
     cases = [torch.randint(0, 6, (tokens, 2), generator=draws) for tokens in (1, 40, 150)]
     for experts in (*cases, torch.full((70, 2), 5)):
-        pairs, owner = fused_moe.align(experts.to(device), 6)
-        flat, blocks = experts.flatten(), pairs.cpu().view(-1, fused_moe.BLOCK_ROWS)
-        expected = []
-        for expert in range(6):
-            chose = (flat == expert).nonzero().squeeze(1).int()
-            padding = -len(chose) % fused_moe.BLOCK_ROWS
-            padded = torch.cat((chose, torch.full((padding,), len(flat), dtype=torch.int32)))
-            expected += [(expert, block.tolist()) for block in padded.view(-1, fused_moe.BLOCK_ROWS)]
-        owners = owner.cpu().tolist()
-        found = [(o, block.tolist()) for o, block in zip(owners, blocks, strict=True) if o >= 0]
-        assert found == expected
-        assert owners[len(expected) :] == [-1] * (len(owners) - len(expected))
+        for rows in (fused_moe.BLOCK_ROWS, 16):
+            alignment_agrees(device, experts, rows)
+
+
+def alignment_agrees(device: str, experts: Tensor, rows: int) -> None:
+    """Of `experts` [T, k] below 6, in blocks of `rows`."""
+    pairs, owner, _ = expert_blocks.align(experts.to(device), 6, rows)
+    flat, blocks = experts.flatten(), pairs.cpu().view(-1, rows)
+    expected = []
+    for expert in range(6):
+        chose = (flat == expert).nonzero().squeeze(1).int()
+        padded = torch.cat((chose, torch.full((-len(chose) % rows,), len(flat), dtype=torch.int32)))
+        expected += [(expert, block.tolist()) for block in padded.view(-1, rows)]
+    owners = owner.cpu().tolist()
+    found = [(o, block.tolist()) for o, block in zip(owners, blocks, strict=True) if o >= 0]
+    assert found == expected
+    assert owners[len(expected) :] == [-1] * (len(owners) - len(expected))
 
 
 def check_fused_experts(device: str) -> None:
@@ -142,15 +147,15 @@ def compile_fused_moe() -> None:
     """Qwen3-30B-A3B's experts: 128 of 768 on 2048, 8 for a token."""
     counting = {"experts": "*i64:16", "counts": "*i32:16", "num_pairs": "i32"}
     rows = {"pairs": "*i32:16", "owner": "*i32:16", "num_pairs": "i32"}
-    blocks = {"BLOCK": fused_moe.BLOCK_PAIRS}
+    blocks = {"BLOCK": expert_blocks.BLOCK_PAIRS}
     for arch in ARCHITECTURES:
-        compile_kernel(fused_moe.count_kernel, counting, blocks, arch=arch).assert_fits()
+        compile_kernel(expert_blocks.count_kernel, counting, blocks, arch=arch).assert_fits()
         placing = counting | rows | {"num_blocks": "i32"}
         table = {"EXPERTS": 128, "WIDTH": 128, "ROWS": fused_moe.BLOCK_ROWS} | blocks
-        compile_kernel(fused_moe.place_kernel, placing, table, arch=arch).assert_fits()
+        compile_kernel(expert_blocks.place_kernel, placing, table, arch=arch).assert_fits()
         combining = dict.fromkeys(("results", "weights", "out"), "*bf16:16")
-        shape = {"CHOSEN": 8, "SIZE": 2048, "BLOCK": fused_moe.COMBINE}
-        compile_kernel(fused_moe.combine_kernel, combining, shape, arch=arch, enable_fp_fusion=False).assert_fits()
+        shape = {"CHOSEN": 8, "SIZE": 2048, "BLOCK": expert_blocks.COMBINE}
+        compile_kernel(expert_blocks.combine_kernel, combining, shape, arch=arch, enable_fp_fusion=False).assert_fits()
         for kernel, tensors, constants, tile in (
             (
                 fused_moe.gate_up_kernel,

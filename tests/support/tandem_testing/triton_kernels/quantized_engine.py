@@ -1,4 +1,7 @@
-"""A whole engine on a CPU whose layers are kernels, its projections over weights as a checkpoint stores them."""
+"""A whole engine on a CPU whose layers are kernels over weights as a checkpoint stores them.
+
+Projections, experts and the output matrix, four bits each, inputs in another order than their groups.
+"""
 
 import random
 from pathlib import Path
@@ -11,18 +14,8 @@ from tandem_engine.loaded_model import load
 from tandem_engine.verify.prompts import PromptSet
 from tandem_testing.checkpoint_files import write_config
 from tandem_testing.exactness import CHUNKED, DISAGGREGATED, MIXED, run_paths_of
-from tandem_testing.quantized_files import KERNEL_KINDS, write_quantized
+from tandem_testing.quantized_files import KERNEL_KINDS, QWEN3_MOE, write_quantized
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
-
-VOCABULARY = 64
-SIZES = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "tie_word_embeddings": True,
-}
 
 
 def check_packed_weights_in_chunks_mixed_and_handed_over(device: str) -> None:
@@ -32,8 +25,8 @@ def check_packed_weights_in_chunks_mixed_and_handed_over(device: str) -> None:
         quantized, worth = Path(folder) / "quantized", Path(folder) / "worth"
         for path in (quantized, worth):
             path.mkdir()
-        _, worths = write_quantized(quantized, "gptq, in another order", kinds=KERNEL_KINDS, **SIZES)
-        write_config(worth, **SIZES)
+        _, worths = write_quantized(quantized, "gptq, in another order", kinds=KERNEL_KINDS, head=True, **QWEN3_MOE)
+        write_config(worth, **QWEN3_MOE)
         save_file({name: values.contiguous() for name, values in worths.items()}, worth / "model.safetensors")
         with layers_by_kernels(device):
             model = load(EngineConfig(model_path=str(quantized), dtype="float32"), progress=False)
@@ -45,5 +38,5 @@ def check_packed_weights_in_chunks_mixed_and_handed_over(device: str) -> None:
 def prompts() -> PromptSet:
     """One that is cut into chunks, and one that is not."""
     ids = random.Random(5)
-    drawn = (tuple(ids.randrange(VOCABULARY) for _ in range(length)) for length in (9, 3))
+    drawn = (tuple(ids.randrange(QWEN3_MOE["vocab_size"]) for _ in range(length)) for length in (9, 3))
     return PromptSet(prompts=tuple(drawn), max_tokens=3)

@@ -42,7 +42,7 @@ def random_levels(coding: str, outputs: int, inputs: int, group_size: int, *, sy
 
 
 def packed(levels: Levels, device: str) -> PackedWeight:
-    return packed_weight(levels.to(torch.device(device)))
+    return packed_weight(levels.to(torch.device(device))).lean()
 
 
 def product_agrees(

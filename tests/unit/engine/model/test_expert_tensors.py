@@ -11,6 +11,7 @@ from tandem_engine.model.expert_tensors import canonical_experts, expert_name
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.shards import open_tensors
 from tandem_testing.checkpoint_files import random_tensors, write_checkpoint, write_config
+from tandem_testing.quantized_files import mixtral_names
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
 LAYERS, EXPERTS = 2, 3
@@ -23,9 +24,7 @@ def ours(tmp_path):
 
 
 def published(tensors):
-    projections = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    names = {name: name.replace(".mlp.", ".block_sparse_moe.").split(".") for name in tensors}
-    return {".".join(projections.get(part, part) for part in names[name]): tensor for name, tensor in tensors.items()}
+    return {mixtral_names(name): tensor for name, tensor in tensors.items()}
 
 
 def stacked(tensors):

@@ -126,6 +126,15 @@ def test_schemes_of_compressed_tensors_are_refused_by_field(tmp_path, weights, n
         read_model_config(tmp_path)
 
 
+@pytest.mark.parametrize("block", [None, [128], [0, 128], "128x128"])
+def test_blocks_of_compressed_tensors_are_refused_unless_they_are_two_sizes(tmp_path, block):
+    write_quantized(tmp_path, "float-quantized, blocks")
+    group = KINDS["float-quantized, blocks"][1]["config_groups"]["group_0"]
+    change(tmp_path, config_groups={"group_0": group | {"weights": group["weights"] | {"block_structure": block}}})
+    with pytest.raises(CheckpointError, match=r"weights\.block_structure"):
+        read_model_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("kind", "suffix"), [("awq", "qzeros"), ("gptq", "scales"), ("pack-quantized", "weight_scale"), ("fp8", "weight")]
 )

@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,14 +16,17 @@ from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.directory import open_directory
 from tandem_engine.model.layers.int8_linear import Int8Linear
 from tandem_engine.model.layers.linear import Linear
+from tandem_engine.model.layers.moe import SparseFeedForward
+from tandem_engine.model.layers.quantized import can_multiply
 from tandem_engine.model.loader import WeightReader, load_model
 from tandem_engine.model.quantization.holding import Holding, holding_of
-from tandem_engine.model.quantization.levels import Levels
+from tandem_engine.model.quantization.levels import Levels, int8_levels
 from tandem_engine.model.quantization.scheme import read_scheme
 from tandem_engine.model.stored_weights import open_weights
-from tandem_engine.parallel.split import INPUTS, OUTPUTS
+from tandem_engine.model.tensor_names import LM_HEAD
+from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY
 from tandem_testing.checkpoint_files import write_checkpoint, write_config
-from tandem_testing.quantized_files import KERNEL_KINDS, KINDS, write_quantized
+from tandem_testing.quantized_files import KERNEL_KINDS, KINDS, QWEN3_MOE, write_quantized
 from tandem_testing.triton_kernels.tensors import kernels_on
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -79,6 +82,45 @@ def test_a_rank_has_its_part_with_its_scales(tmp_path, kind, rank):
         assert torch.equal(values(inputs), expected)
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_groups_that_ranks_cut_become_smaller(rank):
+    """As of Qwen3-30B-A3B's experts on four: 192 inputs each, in groups of 128."""
+    dice = torch.Generator().manual_seed(1)
+    codes, zeros = (torch.randint(0, 16, (5, size), generator=dice, dtype=torch.uint8) for size in (768, 6))
+    whole = Levels(bits=4, codes=codes, scales=torch.rand((5, 6), generator=dice), zeros=zeros, group_size=128)
+    part = whole.part(1, 192 * rank, 192 * (rank + 1))
+    assert part is not None
+    assert part.group_size == 64
+    assert torch.equal(part.values(), whole.values()[:, 192 * rank : 192 * (rank + 1)])
+    with kernels_on("cpu"):
+        assert can_multiply(part, CPU)
+
+
+def test_the_last_group_may_be_cut_where_it_ends():
+    whole = int8_levels(torch.randn(3, 100, generator=torch.Generator().manual_seed(2)))
+    scales, zeros = whole.scales.repeat(1, 2) * torch.tensor([1.0, 2.0]), whole.zeros.repeat(1, 2)
+    whole = replace(whole, scales=scales, zeros=zeros, group_size=64)
+    assert torch.equal(whole.part(1, 64, 100).values(), whole.values()[:, 64:])
+    assert torch.equal(whole.part(1, 32, 100).values(), whole.values()[:, 32:])
+
+
+@pytest.mark.parametrize("kind", ["pack-quantized", "int-quantized", "float-quantized"])
+def test_an_output_matrix_stays_as_the_checkpoint_has_it(tmp_path, kind):
+    """On ranks too, whose last one has outputs that no token has."""
+    sizes = SIZES | {"vocab_size": 33}
+    _, worths = write_quantized(tmp_path, kind, kinds=KERNEL_KINDS, head=True, **sizes)
+    with kernels_on("cpu"):
+        whole = reader(tmp_path, Holding.PACKED).matrix(LM_HEAD, split=VOCABULARY, rounded=False)
+        first, last = (
+            reader(tmp_path, Holding.PACKED, Rank(rank)).matrix(LM_HEAD, split=VOCABULARY, rounded=False)
+            for rank in range(2)
+        )
+    assert torch.equal(values(whole), worths[LM_HEAD])
+    assert torch.equal(values(first), worths[LM_HEAD][:17])
+    assert torch.equal(values(last), torch.cat((worths[LM_HEAD][17:], torch.zeros(1, 64))))
+    assert last.is_float8 or last.zeros_are(1 << (last.bits - 1)), "symmetric as it was"
+
+
 def test_what_no_kernel_multiplies_is_plain(tmp_path):
     """Groups of eight inputs; and on a CPU anything but int8 with one scale for each output."""
     _, worths = write_quantized(tmp_path, "awq", **SIZES)
@@ -107,6 +149,34 @@ def test_every_projection_of_a_model_is_int8_and_nothing_else(tmp_path):
     x = torch.randn(3, 64)
     exact = x @ torch.cat([tensors[name] for name in QKV]).T
     assert float((block.attention.qkv(x) - exact).abs().max()) < 0.02 * float(exact.abs().max())
+
+
+def test_experts_are_int8_and_the_scores_of_tokens_are_not(tmp_path):
+    tensors = write_checkpoint(tmp_path, **QWEN3_MOE)
+    config = read_model_config(tmp_path, quantization=Quantization.INT8)
+    model = load_model(tmp_path, config, torch.float32, progress=False, quantization=Quantization.INT8)
+    assert isinstance(model, Decoder)
+    moe = model.blocks[0].feed_forward
+    assert isinstance(moe, SparseFeedForward)
+    assert [type(part) for expert in moe.experts for part in (expert.gate_up, expert.down)] == [Int8Linear] * 6
+    assert not isinstance(model.lm_head, Int8Linear)
+    x = torch.randn(3, 64)
+    rounded = int8_levels(tensors[f"{LAYER}mlp.experts.2.up_proj.weight"]).values()
+    torch.testing.assert_close(moe.experts[2].gate_up(x)[:, 128:], x @ rounded.T, rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_matrix_of_int8_is_multiplied_as_it_is(tmp_path):
+    write_quantized(tmp_path, "int-quantized", kinds=KERNEL_KINDS, head=True, **SIZES)
+    config = read_model_config(tmp_path, quantization=Quantization.INT8)
+    model = load_model(tmp_path, config, torch.float32, progress=False, quantization=Quantization.INT8)
+    assert isinstance(model, Decoder)
+    assert isinstance(model.lm_head, Int8Linear)
+
+
+def test_an_odd_number_of_inputs_is_not_packed_on_a_cpu():
+    """In bfloat16 they go in pairs: loading such a model ended in an assertion."""
+    assert can_multiply(int8_levels(torch.ones(3, 6)), CPU)
+    assert not can_multiply(int8_levels(torch.ones(3, 7)), CPU)
 
 
 def test_random_weights_are_held_in_int8_too(tmp_path):

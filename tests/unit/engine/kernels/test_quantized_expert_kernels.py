@@ -1,0 +1,13 @@
+"""The Triton kernels of experts of quantized weights, and decoders that are made of them, without a device."""
+
+import pytest
+
+from tandem_testing.triton_kernels.checks import KernelChecks
+
+CHECKS = KernelChecks("tandem_testing.triton_kernels.quantized_expert_kernels")
+pytestmark = CHECKS.marks
+
+
+@pytest.mark.parametrize("check", CHECKS.names)
+def test_quantized_expert_kernels(check):
+    CHECKS.passes(check)
