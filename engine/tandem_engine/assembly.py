@@ -250,6 +250,7 @@ def make_speculation(
         stopwatch=stopwatch,
         timer=TurnTimer(clock=clock, catches_up=proposer.writes_kv),
         agree=lambda drafts: agreement.share(drafts, StepDrafts),
+        told=not agreement.alone,
     )
 
 

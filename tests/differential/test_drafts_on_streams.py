@@ -1,4 +1,4 @@
-"""Speculative decoding on a device, by the twin: tokens of no drafts, guesses of a CPU, and one wait for a proposal."""
+"""Speculative decoding on a device, by the twin: tokens of no drafts, guesses of a CPU, and no wait for a proposal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +22,7 @@ from tandem_engine.executor.stream_executor import StreamFuture
 from tandem_engine.executor.stream_runner import StreamRunner
 from tandem_engine.loaded_model import LoadedModel
 from tandem_engine.memory.sizing import SMALLEST_POOL, MemoryPlan
+from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.parallel.group import Parallel
@@ -32,6 +33,7 @@ from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 GRAPHS = GraphConfig(sizes=(4, 8))
 NONE = SpecConfig()
+DIGITS = GrammarSpec(kind=GrammarKind.REGEX, source="[0-9 ]{40}")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,8 @@ def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         def propose(self, requests: Sequence[DraftRequest]) -> DraftTokens:
             texts = [tuple(one.token_ids(0, one.seq_len)) for one in requests]
             drafts = self._proposer.propose(requests)
-            heard.extend((text, chain) for text, chain in zip(texts, drafts.chains, strict=True) if chain)
+            chains = drafts.chains if drafts.guesses is None else drafts.guesses.chains(drafts.chains)
+            heard.extend((text, chain) for text, chain in zip(texts, chains, strict=True) if chain)
             return drafts
 
     speculation.proposer = Listening(speculation.proposer)
@@ -132,25 +135,52 @@ def test_a_head_guesses_on_a_device_what_it_guesses_on_a_cpu(model):
     assert on_device == on_cpu
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("algorithm", [SpecAlgorithm.DRAFT, SpecAlgorithm.EAGLE])
-def test_all_steps_of_a_proposal_are_queued_before_anybody_waits(model, algorithm, monkeypatch):
+def test_a_proposal_and_the_step_that_verifies_it_are_queued_before_anybody_waits(
+    model, algorithm, overlap, monkeypatch
+):
     calls: list[str] = []
-    enqueue, result, forward_all = StreamRunner.enqueue, StreamFuture.result, StreamRunner.forward_all
+    queue, arrived, guess = StreamRunner._queue, StreamFuture._arrived, StreamRunner.guess
 
-    def noted(name, function):
-        def call(*arguments):
-            calls.append(name)
-            return function(*arguments)
+    def queued(runner, batch):
+        calls.append("verify" if batch.draft_lens else "guess")
+        return queue(runner, batch)
 
-        return call
+    def looked(future):
+        calls.append("look")
+        return arrived(future)
 
-    monkeypatch.setattr(StreamRunner, "enqueue", noted("queue", enqueue))
-    monkeypatch.setattr(StreamFuture, "result", noted("wait", result))
-    monkeypatch.setattr(StreamRunner, "forward_all", noted("propose", forward_all))
-    with engine_of(model, spec_of(model, algorithm), TwinPlatform(), enable_overlap=False) as engine:
-        engine.generate([request("one", range(3, 20))])
-    proposal = calls[calls.index("propose") + 1 :]
-    assert proposal[:6] == ["queue"] * 3 + ["wait"] * 3
+    def proposed(runner, batches):
+        calls.append("propose")
+        return guess(runner, batches)
+
+    monkeypatch.setattr(StreamRunner, "_queue", queued)
+    monkeypatch.setattr(StreamFuture, "_arrived", looked)
+    monkeypatch.setattr(StreamRunner, "guess", proposed)
+    sampling = {"temperature": 0.9, "seed": 5}
+    with engine_of(model, spec_of(model, algorithm), TwinPlatform(), enable_overlap=overlap) as engine:
+        engine.generate([request("one", range(3, 20), **sampling)])
+    proposals = [index for index, call in enumerate(calls) if call == "propose"]
+    assert len(proposals) > 2
+    for proposal in proposals:
+        behind = calls[proposal + 1 : calls.index("look", proposal)]
+        # Towards its end a request has room for fewer.
+        assert behind in [[*["guess"] * count, "verify"] for count in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("algorithm", [SpecAlgorithm.DRAFT, SpecAlgorithm.EAGLE])
+def test_a_grammar_is_told_of_guesses_behind_the_step_that_verifies_them(model, algorithm):
+    """Its masks need the drafts of its run: they wait for these, and the step for the masks."""
+    asked = [
+        request("plain", [7, 8, 9, 10, 11] * 3),
+        request("grammar", [1, 2, 3], grammar=DIGITS, ignore_eos=False),
+    ]
+    with engine_of(model, NONE, TwinPlatform()) as engine:
+        expected = [generation.token_ids for generation in engine.generate(asked)]
+    with engine_of(model, spec_of(model, algorithm), TwinPlatform()) as engine:
+        assert [generation.token_ids for generation in engine.generate(asked)] == expected
+        assert engine.stats().speculation.drafted_total > 0
 
 
 class Weighed(TwinPlatform):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tandem_engine.attention.backend import AttentionBackend
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.forward.guesses import Guesses
 from tandem_engine.memory.page_copy import CopyReport, PageCopy
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import StepModel
@@ -38,8 +39,9 @@ class Runner(Protocol):
         """Run `batch`, and wait for what it comes to."""
         ...
 
-    def forward_all(self, batches: Sequence[ForwardBatch]) -> list[ForwardResult]:
-        """Run `batches` one behind the other, and wait once. A `RESOLVE` id is what the newest before it sampled."""
+    def guess(self, batches: Sequence[ForwardBatch]) -> Guesses:
+        """Run `batches` one behind the other, without a wait for a device. A `RESOLVE` id is what the newest before it
+        sampled."""
         ...
 
     def logits(self, batch: ForwardBatch) -> Tensor:

@@ -19,6 +19,7 @@ from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.executor.telling import telling
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap, token_rows
+from tandem_engine.forward.guesses import Guesses
 from tandem_engine.forward.pooled import sum_pooled
 from tandem_engine.forward.runs import drafts_ahead, over_runs, wanted_tokens
 from tandem_engine.memory.pool import KvPool
@@ -86,9 +87,10 @@ class ModelRunner:
             compute_s=facts.compute_s,
         )
 
-    def forward_all(self, batches: Sequence[ForwardBatch]) -> list[ForwardResult]:
-        """See `Runner.forward_all`."""
-        return [self.forward(batch) for batch in batches]
+    def guess(self, batches: Sequence[ForwardBatch]) -> Guesses:
+        """See `Runner.guess`."""
+        results = [self.forward(batch) for batch in batches]
+        return Guesses(lambda: results)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Run the model alone: KV is written, nothing is sampled. float32 [R, vocab]."""

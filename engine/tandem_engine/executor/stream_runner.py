@@ -25,6 +25,7 @@ from tandem_engine.executor.streams import DeviceStreams, Download, StreamName, 
 from tandem_engine.executor.telling import telling
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult, PromptScores, SampledLogprobs
 from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.forward.guesses import Guesses
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.outcome import Outcome
 from tandem_engine.forward.pooled import PooledSum, queue_pooled
@@ -110,6 +111,10 @@ class StreamRunner:
         """Queue `batch`, on the host: KV is written, sampled tokens are published to their rows and copied back."""
         if batch.num_tokens == 0:
             return Queued(lambda: True, lambda: ForwardResult(step=batch.step, next_token_ids=()))
+        step = self._queue(batch)
+        return Queued(step.arrived, step.finish)
+
+    def _queue(self, batch: ForwardBatch) -> "QueuedStep":
         self.before(batch)
         graph, inputs = self._prepare(batch)
         began = self.streams.record(StreamName.FORWARD, timed=True)
@@ -120,16 +125,20 @@ class StreamRunner:
             step.sample(None)
         else:
             batch.sampling.masks.when_released(partial(step.sample_when_filled, batch.sampling.masks))
-        return Queued(step.arrived, step.finish)
+        return step
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Queue `batch` and wait for it. Not for steps that are served."""
         return StreamFuture(self.enqueue(batch)).result()
 
-    def forward_all(self, batches: Sequence[ForwardBatch]) -> list[ForwardResult]:
-        """See `Runner.forward_all`: all of them are queued before anybody waits."""
-        queued = [StreamFuture(self.enqueue(batch)) for batch in batches]
-        return [future.result() for future in queued]
+    def guess(self, batches: Sequence[ForwardBatch]) -> Guesses:
+        """See `Runner.guess`."""
+        steps = [self._queue(batch) for batch in batches]
+        with self.streams.on(StreamName.FORWARD):
+            # As `finish` has them: a token that means nothing is 0.
+            on_device = torch.cat([step.token_ids for step in steps]).clamp_(min=0)
+        futures = [StreamFuture(Queued(step.arrived, step.finish)) for step in steps]
+        return Guesses(lambda: [future.result() for future in futures], on_device=on_device)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """See `Runner.logits`."""
@@ -183,6 +192,8 @@ class StreamRunner:
     def _compute(self, inputs: StepInputs, graph: DecodeGraph | None) -> Computed:
         if inputs.page_copies is not None:
             self.pool.copy_pages_of(*inputs.page_copies)
+        if inputs.batch.guessed is not None:
+            inputs.batch.guessed.fill(inputs.batch.input_ids)
         computed = self._compute_queued(inputs) if graph is None else graph.replay(inputs)
         keep_guesses(self._model, inputs.batch, computed.hidden, inputs.wanted)
         return computed
@@ -217,6 +228,8 @@ class QueuedStep:
     answers: Answers | None = None
     results: Download | None = None
     """None until sampling is queued."""
+    sampled: Tensor | None = None
+    """[R] int64 on the device, −1 for what means nothing; None until sampling is queued."""
     error: Exception | None = None
     """That queueing it raised, when it was queued behind the launch."""
 
@@ -228,7 +241,14 @@ class QueuedStep:
         with streams.on(StreamName.FORWARD):
             token_ids, self.answers = self.runner.queue_results(self.inputs, computed, masks)
         self.ended = streams.record(StreamName.FORWARD, timed=True)
+        self.sampled = token_ids
         self.results = download(streams, (token_ids, *self.answers.tensors))
+
+    @property
+    def token_ids(self) -> Tensor:
+        """See `sampled`; of a step without a grammar."""
+        assert self.sampled is not None, "its masks are yet to come"
+        return self.sampled
 
     def sample_when_filled(self, masks: TokenMasks) -> None:
         """`sample`, with `masks`, which are final. Whoever asks for the result hears of an error."""

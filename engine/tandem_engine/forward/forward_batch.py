@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.guesses import GuessedIds
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.logit_edits import LogitEdits
 from tandem_engine.forward.pooled import PooledSum, PooledTokens
@@ -108,6 +109,8 @@ class ForwardBatch:
     """At most one per EXTEND sequence; () when nobody wants an embedding."""
     draft_lens: tuple[int, ...] = ()
     """[S] drafts among the last tokens of each sampling sequence; () when there are none in the step."""
+    guessed: GuessedIds | None = None
+    """Input ids, 0 here, that are guesses of a draft network which the host need not know; None when it knows all."""
     kv_progress: KvProgress | None = None
     """Told of each layer whose KV is written, when somebody sends pages meanwhile."""
     on_host: "ForwardBatch | None" = None

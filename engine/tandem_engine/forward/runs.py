@@ -59,8 +59,11 @@ def drafts_ahead(batch: ForwardBatch) -> Tensor | None:
 
 
 def drafts_of(batch: ForwardBatch) -> tuple[tuple[int, ...], ...]:
-    """The drafts among the input ids of `batch`, for each sampling sequence."""
+    """The drafts among the input ids of `batch`, on the host, for each sampling sequence. Waits for guesses."""
     ids = batch.input_ids.tolist()
+    if batch.guessed is not None:
+        for place, token in batch.guessed.known():
+            ids[place] = token
     ends = batch.extend_lens.cumsum(0)[batch.sample_index].tolist()
     return tuple(tuple(ids[end - count : end]) for end, count in zip(ends, batch.draft_lens, strict=True))
 

@@ -52,6 +52,11 @@ class Agreement:
         self._decoder = msgspec.msgpack.Decoder(Turn)
         self._inline = torch.zeros(LENGTH_BYTES + INLINE_BYTES, dtype=torch.uint8)
 
+    @property
+    def alone(self) -> bool:
+        """There are no other ranks."""
+        return self._group.size == 1
+
     def agree(self, *, now: float, inputs: Sequence[Input]) -> Turn:
         """Rank 0's turn, on every rank; what the others pass is ignored. Blocks until rank 0 calls it."""
         data = b""

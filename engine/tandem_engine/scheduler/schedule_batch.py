@@ -23,6 +23,7 @@ import torch
 
 from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.guesses import GuessedIds
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.pooled import PooledTokens
 from tandem_engine.memory.kv_memory import KvMemory
@@ -65,14 +66,14 @@ class ScheduleBatch:
 
     @property
     def decode_runs(self) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        """Decodes with their drafts, () for those without."""
+        """Decodes with their drafts, () for those without: guesses by their indices."""
         return zip(self.decodes, self.drafts.chains or repeat(()), strict=False)
 
     @property
     def sampler_runs(self) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        """Samplers with their drafts, () for those without."""
+        """Samplers with their drafts, () for those without. Waits for guesses of a device."""
         yield from ((extend.req, ()) for extend in self.extends if extend.samples)
-        yield from self.decode_runs
+        yield from zip(self.decodes, self.drafts.known().chains or repeat(()), strict=False)
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
@@ -165,11 +166,12 @@ class BatchBuilder:
         draft_lens = batch.draft_lens
         seq_lens = starts + lens
         positions = _ranges(starts, lens)
+        input_ids, guessed = self._input_ids(batch)
         table = self.memory.rows.table.numpy()
         return ForwardBatch(
             step=batch.step,
             mode=batch.mode,
-            input_ids=torch.from_numpy(self._input_ids(batch)),
+            input_ids=torch.from_numpy(input_ids),
             positions=torch.from_numpy(positions),
             out_cache_loc=torch.from_numpy(self._slots(table, np.repeat(rows, lens), positions)),
             rows=torch.from_numpy(rows),
@@ -181,6 +183,7 @@ class BatchBuilder:
             sample_index=torch.from_numpy(sample_index),
             sampling=self._sampling(batch.samplers, seq_lens[sample_index], draft_lens),
             draft_lens=draft_lens,
+            guessed=guessed,
             page_copies=tuple(copy for extend in batch.extends for copy in extend.copies),
             prompt_positions=prompt_positions(batch.extends),
             pooled=_pooled_tokens(batch.extends),
@@ -202,18 +205,19 @@ class BatchBuilder:
         sampled += range(len(batch.extends), len(rows))
         return _ints(rows), _ints(starts), _ints(lens), _ints(sampled)
 
-    def _input_ids(self, batch: ScheduleBatch) -> Ints:
-        """Known tokens; `RESOLVE` for a decode whose last token is still being computed."""
+    def _input_ids(self, batch: ScheduleBatch) -> tuple[Ints, GuessedIds | None]:
+        """Known tokens; `RESOLVE` for a decode whose last token is still being computed, and 0 for guesses."""
         ids: list[int] = []
         for extend in batch.extends:
             ids += extend.req.token_ids(extend.start, extend.stop)
         if not batch.drafts.chains:
             ids += [RESOLVE if req.tokens_in_flight else req.output_ids[-1] for req in batch.decodes]
-            return _ints(ids)
+            return _ints(ids), None
+        guesses, first = batch.drafts.guesses, len(ids)
         for req, drafts in batch.decode_runs:
             assert not req.tokens_in_flight, f"{req.rid} is in flight while a step with drafts is built"
-            ids += (req.output_ids[-1], *drafts)
-        return _ints(ids)
+            ids += (req.output_ids[-1], *(drafts if guesses is None else repeat(0, len(drafts))))
+        return _ints(ids), None if guesses is None else GuessedIds.of(guesses, batch.drafts.chains, first=first)
 
     def _slots(self, table: npt.NDArray[np.int32], rows: Ints, positions: Ints) -> Ints:
         page_size = self.memory.page_size

@@ -277,12 +277,15 @@ class Settlement:
 
     def _measure(self, batch: ScheduleBatch, result: ForwardResult) -> None:
         """Steps of one kind alone tell something; a run of several tokens counts as that many decode steps."""
+        if self.speculation is not None:
+            self.speculation.verified(batch.drafts)
         if not batch.decodes:
             self.tally.measure_prefill(batch.extend_tokens, result.compute_s)
         elif not batch.extends:
             runs = result.accept_lens
             tokens_per_run = sum(runs) / len(runs) if runs else 1.0
-            self.tally.measure_decode((batch.drafts.propose_s + result.compute_s) / tokens_per_run)
+            spent = batch.drafts.propose_s + batch.drafts.queued_s() + result.compute_s
+            self.tally.measure_decode(spent / tokens_per_run)
             if self.speculation is not None:
                 self.speculation.settled(batch.drafts, batch=len(batch.decodes))
 

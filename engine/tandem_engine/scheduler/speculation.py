@@ -19,9 +19,10 @@ evict cached pages but never make anybody retract; without a page a request take
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from tandem_engine.clock import Clock
+from tandem_engine.forward.guesses import Chains, Guesses
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.names import RequestId
@@ -32,8 +33,6 @@ from tandem_engine.speculative.lengths import DraftLengths, Seeker
 from tandem_engine.speculative.turn_timer import Settled, TurnTimer
 
 logger = logging.getLogger(__name__)
-
-Chains: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Candidate(NamedTuple):
@@ -50,9 +49,20 @@ class StepDrafts:
 
     chains: Chains = ()
     """() for requests without drafts; () altogether when nobody has any."""
+    guesses: Guesses | None = None
+    """Where the tokens are, if only the device has them: then `chains` are indices among these."""
     propose_s: float = 0.0
+    """That the scheduler spent on them."""
     broken: bool = False
     """The proposer has raised: these are its last."""
+
+    def known(self) -> "StepDrafts":
+        """The same with tokens. Waits for guesses of a device."""
+        return self if self.guesses is None else replace(self, chains=self.guesses.chains(self.chains), guesses=None)
+
+    def queued_s(self) -> float:
+        """Seconds that a device took for them besides. Waits for it."""
+        return 0.0 if self.guesses is None else self.guesses.compute_s
 
 
 NO_DRAFTS = StepDrafts()
@@ -73,6 +83,8 @@ class Speculation:
     agree: Callable[[StepDrafts], StepDrafts] = lambda drafts: drafts
     """The drafts that every rank uses, and what they cost: those of rank 0. A rank that went by its own could find
     others, or another number of them, and its forward would wait for ever for collectives of another shape (T53)."""
+    told: bool = False
+    """Guesses are read at once: other ranks are told of them."""
     confined: bool = True
     """A proposal that raises costs drafts alone. False lets it be heard, which tests want."""
     broken: bool = False
@@ -111,12 +123,16 @@ class Speculation:
             chains[place] = self._fitting(request, chain)
         drafting = {decodes[place].rid for place, chain in enumerate(chains) if chain}
         self._close(proposed, drafting=drafting, batch=len(decodes))
-        return StepDrafts(chains=tuple(chains), propose_s=proposed.propose_s) if drafting else NO_DRAFTS
+        return replace(proposed, chains=tuple(chains)) if drafting else NO_DRAFTS
 
     def learn(self, req: Request, *, drafted: int, accepted: int) -> None:
         """A run of `req` was verified; its tokens are yet to be appended."""
         self.tally.count(drafted=drafted, accepted=accepted)
         self.lengths.learn(req.acceptance, drafted=drafted, accepted=accepted, seq_len=req.seq_len)
+
+    def verified(self, drafts: StepDrafts) -> None:
+        """A step with these is over."""
+        self.tally.propose_s += drafts.queued_s()
 
     def settled(self, drafts: StepDrafts, *, batch: int) -> None:
         """A step of `batch` decodes and nothing else is over."""
@@ -181,14 +197,17 @@ class Speculation:
         """A chain for each of `requests`."""
         began = self.stopwatch.now()
         try:
-            chains = self.proposer.propose(requests).chains
+            drafts = self.proposer.propose(requests)
+            proposed = StepDrafts(chains=drafts.chains, guesses=drafts.guesses)
+            if self.told:
+                proposed = proposed.known()
         except Exception:
             if not self.confined:
                 raise
             # The boundary of the guesser: requests do not need it.
             logger.exception("%s drafts failed; this engine goes on without drafts", self.proposer.name)
             return StepDrafts(chains=((),) * len(requests), broken=True)
-        return StepDrafts(chains=chains, propose_s=self.stopwatch.now() - began)
+        return replace(proposed, propose_s=self.stopwatch.now() - began)
 
 
 def _draft_request(req: Request, limit: int) -> DraftRequest:

@@ -167,7 +167,7 @@ def _network(model: StepModel, draft: Draft, target: Target) -> DraftNetwork:
     """Steps of `model` over a pool of its own."""
     runner = target.platform.runner(_runner_parts(model, draft, target))
     runner.backend.warm_up()
-    return runner.forward_all
+    return runner.guess
 
 
 def _runner_parts(model: StepModel, draft: Draft, target: Target) -> RunnerParts:

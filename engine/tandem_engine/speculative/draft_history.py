@@ -11,14 +11,17 @@ not where it should be, and is noticed in one of two ways: the request's KV is a
 other pages. Then its pages are looked through anew, by their stamps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.names import PageId
 from tandem_engine.speculative.interface import DraftRequest
 from tandem_engine.speculative.page_stamps import EMPTY_TEXT, UNKNOWN, PageStamps, next_text
+
+Guessed: TypeAlias = Callable[[], Sequence[int]]
+"""Guesses, asked for once their step has settled: before, somebody might wait for a device."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,7 +32,7 @@ class DraftSequence:
     window: int
     covered: int
     """Settled tokens before this one, from `window` on, have draft KV."""
-    guessed: tuple[int, ...] = ()
+    guessed: Guessed = tuple
     """Tokens from `covered` on whose draft KV was computed as guesses."""
     stamped: bool = False
     """Whether others can find what was computed of its cached pages."""
@@ -49,12 +52,12 @@ class DraftSequence:
 
     def settle(self, request: DraftRequest) -> None:
         """Count the guesses that have become text."""
-        text = request.token_ids(self.covered, min(self.covered + len(self.guessed), request.seq_len))
-        for guess, token in zip(self.guessed, text, strict=False):
+        guessed, self.guessed = self.guessed(), tuple
+        text = request.token_ids(self.covered, min(self.covered + len(guessed), request.seq_len))
+        for guess, token in zip(guessed, text, strict=False):
             if guess != token:
                 break
             self.covered += 1
-        self.guessed = ()
 
 
 class DraftHistory(Protocol):
@@ -64,7 +67,7 @@ class DraftHistory(Protocol):
         """The sequence of `request`, its guesses settled; from what its pages hold if it is new here."""
         ...
 
-    def caught_up(self, sequence: DraftSequence, request: DraftRequest, guessed: Sequence[int]) -> None:
+    def caught_up(self, sequence: DraftSequence, request: DraftRequest, guessed: Guessed) -> None:
         """Draft KV of all of `request` was computed, and behind it that of `guessed`."""
         ...
 

@@ -2,7 +2,7 @@
 
 One step of a request whose newest settled token stands at position n
 
-    propose   a proposer guesses d tokens for positions n + 1 … n + d             scheduler thread
+    propose   a proposer guesses d tokens for positions n + 1 … n + d             scheduler thread, or queued by it
     compute   one forward of the tokens n … n + d, sampling after each of them     TARGET_VERIFY
     verify    guesses are accepted while they equal what was sampled at their position
     settle    the accepted run, 1 … d + 1 tokens, becomes output; KV behind it is overwritten later
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tandem_engine.forward.guesses import Chains, Guesses
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.sampling import SamplingParams
 
@@ -43,7 +44,9 @@ class DraftTokens:
     Lives in the plan of one step and nowhere else, so that no draft is ever taken for a token (T51).
     """
 
-    chains: tuple[tuple[int, ...], ...] = ()
+    chains: Chains = ()
+    guesses: Guesses | None = None
+    """Where the tokens are, if only the device has them: then `chains` are indices among these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ One proposal, on the thread that runs forwards
                      first, afterwards mostly one to three tokens. Its last token yields the first guess
     2. DECODE        the guesses so far yield one more each, until everybody has as many as wanted
 
-A guess goes to the next step where it was made (`FutureMap`), so on a device all steps of a proposal are queued at once
-and the host waits for the last one alone. A network samples with the noise of the target's positions, which makes it
-agree more often than one that guessed what is likely (see `speculative.verify`). It is a small model, so every family
-that can be served can draft, or a head (`eagle`).
+A guess goes to the next step where it was made (`FutureMap`), and to the model's step from there (`forward.guesses`):
+on a device all steps of a proposal are queued at once, and nobody waits for them. A network samples with the noise of
+the target's positions, which makes it agree more often than one that guessed what is likely (see
+`speculative.verify`). It is a small model, so every family that can be served can draft, or a head (`eagle`).
 
 Text to be computed is bounded per proposal, in the order of the requests. A prompt longer than that is
 caught up with over several steps, without drafts. Of requests that lack the same page of a shared prefix one
@@ -17,25 +17,28 @@ computes it and the others wait for the next step, when they find it done.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 
-from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, ForwardResult
+from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.guesses import Guesses
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.names import PageId
 from tandem_engine.speculative.draft_batch import Span, make_batch
 from tandem_engine.speculative.draft_history import DraftHistory, DraftSequence
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens
 
-Chains: TypeAlias = list[tuple[int, ...]]
-OnForwardThread: TypeAlias = Callable[[Callable[[], Chains]], Chains]
+Proposal: TypeAlias = tuple[list[tuple[int, ...]], Guesses]
+"""Indices of each chain among the guesses."""
+OnForwardThread: TypeAlias = Callable[[Callable[[], Proposal]], Proposal]
 """Runs a function where forwards run, after those that were launched, and waits for it."""
 
 
-DraftNetwork: TypeAlias = Callable[[Sequence[ForwardBatch]], Sequence[ForwardResult]]
-"""Computes batches on a pool of its own, one behind the other: `Runner.forward_all`. A `RESOLVE` id is what it guessed
+DraftNetwork: TypeAlias = Callable[[Sequence[ForwardBatch]], Guesses]
+"""Computes batches on a pool of its own, one behind the other: `Runner.guess`. A `RESOLVE` id is what it guessed
 last for the same row. Called where forwards run, under `torch.inference_mode`."""
 
 
@@ -95,17 +98,20 @@ class ModelProposer:
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftTokens:
         """See `Proposer.propose`; () for requests whose text is not caught up with yet."""
+        proposed: list[tuple[int, ...]] = [()] * len(requests)
         jobs = [*self._jobs(requests)]
+        if not jobs:
+            return DraftTokens(tuple(proposed))
         drafting = [job for job in jobs if job.drafts]
-        chains = self.run(lambda: self._compute(jobs, drafting)) if jobs else []
+        chains, guesses = self.run(lambda: self._compute(jobs, drafting))
         for job in jobs:
             job.sequence.covered = job.stop
-        proposed: Chains = [()] * len(requests)
         for job, chain in zip(drafting, chains, strict=True):
             proposed[job.place] = chain
             # The last guess was not computed: nothing was asked after it.
-            self.history.caught_up(job.sequence, job.request, chain[:-1])
-        return DraftTokens(tuple(proposed))
+            self.history.caught_up(job.sequence, job.request, partial(_tokens, guesses, chain[:-1]))
+        indices = tuple(proposed)
+        return DraftTokens(guesses.chains(indices)) if guesses.on_device is None else DraftTokens(indices, guesses)
 
     def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
         """See `Proposer.release`."""
@@ -130,7 +136,7 @@ class ModelProposer:
             yield Job(place, request, sequence, stop)
 
     @torch.inference_mode()
-    def _compute(self, jobs: Sequence[Job], drafting: Sequence[Job]) -> Chains:
+    def _compute(self, jobs: Sequence[Job], drafting: Sequence[Job]) -> Proposal:
         """How long chains get does not depend on what is guessed, so nobody need know a guess before the last one."""
         batches = [self._batch([job.text() for job in jobs], ForwardMode.DRAFT_EXTEND)]
         guessing = [[*range(len(drafting))]]
@@ -139,13 +145,17 @@ class ModelProposer:
             batches.append(self._batch(spans, ForwardMode.DECODE))
             guessing.append(more)
         chains: list[list[int]] = [[] for _ in drafting]
-        for indices, result in zip(guessing, self.network(batches), strict=True):
-            for index, token in zip(indices, result.next_token_ids, strict=True):
-                chains[index].append(token)
-        return [tuple(chain) for chain in chains]
+        for place, index in enumerate(index for indices in guessing for index in indices):
+            chains[index].append(place)
+        return [tuple(each) for each in chains], self.network(batches)
 
     def _wants_more(self, job: Job, guesses: int) -> bool:
         return guesses < job.request.limit and job.stop + guesses <= self.positions
 
     def _batch(self, spans: Sequence[Span], mode: ForwardMode) -> ForwardBatch:
         return make_batch(spans, page_size=self.page_size, mode=mode)
+
+
+def _tokens(guesses: Guesses, indices: Sequence[int]) -> Sequence[int]:
+    (tokens,) = guesses.chains((tuple(indices),))
+    return tokens

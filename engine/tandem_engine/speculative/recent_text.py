@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.names import ReqPoolIdx
-from tandem_engine.speculative.draft_history import DraftSequence, page_texts, stamp_pages
+from tandem_engine.speculative.draft_history import DraftSequence, Guessed, page_texts, stamp_pages
 from tandem_engine.speculative.interface import DraftRequest
 from tandem_engine.speculative.page_stamps import PageStamps
 
@@ -38,10 +38,10 @@ class RecentText:
         sequence.settle(request)
         return sequence
 
-    def caught_up(self, sequence: DraftSequence, request: DraftRequest, guessed: Sequence[int]) -> None:
+    def caught_up(self, sequence: DraftSequence, request: DraftRequest, guessed: Guessed) -> None:
         """See `DraftHistory.caught_up`."""
         del request
-        sequence.guessed = tuple(guessed)
+        sequence.guessed = guessed
 
     def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
         """Stamp the pages that the request computed, drafted for or not: whoever finds them cached has their states."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.names import ReqPoolIdx
-from tandem_engine.speculative.draft_history import DraftSequence, page_texts, stamp_pages
+from tandem_engine.speculative.draft_history import DraftSequence, Guessed, page_texts, stamp_pages
 from tandem_engine.speculative.interface import DraftRequest
 from tandem_engine.speculative.page_stamps import PageStamps
 
@@ -27,13 +27,13 @@ class WholeText:
         sequence.settle(request)
         return sequence
 
-    def caught_up(self, sequence: DraftSequence, request: DraftRequest, guessed: Sequence[int]) -> None:
+    def caught_up(self, sequence: DraftSequence, request: DraftRequest, guessed: Guessed) -> None:
         if not sequence.stamped:
             # Requests with the same prompt need not wait for this one's end.
             text = request.token_ids(0, sequence.adopted)
             stamp_pages(self.stamps, request.kv.pages, text, page_size=request.kv.page_size)
             sequence.stamped = True
-        sequence.guessed = tuple(guessed)
+        sequence.guessed = guessed
 
     def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
         """Stamp the pages: their draft KV outlives the request as long as their KV does."""

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem_engine.executor.fake import FakeModel, make_fake_pool
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.guesses import Guesses
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
@@ -67,9 +68,10 @@ def make_fake_drafts(*, num_pages: int, page_size: int, vocab_size: int, max_tex
     model = FakeModel(pool=make_fake_pool(num_pages=num_pages, page_size=page_size), vocab_size=vocab_size)
     computed: list[int] = []
 
-    def compute(batches: Sequence[ForwardBatch]) -> list[ForwardResult]:
+    def compute(batches: Sequence[ForwardBatch]) -> Guesses:
         computed.extend(batch.num_tokens for batch in batches if batch.mode is ForwardMode.DRAFT_EXTEND)
-        return [model.forward(batch) for batch in batches]
+        results = [model.forward(batch) for batch in batches]
+        return Guesses(lambda: results)
 
     proposer = ModelProposer(
         name="DRAFT",
