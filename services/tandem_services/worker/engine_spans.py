@@ -82,6 +82,7 @@ class EngineSpans:
             names.TIME_IN_QUEUE: _seconds(ended.arrived_ns, ended.scheduled_ns),
             names.TIME_TO_FIRST_TOKEN: _seconds(ended.arrived_ns, ended.first_token_ns),
             names.TIME_IN_PREFILL: _seconds(ended.scheduled_ns, ended.first_token_ns),
+            names.TIME_IN_DECODE: _decoding_s(ended),
             names.E2E: _seconds(ended.arrived_ns, ended.ended_ns),
         }
         return {name: value for name, value in known.items() if value is not None}
@@ -148,6 +149,11 @@ def _fetched(ended: EndedRequest) -> Attributes:
         names.FETCH_BYTES: fetch.bytes,
         names.FETCH_MS: round(fetch.wait_s * 1e3, 3),
     }
+
+
+def _decoding_s(ended: EndedRequest) -> float | None:
+    """None for an attempt that decoded nothing here, such as the sending end of a handoff."""
+    return next((_seconds(each.began, each.ended) for each in phases_of(ended) if each.name == names.DECODE), None)
 
 
 def _seconds(began: int | None, ended: int | None) -> float | None:

@@ -82,6 +82,7 @@ def test_a_request_that_one_worker_serves(collector):
     assert request["gen_ai.latency.time_in_queue"] == 0.005
     assert request["gen_ai.latency.time_to_first_token"] == 0.025
     assert request["gen_ai.latency.time_in_model_prefill"] == 0.02
+    assert request["gen_ai.latency.time_in_model_decode"] == 0.1
     assert request["gen_ai.latency.e2e"] == 0.125
     assert (request["gen_ai.usage.input_tokens"], request["gen_ai.usage.cache_read.input_tokens"]) == (40, 16)
     assert request["gen_ai.response.finish_reasons"] == ["stop"]
@@ -93,6 +94,8 @@ def test_the_two_ends_of_a_handoff(collector):
     spans = spans_of(collector, SENT, RECEIVED)
     sender, receiver = (span for span in spans if span.name == "llm_request")
     assert (sender["tandem.handoff"], receiver["tandem.handoff"]) == ("send", "receive")
+    assert "gen_ai.latency.time_in_model_decode" not in sender.attributes
+    assert receiver["gen_ai.latency.time_in_model_decode"] > 0
     assert [(span.name, in_ms(span)) for span in children(spans, sender)] == [
         ("queue", (0, 5)),
         ("prefill", (5, 25)),
