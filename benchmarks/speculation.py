@@ -40,7 +40,6 @@ OPENINGS = (
     "When the snow had melted,",
     "Nobody in the town knew why",
 )
-WITHOUT = SpecConfig()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -106,10 +106,10 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(request=live_requests, pages=st.integers(1, ROW_PAGES), less=st.integers(0, 15))
     def ensure(self, request: Live, pages: int, less: int) -> None:
         total = pages * self.page_size - less % self.page_size
-        before, available = self.memory.pages_of(request.kv), self.memory.available_pages()
+        before, available = tuple(request.kv.pages), self.memory.available_pages()
         missing = max(0, pages - len(before))
         granted = self.memory.ensure(request.kv, total)
-        after = self.memory.pages_of(request.kv)
+        after = tuple(request.kv.pages)
         assert granted == (missing <= available)
         assert after[: len(before)] == before
         assert len(after) - len(before) == (missing if granted else 0)
@@ -150,7 +150,7 @@ class MemoryMachine(RuleBasedStateMachine):
                     InFlight(
                         request=request,
                         row=kv.row,
-                        reads=self.memory.pages_of(kv)[:page],
+                        reads=tuple(kv.pages)[:page],
                         writes=kv.pages[page],
                         offset=offset,
                     )

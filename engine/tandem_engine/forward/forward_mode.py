@@ -16,7 +16,3 @@ class ForwardMode(Enum):
     """A draft model catches up with tokens that it has not seen. Never a step of the scheduler."""
     IDLE = "idle"
     """Nothing: keeps ranks in step."""
-
-    @property
-    def has_extend(self) -> bool:
-        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)

@@ -65,10 +65,6 @@ class KvMemory:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def pages_of(self, kv: RequestKv) -> tuple[PageId, ...]:
-        """Pages of `kv` in token order, the tree's first."""
-        return tuple(kv.pages)
-
     def cached_len(self, token_ids: Sequence[int], *, salt: str, max_match: int) -> int:
         """Tokens that `begin` would find. Changes nothing."""
         return self.cache.peek(token_ids, salt=salt, max_tokens=max_match) * self.page_size

@@ -48,7 +48,6 @@ class DiskStorage:
         self._directory = directory
         self._fingerprint = fingerprint
         self._ending = f".{fingerprint.hex()}{SUFFIX}"
-        self._page_bytes = page_bytes
         self._file_bytes = HEADER.size + page_bytes
         self._max_bytes = max_bytes
         self._lock = Lock()

@@ -102,11 +102,11 @@ def test_ensure_takes_whole_pages_and_only_the_missing_ones(memory: KvMemory) ->
     assert kv is not None
     assert memory.ensure(kv, 5)
     assert kv.allocated_len == 8
-    held = memory.pages_of(kv)
+    held = tuple(kv.pages)
     assert memory.ensure(kv, 8)
-    assert memory.pages_of(kv) == held
+    assert tuple(kv.pages) == held
     assert memory.ensure(kv, 9)
-    assert memory.pages_of(kv)[:2] == held
+    assert tuple(kv.pages)[:2] == held
     assert row_of(memory, kv) == kv.pages
     assert_conserved(memory, [kv])
 

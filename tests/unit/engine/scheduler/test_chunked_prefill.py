@@ -8,9 +8,7 @@ from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
 def extend_lens(engine: Engine) -> list[list[int]]:
     """Prompt tokens per request of each step that prefilled."""
-    return [
-        batch.extend_lens[: batch.num_extend].tolist() for batch in engine.executor.batches if batch.mode.has_extend
-    ]
+    return [batch.extend_lens[: batch.num_extend].tolist() for batch in engine.executor.batches if batch.num_extend]
 
 
 def prompt(length: int, start: int = 1) -> list[int]:

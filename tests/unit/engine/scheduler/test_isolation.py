@@ -87,7 +87,7 @@ def test_a_request_that_breaks_a_decode_step_keeps_what_it_had_streamed(overlap)
     engine.add(make_message("good", [5, 6, 7], max_tokens=20))
     engine.add(make_message("bad", [1, 2, 3], max_tokens=20))
     engine.step()
-    bad_page[0] = engine.memory.pages_of(engine.scheduler.queues.requests["bad"].held_kv)[0]
+    bad_page[0] = engine.scheduler.queues.requests["bad"].held_kv.pages[0]
     engine.run()
     assert engine.finish("bad").code == "engine_error"
     assert 8 <= len(engine.output("bad")) <= 9
