@@ -28,6 +28,7 @@ from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.counters import TransferCounters
 from tandem_engine.disaggregation.endings import HANDOFF, ask_for_ack, tell_ended
 from tandem_engine.disaggregation.failures import transfer_failed
+from tandem_engine.disaggregation.handoff_record import problem_with
 from tandem_engine.disaggregation.holds import HoldTable, TransferHold
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.peers import PeerLink
@@ -161,7 +162,13 @@ class DecodeStage:
         if receiving is None or receiving.record is not None:
             self.counters.ignored += 1
             return
-        problem = self._problem_with_record(record, receiving)
+        problem = problem_with(
+            record,
+            receiving.req,
+            granted=len(receiving.hold.pages),
+            first_token=receiving.first_token,
+            vocab_size=self.host.vocab_size,
+        )
         if problem is not None:
             self._fail(receiving, problem)
             return
@@ -289,27 +296,6 @@ class DecodeStage:
         self._end(waiting.req, finish)
 
     # 2. receiving, 3. verifying
-
-    def _problem_with_record(self, record: HandoffRecord, receiving: Receiving) -> str | None:
-        granted = len(receiving.hold.pages)
-        if record.first_token != receiving.first_token or record.pages != granted:
-            return (
-                f"the writer says it wrote {record.pages} pages from token {record.first_token}; "
-                f"{granted} from token {receiving.first_token} were granted"
-            )
-        if len(record.digests) != granted:
-            return f"{len(record.digests)} digests for {granted} pages"
-        return self._problem_with_output(record, receiving.req)
-
-    def _problem_with_output(self, record: HandoffRecord, req: Request) -> str | None:
-        if len(record.output_ids) != 1:
-            return f"{len(record.output_ids)} tokens handed over instead of one"
-        if not 0 <= record.output_ids[0] < self.host.vocab_size:
-            return f"token id {record.output_ids[0]} handed over, the vocabulary ends at {self.host.vocab_size - 1}"
-        wanted = 0 if req.sampling.logprobs is None else 1
-        if len(record.logprobs or ()) != wanted:
-            return f"{len(record.logprobs or ())} logprobs handed over instead of {wanted}"
-        return None
 
     def _refuse_pages(self, receiving: Receiving, record: HandoffRecord, found: tuple[int, ...]) -> None:
         self.counters.digest_mismatches += 1

@@ -29,6 +29,7 @@ from tandem_engine.disaggregation.counters import TransferCounters
 from tandem_engine.disaggregation.drains import AckDue, ClosedRooms, DrainBook
 from tandem_engine.disaggregation.endings import tell_ended
 from tandem_engine.disaggregation.grants import EarlyGrants, Grant
+from tandem_engine.disaggregation.handoff_record import record_of
 from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.last_words import LastWords
 from tandem_engine.disaggregation.peer_clocks import PeerClocks
@@ -39,7 +40,7 @@ from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, 
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
-from tandem_engine.messages.transfer import DrainAck, HandoffRecord, Hello, TransferAborted, WriteGrant
+from tandem_engine.messages.transfer import DrainAck, Hello, TransferAborted, WriteGrant
 from tandem_engine.names import RequestId
 from tandem_engine.scheduler.request import Request
 
@@ -285,24 +286,10 @@ class PrefillStage:
         return self.config.kv_push_layers or -(-WRITE_BYTES * self.layers // (push.key.count * self.page_bytes))
 
     def _hand_over(self, room: SendRoom) -> None:
-        req, grant = room.req, room.grant
+        grant = room.grant
         assert grant is not None, f"room {room.key} is complete without a grant"
-        resumed_len = room.total - req.prompt_len
         exposed = room.exposed(self.host.clock.now())
-        record = HandoffRecord(
-            room=room.key.room,
-            generation=room.key.generation,
-            sender=self.peers.me,
-            first_token=grant.first_token,
-            pages=len(grant.pages),
-            digests=room.all_digests(),
-            output_ids=tuple(req.output_ids[resumed_len:]),
-            logprobs=tuple(req.logprobs) if req.sampling.logprobs is not None else None,
-            cached_tokens=req.cached_tokens,
-            cache_hits=req.cache_hits,
-            exposed_s=exposed,
-            ranks=self.transport.hello().num_ranks,
-        )
+        record = record_of(room, grant, sender=self.peers.me, ranks=self.transport.hello().num_ranks, exposed_s=exposed)
         if self.peers.send(room.peer, record):
             self.counters.moved += _moves(room)
             self.counters.handed_over += 1
