@@ -103,7 +103,7 @@ def test_tokens_are_those_of_no_drafts_greedy_or_seeded(model, without_drafts, a
 def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Every text that was drafted for, and what was proposed, from now on."""
     heard = []
-    speculation = engine.scheduler._speculation
+    speculation = engine.scheduler._shared.speculation
 
     class Listening:
         def __init__(self, proposer: Proposer) -> None:

@@ -151,7 +151,7 @@ def test_same_output_however_it_is_drafted(mistake, overlap, page_size, chunk, m
 @pytest.mark.parametrize("writes_kv", [False, True])
 def test_same_output_when_requests_are_retracted_again_and_again(mistake, overlap, writes_kv):  # T16
     engine = engine_of(mistake, enable_overlap=overlap, enable_mixed_chunk=True, force_retract_every=2)
-    engine.scheduler._speculation.proposer.writes_kv = writes_kv
+    engine.scheduler._shared.speculation.proposer.writes_kv = writes_kv
     run_staggered(engine)
     assert engine.scheduler.tally.retracted > 5
     assert_right(engine)
@@ -170,7 +170,7 @@ def test_same_output_when_memory_is_tight(mistake, page_size, writes_kv):  # T14
         init_new_token_ratio=0.1,
         max_retractions=200,
     )
-    engine.scheduler._speculation.proposer.writes_kv = writes_kv
+    engine.scheduler._shared.speculation.proposer.writes_kv = writes_kv
     run_staggered(engine)
     assert_right(engine)
 

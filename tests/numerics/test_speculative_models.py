@@ -225,8 +225,8 @@ def head_guesses(checkpoints: Checkpoints, text: list[int], count: int) -> tuple
 def test_a_head_reads_the_states_of_its_own_text(checkpoints, options):
     """Whatever a request went through: what the head proposes is what it says to the text alone."""
     with checkpoints.engine(checkpoints.spec("eagle"), **options) as engine:
-        listening = Listening(engine.scheduler._speculation.proposer)
-        engine.scheduler._speculation.proposer = listening
+        listening = Listening(engine.scheduler._shared.speculation.proposer)
+        engine.scheduler._shared.speculation.proposer = listening
         shared = [7, 8, 9, 10, 11, 12, 13] * 5
         engine.generate([request("first", shared, max_tokens=12), request("other", range(20, 41), max_tokens=9)])
         engine.generate([request("cached", [*shared, 3, 4], max_tokens=9)], steps_between=1)

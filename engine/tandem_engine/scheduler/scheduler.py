@@ -20,6 +20,7 @@ What a stage calls back, from inside its own methods:
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from math import inf
 
 from tandem_engine.clock import Clock
@@ -29,46 +30,29 @@ from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.control import PauseMode
-from tandem_engine.messages.engine_stats import SpeculationStats
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.compiler import Grammars, NoGrammars
 from tandem_engine.scheduler.deadlines import Deadlines
-from tandem_engine.scheduler.departures import Departures, is_moving
+from tandem_engine.scheduler.departures import is_moving
 from tandem_engine.scheduler.ended_log import EndedLog
-from tandem_engine.scheduler.endings import Endings, error_finish
-from tandem_engine.scheduler.grammar_gate import GrammarGate
-from tandem_engine.scheduler.health import Health
-from tandem_engine.scheduler.ingress import Ingress
-from tandem_engine.scheduler.isolation import Isolation
+from tandem_engine.scheduler.endings import error_finish
 from tandem_engine.scheduler.kept_back import KeptBack, kept_back
-from tandem_engine.scheduler.loop import Loop
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
-from tandem_engine.scheduler.pausing import Pausing
-from tandem_engine.scheduler.penalty_slots import PenaltySlots
-from tandem_engine.scheduler.planner import Planner
+from tandem_engine.scheduler.parts import Shared, make_parts
 from tandem_engine.scheduler.policy.choose import make_policy
 from tandem_engine.scheduler.policy.interface import Policy
-from tandem_engine.scheduler.policy.priority import ByPriority
-from tandem_engine.scheduler.preemption import Preemption
-from tandem_engine.scheduler.prefetching import Prefetching
 from tandem_engine.scheduler.prefill_adder import expected_pages
-from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.report import scheduler_stats
 from tandem_engine.scheduler.request import Request
-from tandem_engine.scheduler.retraction import Retraction
-from tandem_engine.scheduler.schedule_batch import BatchBuilder
-from tandem_engine.scheduler.sessions import Sessions
-from tandem_engine.scheduler.settle import Settlement
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.stage import QueueStage
-from tandem_engine.scheduler.steps import Steps
 from tandem_engine.scheduler.stop import DecodeText, StopRule
 from tandem_engine.scheduler.stream import OutputStream, Sink
-from tandem_engine.scheduler.swapping import Swapping
-from tandem_engine.scheduler.tally import Phase, SchedulerStats, Tally
+from tandem_engine.scheduler.tally import SchedulerStats
 
 ABORTED = Finish(reason=FinishReason.ABORT)
 TURNED_AWAY = error_finish(DrainingError("this worker is draining and had not begun with the request"))
@@ -109,148 +93,43 @@ class Scheduler:
             grammars: who compiles them; without it requests with a grammar are refused.
             least: `Agreement.least` of the ranks that run in lock-step with this one, if there are others.
         """
+        context_length = min(model.context_length, config.context_length)
+        facts = replace(model, context_length=context_length)
+        stopwatch = stopwatch or clock
+        self._shared = shared = Shared(
+            config=config,
+            memory=memory,
+            facts=facts,
+            clock=clock,
+            stopwatch=stopwatch,
+            policy=policy or make_policy(config, memory=memory, clock=clock),
+            speculation=speculation,
+            stop=StopRule(model=facts, decode_text=decode_text),
+            stream=OutputStream(sink=sink),
+            ended=EndedLog(clock=stopwatch),
+            ratio=NewTokenRatio(config=config),
+        )
+        self._parts = parts = make_parts(
+            shared,
+            executor,
+            session_pages=session_pages,
+            grammars=grammars or NoGrammars("this engine was built without grammars"),
+            least=least or list,
+            allow_stop_strings=decode_text is not None,
+        )
         self.memory = memory
         self.config = config
         self.clock = clock
-        self._stopwatch = stopwatch or clock
-        self._capacity_tokens = (memory.allocator.num_pages - 1) * memory.page_size
-        self._context_length = min(model.context_length, config.context_length)
-        self._facts = facts = ModelFacts(
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            context_length=self._context_length,
-            hidden_size=model.hidden_size,
-        )
-        self.tally = Tally()
-        self.ended = EndedLog(clock=self._stopwatch)
-        self.queues = Queues()
-        self._policy = policy or make_policy(config, memory=memory, clock=clock)
-        self._speculation = speculation
-        self._steps = Steps()
-        self._slots = PenaltySlots()
-        self._stop = StopRule(model=facts, decode_text=decode_text)
-        self._ratio = NewTokenRatio(config=config)
-        self._stream = OutputStream(sink=sink)
+        self.tally = shared.tally
+        self.ended = shared.ended
+        self.queues = shared.queues
+        self.sessions = parts.sessions
+        self._stream = shared.stream
+        self._ingress = parts.ingress
+        self._loop = parts.loop
+        self._pausing = parts.pausing
+        self._departures = parts.departures
         self._deadlines = Deadlines()
-        self._departures = Departures(queues=self.queues, stream=self._stream, clock=clock)
-        self.sessions = Sessions(config=config, memory=memory, clock=clock, max_pages=session_pages)
-        self._endings = Endings(
-            memory=memory,
-            queues=self.queues,
-            stream=self._stream,
-            steps=self._steps,
-            slots=self._slots,
-            sessions=self.sessions,
-            tally=self.tally,
-            ended=self.ended,
-            on_release=() if speculation is None else (speculation.released,),
-        )
-        self._prefetching = Prefetching(memory=memory, queues=self.queues, clock=clock)
-        self._gate = GrammarGate(
-            grammars=grammars or NoGrammars("this engine was built without grammars"),
-            queues=self.queues,
-            endings=self._endings,
-            model=facts,
-            least=least or list,
-        )
-        self._ingress = Ingress(
-            config=config,
-            model=facts,
-            capacity_tokens=self._capacity_tokens,
-            allow_stop_strings=decode_text is not None,
-            clock=clock,
-            queues=self.queues,
-            endings=self._endings,
-            sessions=self.sessions,
-            prefetching=self._prefetching,
-            gate=self._gate,
-            tally=self.tally,
-        )
-        self._isolation = Isolation(
-            config=config, memory=memory, queues=self.queues, endings=self._endings, tally=self.tally
-        )
-        self._planner = self._build_planner()
-        self._loop = self._build_loop(executor)
-        self._pausing = Pausing(
-            memory=memory,
-            queues=self.queues,
-            isolation=self._isolation,
-            endings=self._endings,
-            sessions=self.sessions,
-            tally=self.tally,
-        )
-        self._health = Health(config=config, memory=memory, queues=self.queues, tally=self.tally)
-
-    def _build_planner(self) -> Planner:
-        swapping = Swapping(
-            config=self.config, memory=self.memory, queues=self.queues, endings=self._endings, tally=self.tally
-        )
-        retraction = Retraction(
-            config=self.config,
-            memory=self.memory,
-            queues=self.queues,
-            policy=self._policy,
-            endings=self._endings,
-            sessions=self.sessions,
-            swapping=swapping,
-            ratio=self._ratio,
-            tally=self.tally,
-        )
-        return Planner(
-            config=self.config,
-            memory=self.memory,
-            queues=self.queues,
-            policy=self._policy,
-            endings=self._endings,
-            retraction=retraction,
-            sessions=self.sessions,
-            swapping=swapping,
-            isolation=self._isolation,
-            ratio=self._ratio,
-            clock=self.clock,
-            tally=self.tally,
-            preemption=self._build_preemption(retraction),
-            speculation=self._speculation,
-        )
-
-    def _build_preemption(self, retraction: Retraction) -> Preemption | None:
-        if not isinstance(self._policy, ByPriority):
-            return None
-        return Preemption(
-            config=self.config,
-            memory=self.memory,
-            queues=self.queues,
-            policy=self._policy,
-            retraction=retraction,
-            ratio=self._ratio,
-        )
-
-    def _build_loop(self, executor: ModelExecutor) -> Loop:
-        settlement = Settlement(
-            memory=self.memory,
-            queues=self.queues,
-            steps=self._steps,
-            stop=self._stop,
-            endings=self._endings,
-            isolation=self._isolation,
-            stream=self._stream,
-            stopwatch=self._stopwatch,
-            tally=self.tally,
-            speculation=self._speculation,
-        )
-        return Loop(
-            overlap=self.config.enable_overlap,
-            planner=self._planner,
-            builder=BatchBuilder(memory=self.memory, stop=self._stop, slots=self._slots),
-            executor=executor,
-            longest_step=self.config.watchdog_timeout,
-            settlement=settlement,
-            steps=self._steps,
-            clock=self._stopwatch,
-            tally=self.tally,
-            stages=self.queues.stages,
-            speculation=self._speculation,
-        )
 
     # The owner of the loop calls these.
 
@@ -261,7 +140,7 @@ class Scheduler:
     @property
     def max_request_tokens(self) -> int:
         """Longest prompt + max_tokens that is accepted: the context, or the pool if that is smaller."""
-        return min(self._context_length, self._capacity_tokens + 1)
+        return min(self._shared.facts.context_length, self._shared.capacity_tokens + 1)
 
     def add(self, message: GenerateRequest, client: bytes = b"") -> None:
         """Accept a request, or refuse it with an output that says why. Raises nothing for the client's fault.
@@ -303,8 +182,8 @@ class Scheduler:
         for req in self._deadlines.overdue(self.clock.now()):
             self._ingress.abort(req.rid, OVERDUE)
         self.sessions.sweep()
-        polled = [self.memory.poll(), *(stage.poll() for stage in self.queues.stages), self._prefetching.poll()]
-        polled.append(self._gate.poll())
+        polled = [self.memory.poll(), *(stage.poll() for stage in self.queues.stages), self._parts.prefetching.poll()]
+        polled.append(self._parts.gate.poll())
         for req in self._departures.poll():
             self._ingress.abort(req.rid, NOT_TAKEN)
         if self._pausing.paused:
@@ -315,12 +194,12 @@ class Scheduler:
         idle = self.idle
         if idle:
             self._loop.interrupt()
-        self._health.after_turn(idle=idle)
+        self._parts.health.after_turn(idle=idle)
         return any(polled) or self.tally.moves != before
 
     def wait_for_grammar(self, seconds: float) -> None:
         """For a loop that has nothing else to wait for: sleep until a grammar is compiled, at most `seconds`."""
-        self._gate.wait(seconds)
+        self._parts.gate.wait(seconds)
 
     def on_wait(self, answer_others: Callable[[], None]) -> None:
         """Have `answer_others` called now and then during a long step. It must not touch the scheduler."""
@@ -374,7 +253,7 @@ class Scheduler:
         touched = 0
         if mode is PauseMode.ABORT:
             touched = self.abort_all()
-            self._planner.sweep()
+            self._parts.planner.sweep()
         elif mode is PauseMode.RETRACT:
             touched = self._pausing.put_back_all()
         self._stream.flush()
@@ -405,7 +284,7 @@ class Scheduler:
         started = [req for req in self.queues.live() if req.has_begun]
         for req in started:
             self._ingress.abort(req.rid, finish)
-        self._planner.sweep()
+        self._parts.planner.sweep()
         self._stream.flush()
         return len(started)
 
@@ -423,55 +302,11 @@ class Scheduler:
 
     def audit(self) -> ConservationReport:
         """The five sets of pages, and what is wrong with them."""
-        return self._health.audit()
+        return self._parts.health.audit()
 
     def stats(self) -> SchedulerStats:
         """Numbers for `messages.engine_stats.EngineStats`."""
-        tally = self.tally
-        queues = self.queues
-        return SchedulerStats(
-            loop_count=tally.loops,
-            running=len(queues.requests) - queues.without_memory,
-            waiting=queues.num_waiting,
-            waiting_tokens=queues.waiting_tokens(),
-            oldest_wait_s=queues.oldest_wait(self.clock.now()),
-            prefill_tokens_per_s=tally.prefill_tokens_per_s,
-            decode_step_s=tally.decode_step_s,
-            prompt_tokens_total=tally.prompt_tokens,
-            cached_tokens_total=tally.cached_tokens,
-            output_tokens_total=tally.output_tokens,
-            requests_total=tally.requests,
-            aborted_total=tally.aborted,
-            failed_total=tally.failed,
-            refused_total=tally.refused,
-            retracted_total=tally.retracted,
-            preempted_total=tally.preempted,
-            head_waits=self._planner.head_waits.value if len(queues.waiting) else "",
-            swapped=len(queues.swapped),
-            swapped_out_total=tally.swapped_out,
-            swapped_in_total=tally.swapped_in,
-            swap_misses_total=tally.swap_misses,
-            host_cached_tokens_total=tally.host_cached_tokens,
-            disk_cached_tokens_total=tally.disk_cached_tokens,
-            engine_errors_total=tally.engine_errors,
-            convicted_total=tally.convicted,
-            unsound_total=tally.unsound,
-            audit_failures_total=tally.audit_failures,
-            overlap_hidden_s=tally.overlap_hidden_s,
-            schedule_s=tally.schedule_s,
-            speculation=self._speculation_stats(),
-            plan_s=tally.spent_s[Phase.PLAN],
-            launch_s=tally.spent_s[Phase.LAUNCH],
-            settle_s=tally.spent_s[Phase.SETTLE],
-            wait_s=tally.spent_s[Phase.WAIT],
-            paused=self.paused,
-            leaving=sum(1 for _ in self._departures.leaving()),
-        )
-
-    def _speculation_stats(self) -> SpeculationStats | None:
-        if self._speculation is None:
-            return None
-        return self._speculation.tally.stats(self._speculation.proposer.name)
+        return scheduler_stats(self._shared, self._parts)
 
     # Stages call these.
 
@@ -496,7 +331,7 @@ class Scheduler:
     def stop_of(self, req: Request) -> Finish | None:
         """How the newest token of `req.output_ids` ends the output, None if it does not."""
         *outputs, newest = req.output_ids
-        cut = self._stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=outputs, run=(newest,))
+        cut = self._shared.stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=outputs, run=(newest,))
         return cut.finish
 
     def release(self, req: Request, *, checkpoint: bool = True) -> None:
@@ -504,13 +339,13 @@ class Scheduler:
 
         `checkpoint` leaves its settled whole pages in the prefix cache. The client hears nothing.
         """
-        self._endings.release(req, checkpoint=checkpoint)
+        self._parts.endings.release(req, checkpoint=checkpoint)
         self.queues.leave_group(req)
         self.ended.note(req, None)
 
     def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True) -> None:
         """End a request that a stage keeps: release it, tell the client, call `aborted` if it failed."""
-        self._endings.finish(req, finish, checkpoint=checkpoint)
+        self._parts.endings.finish(req, finish, checkpoint=checkpoint)
 
     def spare_pages(self) -> int:
         """Free and evictable pages beyond what admitted requests and the head of the queue are expected to take.
@@ -518,10 +353,10 @@ class Scheduler:
         May be negative. A stage that reserves pages for requests to come stays within it, so that it
         neither pushes running requests into retraction nor starves the queue.
         """
-        spare = self.memory.available_pages() - self._planner.reserved_pages()
+        spare = self.memory.available_pages() - self._parts.planner.reserved_pages()
         head = self.queues.head
         if head is not None:
-            spare -= expected_pages(self.memory, head, head.seq_len, self._ratio.value)
+            spare -= expected_pages(self.memory, head, head.seq_len, self._shared.ratio.value)
         return spare
 
     def kept_back(self, req: Request) -> KeptBack:
@@ -534,18 +369,18 @@ class Scheduler:
 
     def next_outside(self, requests: Iterable[Request]) -> Request | None:
         """See `Policy.next_outside`."""
-        return self._policy.next_outside(requests)
+        return self._shared.policy.next_outside(requests)
 
     def spare_requests(self) -> int:
         """Requests that the running batch can still take. May be negative. A stage counts its own on top."""
         taken = len(self.queues.running) + len(self.queues.parked()) + (self.queues.chunked is not None)
-        taken += sum(1 for _ in self._isolation.suspects())
+        taken += sum(1 for _ in self._parts.isolation.suspects())
         return self.config.max_running_requests - taken
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        return self._facts.vocab_size
+        return self._shared.facts.vocab_size
 
     @property
     def launched(self) -> int:
@@ -555,4 +390,4 @@ class Scheduler:
     @property
     def step_in_flight(self) -> int | None:
         """Newest launched step that has not settled: what freed memory has to wait for."""
-        return self._steps.newest_in_flight
+        return self._shared.steps.newest_in_flight

@@ -90,7 +90,7 @@ def test_slots_are_as_many_as_penalised_requests_run_at_once():
         engine.add(make_message(f"plain-{number}", [number + 1, 2], max_tokens=4))
     engine.run()
     engine.assert_expected()
-    slots = engine.scheduler._slots
+    slots = engine.scheduler._shared.slots
     assert slots.used <= 3
     assert sorted(slots.free) == [*range(slots.used)]
 
@@ -101,7 +101,7 @@ def test_an_aborted_request_gives_its_slot_back():
     engine.step(4)
     engine.scheduler.abort("r")
     engine.run()
-    assert engine.scheduler._slots.free == [0]
+    assert engine.scheduler._shared.slots.free == [0]
 
 
 def test_requests_with_bad_words_alone_take_no_slot():

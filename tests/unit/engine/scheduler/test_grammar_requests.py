@@ -131,7 +131,7 @@ def test_whatever_ends_a_request_reaches_it_while_it_waits(end):  # T8
     engine.step(2)
     assert engine.finish("g").reason is FinishReason.ABORT
     assert engine.scheduler.idle
-    assert engine.scheduler._gate.jobs == {}
+    assert engine.scheduler._parts.gate.jobs == {}
     assert all(future.cancelled() for future in grammars.pending.values())
 
 
@@ -142,7 +142,7 @@ def test_a_compilation_that_cannot_be_called_off_is_forgotten_all_the_same():  #
     grammars.pending[spec].set_running_or_notify_cancel()
     engine.scheduler.abort(RequestId("g"))
     engine.step(2)
-    assert engine.scheduler._gate.jobs == {}
+    assert engine.scheduler._parts.gate.jobs == {}
     assert engine.scheduler.idle
 
 

@@ -131,7 +131,7 @@ def test_suspects_obey_aborts(overlap):
     engine = engine_with(Poisoned(), overlap=overlap)
     for rid in ("a", "b", "c"):
         engine.add(make_message(rid, [1, 2, POISON] if rid == "c" else [1, 2, 3], max_tokens=9))
-    while not engine.scheduler._isolation.active:
+    while not engine.scheduler._parts.isolation.active:
         engine.step()
     for rid in ("a", "b", "c"):
         engine.scheduler.abort(rid)
@@ -257,7 +257,7 @@ def test_stages_do_not_get_the_seats_and_pages_of_suspects(overlap):
     engine = engine_with(Poisoned(), overlap=overlap, max_running_requests=4, max_tokens_per_step=64)
     for i in range(3):
         engine.add(make_message(f"r{i}", [1 + i, POISON, 3], max_tokens=20))
-    while not engine.scheduler._isolation.active:
+    while not engine.scheduler._parts.isolation.active:
         engine.step()
     assert engine.scheduler.spare_requests() == 1
     # Three pages with three prompts, and what is expected of their outputs.

@@ -123,7 +123,7 @@ def test_the_expected_share_of_outputs_decays_with_decodes_and_returns_after_a_r
     engine = make_engine(
         usable_pages=10, page_size=4, init_new_token_ratio=0.5, min_new_token_ratio=0.1, new_token_ratio_decay_steps=10
     )
-    ratio = engine.scheduler._ratio
+    ratio = engine.scheduler._shared.ratio
     engine.add(make_message("one", [1] * 8, max_tokens=30))
     engine.step(6)
     assert ratio.value == pytest.approx(0.5 - 5 * 0.04)

@@ -212,7 +212,7 @@ def test_ranks_choose_the_same_drafts_whatever_their_own_clocks_say():  # T53
 
     def rank(agree: Callable[[StepDrafts], StepDrafts], own_clock: Clock) -> list[tuple[int, ...]]:
         engine = drafting(mistake=wrong_every(3), adaptive=True, enable_overlap=True, usable_pages=200)
-        speculation = engine.scheduler._speculation
+        speculation = engine.scheduler._shared.speculation
         speculation.agree, speculation.stopwatch = agree, own_clock
         for index in range(3):
             engine.add(make_message(f"r{index}", [*PROMPT, index], max_tokens=120))
@@ -248,7 +248,7 @@ def test_a_request_that_was_waited_for_in_vain_is_waited_for_less():
     engine.add(make_message("r", PROMPT, max_tokens=60))
     engine.run()
     engine.assert_expected()
-    assert 0 < len(engine.scheduler._speculation.proposer.proposals) < 20
+    assert 0 < len(engine.scheduler._shared.speculation.proposer.proposals) < 20
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -267,7 +267,7 @@ def test_an_abort_while_drafts_are_verified_ends_the_request_without_them(overla
 def test_a_proposer_forgets_a_request_before_its_row_is_given_back():  # T17
     engine = drafting(force_retract_every=2, max_retractions=99)
     run_one(engine, max_tokens=20)
-    released = engine.scheduler._speculation.proposer.released
+    released = engine.scheduler._shared.speculation.proposer.released
     assert len(released) == engine.scheduler.tally.retracted + 1
     whole = [*PROMPT, *engine.output()]
     assert all(tokens == whole[: len(tokens)] for _, tokens in released)
@@ -321,8 +321,8 @@ def test_a_proposer_that_fails_costs_drafts_and_no_request(caplog):
     def fail(requests):
         raise RuntimeError("draft model lost")
 
-    engine.scheduler._speculation.proposer.propose = fail
-    engine.scheduler._speculation.confined = True
+    engine.scheduler._shared.speculation.proposer.propose = fail
+    engine.scheduler._shared.speculation.confined = True
     runs = run_one(engine, max_tokens=5)
     assert [len(run) for run in runs] == [1] * 5
     assert "without drafts" in caplog.text
@@ -331,14 +331,16 @@ def test_a_proposer_that_fails_costs_drafts_and_no_request(caplog):
 
 def test_whether_the_proposer_fails_is_for_rank_0_to_say():  # T53
     engine = drafting()
-    speculation = engine.scheduler._speculation
+    speculation = engine.scheduler._shared.speculation
     speculation.confined = True
     speculation.proposer.propose = None  # what this rank has by itself counts for nothing
     speculation.agree = lambda _: StepDrafts(chains=((),))
     run_one(engine, max_tokens=5)
     assert not speculation.broken
     engine = drafting()
-    engine.scheduler._speculation.agree = lambda mine: StepDrafts(chains=tuple(() for _ in mine.chains), broken=True)
+    engine.scheduler._shared.speculation.agree = lambda mine: StepDrafts(
+        chains=tuple(() for _ in mine.chains), broken=True
+    )
     runs = run_one(engine, max_tokens=5)
-    assert engine.scheduler._speculation.broken
+    assert engine.scheduler._shared.speculation.broken
     assert [len(run) for run in runs] == [1] * 5
