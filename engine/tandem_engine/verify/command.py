@@ -16,9 +16,11 @@ from tandem_engine.config import CacheConfig, EngineConfig, KvCacheDtype, ModelC
 from tandem_engine.loaded_model import load
 from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.verify.compare import PathResult
+from tandem_engine.verify.draft_paths import DraftPaths
 from tandem_engine.verify.path import Path
-from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
+from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.prompts import make_prompts
+from tandem_engine.verify.rank_paths import on_ranks
 from tandem_engine.verify.references import generate_references
 from tandem_engine.verify.report import VerifyReport, print_head, print_row
 from tandem_engine.verify.verification import Verification

@@ -6,9 +6,11 @@ from pathlib import Path
 from tandem_engine.config import EngineConfig, KvCacheDtype, ModelImpl
 from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.verify.compare import PathResult
+from tandem_engine.verify.draft_paths import DraftPaths
 from tandem_engine.verify.edited import edits_against
-from tandem_engine.verify.paths import DraftPaths, make_paths, on_ranks
+from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.prompts import PromptSet, make_prompts
+from tandem_engine.verify.rank_paths import on_ranks
 from tandem_engine.verify.ranks import PlatformMaker, platform_of_device
 from tandem_engine.verify.reference import TransformersReference
 from tandem_engine.verify.verification import Verification
