@@ -42,10 +42,8 @@ REQUEST = {"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 4, "ig
 
 @pytest.fixture
 async def fleet(server):
-    server.wipe()
-    workers = Fleet(server)
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        yield workers
 
 
 @pytest.fixture

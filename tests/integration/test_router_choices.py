@@ -2,17 +2,27 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
 from random import Random
 
 import pytest
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import NoWorkersError, Placement, RouteQuery, Source
+from tandem_services.router.choice import NoWorkersError, Placement, Source
 from tandem_services.router.config import RouterConfig
 from tandem_services.router.router import Router
 from tandem_testing.redis_server import RedisServer
-from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_link, make_load, make_record
+from tandem_testing.router_builders import (
+    PAGE,
+    PATIENT_S,
+    Fleet,
+    chain_of,
+    make_link,
+    make_load,
+    make_query,
+    make_record,
+)
 
 PROMPT = tuple(range(20 * PAGE))
 
@@ -35,9 +45,7 @@ async def router(server):
     await gateway.stop()
 
 
-def query(**changes) -> RouteQuery:
-    fields = {"request_id": "r", "model": MODEL, "token_ids": PROMPT, "max_tokens": 16}
-    return RouteQuery(**fields | changes)
+query = partial(make_query, token_ids=PROMPT)
 
 
 async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):

@@ -3,18 +3,19 @@
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.router.choice import Placement, RouteQuery, Source
+from tandem_services.router.choice import Placement, Source
 from tandem_services.router.config import RouterConfig
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.router import Router
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
-from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
+from tandem_testing.router_builders import PAGE, Fleet, chain_of, make_query, make_record
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
@@ -45,9 +46,7 @@ async def router(server, fleet):
     await gateway.stop()
 
 
-def query(**changes) -> RouteQuery:
-    fields = {"request_id": "r", "model": MODEL, "token_ids": PROMPT, "max_tokens": 16}
-    return RouteQuery(**fields | changes)
+query = partial(make_query, token_ids=PROMPT)
 
 
 async def until_source(router: Router, source: Source, *, beat=None) -> None:

@@ -1,17 +1,27 @@
 """Prefixes that are worth fetching, as a real Redis finds them and the gateway is told."""
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import RouteQuery, Source
+from tandem_services.router.choice import Source
 from tandem_services.router.config import RouterConfig
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.router import Router
-from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_link, make_load, make_record
+from tandem_testing.router_builders import (
+    PAGE,
+    PATIENT_S,
+    Fleet,
+    chain_of,
+    make_link,
+    make_load,
+    make_query,
+    make_record,
+)
 
 PROMPT = tuple(range(60 * PAGE))
 TURN = (*PROMPT, *range(PAGE))
@@ -34,9 +44,7 @@ async def router(server):
     await gateway.stop()
 
 
-def query(**changes) -> RouteQuery:
-    fields = {"request_id": "r", "model": MODEL, "token_ids": TURN, "max_tokens": 16}
-    return RouteQuery(**fields | changes)
+query = partial(make_query, token_ids=TURN)
 
 
 async def test_an_idle_worker_is_told_who_has_the_prefix(fleet, router):

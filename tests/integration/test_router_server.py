@@ -17,10 +17,8 @@ OTHER = tuple((7 * number + 1) % 300 for number in range(20 * PAGE))
 
 @pytest.fixture
 async def fleet(server):
-    server.wipe()
-    workers = Fleet(server)
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        yield workers
 
 
 @pytest.fixture

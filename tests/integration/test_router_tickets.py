@@ -19,10 +19,8 @@ QUERY = RouteQuery(request_id="r", model=MODEL, token_ids=tuple(range(20 * PAGE)
 
 @pytest.fixture
 async def fleet(server):
-    server.command("FLUSHALL")
-    workers = Fleet(server)
-    yield workers
-    await workers.close()
+    async with Fleet.of(server) as workers:
+        yield workers
 
 
 def make_router(server: RedisServer, seed: int) -> Router:

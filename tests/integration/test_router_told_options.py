@@ -1,15 +1,16 @@
 """What a decision was made from, as a real Redis and the last view tell it."""
 
+from functools import partial
 from random import Random
 
 import pytest
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import TOLD_OPTIONS, RouteQuery, Source
+from tandem_services.router.choice import TOLD_OPTIONS, Source
 from tandem_services.router.config import RouterConfig
 from tandem_services.router.router import Router
-from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_load, make_record
+from tandem_testing.router_builders import PAGE, PATIENT_S, Fleet, chain_of, make_load, make_query, make_record
 from tandem_testing.service_clock import ServiceClock
 
 PROMPT = tuple(range(20 * PAGE))
@@ -40,9 +41,7 @@ async def router(make_router):
     await gateway.stop()
 
 
-def query(**changes) -> RouteQuery:
-    fields = {"request_id": "r", "model": MODEL, "token_ids": PROMPT, "max_tokens": 16}
-    return RouteQuery(**fields | changes)
+query = partial(make_query, token_ids=PROMPT)
 
 
 def ways(choice) -> list[tuple[str | None, str]]:

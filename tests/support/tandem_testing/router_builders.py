@@ -1,14 +1,14 @@
 """Workers, records and prompts for tests of router and worker service."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from tandem_engine.config import Role
 from tandem_engine.messages.block_hash import chain_hashes, chain_seed
 from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.common.redis_client import RedisAddress, RedisClient
-from tandem_services.router.choice import Choice, Placement, Reservation, ScoreTerm, Source, WorkerView
+from tandem_services.router.choice import Choice, Placement, Reservation, RouteQuery, ScoreTerm, Source, WorkerView
 from tandem_services.router.cost import Load
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
@@ -52,6 +52,11 @@ def make_choice(
         matched_tokens=0,
         reservation=Reservation(None, ()),
     )
+
+
+def make_query(token_ids: Sequence[int], **changes: Any) -> RouteQuery:
+    fields: dict[str, Any] = {"request_id": "r", "model": MODEL, "token_ids": token_ids, "max_tokens": 16}
+    return RouteQuery(**fields | changes)
 
 
 def make_load(**changes: float) -> Load:
