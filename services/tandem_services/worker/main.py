@@ -15,8 +15,9 @@ from tandem_services.common.errors import StartupError
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tracing import require_opentelemetry
 from tandem_services.worker.config import WorkerConfig
+from tandem_services.worker.ending import EXIT_FAILED
 from tandem_services.worker.follower import FollowerService
-from tandem_services.worker.service import EXIT_FAILED, WorkerService
+from tandem_services.worker.service import WorkerService
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ The parts share nothing but the event loop; this module wires them and decides w
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -49,6 +48,7 @@ from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
 from tandem_services.worker.config import WorkerConfig, new_incarnation
 from tandem_services.worker.control import EngineLink, OrderRefusedError, Subscribers
+from tandem_services.worker.ending import EXIT_ENGINE_REFUSED, EXIT_FAILED, EXIT_OK, FirstEnding
 from tandem_services.worker.engine_process import EngineChild, engine_argv
 from tandem_services.worker.health import HealthServer, WorkerProbes, build_app
 from tandem_services.worker.index_feed import IndexFeed
@@ -74,19 +74,6 @@ ORDER_TIMEOUT_S = 1.0
 SHUTDOWN_GRACE_S = 10.0
 """The engine closes its transports after `Shutdown`."""
 
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_ENGINE_REFUSED = 3
-"""The engine said why it cannot start: a checkpoint or a flag that cannot work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a worker ends. The sentence is for the log."""
-
-    status: int
-    reason: str
-
 
 class WorkerService:
     """One incarnation of one worker. `run` once."""
@@ -103,7 +90,7 @@ class WorkerService:
         self._health = Health()
         self._ready: EngineReady | None = None
         self._drain_began: float | None = None
-        self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._ending = FirstEnding()
         self._stopping = False
         self._tasks = NamedTasks(failed=self._task_failed)
         self._traces = None if config.tracing is None else WorkerTraces(config.tracing)
@@ -143,7 +130,7 @@ class WorkerService:
             self._tasks.start(self._link.run(self._subscribers()), "control")
             self._tasks.start(self._watch_engine(child), "engine")
             self._tasks.start(self._limit_start(), "start-limit")
-            ending = await self._ending
+            ending = await self._ending.wait()
             log = logger.info if ending.status == EXIT_OK else logger.error
             log("worker %s ends: %s", self.incarnation, ending.reason)
             await self._stop(child)
@@ -154,7 +141,7 @@ class WorkerService:
     def drain(self) -> None:
         """Begin to drain. Again: end without waiting any longer."""
         if self._ready is None or self._monitor.draining:
-            self._end(Ending(EXIT_OK, "stopped before it was idle"))
+            self._ending.say(EXIT_OK, "stopped before it was idle")
             return
         logger.info("draining %s", self.incarnation)
         self._drain_began = self._clock.now()
@@ -188,7 +175,7 @@ class WorkerService:
             consequences=Consequences(
                 peer_gone=self._tell_peer_gone,
                 fleet_changed=introductions.fleet_changed,
-                lost=lambda reason: self._end(Ending(EXIT_FAILED, reason)),
+                lost=lambda reason: self._ending.say(EXIT_FAILED, reason),
             ),
         )
         standby = Standby(
@@ -272,7 +259,7 @@ class WorkerService:
 
     def _engine_ready(self, ready: EngineReady) -> None:
         if ready.incarnation != self.incarnation:
-            self._end(Ending(EXIT_FAILED, f"the engine calls itself {ready.incarnation}"))
+            self._ending.say(EXIT_FAILED, f"the engine calls itself {ready.incarnation}")
             return
         again = self._ready is not None
         self._ready = ready
@@ -296,9 +283,9 @@ class WorkerService:
 
     def _engine_failed(self, failed: EngineFailed) -> None:
         if self._ready is None:
-            self._end(Ending(EXIT_ENGINE_REFUSED, f"the engine cannot start ({failed.code}): {failed.message}"))
+            self._ending.say(EXIT_ENGINE_REFUSED, f"the engine cannot start ({failed.code}): {failed.message}")
         else:
-            self._end(Ending(EXIT_FAILED, f"the engine cannot go on ({failed.code}): {failed.message}"))
+            self._ending.say(EXIT_FAILED, f"the engine cannot go on ({failed.code}): {failed.message}")
 
     def _engine_wants_drain(self, wanted: DrainWanted) -> None:
         if not self._monitor.draining:
@@ -341,12 +328,12 @@ class WorkerService:
         # A refusal with its reason may still be in the socket.
         await asyncio.sleep(IDLE_POLL_S)
         if not self._stopping:
-            self._end(Ending(EXIT_FAILED, f"the engine process exited with status {status}"))
+            self._ending.say(EXIT_FAILED, f"the engine process exited with status {status}")
 
     async def _limit_start(self) -> None:
         await asyncio.sleep(self._config.start_timeout_s)
         if self._ready is None:
-            self._end(Ending(EXIT_FAILED, f"the engine was not ready within {self._config.start_timeout_s:.0f} s"))
+            self._ending.say(EXIT_FAILED, f"the engine was not ready within {self._config.start_timeout_s:.0f} s")
 
     async def _finish_and_end(self) -> None:
         await self._link.order(Drain())
@@ -358,14 +345,10 @@ class WorkerService:
                 break
             await asyncio.sleep(IDLE_POLL_S)
         summary = drain_summary(before, self._monitor.stats)
-        self._end(Ending(EXIT_OK, f"drained in {self._clock.now() - began:.1f} s{summary}"))
-
-    def _end(self, ending: Ending) -> None:
-        if not self._ending.done():
-            self._ending.set_result(ending)
+        self._ending.say(EXIT_OK, f"drained in {self._clock.now() - began:.1f} s{summary}")
 
     def _task_failed(self, name: str) -> None:
-        self._end(Ending(EXIT_FAILED, f"its {name} task failed"))
+        self._ending.say(EXIT_FAILED, f"its {name} task failed")
 
     async def _stop(self, child: EngineChild) -> None:
         """Off the registry first, so that nobody is sent here any more; then the engine."""
