@@ -1,0 +1,80 @@
+"""The receiving side of a handoff, and the writer that a test plays line by line."""
+
+from collections.abc import Sequence
+
+from tandem_engine.disaggregation.fake import FakeFabric
+from tandem_engine.executor.fake import next_token
+from tandem_engine.messages.outputs import FinishReason
+from tandem_engine.messages.requests import HandoffSide
+from tandem_engine.messages.transfer import TransferAborted, WriteGrant
+from tandem_testing.disagg_network import PeerNetwork, make_peer
+from tandem_testing.disagg_pair import PROMPT, Side, handoff, make_side
+from tandem_testing.disagg_script import ScriptedPeer, make_scripted_peer
+from tandem_testing.scheduler_builders import VOCAB, make_message
+
+ROOM = "room-r"
+WRITER = make_peer("p")
+
+
+class Receiver:
+    """A decode engine, and the prefill engine that the test plays."""
+
+    def __init__(self, **engine: object) -> None:
+        self.fabric, self.network = FakeFabric(), PeerNetwork()
+        self.side: Side = make_side(make_peer("d"), fabric=self.fabric, network=self.network, **engine)
+        self.writer: ScriptedPeer = make_scripted_peer(
+            WRITER, self.side.peer, fabric=self.fabric, network=self.network, clock=self.side.engine.clock
+        )
+
+    def submit(self, rid: str = "r", prompt: Sequence[int] = PROMPT, *, generation: int = 1, **request: object) -> None:
+        end = handoff(HandoffSide.RECEIVE, WRITER, f"room-{rid}", generation)
+        self.side.engine.add(make_message(rid, prompt, handoff=end, **request))
+        self.turn()
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.fabric.advance()
+            self.side.step()
+
+    def pass_time(self, seconds: float) -> None:
+        self.side.engine.clock.time += seconds
+        self.turn()
+
+    def granted(self, rid: str = "r", prompt: Sequence[int] = PROMPT, **request: object) -> WriteGrant:
+        """Submit, and be the writer that has computed the prompt."""
+        self.submit(rid, prompt, **request)
+        self.writer.learn_pools()
+        self.writer.fill(tuple(prompt))
+        return self.writer.grant()
+
+    def transferred(self, **request: object) -> WriteGrant:
+        """A whole transfer but for the last look at the digests."""
+        grant = self.granted(**request)
+        self.writer.write(grant)
+        self.writer.record(grant, first_token(PROMPT))
+        return grant
+
+    def is_cached(self, prompt: Sequence[int] = PROMPT) -> bool:
+        return self.side.engine.memory.cached_len(tuple(prompt), salt="", max_match=len(prompt)) > 0
+
+    def held(self) -> list[int]:
+        return [*self.side.stage.held_pages()]
+
+    def aborts(self) -> list[TransferAborted]:
+        return self.side.link.messages(TransferAborted)
+
+    def assert_failed(self, why: str, rid: str = "r") -> None:
+        """The gateway was told once, that another attempt can help."""
+        finish = self.side.finish(rid)
+        assert finish is not None
+        assert (finish.reason, finish.code, finish.retryable) == (FinishReason.ERROR, "transfer_error", True)
+        assert why in finish.error
+        assert self.side.tokens(rid) == []
+
+    def drain(self, rid: str = "r", *, generation: int = 1) -> None:
+        self.writer.ack(f"room-{rid}", generation=generation)
+        self.turn()
+
+
+def first_token(prompt: Sequence[int]) -> int:
+    return next_token(prompt, vocab_size=VOCAB)
