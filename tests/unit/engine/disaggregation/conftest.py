@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_testing.disagg_receiver import Receiver
+from tandem_testing.disagg_played import Receiver
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from tandem_engine.messages.transfer import DrainAck, Hello, WriteGrant
 from tandem_engine.names import RequestId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import DRAIN_TIMEOUT, GRANT_TIMEOUT, PROMPT
-from tandem_testing.disagg_receiver import ROOM, WRITER, Receiver, first_token
+from tandem_testing.disagg_played import ROOM, WRITER, Receiver, first_token
 from tandem_testing.disagg_script import make_scripted_peer
 from tandem_testing.scheduler_builders import make_message
 

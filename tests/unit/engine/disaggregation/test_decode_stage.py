@@ -10,7 +10,7 @@ from tandem_engine.messages.transfer import Hello, WriteGrant
 from tandem_engine.names import RequestId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import CONFIG, GRANT_TIMEOUT, PROMPT, handoff
-from tandem_testing.disagg_receiver import ROOM, WRITER, Receiver, first_token
+from tandem_testing.disagg_played import ROOM, WRITER, Receiver, first_token
 from tandem_testing.scheduler_builders import expected_output, make_message
 
 # Granting

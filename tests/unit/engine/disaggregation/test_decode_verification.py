@@ -8,7 +8,7 @@ from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import PROMPT
-from tandem_testing.disagg_receiver import ROOM, first_token
+from tandem_testing.disagg_played import ROOM, first_token
 from tandem_testing.scheduler_builders import VOCAB
 
 

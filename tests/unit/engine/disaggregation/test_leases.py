@@ -5,7 +5,7 @@ import pytest
 
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.decode import MAX_REPEATS
-from tandem_engine.disaggregation.fake import FakeFabric, Fate
+from tandem_engine.disaggregation.fake import Fate
 from tandem_engine.disaggregation.leases import Open, Pulse, Standstill
 from tandem_engine.disaggregation.room_key import room_key
 from tandem_engine.errors import WireError
@@ -32,11 +32,9 @@ from tandem_testing.disagg_pair import (
     GRANT_TIMEOUT,
     HOLD_TIMEOUT,
     PROMPT,
-    Side,
-    handoff,
     make_pair,
-    make_side,
 )
+from tandem_testing.disagg_played import PlayedEnd
 from tandem_testing.disagg_script import make_scripted_peer
 from tandem_testing.scheduler_builders import VOCAB, ManualClock, make_message
 
@@ -46,32 +44,12 @@ PAGES = (4, 9, 2)
 """Granted pages for `PROMPT`."""
 
 
-class Scene:
-    """One engine under test, the other end played line by line."""
+class Scene(PlayedEnd):
+    """That greets the engine at once, and says and hears who goes on."""
 
     def __init__(self, side: HandoffSide, **engine: object) -> None:
-        me, other = ("d", "p") if side is HandoffSide.RECEIVE else ("p", "d")
-        self.fabric, self.network = FakeFabric(), PeerNetwork()
-        self.side_of_engine = side
-        self.side: Side = make_side(make_peer(me), fabric=self.fabric, network=self.network, **engine)
-        self.other = make_scripted_peer(
-            make_peer(other), self.side.peer, fabric=self.fabric, network=self.network, clock=self.side.engine.clock
-        )
+        super().__init__(side, **engine)
         self.other.greet()
-
-    def submit(self, rid: str = "r", prompt: tuple[int, ...] = PROMPT, **request: object) -> None:
-        end = handoff(self.side_of_engine, self.other.me, f"room-{rid}")
-        self.side.engine.add(make_message(rid, prompt, handoff=end, **request))
-        self.turn()
-
-    def turn(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.fabric.advance()
-            self.side.step()
-
-    def pass_time(self, seconds: float) -> None:
-        self.side.engine.clock.time += seconds
-        self.turn()
 
     def hears(self, *rooms: OpenRoom, said_at: float = 0.0) -> None:
         """The other end goes on with these rooms."""

@@ -1,4 +1,4 @@
-"""The receiving side of a handoff, and the writer that a test plays line by line."""
+"""One end of a handoff under test, and the other that a test plays line by line."""
 
 from collections.abc import Sequence
 
@@ -16,18 +16,20 @@ ROOM = "room-r"
 WRITER = make_peer("p")
 
 
-class Receiver:
-    """A decode engine, and the prefill engine that the test plays."""
+class PlayedEnd:
+    """One engine under test, the other end played line by line."""
 
-    def __init__(self, **engine: object) -> None:
+    def __init__(self, side: HandoffSide, **engine: object) -> None:
+        me, other = ("d", "p") if side is HandoffSide.RECEIVE else ("p", "d")
         self.fabric, self.network = FakeFabric(), PeerNetwork()
-        self.side: Side = make_side(make_peer("d"), fabric=self.fabric, network=self.network, **engine)
-        self.writer: ScriptedPeer = make_scripted_peer(
-            WRITER, self.side.peer, fabric=self.fabric, network=self.network, clock=self.side.engine.clock
+        self.side_of_engine = side
+        self.side: Side = make_side(make_peer(me), fabric=self.fabric, network=self.network, **engine)
+        self.other: ScriptedPeer = make_scripted_peer(
+            make_peer(other), self.side.peer, fabric=self.fabric, network=self.network, clock=self.side.engine.clock
         )
 
     def submit(self, rid: str = "r", prompt: Sequence[int] = PROMPT, *, generation: int = 1, **request: object) -> None:
-        end = handoff(HandoffSide.RECEIVE, WRITER, f"room-{rid}", generation)
+        end = handoff(self.side_of_engine, self.other.me, f"room-{rid}", generation)
         self.side.engine.add(make_message(rid, prompt, handoff=end, **request))
         self.turn()
 
@@ -39,6 +41,14 @@ class Receiver:
     def pass_time(self, seconds: float) -> None:
         self.side.engine.clock.time += seconds
         self.turn()
+
+
+class Receiver(PlayedEnd):
+    """A decode engine, and the prefill engine that the test plays."""
+
+    def __init__(self, **engine: object) -> None:
+        super().__init__(HandoffSide.RECEIVE, **engine)
+        self.writer = self.other
 
     def granted(self, rid: str = "r", prompt: Sequence[int] = PROMPT, **request: object) -> WriteGrant:
         """Submit, and be the writer that has computed the prompt."""
