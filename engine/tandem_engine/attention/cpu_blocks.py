@@ -29,12 +29,22 @@ from tandem_engine.attention.cpu_kernels import as_float32, halved
 from tandem_engine.attention.phases import pointer, take
 from tandem_engine.attention.pieces import Array, compiled_callback, inlined
 from tandem_engine.attention.vector_softmax import bound, hide, pair_up, weigh
-from tandem_engine.attention.vectors import FLOAT_BYTES, MULTIPLIES_PAIRS, PANEL, product, product_of_pairs
+from tandem_engine.attention.vectors import (
+    FLOAT_BYTES,
+    MULTIPLIES_PAIRS,
+    PANEL,
+    copy_bytes,
+    pair_rows,
+    product,
+    product_of_pairs,
+)
 from tandem_engine.compiled import revision_of
 
 types: Any = numba_types
 
 _HALF_BITS = np.uint32(16)
+_PAIRED_BYTES = 2
+"""Of a number of a pair."""
 
 KEYS = 64
 """Keys of a block: their scores with one panel, 8 KiB, stay in a core's first cache, as do K and V."""
@@ -183,17 +193,31 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
         else:
             _copy(pages, work.layer, 0, kv_head, page_row, key, count, scratch.wide, scratch.keys)
             _copy(pages, work.layer, 1, kv_head, page_row, key, count, scratch.wide, scratch.values)
+        scale = work.scale if pairs else np.float32(1.0)
         for panel in range(((end - begin) * group + PANEL - 1) // PANEL):
-            _attend_panel(panel, key, count, work.scale if pairs else np.float32(1.0), work.soft_cap, scratch, pairs)
+            # Its last token sees no key behind itself.
+            oldest = sequence[POSITION] + begin + panel * PANEL // group
+            newest = sequence[POSITION] + min(begin + ((panel + 1) * PANEL - 1) // group, end - 1)
+            seen = min(count, newest + 1 - key)
+            if seen > 0:
+                hidden = oldest + 1 < key + seen or newest + 1 - work.window > key
+                _attend_panel(panel, key, seen, hidden, scale, work.soft_cap, scratch, pairs)
         key += count
     _place_outputs(scratch.outputs, scratch.totals, kv_head, group, begin, end, out)
 
 
 @inlined
 def _attend_panel(
-    panel: int, key: int, count: int, scale: np.float32, soft_cap: np.float32, scratch: Scratch, pairs: bool
+    panel: int,
+    key: int,
+    count: int,
+    hidden: bool,
+    scale: np.float32,
+    soft_cap: np.float32,
+    scratch: Scratch,
+    pairs: bool,
 ) -> None:
-    """One panel of queries against the block of `count` keys from position `key` on."""
+    """One panel of queries against the block of `count` keys from position `key` on, of which some may be `hidden`."""
     head_dim = scratch.keys.shape[1]
     keys, values, scores = scratch.keys.ctypes.data, scratch.values.ctypes.data, scratch.scores.ctypes.data
     queries, outputs = scratch.queries[panel].ctypes.data, scratch.outputs[panel].ctypes.data
@@ -201,12 +225,12 @@ def _attend_panel(
     firsts, ends = scratch.bounds[0, panel], scratch.bounds[1, panel]
     factors = scratch.factors.ctypes.data
     if pairs:
-        product_of_pairs(keys, head_dim, 1, queries, scores, PANEL, count, head_dim // 2, 0)
+        product_of_pairs(keys, head_dim // 2, 1, queries, scores, PANEL, count, head_dim // 2, 0)
     else:
         product(keys, head_dim, 1, queries, scores, PANEL, count, head_dim, 0)
     if soft_cap > 0:
         bound(scores, count, soft_cap, scale)
-    if firsts.max() > key or ends.min() < key + count:
+    if hidden:
         hide(scores, count, key, firsts.ctypes.data, ends.ctypes.data)
     weigh(scores, count, maxima, totals, factors, np.float32(1.0) if soft_cap > 0 else scale)
     if pairs:
@@ -238,13 +262,15 @@ def _place_query_pairs(q: Array, kv_head: int, group: int, begin: int, end: int,
 def _copy_key_pairs(
     pages: Array, layer: int, kv_head: int, page_row: Array, first: int, count: int, out: Array
 ) -> None:
-    """The bits of K of `count` tokens from `first` on to the first half of each row of `out`: pairs of dimensions."""
+    """Pairs of dimensions of K of `count` tokens from `first` on to `out`, dense rows of D / 2 words."""
     page_size, head_dim = pages.shape[4], out.shape[1]
-    halves = out.view(np.uint16)
-    for row in range(count):
-        index, slot = divmod(first + row, page_size)
-        for d in range(head_dim):
-            halves[row, d] = pages[page_row[index], layer, 0, kv_head, slot, d]
+    words, done = out.ctypes.data, 0
+    while done < count:
+        index, slot = divmod(first + done, page_size)
+        rows = min(page_size - slot, count - done)
+        keys = pages[page_row[index], layer, 0, kv_head, slot:]
+        copy_bytes(keys.ctypes.data, words + done * head_dim * _PAIRED_BYTES, rows * head_dim * _PAIRED_BYTES)
+        done += rows
 
 
 @inlined
@@ -253,18 +279,18 @@ def _copy_value_pairs(
 ) -> None:
     """Pairs of V of `count` tokens from `first` on to the first rows of `out`: an even position and the next."""
     page_size, head_dim = pages.shape[4], out.shape[1]
-    words = out.view(np.uint32)
+    index, slot = divmod(first, page_size)
     for pair in range((count + 1) // 2):
-        index, slot = divmod(first + 2 * pair, page_size)
-        even = pages[page_row[index], layer, 1, kv_head, slot]
-        if 2 * pair + 1 < count:
-            index, slot = divmod(first + 2 * pair + 1, page_size)
-            odd = pages[page_row[index], layer, 1, kv_head, slot]
-            for d in range(head_dim):
-                words[pair, d] = np.uint32(even[d]) | np.uint32(odd[d]) << _HALF_BITS
-        else:
-            for d in range(head_dim):
-                words[pair, d] = np.uint32(even[d])
+        even = pages[page_row[index], layer, 1, kv_head, slot].ctypes.data
+        slot += 1
+        if slot == page_size:
+            index, slot = index + 1, 0
+        # The last one of an odd count is a pair with itself, whose second weight is 0.
+        odd = pages[page_row[index], layer, 1, kv_head, slot].ctypes.data if 2 * pair + 1 < count else even
+        slot += 1
+        if slot == page_size:
+            index, slot = index + 1, 0
+        pair_rows(even, odd, out[pair].ctypes.data, head_dim)
 
 
 @inlined
@@ -303,9 +329,7 @@ def _copy(
         index, slot = divmod(first + done, page_size)
         stop = min(page_size, slot + count - done)
         rows = as_float32(pages[page_row[index], layer, side, kv_head, slot:stop], wide)
-        for row in range(stop - slot):
-            for d in range(out.shape[1]):
-                out[done + row, d] = rows[row, d]
+        copy_bytes(rows.ctypes.data, out[done].ctypes.data, (stop - slot) * out.shape[1] * FLOAT_BYTES)
         done += stop - slot
 
 

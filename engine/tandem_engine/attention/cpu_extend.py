@@ -73,7 +73,7 @@ class BlockAttention:
         table = page_table.numpy()
         group = self._num_heads // self._kv_heads
         panels = self._panels(runs, group)
-        width = max(panels * PANEL // group, 1)
+        width = width_of_tasks(panels, group)
         sequences = np.array([run[:SEQUENCE_COLUMNS] for run in runs], np.int64)
         tasks = np.array(
             [
@@ -111,3 +111,10 @@ class BlockAttention:
         while panels > 1 and wanted > self._kv_heads * sum(-(-run.length * group // (panels * PANEL)) for run in runs):
             panels //= 2
         return panels
+
+
+def width_of_tasks(panels: int, group: int) -> int:
+    """Tokens of a task: as many as fit its panels, and where it can be so many that they fill them."""
+    width = max(panels * PANEL // group, 1)
+    filling = PANEL // math.gcd(PANEL, group)
+    return width if width < filling else width // filling * filling

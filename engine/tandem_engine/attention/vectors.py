@@ -235,3 +235,53 @@ alone and among any rows. Arguments, for compiled code:
 
 product_of_pairs = _build_product(pairs=True)
 """The same, where x and panel hold pairs of bfloat16, words that count as numbers: a step is two numbers of a sum."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_bytes(typing_context: Any, source: Any, target: Any, count: Any) -> Any:  # noqa: ARG001
+    """`count` bytes from one address to another."""
+    signature = types.void(types.uintp, types.uintp, types.intp)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        byte = ir.IntType(8).as_pointer()
+        source, target, count = arguments
+        cgutils.raw_memcpy(builder, builder.inttoptr(target, byte), builder.inttoptr(source, byte), count, 1)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pair_rows(typing_context: Any, first: Any, second: Any, words: Any, count: Any) -> Any:  # noqa: ARG001
+    """words[i] = the pair of first[i] and second[i], `count` numbers of 16 bits each; addresses."""
+    signature = types.void(types.uintp, types.uintp, types.uintp, types.intp)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        code, half = Vectors(builder), ir.IntType(16)
+        first, second, words, count = arguments
+        halves = [builder.inttoptr(address, half.as_pointer()) for address in (first, second)]
+        words, lanes = code.ints(words), code.index(LANES)
+        whole = builder.udiv(count, lanes)
+        kind = ir.VectorType(half, LANES)
+        with cgutils.for_range(builder, whole) as loop:
+            start = builder.mul(loop.index, lanes)
+            low, high = (
+                builder.zext(_unaligned(builder, builder.gep(each, [start]), kind), code.integers) for each in halves
+            )
+            shift = ir.Constant(code.integers, [_HALF_BITS] * LANES)
+            code.store(builder.or_(low, builder.shl(high, shift)), builder.gep(words, [start]))
+        done = builder.mul(whole, lanes)
+        with cgutils.for_range(builder, builder.sub(count, done)) as loop:
+            place = builder.add(done, loop.index)
+            low, high = (builder.zext(builder.load(builder.gep(each, [place])), ir.IntType(32)) for each in halves)
+            pair = builder.or_(low, builder.shl(high, ir.Constant(ir.IntType(32), _HALF_BITS)))
+            builder.store(pair, builder.gep(words, [place]))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _unaligned(builder: Any, place: Any, kind: Any) -> Any:
+    loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
+    loaded.align = 2
+    return loaded

@@ -136,3 +136,21 @@ def test_bfloat16_pages_are_widened_not_rounded_again():
     out = attend(pool, [seq], qkv)
     expected = attend_in_float64(pool, seq, qkv[0], PLAIN[0])
     assert torch.equal(out, expected.float().bfloat16()) or (out - expected).abs().max() < 2**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_size_of_pages_does_not_change_a_bit(dtype):
+    """Pairs of keys may lie on two pages, and the last key of an odd count has no other."""
+    total = 2 * KEYS + 7
+    qkv = make_qkv(total, dtype=dtype)
+    found = []
+    for page_size in (16, 1, 5, 64):
+        pool = make_pool(page_size=page_size, num_pages=total // page_size + 4, dtype=dtype)
+        found.append(attend(pool, [PageDealer(pool=pool).seq(total, total)], qkv))
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
+def test_tasks_of_three_heads_for_each_key_fill_their_panels():
+    assert cpu_extend.width_of_tasks(cpu_extend.WIDEST_TASK, 3) * 3 % PANEL == 0
+    assert cpu_extend.width_of_tasks(cpu_extend.WIDEST_TASK, 4) == cpu_extend.WIDEST_TASK * PANEL // 4
+    assert cpu_extend.width_of_tasks(1, 2 * PANEL) == 1
