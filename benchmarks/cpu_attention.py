@@ -1,7 +1,7 @@
 """Decode attention on a CPU: the paged kernel against gathering pages for torch's fused attention (ADR 0002).
 
     python benchmarks/cpu_attention.py [--threads N] [--dtype float32] [--heads 4] [--kv-heads 2] [--head-dim 64]
-                                       [--window 0] [--soft-cap 0]
+                                       [--window 0] [--soft-cap 0] [--shared 0]
 
 Prints what one thread reads from memory in blocks of a page and in long runs, then one JSON object per
 (batch, context): microseconds per layer of both ways, and the K and V bytes the kernel reads per second.
@@ -42,10 +42,11 @@ def best_us(run: Callable[[int], object]) -> float:
     return min(seconds[NUM_LAYERS:]) * 1e6
 
 
-def decode_batch(batch: int, context: int) -> ForwardBatch:
-    """`batch` sequences of `context` tokens on pages in scrambled order."""
-    pages = context // PAGE_SIZE
+def decode_batch(batch: int, context: int, shared: int) -> ForwardBatch:
+    """`batch` sequences of `context` tokens on pages in scrambled order, the first `shared` on the same pages."""
+    pages, common = context // PAGE_SIZE, min(shared, context - 1) // PAGE_SIZE
     table = (torch.randperm(batch * pages) + 1).view(batch, pages).int()
+    table[:, :common] = table[0, :common].clone()
     ones, none = torch.ones(batch, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     empty = torch.empty(0)
     return ForwardBatch(
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--window", type=int, default=0, help="newest tokens that count; 0 is all (paged alone)")
     parser.add_argument("--soft-cap", type=float, default=0.0, help="bound of the scores; 0 is none (paged alone)")
+    parser.add_argument("--shared", type=int, default=0, help="first tokens that all sequences of a batch share")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
@@ -126,7 +128,7 @@ def main() -> None:
     backend.warm_up()
     for count in BATCHES:
         for context in (context for context in CONTEXTS if count * context <= LARGEST):
-            report(args, pool, backend, decode_batch(count, context))
+            report(args, pool, backend, decode_batch(count, context, args.shared))
 
 
 @torch.inference_mode()

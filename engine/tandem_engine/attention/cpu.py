@@ -105,7 +105,13 @@ class CpuAttention:
         extends = _sort_extends(batch, spec, self._longest_short) if batch.num_extend else Extends()
         paged = None
         if extends.short or not extends.runs or batch.num_extend < batch.num_sequences:
-            paged = plan_paged(batch, short=extends.short, first_decode=extends.num_tokens, window=spec.window)
+            paged = plan_paged(
+                batch,
+                short=extends.short,
+                first_decode=extends.num_tokens,
+                window=spec.window,
+                page_size=self._pool.page_size,
+            )
         extend = self._blocks.plan(extends.runs, batch.page_table, spec) if extends.runs else None
         return View(spec=spec, paged=paged, extend=extend)
 

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from numba.core import types
-from numba.extending import overload
+from numba.extending import overload, register_jitable
 
 from tandem_engine.attention.cpu_numbers import bits_of_codes
 from tandem_engine.attention.pieces import Array, compiled_kernel, inlined, kernel_piece_options
 
 CHUNK = 512
 """Tokens of one task: long enough to hide the merge, short enough that one long context feeds all threads."""
+
+TILE = 64
+"""Tokens for each update of the softmax, rounded up to whole pages."""
 
 TOKEN, ROW, FIRST, LENGTH, FIRST_TASK, END_TASK = range(6)
 """Columns of `queries`: index into q, row of the page table, the half-open range [FIRST, LENGTH) of tokens it
@@ -39,6 +42,12 @@ _MANTISSA_BITS = np.int32(23)
 _BFLOAT16_SHIFT, _UPPER_HALF = np.uint32(16), np.uint32(0xFFFF0000)
 _JUST_BELOW_HALF, _ONE = np.uint32(0x7FFF), np.uint32(1)
 _E4M3, _E5M2 = bits_of_codes(torch.float8_e4m3fn), bits_of_codes(torch.float8_e5m2)
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def pages_of_tile(page_size: int) -> int:
+    """As many as hold `TILE` tokens."""
+    return (TILE + page_size - 1) // page_size
 
 
 @compiled_kernel

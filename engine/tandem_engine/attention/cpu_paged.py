@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from tandem_engine.attention import cpu_kernels
-from tandem_engine.attention.cpu_kernels import LENGTH, QUERY_COLUMNS, STATISTICS
+from tandem_engine.attention.cpu_kernels import LENGTH, QUERY_COLUMNS, STATISTICS, pages_of_tile
 from tandem_engine.attention.cpu_numbers import as_array
 from tandem_engine.attention.cpu_queries import NO_WINDOW, cut_queries
 from tandem_engine.attention.paged_kernel import ATTEND, PHASES, PagedKernel, build_paged_kernel
 from tandem_engine.attention.phases import PHASE_BYTES
 from tandem_engine.attention.pieces import Array
 from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.attention.task_groups import group_tasks
 from tandem_engine.attention.team import team
 from tandem_engine.errors import ConfigError
 from tandem_engine.forward.borrowed import borrowed
@@ -44,12 +45,16 @@ class PagedQueries:
 
     queries: Array
     tasks: Array
+    groups: Array
+    members: Array
     page_table: Array
     rows_read: int
     """K/V rows per head that all queries read together."""
 
 
-def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int, window: int | None) -> PagedQueries:
+def plan_paged(
+    batch: ForwardBatch, *, short: Sequence[Query], first_decode: int, window: int | None, page_size: int
+) -> PagedQueries:
     """`short` queries, then one for every DECODE sequence of `batch`, whose tokens start at `first_decode`.
 
     `window` bounds the decodes; `short` queries carry their own bounds.
@@ -59,7 +64,17 @@ def plan_paged(batch: ForwardBatch, *, short: Sequence[Query], first_decode: int
         queries[: len(short), : LENGTH + 1] = short
     bound = NO_WINDOW if window is None else window
     tasks, rows_read = cut_queries(queries, len(short), borrowed(batch.seq_lens), batch.num_extend, first_decode, bound)
-    return PagedQueries(queries=queries, tasks=tasks, page_table=batch.page_table.numpy(), rows_read=rows_read)
+    table = batch.page_table.numpy()
+    groups, members = _grouped(tasks, queries, table, page_size)
+    return PagedQueries(
+        queries=queries, tasks=tasks, groups=groups, members=members, page_table=table, rows_read=rows_read
+    )
+
+
+def _grouped(tasks: Array, queries: Array, page_table: Array, page_size: int) -> tuple[Array, Array]:
+    tile, threads = pages_of_tile(page_size) * page_size, torch.get_num_threads()
+    groups, members = group_tasks(tasks, queries, page_table, page_size, tile, threads)
+    return groups, members
 
 
 class PagedKernels:
@@ -81,7 +96,9 @@ class PagedKernels:
         """Compile, by calls with nothing to do."""
         row = torch.empty((0, self._kv_heads, self._head_dim))
         self.store(0, row, row, np.empty(0, np.int64))
-        cut_queries(np.empty((0, QUERY_COLUMNS), np.int64), 0, np.empty(0, np.int64), 0, 0, NO_WINDOW)
+        queries = np.empty((0, QUERY_COLUMNS), np.int64)
+        tasks, _ = cut_queries(queries, 0, np.empty(0, np.int64), 0, 0, NO_WINDOW)
+        _grouped(tasks, queries, np.empty((0, 1), np.int32), self.pages.shape[4])
         for capped in self._capped:
             self._kernel(capped=capped)
 
@@ -100,17 +117,20 @@ class PagedKernels:
         shared = np.zeros((PHASES, PHASE_BYTES), np.uint8)
         data = np.zeros(1, ATTEND)
         record = data[0]
-        record["num_tasks"], record["num_queries"] = len(work.tasks), len(work.queries)
+        record["num_tasks"], record["num_groups"] = len(work.tasks), len(work.groups)
+        record["num_queries"] = len(work.queries)
         record["num_rows"], record["table_width"] = work.page_table.shape
         _, record["num_layers"], _, record["num_kv_heads"], record["page_size"], _ = self.pages.shape
         record["layer"], record["num_tokens"] = layer, len(q)
-        few = threads > 1 and len(work.tasks) < TASKS_PER_THREAD * threads
+        few = threads > 1 and len(work.groups) < TASKS_PER_THREAD * threads
         record["head_parts"] = self._kv_heads if few else 1
         record["scale"], record["soft_cap"] = spec.scale, spec.soft_cap or 0.0
         record["q"], record["out"] = q.data_ptr(), out.data_ptr()
         arrays = {
             "phases": shared,
             "tasks": work.tasks,
+            "groups": work.groups,
+            "members": work.members,
             "queries": work.queries,
             "page_table": work.page_table,
             "pages": self.pages,

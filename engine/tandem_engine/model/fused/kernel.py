@@ -22,11 +22,13 @@ import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.attention import cpu_kernels, paged_kernel, phases, pieces, vector_rows, vector_softmax, vectors
+from tandem_engine.attention import vectors
 from tandem_engine.attention.cpu_kernels import QUERY_COLUMNS, STATISTICS, merge_queries
-from tandem_engine.attention.paged_kernel import AttendTask, build_attend_task
+from tandem_engine.attention.paged_groups import AttendGroup, Scratch, Work, build_attend_group, build_scratch
+from tandem_engine.attention.paged_kernel import PIECES
 from tandem_engine.attention.phases import PHASE_BYTES, array_at, finish, is_open, take, wait
 from tandem_engine.attention.pieces import Array, compiled_callback, compiled_piece, inlined
+from tandem_engine.attention.task_groups import GROUP_COLUMNS
 from tandem_engine.compiled import revision_of
 from tandem_engine.model.fused import numbers, panels, rows, step, tiles
 from tandem_engine.model.fused.numbers import narrowed, rounded, widened
@@ -60,13 +62,7 @@ StepKernel = Any
 def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKernel:
     """The kernel for a model of `dtype`, heads of `head_dim` and `group` query heads per K/V head."""
     revision = revision_of(
-        pieces,
-        cpu_kernels,
-        paged_kernel,
-        phases,
-        vector_rows,
-        vector_softmax,
-        vectors,
+        *PIECES,
         numbers,
         panels,
         rows,
@@ -75,7 +71,8 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
         constant=vectors.LANES + vectors.MULTIPLIES_PAIRS,
     )
     number = numba.from_dtype(dtype)
-    attend_task = build_attend_task(dtype, head_dim, group, capped=False)
+    attend_group = build_attend_group(dtype, head_dim, group, capped=False)
+    allocate = build_scratch(dtype, head_dim, group, capped=False)
 
     def compute_step(data: Any) -> None:
         work = numba.carray(data, 1)[0]
@@ -101,6 +98,8 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
             pages=array_at(work.pages, (1, work.num_layers, 2, work.num_kv_heads, work.page_size, head_dim), number),
             page_table=array_at(work.page_table, (1, work.table_width), types.int32),
             tasks=array_at(work.tasks, (work.num_tasks, 2), types.int64),
+            groups=array_at(work.groups, (work.num_groups, GROUP_COLUMNS), types.int64),
+            members=array_at(work.members, (work.num_tasks,), types.int64),
             queries=array_at(work.queries, (work.num_queries, QUERY_COLUMNS), types.int64),
             hidden=array_at(work.hidden, (tokens, work.size), types.float32),
             qkv=array_at(work.qkv, (tokens, all_heads, head_dim), types.float32),
@@ -121,6 +120,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
             exponents=np.empty(work.inner, np.int32),
             sums=np.empty((tokens, OUTPUTS), np.float32),
         )
+        scratch = allocate(_attention(0, work, shared))
         phase = work.phases
         _embed(phase, work, shared, model)
         for layer in range(work.num_layers):
@@ -129,7 +129,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
             phase += PHASE_BYTES
             _place_heads(phase, layer, work, shared, model, head_dim)
             phase += PHASE_BYTES
-            _attend(phase, layer, work, shared, attend_task)
+            _attend(phase, _attention(layer, work, shared), shared.groups, work.head_parts, scratch, attend_group)
             phase += PHASE_BYTES
             _project_gathered(phase, layer, shared, model, own, head_dim)
             phase += PHASE_BYTES
@@ -199,17 +199,31 @@ def _place_heads(phase: int, layer: int, work: Record, shared: Shared, model: Mo
 
 
 @inlined
-def _attend(phase: int, layer: int, work: Record, shared: Shared, attend_task: AttendTask) -> None:
+def _attention(layer: int, work: Record, shared: Shared) -> Work:
+    return Work(
+        pages=shared.pages,
+        layer=layer,
+        page_table=shared.page_table,
+        queries=shared.queries,
+        tasks=shared.tasks,
+        members=shared.members,
+        q=shared.query,
+        partial=shared.partial,
+        scale=work.scale,
+        soft_cap=np.float32(0.0),
+    )
+
+
+@inlined
+def _attend(
+    phase: int, attention: Work, groups: Array, parts: int, scratch: Scratch, attend_group: AttendGroup
+) -> None:
     """Attention over the chunks of all queries, to `partial`."""
-    parts = work.head_parts
-    count, heads = shared.tasks.shape[0] * parts, work.num_kv_heads // parts
+    count, heads = groups.shape[0] * parts, attention.pages.shape[3] // parts
     part = take(phase)
     while part < count:
-        task, first = part // parts, part % parts * heads
-        attend_task(
-            shared.pages, layer, shared.query, work.scale, np.float32(0.0), shared.page_table, shared.tasks[task],
-            first, first + heads, shared.queries, shared.partial[task],
-        )  # fmt: skip
+        first = part % parts * heads
+        attend_group(attention, scratch, groups[part // parts], first, first + heads)
         finish(phase)
         part = take(phase)
     wait(phase, count)

@@ -44,6 +44,7 @@ class SmallStep:
         out = torch.empty((len(wanted), model.config.hidden_size), dtype=model.dtype)
         arrays = self._scratch(tokens) | {"slots": self.plan.slots, "pages": pages}
         arrays |= {"page_table": queries.page_table, "tasks": queries.tasks, "queries": queries.queries}
+        arrays |= {"groups": queries.groups, "members": queries.members}
         record = model.constant.copy()
         step = record[0]
         for name, array in arrays.items():
@@ -52,7 +53,8 @@ class SmallStep:
             step[name] = tensor.data_ptr()
         step["out"], step["tokens"], step["wanted_tokens"] = out.data_ptr(), tokens, len(wanted)
         step["page_size"], step["table_width"] = pages.shape[4], queries.page_table.shape[1]
-        step["num_tasks"], step["num_queries"] = len(queries.tasks), len(queries.queries)
+        step["num_tasks"], step["num_groups"] = len(queries.tasks), len(queries.groups)
+        step["num_queries"] = len(queries.queries)
         step["head_parts"] = self._head_parts(threads)
         step["scale"] = self.scale
         team().run(self.kernel.address, record.ctypes.data, threads)
@@ -65,7 +67,7 @@ class SmallStep:
 
     def _head_parts(self, threads: int) -> int:
         """See `STEP`. All heads of a page together come from memory faster, where there are tasks enough."""
-        few = threads > 1 and len(self.queries.tasks) < TASKS_PER_THREAD * threads
+        few = threads > 1 and len(self.queries.groups) < TASKS_PER_THREAD * threads
         return self.model.config.num_kv_heads if few else 1
 
     def _scratch(self, tokens: int) -> dict[str, Array]:

@@ -34,6 +34,9 @@ STEP = np.dtype(
             "table_width",
             "tasks",
             "num_tasks",
+            "groups",
+            "num_groups",
+            "members",
             "head_parts",
             "queries",
             "num_queries",
@@ -73,9 +76,9 @@ of the step
     refused         set to 1 when an id or a position is in no table; then nothing is computed
     input_ids, positions, slots [T], wanted [S]     int64
     pages           [page, L, 2, KV, slot, D] of the model's dtype
-    page_table, tasks, queries                      as `attention.paged_kernel.ATTEND` has them; every
+    page_table, tasks, groups, members, queries     as `attention.paged_kernel.ATTEND` has them; every
                     token is that of a query
-    head_parts      tasks of attention are cut into so many by K/V heads: 1, or KV
+    head_parts      groups of attention are cut into so many by K/V heads: 1, or KV
     phases          [2 + 6 L, PHASE_BYTES] zeros
     out             [S, E] of the model's dtype
 
@@ -117,6 +120,8 @@ class Shared(NamedTuple):
     pages: Array
     page_table: Array
     tasks: Array
+    groups: Array
+    members: Array
     queries: Array
     hidden: Array
     qkv: Array
