@@ -24,27 +24,23 @@ import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.attention import cpu_kernels, phases, pieces, vector_softmax, vectors
-from tandem_engine.attention.cpu_kernels import as_float32, halved
+from tandem_engine.attention import block_copies, cpu_kernels, phases, pieces, vector_softmax, vectors
+from tandem_engine.attention.block_copies import (
+    copy_key_pairs,
+    copy_rows,
+    copy_value_pairs,
+    place_bounds,
+    place_outputs,
+    place_queries,
+    place_query_pairs,
+)
 from tandem_engine.attention.phases import pointer, take
 from tandem_engine.attention.pieces import Array, compiled_callback, inlined
 from tandem_engine.attention.vector_softmax import bound, hide, pair_up, weigh
-from tandem_engine.attention.vectors import (
-    FLOAT_BYTES,
-    MULTIPLIES_PAIRS,
-    PANEL,
-    copy_bytes,
-    pair_rows,
-    product,
-    product_of_pairs,
-)
+from tandem_engine.attention.vectors import FLOAT_BYTES, MULTIPLIES_PAIRS, PANEL, product, product_of_pairs
 from tandem_engine.compiled import revision_of
 
 types: Any = numba_types
-
-_HALF_BITS = np.uint32(16)
-_PAIRED_BYTES = 2
-"""Of a number of a pair."""
 
 KEYS = 64
 """Keys of a block: their scores with one panel, 8 KiB, stay in a core's first cache, as do K and V."""
@@ -132,7 +128,7 @@ BlockKernel = Any
 @cache
 def build_block_kernel(pages_dtype: np.dtype[Any]) -> BlockKernel:
     """The kernel for pages of float32, or of others as `cpu_numbers` has them. A head_dim is even."""
-    revision = revision_of(pieces, cpu_kernels, phases, vectors, vector_softmax, constant=PANEL)
+    revision = revision_of(block_copies, pieces, cpu_kernels, phases, vectors, vector_softmax, constant=PANEL)
     number = numba.from_dtype(pages_dtype)
     pairs = MULTIPLIES_PAIRS and pages_dtype == np.uint16
 
@@ -177,10 +173,10 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
     q = numba.carray(pointer(work.q + offset, types.float32), (1, width))
     out = numba.carray(pointer(work.out + offset, types.float32), (1, width))
     if pairs:
-        _place_query_pairs(q, kv_head, group, begin, end, scratch.queries)
+        place_query_pairs(q, kv_head, group, begin, end, scratch.queries)
     else:
-        _place_queries(q, kv_head, group, begin, end, work.scale, scratch.queries)
-    _place_bounds(sequence[POSITION], group, begin, end, work.window, scratch.bounds)
+        place_queries(q, kv_head, group, begin, end, work.scale, scratch.queries)
+    place_bounds(sequence[POSITION], group, begin, end, work.window, scratch.bounds)
     scratch.outputs[:] = 0.0
     scratch.maxima[:] = -np.inf
     scratch.totals[:] = 0.0
@@ -188,11 +184,11 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
     while key < last:
         count = min(key // KEYS * KEYS + KEYS, last) - key
         if pairs:
-            _copy_key_pairs(pages, work.layer, kv_head, page_row, key, count, scratch.keys)
-            _copy_value_pairs(pages, work.layer, kv_head, page_row, key, count, scratch.values)
+            copy_key_pairs(pages, work.layer, kv_head, page_row, key, count, scratch.keys)
+            copy_value_pairs(pages, work.layer, kv_head, page_row, key, count, scratch.values)
         else:
-            _copy(pages, work.layer, 0, kv_head, page_row, key, count, scratch.wide, scratch.keys)
-            _copy(pages, work.layer, 1, kv_head, page_row, key, count, scratch.wide, scratch.values)
+            copy_rows(pages, work.layer, 0, kv_head, page_row, key, count, scratch.wide, scratch.keys)
+            copy_rows(pages, work.layer, 1, kv_head, page_row, key, count, scratch.wide, scratch.values)
         scale = work.scale if pairs else np.float32(1.0)
         for panel in range(((end - begin) * group + PANEL - 1) // PANEL):
             # Its last token sees no key behind itself.
@@ -203,7 +199,7 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
                 hidden = oldest + 1 < key + seen or newest + 1 - work.window > key
                 _attend_panel(panel, key, seen, hidden, scale, work.soft_cap, scratch, pairs)
         key += count
-    _place_outputs(scratch.outputs, scratch.totals, kv_head, group, begin, end, out)
+    place_outputs(scratch.outputs, scratch.totals, kv_head, group, begin, end, out)
 
 
 @inlined
@@ -240,108 +236,3 @@ def _attend_panel(
         product_of_pairs(values, 1, head_dim, scores, outputs, PANEL, head_dim, (count + 1) // 2, factors)
     else:
         product(values, 1, head_dim, scores, outputs, PANEL, head_dim, count, factors)
-
-
-@inlined
-def _place_query_pairs(q: Array, kv_head: int, group: int, begin: int, end: int, queries: Array) -> None:
-    """q [T, heads · D], unscaled, to pairs of dimensions: words in the first D / 2 rows of each panel of `queries`."""
-    head_dim = queries.shape[1]
-    words = queries.view(np.uint32)
-    words[:] = 0
-    lane = 0
-    for token in range(begin, end):
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            panel, column = lane // PANEL, lane % PANEL
-            bits = q[token, head * head_dim : (head + 1) * head_dim].view(np.uint32)
-            for pair in range(head_dim // 2):
-                words[panel, pair, column] = halved(bits[2 * pair]) >> _HALF_BITS | halved(bits[2 * pair + 1])
-            lane += 1
-
-
-@inlined
-def _copy_key_pairs(
-    pages: Array, layer: int, kv_head: int, page_row: Array, first: int, count: int, out: Array
-) -> None:
-    """Pairs of dimensions of K of `count` tokens from `first` on to `out`, dense rows of D / 2 words."""
-    page_size, head_dim = pages.shape[4], out.shape[1]
-    words, done = out.ctypes.data, 0
-    while done < count:
-        index, slot = divmod(first + done, page_size)
-        rows = min(page_size - slot, count - done)
-        keys = pages[page_row[index], layer, 0, kv_head, slot:]
-        copy_bytes(keys.ctypes.data, words + done * head_dim * _PAIRED_BYTES, rows * head_dim * _PAIRED_BYTES)
-        done += rows
-
-
-@inlined
-def _copy_value_pairs(
-    pages: Array, layer: int, kv_head: int, page_row: Array, first: int, count: int, out: Array
-) -> None:
-    """Pairs of V of `count` tokens from `first` on to the first rows of `out`: an even position and the next."""
-    page_size, head_dim = pages.shape[4], out.shape[1]
-    index, slot = divmod(first, page_size)
-    for pair in range((count + 1) // 2):
-        even = pages[page_row[index], layer, 1, kv_head, slot].ctypes.data
-        slot += 1
-        if slot == page_size:
-            index, slot = index + 1, 0
-        # The last one of an odd count is a pair with itself, whose second weight is 0.
-        odd = pages[page_row[index], layer, 1, kv_head, slot].ctypes.data if 2 * pair + 1 < count else even
-        slot += 1
-        if slot == page_size:
-            index, slot = index + 1, 0
-        pair_rows(even, odd, out[pair].ctypes.data, head_dim)
-
-
-@inlined
-def _place_queries(q: Array, kv_head: int, group: int, begin: int, end: int, scale: np.float32, queries: Array) -> None:
-    """q [T, heads · D] to `queries` [panels, D, PANEL], scaled: tokens in order, each one's heads together."""
-    head_dim = queries.shape[1]
-    queries[:] = 0.0
-    lane = 0
-    for token in range(begin, end):
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            panel, column = lane // PANEL, lane % PANEL
-            for d in range(head_dim):
-                queries[panel, d, column] = q[token, head * head_dim + d] * scale
-            lane += 1
-
-
-@inlined
-def _place_bounds(position: int, group: int, begin: int, end: int, window: int, bounds: Array) -> None:
-    """The positions that each lane sees, [2, panels, PANEL]: from the first row on up to, not including, the second."""
-    bounds[0] = 0
-    bounds[1] = np.iinfo(np.int32).max
-    for lane in range((end - begin) * group):
-        place = position + begin + lane // group
-        bounds[0, lane // PANEL, lane % PANEL] = max(place + 1 - window, 0)
-        bounds[1, lane // PANEL, lane % PANEL] = place + 1
-
-
-@inlined
-def _copy(
-    pages: Array, layer: int, side: int, kv_head: int, page_row: Array, first: int, count: int, wide: Array, out: Array
-) -> None:
-    """out[:count] = K or V of `count` tokens from `first` on, of one head, as float32."""
-    page_size = pages.shape[4]
-    done = 0
-    while done < count:
-        index, slot = divmod(first + done, page_size)
-        stop = min(page_size, slot + count - done)
-        rows = as_float32(pages[page_row[index], layer, side, kv_head, slot:stop], wide)
-        copy_bytes(rows.ctypes.data, out[done].ctypes.data, (stop - slot) * out.shape[1] * FLOAT_BYTES)
-        done += stop - slot
-
-
-@inlined
-def _place_outputs(outputs: Array, totals: Array, kv_head: int, group: int, begin: int, end: int, out: Array) -> None:
-    """out [T, heads · D] = the sums in `outputs` over their `totals`; the inverse of `_place_queries`."""
-    head_dim = outputs.shape[1]
-    lane = 0
-    for token in range(begin, end):
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            panel, column = lane // PANEL, lane % PANEL
-            share = np.float32(1.0) / totals[panel, column]
-            for d in range(head_dim):
-                out[token, head * head_dim + d] = outputs[panel, d, column] * share
-            lane += 1
