@@ -29,6 +29,7 @@ from tandem_services.simulate.prefix_fetch import WantedPrefix
 from tandem_services.simulate.redis_time import PATIENCE_S, SimulatedRedis
 from tandem_services.simulate.requests import SimulatedRequest
 from tandem_services.simulate.scalers import Scaler
+from tandem_services.simulate.seen_load import SeenLoad
 from tandem_services.simulate.worker import Job, ModelledWorker
 
 
@@ -150,14 +151,8 @@ class Replay:
         self._scaling = None if scaled is None else self._autoscaling(shape, scaled)
 
     def _autoscaling(self, shape: FleetShape, scaled: Scaled) -> Autoscaling:
-        return Autoscaling(
-            fleet=self._fleet,
-            scaler=scaled.scaler(),
-            costs=scaled.costs,
-            times=shape.times,
-            max_sequences=shape.max_sequences,
-            held=lambda: held_at(self._gateways),
-        )
+        seen = SeenLoad.of(self._fleet, shape, held=lambda: held_at(self._gateways))
+        return Autoscaling(fleet=self._fleet, scaler=scaled.scaler(), costs=scaled.costs, seen=seen)
 
     async def to_the_end(self) -> Outcome:
         """Once. Raises `RedisUnavailableError`, and whatever the router raises but `NoWorkersError`."""
@@ -197,7 +192,7 @@ class Replay:
         self._plan_arrival(position + 1)
         request = self._requests[position]
         if self._scaling is not None:
-            self._scaling.demand.asked(request.prompt_tokens)
+            self._scaling.seen.counters.asked(request.prompt_tokens)
         await self._enter(Served(request=request))
 
     async def _enter(self, served: Served) -> None:
@@ -221,7 +216,7 @@ class Replay:
             self._events.after(HEARTBEAT_S, lambda: self._enter(served))
             return
         if self._scaling is not None:
-            self._scaling.demand.admitted(served.request.prompt_tokens, choice.matched_tokens)
+            self._scaling.seen.counters.admitted(choice.matched_tokens)
         self.outcome.placements[choice.placement] += 1
         decode = self._fleet.workers[choice.decode.incarnation]
         if choice.prefill is None:
@@ -295,6 +290,8 @@ class Replay:
 
     def _first(self, served: Served, choice: Choice, computed: Job) -> None:
         served.first = self._events.now()
+        if self._scaling is not None:
+            self._scaling.seen.counters.began(served.ttft_s)
         self._gateway(served.request).binding.correct_prompt(
             served.request.tenant,
             served.request.prompt_tokens,
@@ -306,7 +303,7 @@ class Replay:
         served.last = self._events.now()
         self.outcome.served.append(served)
         if self._scaling is not None:
-            self._scaling.demand.finished(served.last - served.first)
+            self._scaling.seen.counters.ended(served.e2e_s)
         await self._gateway(served.request).ended(served.request, choice)
         self._ended()
 
