@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.router import keys
 from tandem_services.router.cost import Demand
-from tandem_services.router.fair_board import Charge, FairBoard
+from tandem_services.router.fair_board import Charge, FairBoard, Report
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import LeaseStatus, WorkerState
@@ -153,9 +153,12 @@ async def test_draining_and_stalled_workers_are_seen_and_not_chosen(fleet):
     assert await route(fleet) is None
 
 
-async def route(workers: Fleet):
-    demand = Demand(prompt_tokens=10, output_tokens=1, local_prefill_tokens=16)
-    return await workers.index.route(model=MODEL, demand=demand, page_size=PAGE, chain=b"", exclude=frozenset(), seed=1)
+async def route(workers: Fleet, prompt: tuple[int, ...] = tuple(range(10))):
+    demand = Demand(prompt_tokens=len(prompt), output_tokens=1, local_prefill_tokens=16)
+    chain = b"".join(chain_of(prompt))
+    return await workers.index.route(
+        model=MODEL, demand=demand, page_size=PAGE, chain=chain, exclude=frozenset(), seed=1
+    )
 
 
 async def test_another_deployment_with_the_same_cluster_name_is_refused(fleet):  # RELIABILITY E6.74
@@ -206,8 +209,9 @@ async def test_a_user_with_only_the_documented_commands_can_do_everything(server
     record = make_record("w1")
     assert (await user.beat(record)).status is LeaseStatus.RENEWED
     await user.cache(record, chain_of(tuple(range(64))))
-    routed = await route(user)
+    routed = await route(user, tuple(range(128)))
     assert routed is not None
+    assert routed.matched_tokens == 64
     await user.index.release(routed.reservation)
     assert await names(user) == {"w1@1"}
     await user.registry.deregister("w1@1")
@@ -223,6 +227,7 @@ async def test_a_user_with_only_the_documented_commands_can_do_everything(server
     assert (taken.refused, taken.requests, taken.tokens) == (Refused.NOTHING, 1, 9)
     await usage.renew("t", ["r"])
     await usage.settle("t", second=taken.second, tokens=-9, lease="r")
-    standing = await FairBoard(library=library, keys=user.keys).sync([Charge(tenant="t", cost=1.5, waits=True)])
-    assert standing.values == {"t": 1.5}
+    report = Report(gateway="g", charges=[Charge(tenant="t", cost=1.5, waits=True)], left=2, wanted=1)
+    standing = await FairBoard(library=library, keys=user.keys).sync(report)
+    assert (standing.values, standing.places) == ({"t": 1.5}, 1)
     await user.close()

@@ -11,12 +11,12 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.access.tenant_limits import TenantLimits
 from tandem_services.gateway.access.tenants import Tenant
-from tandem_services.router.fair_board import Charge, FairBoard
+from tandem_services.router.fair_board import Charge, FairBoard, Report, Standing, Wish, WishElsewhere
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.usage_board import UsageBoard
 from tandem_services.router.usage_windows import Ask, Refused, UsageLimits, UsageWindows
-from tandem_testing.router_builders import PATIENT_S
+from tandem_testing.router_builders import PATIENT_S, Fleet
 
 KEYS = Keys("default")
 
@@ -158,9 +158,14 @@ async def test_limits_go_on_when_redis_hangs_and_when_it_comes_back(server):  # 
 # Fairness
 
 
+async def report(fair: FairBoard, gateway: str = "one", **rest) -> Standing:
+    """A gateway where `a` waits."""
+    return await fair.sync(Report(gateway=gateway, charges=[Charge(tenant="a", cost=0, waits=True)], **rest))
+
+
 async def sync(fair: FairBoard, **charges: tuple[float, bool]) -> dict[str, float]:
-    report = [Charge(tenant=name, cost=cost, waits=waits) for name, (cost, waits) in charges.items()]
-    return (await fair.sync(report)).values
+    told = [Charge(tenant=name, cost=cost, waits=waits) for name, (cost, waits) in charges.items()]
+    return (await fair.sync(Report(gateway="one", charges=told))).values
 
 
 async def test_gateways_add_to_the_same_counters(fair):
@@ -176,7 +181,7 @@ async def test_a_tenant_that_comes_back_starts_where_those_who_wait_are(fair):
 
 async def test_who_was_alone_is_not_punished_for_it(fair):
     await sync(fair, a=(1000, True))
-    standing = await fair.sync([Charge(tenant="a", cost=0, waits=False)])
+    standing = await fair.sync(Report(gateway="one", charges=[Charge(tenant="a", cost=0, waits=False)]))
     assert standing.floor == 1000
     assert await sync(fair, b=(0, True)) == {"b": 1000}
     assert await sync(fair, a=(0, True)) == {"a": 1000}
@@ -192,9 +197,11 @@ async def test_counters_of_idle_tenants_are_dropped(fair, server):
 
 
 async def test_rubbish_in_the_counters_is_dropped(fair, server):  # E6.70
-    counters, backlog = KEYS.fairness
+    counters, backlog, wishes, places = KEYS.fairness
     server.command("SET", counters, "text")
     server.command("SET", backlog, "text")
+    server.command("SET", wishes, "text")
+    server.command("HSET", places, "no", "text")
     assert await sync(fair, a=(5, True)) == {"a": 5}
     server.command("HSET", counters, "a", "not a number")
     assert await sync(fair, a=(5, True)) == {"a": 5}
@@ -202,3 +209,44 @@ async def test_rubbish_in_the_counters_is_dropped(fair, server):  # E6.70
         if number % 500 == 0:
             server.command("HSET", counters, *(word for n in range(500) for word in (f"x{number + n}", "1")))
     assert await sync(fair, a=(5, True)) == {"a": 5}
+    server.command("HSET", wishes, "two", "not a wish", "three", "99999999999999 0 a", "four", "1 0 a")
+    for text in ("many", "99999999999999 7", "-1", "1 7"):
+        server.command("SET", places, text)
+        standing = await report(fair, wanted=3)
+        assert (standing.wishes, standing.places) == ((), 0)
+
+
+async def test_gateways_hear_what_others_wish_and_not_their_own(fair):
+    await sync(fair, a=(0, True), b=(70, True))
+    assert (await report(fair, "one", wish=Wish(priority=0, tenant="a"))).wishes == ()
+    heard = await report(fair, "two", wish=Wish(priority=-3, tenant="b"))
+    assert heard.wishes == (WishElsewhere(priority=0, value=0.0),)
+    assert (await report(fair, "one")).wishes == (WishElsewhere(priority=-3, value=70.0),)
+    # "one" wishes no more.
+    assert (await report(fair, "two")).wishes == ()
+
+
+async def test_a_place_that_is_left_is_taken_once(fair):
+    assert (await report(fair, "one", left=3)).places == 0
+    assert (await report(fair, "two", wanted=2)).places == 2
+    assert (await report(fair, "three", wanted=2)).places == 1
+    assert (await report(fair, "two", wanted=2)).places == 0
+
+
+async def test_what_was_left_and_wished_long_ago_counts_no_more(server):
+    async with Fleet.of(server, WISH_MS=0, PLACE_MS=0) as fleet:
+        fair = FairBoard(library=fleet.index.library, keys=KEYS)
+        await report(fair, "one", wish=Wish(priority=0, tenant="a"), left=5)
+        standing = await report(fair, "two", wanted=5)
+    assert (standing.wishes, standing.places) == ((), 0)
+
+
+async def test_the_tenant_of_gateways_without_keys_is_not_taken_for_where_the_last_one_left(fair):
+    """Its name is empty. It stood nowhere, so that it was always ahead of itself at other gateways."""
+    charges = [Charge(tenant="", cost=100, waits=True)]
+    wish = Wish(priority=0, tenant="")
+    for sofar in (100, 200):
+        standing = await fair.sync(Report(gateway="one", charges=charges, wish=wish))
+        assert (standing.values, standing.floor) == ({"": sofar}, 0)
+    told = await fair.sync(Report(gateway="two", charges=charges))
+    assert (told.values, told.wishes) == ({"": 300}, (WishElsewhere(priority=0, value=300),))

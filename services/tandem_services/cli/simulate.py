@@ -140,6 +140,11 @@ def _add_gateways(parser: argparse.ArgumentParser) -> None:
     gateways.add_argument(
         "--gateways", type=positive_int, default=1, metavar="N", help="that get requests in turn (default 1)"
     )
+    gateways.add_argument(
+        "--tenants-apart",
+        action="store_true",
+        help="send all requests of a tenant to one gateway, each to the next (default: gateways get requests in turn)",
+    )
     add_queue(gateways)
     gateways.add_argument(
         "--from-zero-timeout",
@@ -263,7 +268,11 @@ def _simulation(args: argparse.Namespace) -> "Simulation":
     counts = _worker_counts(args.workers)
     gateways, tenants = _gateways(args), _tenants(args.api_keys)
     requests = simulated_requests(
-        read_trace(args.trace), limit=args.num_prompts, speed=args.trace_speed, tenants=tenants
+        read_trace(args.trace),
+        limit=args.num_prompts,
+        speed=args.trace_speed,
+        tenants=tenants,
+        apart=args.tenants_apart,
     )
     if not requests:
         raise ConfigError(f"--trace {args.trace}: no requests in it")

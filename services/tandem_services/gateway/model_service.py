@@ -91,7 +91,7 @@ class ModelService:
         """Begin what runs as long as it serves."""
         work = {
             f"quarantine of {self.model.name}": self.dispatcher.quarantine.run(),
-            f"virtual token counters of {self.model.name}": self.dispatcher.placing.admission.binding.counters.run(),
+            f"virtual token counters of {self.model.name}": self.dispatcher.placing.admission.binding.run(),
         }
         self._tasks.extend(asyncio.create_task(run, name=name) for name, run in work.items())
 

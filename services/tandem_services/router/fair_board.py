@@ -1,6 +1,8 @@
-"""Virtual token counters of all gateways of a deployment: one atomic function in Redis (scripts/fair.lua)."""
+"""What gateways of a deployment tell each other about fairness: virtual token counters, who waits where, and places
+that one leaves to another. One atomic function in Redis (scripts/fair.lua).
+"""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -15,7 +17,8 @@ from tandem_services.router.registry import decode_reply
 class _SyncReply(msgspec.Struct, frozen=True, kw_only=True):
     floor: str
     values: list[tuple[str, str]]
-    waiting: str
+    wishes: list[tuple[int, str]]
+    places: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,13 +33,45 @@ class Charge:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """Whom the next place of a gateway is for."""
+
+    priority: int
+    tenant: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one gateway tells the others."""
+
+    gateway: str
+    charges: Sequence[Charge]
+    wish: Wish | None = None
+    left: int = 0
+    """Places that it leaves to others."""
+    wanted: int = 0
+    """Places that it would take where others leave some."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WishElsewhere:
+    """Of another gateway."""
+
+    priority: int
+    value: float
+    """Counter of the tenant that its next place is for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """Counters of all gateways together."""
+    """Counters of all gateways together, and wishes, at one moment."""
 
     values: dict[str, float]
+    """Of the tenants in the report."""
     floor: float
-    waiting: float
-    """The least of those that wait anywhere."""
+    wishes: tuple[WishElsewhere, ...] = ()
+    places: int = 0
+    """That others have left, and that are the reporter's from now on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,16 +81,18 @@ class FairBoard:
     library: FunctionLibrary
     keys: Keys
 
-    async def sync(self, charges: Iterable[Charge]) -> Standing:
-        """Add `charges`; returns where their tenants stand."""
-        args: list[str] = []
-        for charge in charges:
+    async def sync(self, report: Report) -> Standing:
+        """Add its charges; returns where their tenants stand."""
+        wish = "" if report.wish is None else f"{report.wish.priority} {report.wish.tenant}"
+        args: list[str | int] = [report.gateway, wish, report.left, report.wanted]
+        for charge in report.charges:
             args += (charge.tenant, f"{charge.cost:.6f}", "1" if charge.waits else "0")
         reply = decode_reply(await self.library.call("fair_sync", self.keys.fairness, *args), _SyncReply)
         return Standing(
             values={tenant: _number(value) for tenant, value in reply.values},
             floor=_number(reply.floor),
-            waiting=_number(reply.waiting),
+            wishes=tuple(WishElsewhere(priority=priority, value=_number(value)) for priority, value in reply.wishes),
+            places=reply.places,
         )
 
 

@@ -18,6 +18,8 @@ deployment share a slot and one Function may touch them.
     running:<tenant>     ZSET  request of it that runs → end of its lease
     fair                 HASH  tenant → virtual tokens it has had (scripts/fair.lua)
     backlog              ZSET  tenant that waits at some gateway → until when that counts
+    wishes               HASH  gateway → until when that counts, and whom its next place is for
+    places               STR   until when that counts, and how many places gateways have left to others
     session:<digest>     STR   which worker keeps a conversation, how long it is and what it ends with; lives as long
                                as the session is kept, by the gateway's --session-ttl
     ticket:<id>          STR   a choice that a stand-alone router has made for a gateway to carry out; lives as long as
@@ -28,9 +30,10 @@ UNLINK or one expiry instead of a sweep over millions of keys; publishing n bloc
 routing decision costs a look or a few per worker (scripts/settle.lua).
 
 Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HSET HDEL HGETALL HKEYS HINCRBY
-ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING,
-for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME ZADD ZRANGE ZREM ZREMRANGEBYRANK
-PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For instance:
+ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From
+clients: FCALL, PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME ZADD ZRANGE
+ZREM ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For
+instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
         +exists +hlen +hget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore
@@ -79,8 +82,20 @@ SWEEP_STEP = 64
 MAX_WORKERS = 4_096
 """A fleet hash with more fields is rubbish (RELIABILITY E6.70) and is dropped; workers come back by heartbeat."""
 
+MAX_GATEWAYS = 1_024
+"""More wishes than this are rubbish."""
+
+MAX_PLACES = 65_536
+"""More places than this are rubbish."""
+
 LEASE_OF_REQUEST_MS = 30_000
 """A running request of a gateway that died counts against its tenant's concurrency for at most this long."""
+
+WISH_MS = 1_000
+"""What a gateway wishes counts this long after it last said so: five of its reports."""
+
+PLACE_MS = 1_000
+"""Places that a gateway has left to others are forgotten after this long: by then workers have reported the room."""
 
 BACKLOG_MS = 2_000
 """A tenant counts as waiting this long after a gateway last said so: ten of its reports."""
@@ -137,9 +152,9 @@ class Keys:
         return f"{self.prefix}usage:{tenant}", f"{self.prefix}running:{tenant}"
 
     @property
-    def fairness(self) -> tuple[str, str]:
+    def fairness(self) -> tuple[str, ...]:
         """KEYS of the fairness function."""
-        return self.prefix + "fair", self.prefix + "backlog"
+        return tuple(self.prefix + name for name in ("fair", "backlog", "wishes", "places"))
 
     def session(self, digest: str) -> str:
         return f"{self.prefix}session:{digest}"

@@ -101,7 +101,7 @@ class Client:
 class Gateway:
     """One of a run."""
 
-    def __init__(self, chooser: Chooser, fleet: Fleet, shape: GatewayShape) -> None:
+    def __init__(self, chooser: Chooser, fleet: Fleet, shape: GatewayShape, number: int = 0) -> None:
         self.chooser = chooser
         self.notes = QueueNotes()
         self._fleet = fleet
@@ -111,12 +111,13 @@ class Gateway:
         self._asked: RouteQuery | None = None
         """For whom the router was asked last."""
         counters = VirtualCounters()
+        # One gateway alone is told by Redis what it has told it.
+        fairness = fleet.redis.fairness if shape.gateways > 1 else None
         self.binding = LateBinding(
             chooser=chooser,
             clock=self._events,
             queue=FairQueue(seats=shape.seats, counters=counters),
-            # One gateway alone is told by Redis what it has told it.
-            counters=SharedCounters(counters=counters, board=fleet.redis.fairness if shape.gateways > 1 else None),
+            counters=SharedCounters(counters=counters, board=fairness, gateway=str(number)),
             observer=self.notes,
             policy=shape.policy,
         )
@@ -215,7 +216,7 @@ class Gateway:
         if self._fleet.closing:
             return
         await self._fleet.redis.follow()
-        await self.binding.counters.sync()
+        await self.binding.sync()
         self._events.after(SYNC_S, self._sync)
 
 

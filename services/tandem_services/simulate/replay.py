@@ -127,7 +127,7 @@ async def replay(
 
 
 class Replay:
-    """One run of `requests` over `fleet`: each of `routers` has a gateway, and these get the requests in turn."""
+    """One run of `requests` over `fleet`: each of `routers` has a gateway."""
 
     def __init__(
         self,
@@ -143,7 +143,8 @@ class Replay:
         self._requests = requests
         self._fleet = fleet
         self._events = fleet.redis.events
-        self._gateways = [Gateway(router, fleet, gateways or GatewayShape()) for router in routers]
+        queues = gateways or GatewayShape()
+        self._gateways = [Gateway(router, fleet, queues, number) for number, router in enumerate(routers)]
         self._times = shape.times
         self._block = shape.block_tokens
         self._on_served = on_served
@@ -202,8 +203,7 @@ class Replay:
         await self._gateway(served.request).arrive(served.request, client)
 
     def _gateway(self, request: SimulatedRequest) -> Gateway:
-        """They get the requests in turn."""
-        return self._gateways[request.number % len(self._gateways)]
+        return self._gateways[request.gateway % len(self._gateways)]
 
     def _refused(self, request: SimulatedRequest) -> None:
         self.outcome.refused.append(request)

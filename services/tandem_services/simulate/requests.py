@@ -31,17 +31,28 @@ class SimulatedRequest:
     tenant: Tenant = UNKNOWN
     priority: int = 0
     cache_salt: str = ""
+    gateway: int = 0
+    """Which one it is sent to, of as many as there are: modulo their number."""
 
     def token_ids(self) -> tuple[int, ...]:
         return tuple(_tokens(self.blocks)[: self.prompt_tokens])
 
 
 def simulated_requests(
-    rows: Iterable[TraceRow], *, limit: int | None, speed: float, tenants: Tenants | None = None
+    rows: Iterable[TraceRow],
+    *,
+    limit: int | None,
+    speed: float,
+    tenants: Tenants | None = None,
+    apart: bool = False,
 ) -> list[SimulatedRequest]:
-    """In the order of arrival. `speed` divides the times between them. Raises `ConfigError` for an unknown tenant."""
+    """In the order of arrival. Gateways get them in turn, or, `apart`, all of a tenant are sent to one.
+
+    `speed` divides the times between them. Raises `ConfigError` for an unknown tenant.
+    """
     ordered = sorted(islice(rows, limit), key=lambda row: row.at)
     sessions, tenants = _Sessions(), tenants or Tenants()
+    homes: dict[str, int] = {}
     admitted = [tenants.admit(row.tenant, row.priority) for row in ordered]
     return [
         SimulatedRequest(
@@ -55,6 +66,7 @@ def simulated_requests(
             tenant=whose.tenant,
             priority=whose.priority,
             cache_salt=whose.cache_salt,
+            gateway=homes.setdefault(whose.tenant.name, len(homes)) if apart else number,
         )
         for number, (row, whose) in enumerate(zip(ordered, admitted, strict=True))
     ]

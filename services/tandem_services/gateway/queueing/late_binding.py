@@ -14,6 +14,7 @@ A worker has room when the sequence need not wait for others to end and the prom
 
 What workers report is up to a second old. When a request of this gateway ends, its place is free at once, whatever the
 last report says: as many requests may go to full workers as have ended since somebody waits (`_turnover`).
+Of several gateways, one whose next one has had more than others leaves such places to them for a while (`GivingWay`).
 
 Here is who is tried, admitted and refused, and nothing that waits: `arrive` and `turn` are called by whoever knows the
 time. `Admission` does so in a gateway, `tandem simulate` from one event to the next.
@@ -27,10 +28,11 @@ from typing import Protocol
 
 from tandem_engine.clock import Clock
 from tandem_services.common.errors import ApiError, unavailable
-from tandem_services.common.tasks import BackgroundTasks
+from tandem_services.common.tasks import BackgroundTasks, for_ever
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import FairQueue
-from tandem_services.gateway.queueing.shared_counters import SharedCounters
+from tandem_services.gateway.queueing.giving_way import GivingWay, wish_of
+from tandem_services.gateway.queueing.shared_counters import SYNC_S, SharedCounters
 from tandem_services.gateway.queueing.visitor import Answer, Ask, Verdict, Visitor
 from tandem_services.router.choice import Choice, NoWorkersError, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
@@ -105,10 +107,14 @@ class LateBinding:
     counters: SharedCounters
     observer: Observer
     policy: AdmissionPolicy
+    _way: GivingWay = field(init=False)
     _turnover: int = 0
     _nobody_since: float | None = None
     _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
+
+    def __post_init__(self) -> None:
+        self._way = GivingWay(clock=self.clock)
 
     def figures(self) -> QueueFigures:
         """The queue as it is."""
@@ -139,7 +145,7 @@ class LateBinding:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full.
         """
         self.observer.asked(visitor.prompt_tokens)
-        choice = None if self.queue else await self._try(visitor)
+        choice = None if self.queue or self._gives_way(visitor) else await self._try(visitor)
         if choice is None:
             self._seat(visitor)
             return None
@@ -168,6 +174,24 @@ class LateBinding:
         """A request has ended, or left its worker."""
         if self.queue:
             self._turnover += 1
+
+    async def run(self) -> None:
+        """Report to other gateways, for ever."""
+        # Unreported, gateways would drift apart for good.
+        complaint = "virtual token counters could not be reported"
+        await for_ever(self.sync, every_s=SYNC_S, logger=logger, complaint=complaint)
+
+    async def sync(self) -> None:
+        """Tell other gateways what was charged and who waits here, and hear of theirs. Each `SYNC_S`."""
+        head = self.queue.next(self.clock.now())
+        left, wanted = 0, max(0, len(self.queue) - self._turnover)
+        if head is not None and self._gives_way(head):
+            left, wanted, self._turnover = self._turnover, 0, 0
+        standing = await self.counters.sync(wish=wish_of(head, self.clock.now()), left=left, wanted=wanted)
+        if standing is not None:
+            self._way.heard(standing)
+        if self.queue:
+            self._turnover += left if standing is None else standing.places
 
     def leave(self, visitor: Visitor) -> None:
         """It waits no more. Does nothing when it has no seat."""
@@ -212,7 +236,7 @@ class LateBinding:
             return False
         for _ in range(TRIES_PER_ROUND):
             visitor = self.queue.next(self.clock.now())
-            if visitor is None:
+            if visitor is None or self._gives_way(visitor):
                 return False
             try:
                 choice = await self._try(visitor)
@@ -226,6 +250,10 @@ class LateBinding:
                 return False
             visitor.not_before = self.clock.now() + PASSED_OVER_S
         return False
+
+    def _gives_way(self, visitor: Visitor) -> bool:
+        """Whether `visitor`, who is next here, leaves its place to others for now."""
+        return self._way.gives_way(visitor, prompt_cost(visitor.prompt_tokens, 0) / visitor.weight)
 
     async def _try(self, visitor: Visitor) -> Choice | None:
         """Workers with room, reserved; None after noting why there are none."""

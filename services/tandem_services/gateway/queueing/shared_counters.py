@@ -5,18 +5,14 @@ at each of them where another waits. No request waits for a report. Redis away: 
 and what it has charged meanwhile is reported when Redis is back.
 """
 
-import logging
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Protocol
 
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.common.tasks import for_ever
-from tandem_services.router.fair_board import Charge, Standing
+from tandem_services.router.fair_board import Charge, Report, Standing, Wish
 from tandem_services.router.virtual_counters import VirtualCounters
-
-logger = logging.getLogger(__name__)
 
 SYNC_S = 0.2
 
@@ -24,7 +20,7 @@ SYNC_S = 0.2
 class Board(Protocol):
     """Counters that all gateways share; see `FairBoard`."""
 
-    async def sync(self, charges: Iterable[Charge]) -> Standing:
+    async def sync(self, report: Report) -> Standing:
         """Raises `RedisUnavailableError`."""
         ...
 
@@ -35,6 +31,8 @@ class SharedCounters:
 
     counters: VirtualCounters
     board: Board | None = None
+    gateway: str = field(default_factory=lambda: token_hex(8))
+    """Name of this one among those that share the board."""
     _pending: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Charged since the last report."""
     _told_waiting: frozenset[str] = frozenset()
@@ -45,27 +43,23 @@ class SharedCounters:
         if self.board is not None:
             self._pending[tenant] += cost
 
-    async def run(self) -> None:
-        """Report, for ever."""
-        # Unreported, gateways would drift apart for good.
-        complaint = "virtual token counters could not be reported"
-        await for_ever(self.sync, every_s=SYNC_S, logger=logger, complaint=complaint)
-
-    async def sync(self) -> None:
-        """Report, and take over where tenants stand. Redis away: next time."""
+    async def sync(self, *, wish: Wish | None = None, left: int = 0, wanted: int = 0) -> Standing | None:
+        """Report, and take over where tenants stand. Redis away, or nothing to say: None, and next time."""
         waiting = self.counters.backlogged
         names = self._pending.keys() | waiting | self._told_waiting
         if self.board is None or not names:
-            return
+            return None
         sent, self._pending = self._pending, defaultdict(float)
         charges = [Charge(tenant=name, cost=sent.get(name, 0.0), waits=name in waiting) for name in sorted(names)]
+        report = Report(gateway=self.gateway, charges=charges, wish=wish, left=left, wanted=wanted)
         try:
-            standing = await self.board.sync(charges)
+            standing = await self.board.sync(report)
         except RedisUnavailableError:
             for name, cost in sent.items():
                 self._pending[name] += cost
-            return
+            return None
         self._told_waiting = waiting
         # What was charged while Redis was asked is in none of its figures.
         values = {name: value + self._pending.get(name, 0.0) for name, value in standing.values.items()}
         self.counters.adopt(values, standing.floor)
+        return standing

@@ -1,10 +1,16 @@
 -- Virtual token counters of all gateways together; `virtual_counters.py` tells what they are and does the same for one.
+-- And who waits at which gateway, so that a place may go to who has had least wherever it waits (`giving_way.py`).
 --
---   fair     HASH  tenant → its counter; the field '' → where the last tenant left
+--   fair     HASH  tenant → its counter; the field ':' → where the last tenant left
 --   backlog  ZSET  tenant that waits at some gateway → until when that counts
+--   wishes   HASH  gateway → until when that counts, the priority and the tenant that its next place is for
+--   places   STR   until when that counts, and how many places gateways have left to others
 --
 -- A counter that its tenant would be raised above on its return is dropped, so there are as many as tenants that wait or
 -- are ahead of the others.
+
+local FAIR_TYPES = {'hash', 'zset', 'hash', 'string'}
+local FLOOR = ':' -- no tenant is called so; the one of a gateway without keys is called ''
 
 local function counter(key, tenant, floor)
   return tonumber(redis.call('HGET', key, tenant) or '') or floor
@@ -28,27 +34,19 @@ local function forget_idle(keys, floor)
   local fields = redis.call('HGETALL', keys[1])
   for i = 1, #fields, 2 do
     local tenant = fields[i]
-    if tenant ~= '' and not redis.call('ZSCORE', keys[2], tenant)
+    if tenant ~= FLOOR and not redis.call('ZSCORE', keys[2], tenant)
         and (tonumber(fields[i + 1]) or floor) <= floor then
       redis.call('HDEL', keys[1], tenant)
     end
   end
 end
 
--- fair_sync: add what one gateway has charged, and tell where its tenants stand.
--- KEYS: 1 fair, 2 backlog
--- ARGV: per tenant: its name, the virtual tokens charged since the last call, 1 if it waits there now else 0
--- Returns msgpack {floor, values = {tenant = counter}, waiting = the least counter of all that wait, or the floor}.
-local function fair_sync(keys, args)
-  drop_unless(keys[1], 'hash')
-  drop_unless(keys[2], 'zset')
-  if redis.call('HLEN', keys[1]) > MAX_TENANTS then redis.call('UNLINK', keys[1]) end
-  local now = now_ms()
-  redis.call('ZREMRANGEBYSCORE', keys[2], '-inf', now)
-  local floor = counter(keys[1], '', 0)
-  local values = {}
-  for i = 1, #args, 3 do
-    local tenant, charged, waits = args[i], tonumber(args[i + 1]), args[i + 2] == '1'
+-- Add what one gateway has charged: `charges` from `first` on are a tenant's name, the virtual tokens and 1 if it waits
+-- there now, else 0. Returns where these tenants stand, and the floor.
+local function add_charges(keys, charges, first, now)
+  local floor, values = counter(keys[1], FLOOR, 0), {}
+  for i = first, #charges, 3 do
+    local tenant, charged, waits = charges[i], tonumber(charges[i + 1]), charges[i + 2] == '1'
     local value = counter(keys[1], tenant, floor)
     if not redis.call('ZSCORE', keys[2], tenant) then
       value = math.max(value, least_waiting(keys, floor) or floor)
@@ -63,15 +61,68 @@ local function fair_sync(keys, args)
       if redis.call('ZCARD', keys[2]) == 0 and value > floor then floor = value end
     end
   end
-  set_counter(keys[1], '', floor)
+  set_counter(keys[1], FLOOR, floor)
   forget_idle(keys, floor)
+  return values, floor
+end
+
+-- Note `wish` of `gateway`, none if empty, and return what others wish: {priority, counter} of each, as text.
+local function wishes_elsewhere(keys, gateway, wish, now, floor)
+  if redis.call('HLEN', keys[3]) > MAX_GATEWAYS then redis.call('UNLINK', keys[3]) end
+  if wish == '' then
+    redis.call('HDEL', keys[3], gateway)
+  else
+    redis.call('HSET', keys[3], gateway, string.format('%.0f %s', now + WISH_MS, wish))
+    redis.call('PEXPIRE', keys[3], FLEET_TTL_MS)
+  end
+  local told, entries = {}, redis.call('HGETALL', keys[3])
+  for i = 1, #entries, 2 do
+    local till, priority, tenant = string.match(entries[i + 1], '^(%d+) (%-?%d+) (.*)$')
+    till = tonumber(till or '') or 0
+    if till <= now or till > now + WISH_MS then
+      redis.call('HDEL', keys[3], entries[i])
+    elseif entries[i] ~= gateway then
+      told[#told + 1] = {tonumber(priority), string.format('%.6f', counter(keys[1], tenant, floor))}
+    end
+  end
+  return told
+end
+
+-- `left` places more are there for whoever takes them, and up to `wanted` are taken. Returns how many.
+local function pass_places(key, left, wanted, now)
+  local till, there = string.match(redis.call('GET', key) or '', '^(%d+) (%d+)$')
+  if not till or tonumber(till) <= now or tonumber(till) > now + PLACE_MS then there = 0 end
+  there = math.min(tonumber(there) + left, MAX_PLACES)
+  local taken = math.min(there, wanted)
+  if left > 0 or taken > 0 then
+    if left > 0 then till = string.format('%.0f', now + PLACE_MS) end
+    redis.call('SET', key, string.format('%s %.0f', till, there - taken), 'PX', FLEET_TTL_MS)
+  end
+  return taken
+end
+
+-- fair_sync: add what one gateway has charged, and tell where its tenants stand, who waits elsewhere, and which places
+-- were left to it.
+-- KEYS: 1 fair, 2 backlog, 3 wishes, 4 places
+-- ARGV: 1 the gateway, 2 what it wishes: priority, space, tenant; or nothing, 3 places it leaves to others, 4 places it
+--       would take, 5… per tenant: its name, the virtual tokens charged since the last call, 1 if it waits there now else 0
+-- Returns msgpack {floor, values = {{tenant, counter}, …}, wishes = {{priority, counter}, …} of other gateways, places}.
+local function fair_sync(keys, args)
+  for i, kind in ipairs(FAIR_TYPES) do drop_unless(keys[i], kind) end
+  if redis.call('HLEN', keys[1]) > MAX_TENANTS then redis.call('UNLINK', keys[1]) end
+  local now = now_ms()
+  redis.call('ZREMRANGEBYSCORE', keys[2], '-inf', now)
+  local values, floor = add_charges(keys, args, 5, now)
   redis.call('PEXPIRE', keys[1], FLEET_TTL_MS)
   redis.call('PEXPIRE', keys[2], FLEET_TTL_MS)
   -- As text: integers of 2^53 and more would lose their unit.
   local told = {}
   for tenant, value in pairs(values) do told[#told + 1] = {tenant, string.format('%.6f', value)} end
-  local waiting = least_waiting(keys, floor) or floor
-  return cmsgpack.pack({floor = string.format('%.6f', floor), values = told, waiting = string.format('%.6f', waiting)})
+  return cmsgpack.pack({
+    floor = string.format('%.6f', floor), values = told,
+    wishes = wishes_elsewhere(keys, args[1], args[2], now, floor),
+    places = pass_places(keys[4], tonumber(args[3]), tonumber(args[4]), now),
+  })
 end
 
 register('fair_sync', fair_sync)

@@ -1,11 +1,10 @@
 """Counters between gateways: reported, taken over, and kept while Redis is away."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.queueing.shared_counters import SharedCounters
-from tandem_services.router.fair_board import Charge, Standing
+from tandem_services.router.fair_board import Charge, Report, Standing
 from tandem_services.router.virtual_counters import VirtualCounters
 
 
@@ -18,16 +17,15 @@ class Sheet:
     reports: list[list[Charge]] = field(default_factory=list)
     meanwhile: "SharedCounters | None" = None
 
-    async def sync(self, charges: Iterable[Charge]) -> Standing:
+    async def sync(self, report: Report) -> Standing:
         if not self.reachable:
             raise RedisUnavailableError("no answer")
-        report = list(charges)
-        self.reports.append(report)
-        for charge in report:
+        self.reports.append(list(report.charges))
+        for charge in report.charges:
             self.totals[charge.tenant] = self.totals.get(charge.tenant, 0.0) + charge.cost
         if self.meanwhile is not None:
             self.meanwhile.charge("a", 7)
-        return Standing(values={c.tenant: self.totals[c.tenant] for c in report}, floor=0.0, waiting=0.0)
+        return Standing(values={c.tenant: self.totals[c.tenant] for c in report.charges}, floor=0.0)
 
 
 def gateway(sheet: Sheet) -> SharedCounters:

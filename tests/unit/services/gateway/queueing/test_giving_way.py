@@ -1,0 +1,115 @@
+"""Whether a gateway leaves its places to another where somebody has had less: when, for how long, never all of them."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem_engine.clock import Clock
+from tandem_services.gateway.queueing.fair_queue import Waiting
+from tandem_services.gateway.queueing.giving_way import (
+    FRESH_S,
+    TAKE_S,
+    WISH_AFTER_S,
+    YIELD_S,
+    GivingWay,
+    wish_of,
+)
+from tandem_services.router.fair_board import Standing, Wish, WishElsewhere
+
+
+@dataclass
+class Time(Clock):
+    seconds: float = 100.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+@dataclass
+class Here:
+    """A gateway where "busy" is next, whose prompt costs 50."""
+
+    clock: Time = field(default_factory=Time)
+    way: GivingWay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.way = GivingWay(clock=self.clock)
+
+    def hear(self, *wishes: tuple[int, float], value: float = 1000.0) -> None:
+        elsewhere = tuple(WishElsewhere(priority=priority, value=value) for priority, value in wishes)
+        self.way.heard(Standing(values={"busy": value}, floor=0.0, wishes=elsewhere))
+
+    def gives_way(self, priority: int = 0, tenant: str = "busy") -> bool:
+        return self.way.gives_way(head(tenant, priority), 50.0)
+
+
+def head(tenant: str, priority: int = 0, arrived: float = 0.0) -> Waiting:
+    return Waiting(tenant=tenant, weight=1.0, priority=priority, arrived=arrived)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "expected"),
+    [
+        ([], False),
+        ([(0, 1000.0)], False),
+        # Behind by no more than the prompt costs.
+        ([(0, 950.0)], False),
+        ([(0, 949.0)], True),
+        ([(0, 2000.0), (0, 10.0)], True),
+        # A lesser priority has to wait, a greater one goes first whatever it has had.
+        ([(-1, 10.0)], False),
+        ([(1, 2000.0)], True),
+    ],
+)
+def test_it_gives_way_to_who_has_had_less_or_goes_first(wishes, expected):
+    here = Here()
+    here.hear(*wishes)
+    assert here.gives_way() is expected
+
+
+def test_what_was_heard_long_ago_or_never_counts_for_nothing():  # Redis is away
+    here = Here()
+    assert not here.gives_way()
+    here.hear((0, 10.0))
+    assert here.gives_way()
+    assert not here.gives_way(tenant="who has come since")
+    here.clock.seconds += FRESH_S + 0.01
+    assert not here.gives_way()
+
+
+def test_it_gives_way_for_a_while_and_then_takes():
+    here = Here()
+    given = []
+    for _ in range(400):
+        here.hear((0, 10.0))
+        given.append(here.gives_way())
+        here.clock.seconds += 0.01
+    period = round((YIELD_S + TAKE_S) * 100)
+    assert sum(given[:period]) == pytest.approx(YIELD_S * 100, abs=1)
+    assert sum(given) == pytest.approx(len(given) * YIELD_S / (YIELD_S + TAKE_S), rel=0.02)
+
+
+@pytest.mark.parametrize(("waited", "expected"), [(0.0, None), (0.29, None), (0.31, Wish(priority=2, tenant="a"))])
+def test_a_place_is_wished_for_who_has_waited(waited, expected):
+    assert wish_of(head("a", 2, arrived=10.0), 10.0 + waited) == expected
+    assert wish_of(None, 10.0) is None
+    assert WISH_AFTER_S == 0.3
+
+
+@given(
+    heads=st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.floats(0, 1e6)), min_size=1, max_size=6),
+    counters=st.fixed_dictionaries({name: st.floats(0, 1e9) for name in "abc"}),
+)
+def test_of_gateways_that_have_heard_the_same_one_goes_on(heads, counters):
+    """No deadlock: whoever is first of all of them, by priority and then by what it has had, gives way to nobody."""
+    wishes = [WishElsewhere(priority=priority, value=counters[tenant]) for priority, tenant, _ in heads]
+    gives = []
+    for number, (priority, tenant, cost) in enumerate(heads):
+        way = GivingWay(clock=Time())
+        elsewhere = tuple(wish for other, wish in enumerate(wishes) if other != number)
+        way.heard(Standing(values=counters, floor=0.0, wishes=elsewhere))
+        gives.append(way.gives_way(head(tenant, priority), cost))
+    first = min(range(len(heads)), key=lambda number: (-heads[number][0], counters[heads[number][1]]))
+    assert not gives[first]
