@@ -8,7 +8,7 @@ CHAOS_ARGS ?=
 BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos console-shots clients images e2e clean
+.PHONY: help up test setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos fuzz console-shots clients images e2e clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -59,6 +59,9 @@ bench-peers: setup ## Install vLLM, llama.cpp and others, and run them beside Ta
 
 chaos: setup ## Break a real system in every way it promises to survive (CHAOS_ARGS="--only 1,2", --list, --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.chaos $(CHAOS_ARGS)
+
+fuzz: setup ## Ask a gateway a hundred thousand random requests (ARGS="--requests N --seed N --first N")
+	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.request_fuzz $(ARGS)
 
 console-shots: setup ## Take the pictures of docs/console/ again, from a real fleet (needs chromium)
 	@PYTHONPATH=tests/support $(BIN)/python tools/console_shots.py $(ARGS)
