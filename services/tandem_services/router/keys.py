@@ -30,10 +30,9 @@ UNLINK or one expiry instead of a sweep over millions of keys; publishing n bloc
 routing decision costs a look or a few per worker (scripts/settle.lua).
 
 Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HSET HDEL HGETALL HKEYS HINCRBY
-ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From
-clients: FCALL, PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME ZADD ZRANGE
-ZREM ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For
-instance:
+ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING,
+for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME ZADD ZRANGE ZREM ZREMRANGEBYRANK
+PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
         +exists +hlen +hget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore

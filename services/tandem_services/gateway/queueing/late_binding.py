@@ -35,6 +35,7 @@ from tandem_services.gateway.queueing.giving_way import GivingWay, wish_of
 from tandem_services.gateway.queueing.shared_counters import SYNC_S, SharedCounters
 from tandem_services.gateway.queueing.visitor import Answer, Ask, Verdict, Visitor
 from tandem_services.router.choice import Choice, NoWorkersError, WorkerView
+from tandem_services.router.fair_board import Wish
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.virtual_counters import OUTPUT_WEIGHT, prompt_cost
 
@@ -187,7 +188,7 @@ class LateBinding:
         left, wanted = 0, max(0, len(self.queue) - self._turnover)
         if head is not None and self._gives_way(head):
             left, wanted, self._turnover = self._turnover, 0, 0
-        standing = await self.counters.sync(wish=wish_of(head, self.clock.now()), left=left, wanted=wanted)
+        standing = await self.counters.sync(wish=self._wish(head), left=left, wanted=wanted)
         if standing is not None:
             self._way.heard(standing)
         if self.queue:
@@ -254,6 +255,11 @@ class LateBinding:
     def _gives_way(self, visitor: Visitor) -> bool:
         """Whether `visitor`, who is next here, leaves its place to others for now."""
         return self._way.gives_way(visitor, prompt_cost(visitor.prompt_tokens, 0) / visitor.weight)
+
+    def _wish(self, head: Visitor | None) -> Wish | None:
+        """Whom the next place is for. Nobody's place helps one that no worker can take."""
+        takes_a_place = head is not None and head.verdict is Verdict.NO_ROOM
+        return wish_of(head, self.clock.now()) if takes_a_place else None
 
     async def _try(self, visitor: Visitor) -> Choice | None:
         """Workers with room, reserved; None after noting why there are none."""

@@ -1,0 +1,140 @@
+"""What the queue of one gateway tells the others, leaves to them and takes from them."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem_services.common.metrics import MetricFamilies
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.gateway.access.tenants import Tenant
+from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.giving_way import TAKE_S, WISH_AFTER_S, YIELD_S
+from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
+from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
+from tandem_services.gateway.queueing.shared_counters import SharedCounters
+from tandem_services.router.choice import Choice, NoWorkersError, ScoreTerm, WorkerView
+from tandem_services.router.cost import NO_ROOM_S
+from tandem_services.router.fair_board import Report, Standing, Wish, WishElsewhere
+from tandem_services.router.scoring import DECODE_ROOM
+from tandem_services.router.virtual_counters import VirtualCounters
+from tandem_testing.router_builders import make_choice, make_view
+from tandem_testing.service_clock import ServiceClock
+
+TENANT = Tenant(name="busy", sha256=())
+BEHIND = (WishElsewhere(priority=0, value=10.0),)
+
+
+@dataclass
+class Board:
+    """Answers what a test says that Redis would."""
+
+    wishes: tuple[WishElsewhere, ...] = ()
+    places: int = 0
+    reachable: bool = True
+    reports: list[Report] = field(default_factory=list)
+
+    async def sync(self, report: Report) -> Standing:
+        self.reports.append(report)
+        if not self.reachable:
+            raise RedisUnavailableError("no answer")
+        values = {charge.tenant: 1000.0 for charge in report.charges}
+        return Standing(values=values, floor=0.0, wishes=self.wishes, places=self.places)
+
+
+@dataclass
+class Full:
+    """A fleet without room, as its workers last said; or without anybody who could take a request."""
+
+    able: bool = True
+    asked: int = 0
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        return (make_view("w"),)
+
+    async def ask(self) -> Choice:
+        self.asked += 1
+        if not self.able:
+            raise NoWorkersError("nobody", retry_after=2.0)
+        return make_choice("r", make_view("w"), terms=(ScoreTerm(DECODE_ROOM, NO_ROOM_S),))
+
+    async def release(self, choice: Choice) -> None: ...
+
+
+class Gateway:
+    """With a queue of requests of one tenant."""
+
+    def __init__(self, **fleet: bool) -> None:
+        self.board, self.fleet, self.clock = Board(), Full(**fleet), ServiceClock()
+        counters = VirtualCounters()
+        self.binding = LateBinding(
+            chooser=self.fleet,
+            clock=self.clock,
+            queue=FairQueue(seats=9, counters=counters),
+            counters=SharedCounters(counters=counters, board=self.board),
+            observer=QueueMetrics(MetricFamilies(CollectorRegistry()), model="m"),
+            policy=AdmissionPolicy(),
+        )
+
+    async def come(self) -> "asyncio.Future[Choice]":
+        answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+        visitor = self.binding.visitor(self.fleet.ask, answer, tenant=TENANT, priority=0, prompt_tokens=100)
+        assert await self.binding.arrive(visitor) is None
+        return answer
+
+    async def report(self) -> Report:
+        await self.binding.sync()
+        return self.board.reports[-1]
+
+
+@pytest.mark.parametrize("able", [True, False])
+async def test_a_place_is_wished_for_who_has_waited_and_can_be_taken(able):
+    gateway = Gateway(able=able)
+    await gateway.come()
+    assert (await gateway.report()).wish is None
+    gateway.clock.advance(WISH_AFTER_S + 0.01)
+    assert (await gateway.report()).wish == (Wish(priority=0, tenant="busy") if able else None)
+
+
+async def test_places_are_left_while_another_waits_who_has_had_less():
+    gateway = Gateway()
+    answer = await gateway.come()
+    gateway.board.wishes = BEHIND
+    assert (await gateway.report()).wanted == 1
+    asked = gateway.fleet.asked
+    gateway.binding.freed()
+    assert not await gateway.binding.turn()
+    assert gateway.fleet.asked == asked
+    told = await gateway.report()
+    assert (told.left, told.wanted) == (1, 0)
+    gateway.clock.advance(YIELD_S + 0.01)
+    # What nobody has taken comes back, and is used.
+    gateway.board.places = 1
+    assert (await gateway.report()).wanted == 1
+    assert await gateway.binding.turn()
+    assert answer.done()
+
+
+async def test_without_redis_places_are_kept_and_used():
+    gateway = Gateway()
+    answer = await gateway.come()
+    gateway.board.wishes = BEHIND
+    await gateway.report()
+    gateway.board.reachable = False
+    gateway.binding.freed()
+    assert (await gateway.report()).left == 1
+    gateway.clock.advance(YIELD_S + TAKE_S + 0.1)
+    assert await gateway.binding.turn()
+    assert answer.done()
+
+
+async def test_a_place_that_another_has_left_is_as_good_as_ones_own():
+    gateway = Gateway()
+    first, second = await gateway.come(), await gateway.come()
+    assert not await gateway.binding.turn()
+    gateway.board.places = 1
+    assert (await gateway.report()).wanted == 2
+    assert await gateway.binding.turn()
+    assert not await gateway.binding.turn()
+    assert (first.done(), second.done()) == (True, False)
