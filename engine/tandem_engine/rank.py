@@ -21,9 +21,9 @@ import torch
 
 from tandem_engine.engine import Engine
 from tandem_engine.errors import EngineError
+from tandem_engine.ipc.own_folder import remove
 from tandem_engine.loaded_model import load
 from tandem_engine.parallel.devices import device_of_rank
-from tandem_engine.parallel.meeting_place import remove
 from tandem_engine.parallel.nodes.leader import follows_key
 from tandem_engine.parallel.rank_processes import RankOrder, announce
 from tandem_engine.parallel.torch_group import join_ranks

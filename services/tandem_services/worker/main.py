@@ -3,14 +3,13 @@
 import asyncio
 import logging
 import signal
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.errors import ConfigError
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
+from tandem_engine.ipc.own_folder import own_folder
 from tandem_services.common.errors import StartupError
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tracing import require_opentelemetry
@@ -45,13 +44,13 @@ def run_worker(config: WorkerConfig) -> int:
 async def _run(config: WorkerConfig, keys: KeyPair | None) -> int:
     context = IpcContext(keys)
     try:
-        # Mode 0700: nobody else may speak on the control channel.
-        with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
+        # Nobody else may speak on the control channel.
+        with own_folder("tandem-worker-") as folder:
             if config.node_rank > 0:
-                follower = FollowerService(config, context, Path(folder), MonotonicClock())
+                follower = FollowerService(config, context, folder, MonotonicClock())
                 _on_signals(follower.leave)
                 return await follower.run()
-            service = WorkerService(config, context, Path(folder), MonotonicClock())
+            service = WorkerService(config, context, folder, MonotonicClock())
             _on_signals(service.drain)
             return await service.run()
     finally:
