@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.errors import CheckpointError, ConfigError
@@ -24,6 +23,7 @@ from tandem_engine.model.directory import open_directory
 from tandem_engine.model.dummy_weights import DummyWeights
 from tandem_engine.model.kv_scales import read_kv_scales
 from tandem_engine.model.layers.quantized import can_multiply
+from tandem_engine.model.load_progress import load_progress
 from tandem_engine.model.quantization.dequantized import DequantizedTensor
 from tandem_engine.model.quantization.holding import Holding, holding_of
 from tandem_engine.model.quantization.levels import Levels, int8_levels
@@ -69,7 +69,7 @@ def load_model(
 
     Args:
         context_length: positions that will be used at most; None for all that the model can have.
-        progress: show a bar on standard error when that is a terminal.
+        progress: show a bar on standard error when that is a terminal, else lines in the log.
         group: the ranks that share the model; this one reads its part alone. None reads all.
         load_format: with `dummy`, no weight file is opened.
         quantization: how projections are held; what `config` was read with.
@@ -95,11 +95,9 @@ def load_model(
     tensors = open_weights(directory, scheme)
     require_tensors(config, tensors, where=directory.path)
     total = sum(tensors[name].size for name in expected_shapes(config))
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="loading weights", disable=None if progress else True
-    ) as bar:
+    with load_progress(total, shown=progress) as advance:
         weights = WeightReader(
-            tensors=tensors, dtype=dtype, device=place, advance=bar.update, group=group, holding=holding
+            tensors=tensors, dtype=dtype, device=place, advance=advance, group=group, holding=holding
         )
         return build_decoder(config, weights, positions=positions)
 

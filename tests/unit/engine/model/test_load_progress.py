@@ -1,0 +1,43 @@
+"""A long load tells how far it is."""
+
+import logging
+
+import pytest
+
+from tandem_engine.model.load_progress import GIB, PERIOD_S, load_progress
+
+
+class SetClock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, "tandem_engine.model.load_progress")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_a_load_without_a_terminal_tells_its_size_and_then_once_a_period_how_far_it_is(lines) -> None:
+    clock = SetClock()
+    with load_progress(8 * GIB, shown=True, clock=clock) as advance:
+        assert lines() == ["loading weights: 8.00 GiB"]
+        advance(GIB)
+        clock.seconds += PERIOD_S
+        advance(GIB)
+        advance(GIB)
+        clock.seconds += PERIOD_S
+        advance(GIB)
+    assert lines()[1:] == ["loading weights: 2.00 of 8.00 GiB, 25 %", "loading weights: 4.00 of 8.00 GiB, 50 %"]
+
+
+def test_nobody_is_told_of_a_load_that_is_not_shown(lines, capfd) -> None:
+    clock = SetClock()
+    with load_progress(GIB, shown=False, clock=clock) as advance:
+        clock.seconds += PERIOD_S
+        advance(GIB)
+    assert lines() == []
+    assert capfd.readouterr() == ("", "")
