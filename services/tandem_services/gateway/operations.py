@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, render
@@ -48,6 +49,20 @@ async def http_error(request: Request, error: Exception) -> Response:
     """Routing's own refusals (404, 405) in the shape that clients of the path expect."""
     assert isinstance(error, HTTPException), type(error)
     kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
-    refusal = ApiError(error.status_code, error.detail, kind=kind)
+    refusal = ApiError(error.status_code, _refusal(request, error), kind=kind)
     body = error_body(refusal, path=request.scope["path"], request_id=identity_of(request.scope).public_id)
     return Response(body, error.status_code, error.headers, "application/json")
+
+
+def _refusal(request: Request, error: HTTPException) -> str:
+    """What is wrong with method or path, and where it is one of the usual slips, how it should be."""
+    path = request.scope["path"]
+    asked = f"{request.method} {quoted(path)}"
+    if error.status_code == 405 and error.headers:
+        return f"{asked} is not served: use {error.headers.get('Allow', 'another method')}"
+    if error.status_code != 404 or error.detail != "Not Found":
+        return error.detail
+    # Clients add /v1 to a base URL that has it already, or do not and it has not.
+    served = {getattr(route, "path", None) for route in request.app.routes}
+    meant = [other for other in (f"/v1{path}", path.removeprefix("/v1")) if other != path and other in served]
+    return f"{asked} is not served{f': did you mean {meant[0]}?' if meant else ''}"

@@ -59,7 +59,8 @@ class OutputDialect:
             return None
         if self.markers is None:
             raise bad_request(
-                f"{FIELD} needs a model whose reasoning has markers, and none are known of this one: leave it out",
+                f"{FIELD} needs a model whose reasoning has markers, and none are known of this one: leave it out, or "
+                "name them to the gateway with --reasoning-parser",
                 FIELD,
             )
         return self.markers.budget(tokens)
