@@ -13,6 +13,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("KV cache")
     group.add_argument(
         "--page-size",
+        "--block-size",
         type=positive_int,
         default=cache.page_size,
         metavar="N",

@@ -54,6 +54,7 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
     )
     group.add_argument(
         "--max-running-requests",
+        "--max-num-seqs",
         type=positive_int,
         default=scheduler.max_running_requests,
         metavar="N",

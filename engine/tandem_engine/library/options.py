@@ -29,7 +29,10 @@ def config_from_options(model: str | Path, options: dict[str, object]) -> Engine
     """
     parser = _OptionParser(add_help=False, allow_abbrev=False)
     add_engine_flags(parser)
-    actions = {action.dest: action for action in parser._actions}
+    # Names and aliases, such as vLLM's max_model_len.
+    actions = {
+        flag.lstrip("-").replace("-", "_"): action for action in parser._actions for flag in action.option_strings
+    }
     argv: list[str] = []
     for name, value in options.items():
         if name not in actions:
