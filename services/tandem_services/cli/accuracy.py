@@ -30,7 +30,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
     add_accuracy_flags(parser)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -82,7 +82,7 @@ def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
     add_slo(report)
     report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.set_defaults(run=run_serve, parser=parser)
+    parser.set_defaults(run=run_serve)
 
 
 def _add_offline(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -117,7 +117,7 @@ def _add_offline(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     parser.add_argument("--skip-reference", action="store_true", help="measure Tandem only")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.set_defaults(run=run_offline, parser=parser)
+    parser.set_defaults(run=run_offline)
 
 
 def run_offline(args: argparse.Namespace) -> int:

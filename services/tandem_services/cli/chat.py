@@ -5,7 +5,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from tandem_engine.flags import positive_int
@@ -19,7 +21,8 @@ examples:
   tandem chat --url http://10.0.0.5:8000 --system "Answer in one sentence."
   echo "Hello!" | tandem chat              one turn for each line of standard input
 
-in the conversation: /reset forgets it, /quit or Ctrl-D ends.
+in the conversation: Ctrl-C stops an answer, /reset forgets all of it, /quit or Ctrl-D ends.
+Reasoning is shown dim, on terminals alone.
 """
 
 
@@ -33,7 +36,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
     add_conversation(parser)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def add_conversation(parser: argparse.ArgumentParser) -> None:
@@ -60,13 +63,13 @@ class Turn:
     ended: float | None = None
 
     def take(self, chunk: dict[str, Any]) -> str:
-        """The new text of one chunk. Raises `RemoteError` when the chunk is an error event."""
+        """The new text of one chunk; reasoning is none. Raises `RemoteError` when the chunk is an error event."""
         if "error" in chunk:
             raise RemoteError(str(chunk["error"].get("message", "the server reported an error")))
         self.response_id = chunk.get("id", self.response_id)
         self.usage = chunk.get("usage") or self.usage
-        new = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-        if new and self.first_token is None:
+        new = _joined(chunk, "content")
+        if (new or reasoning_of(chunk)) and self.first_token is None:
             self.first_token = time.monotonic()
         self.text += new
         return new
@@ -97,7 +100,9 @@ class Conversation:
             for line in response.iter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
-                yield turn, turn.take(json.loads(line.removeprefix("data: ")))
+                chunk = json.loads(line.removeprefix("data: "))
+                new = turn.take(chunk)
+                yield turn, f"{_on_terminal(reasoning_of(chunk))}{new}"
         turn.ended = time.monotonic()
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": turn.text}]
 
@@ -106,6 +111,15 @@ class Conversation:
         response = self.client.get(f"/v1/requests/{turn.response_id}/explain")
         found: dict[str, Any] = response.json() if response.status_code == 200 else {}
         return found
+
+
+def reasoning_of(chunk: dict[str, Any]) -> str:
+    """What the model has written to itself."""
+    return _joined(chunk, "reasoning_content")
+
+
+def _joined(chunk: dict[str, Any], name: str) -> str:
+    return "".join(choice["delta"].get(name) or "" for choice in chunk.get("choices", ()))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,7 +142,12 @@ def _open(client: Any, args: argparse.Namespace) -> Conversation:
     response = client.get("/v1/models")
     if response.status_code != 200:
         raise RemoteError(_error_message(response.read(), response.status_code))
-    names = [card["id"] for card in response.json()["data"]]
+    try:
+        names = [card["id"] for card in response.json()["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RemoteError(
+            f"{client.base_url} does not serve /v1/models: give the address of a gateway with --url"
+        ) from error
     model = args.model or (names[0] if names else "")
     options: dict[str, Any] = {"temperature": args.temperature}
     options |= {"max_tokens": args.max_tokens} if args.max_tokens is not None else {}
@@ -143,7 +162,9 @@ def _system(text: str | None) -> list[dict[str, str]]:
 def _talk(conversation: Conversation, *, system: str | None) -> int:
     interactive = sys.stdin.isatty()
     if interactive:
-        print(f"{conversation.model} at {conversation.client.base_url}: /reset forgets, /quit ends")
+        where = f"{conversation.model} at {conversation.client.base_url}"
+        print(f"{where}: Ctrl-C stops an answer, /reset forgets, /quit ends")
+        _edit_lines()
     failures = 0
     for text in _lines(interactive):
         if text == "/quit":
@@ -156,6 +177,10 @@ def _talk(conversation: Conversation, *, system: str | None) -> int:
         except RemoteError as error:
             failures += 1
             print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print("\n(stopped; this turn is forgotten)", file=sys.stderr)
     return 1 if failures else 0
 
 
@@ -203,8 +228,19 @@ def _worker(incarnation: str) -> str:
     return incarnation.rpartition("@")[0]
 
 
+def _edit_lines() -> None:
+    """Arrow keys and history at the prompt, where Python was built with them."""
+    with suppress(ImportError):
+        import_module("readline")
+
+
 def _dim(text: str) -> str:
-    return f"\033[2m{text}\033[0m" if sys.stdout.isatty() else f"[{text}]"
+    return _on_terminal(text) or f"[{text}]"
+
+
+def _on_terminal(text: str) -> str:
+    """Dim; nothing where output goes elsewhere."""
+    return f"\033[2m{text}\033[0m" if text and sys.stdout.isatty() else ""
 
 
 def _error_message(body: bytes, status: int) -> str:

@@ -88,7 +88,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     links = orders.add_parser("links", help="how fast the links to its peers are, by what, and what is wrong")
     links.add_argument("--json", action="store_true", help="as the worker answers it, instead of a table")
     orders.add_parser("audit", help="count the pages and name what is wrong with them")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

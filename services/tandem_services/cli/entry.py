@@ -22,6 +22,8 @@ class TeachingParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        # Of nested commands the innermost counts: what is wrong is told by the parser that knows its flags.
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
         hint = self._nearest(message)

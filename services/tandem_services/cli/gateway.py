@@ -9,6 +9,7 @@ from tandem_engine.flags import non_negative_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import (
+    add_api_keys,
     add_console,
     add_deployment,
     add_local_prefill,
@@ -69,13 +70,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_deployment(parser)
     add_tracing(parser)
-    parser.add_argument(
-        "--api-keys",
-        type=Path,
-        metavar="PATH",
-        help="key file, or folder of a mounted Secret: who may use it, and how much (docs/limits.md); followed "
-        "while it changes (default: everybody may)",
-    )
+    add_api_keys(parser)
     parser.add_argument(
         "--admin-port",
         type=port_number,
@@ -125,7 +120,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="let decode workers compute prompts when no prefill worker lives (default); otherwise such requests wait "
         "and then get 503",
     )
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,15 +2,20 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
+from tandem_engine.errors import ConfigError
+from tandem_engine.flags import positive_int
 from tandem_services.common.errors import StartupError
 
 EXAMPLES = """\
 examples:
-  tandem keys create search --requests-per-minute 600 --tokens-per-minute 200000 >> keys.json
-                                               a new key on stderr, once; its entry on stdout
+  tandem keys create search --requests-per-minute 600 --tokens-per-minute 200000 --file keys.json
+                                               a new key on stderr, once; its entry in the file
+  tandem keys create search                    the entry on stdout, for a file that you write
   tandem keys hash < key.txt                   the digest of a key that you have
   tandem keys check /etc/tandem/keys           read a key file, or a mounted Secret, as a gateway would
 
@@ -27,16 +32,32 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
-    create = orders.add_parser("create", help="make a key: it goes to stderr, its entry for the key file to stdout")
+    create = orders.add_parser("create", help="make a key: it goes to stderr, its entry to --file or stdout")
     create.add_argument("name", metavar="NAME", help="of the tenant: in logs, metrics and Redis")
-    for limit in ("requests-per-minute", "tokens-per-minute", "concurrency"):
-        create.add_argument(f"--{limit}", type=int, metavar="N")
-    create.add_argument("--model", dest="models", action="append", metavar="NAME", help="that it may use; repeatable")
+    create.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help="key file that gets the entry; it is made where there is none (default: the entry goes to stdout)",
+    )
+    for limit, what in (
+        ("requests-per-minute", "POST requests"),
+        ("tokens-per-minute", "prompt and output tokens"),
+        ("concurrency", "requests at once"),
+    ):
+        create.add_argument(f"--{limit}", type=positive_int, metavar="N", help=f"{what} (default: no limit)")
+    create.add_argument(
+        "--model",
+        dest="models",
+        action="append",
+        metavar="NAME",
+        help="that it may use; may be given several times (default: all)",
+    )
     create.add_argument("--admin", action="store_true", help="it may use administrators' routes")
     orders.add_parser("hash", help="read a key from stdin and print its digest")
     check = orders.add_parser("check", help="list the tenants of a key file; exit status 1 when it is no good")
     check.add_argument("path", type=Path, metavar="PATH", help="file, or folder of .json files")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,10 +83,40 @@ def _create(args: argparse.Namespace) -> int:
     try:
         msgspec.convert(entry, Tenant)
     except msgspec.ValidationError as error:
-        raise StartupError(f"no gateway would take this entry: {error}") from error
-    print(json.dumps(entry))
+        raise ConfigError(f"no gateway would take this entry: {error}") from error
+    if args.file is None:
+        print(json.dumps(entry))
+    else:
+        _add_entry(args.file, entry)
     print(f"key of {args.name}, shown only now: {key}", file=sys.stderr)
     return 0
+
+
+def _add_entry(path: Path, entry: dict[str, Any]) -> None:
+    """All of the new file or none of it is there at any time: a gateway may follow it.
+
+    Raises `ConfigError` for a file that cannot be read or written, or that no gateway would take afterwards.
+    """
+    from tandem_services.gateway.access.key_file import KeyFileError, parse_keys
+
+    path = path.resolve()
+    there = path.exists()
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        before = path.read_bytes() if there else b'{"keys": []}'
+        if there:
+            parse_keys({path.name: before})
+        content = json.dumps({"keys": [*json.loads(before)["keys"], entry]}, indent=1).encode() + b"\n"
+        parse_keys({path.name: content})
+        partial.write_bytes(content)
+        partial.chmod(path.stat().st_mode & 0o777 if there else 0o600)
+        partial.replace(path)
+    except KeyFileError as error:
+        raise ConfigError(f"--file {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--file {path}: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _hash() -> int:

@@ -36,7 +36,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     which = clear.add_mutually_exclusive_group(required=True)
     which.add_argument("digest", nargs="?", metavar="DIGEST", help="as `list` and the gateway's log have it")
     which.add_argument("--all", action="store_true", help="every one")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -70,18 +70,6 @@ def _wait_for_port(supervisor: Supervisor, port: int) -> None:
     raise StartupError(f"redis-server did not listen on port {port} within {START_TIMEOUT:g} s")
 
 
-def require_free(host: str, port: int) -> None:
-    """Raise `StartupError` when something listens on `port` already."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartupError(
-                f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it or choose another with --port"
-            ) from error
-
-
 def python_command(*args: str) -> list[str]:
     """A `tandem` subcommand as a process of this interpreter."""
     return [sys.executable, "-m", "tandem_services.cli.main", *args]

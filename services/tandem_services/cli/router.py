@@ -108,7 +108,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_local_prefill(parser)
     add_router_policy(parser)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

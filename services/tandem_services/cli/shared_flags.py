@@ -191,6 +191,17 @@ def tracing_argv(args: argparse.Namespace) -> list[str]:
     return argv
 
 
+def add_api_keys(parser: argparse.ArgumentParser) -> None:
+    """Who may use a gateway."""
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="PATH",
+        help="key file, or folder of a mounted Secret: who may use it, and how much (docs/limits.md); followed "
+        "while it changes (default: everybody may)",
+    )
+
+
 def add_console(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--console",

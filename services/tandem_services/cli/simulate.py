@@ -67,7 +67,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     report.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object to FILE too")
     report.add_argument("--plot", type=Path, metavar="FILE", help="write the figures as SVG")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_engine.cpu_list import allowed_cpus
+from tandem_engine.errors import ConfigError
 from tandem_engine.flags import (
     AUTO_AFFINITY,
     NO_AFFINITY,
@@ -22,10 +23,12 @@ from tandem_engine.flags import (
 )
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.cores import Cores, claim
+from tandem_services.cli.greeting import greeting
 from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.processes import Child, Supervisor
-from tandem_services.cli.redis_process import python_command, require_free, require_redis, start_redis
+from tandem_services.cli.redis_process import python_command, require_redis, start_redis
 from tandem_services.cli.shared_flags import (
+    add_api_keys,
     add_cluster,
     add_console,
     add_local_prefill,
@@ -40,6 +43,7 @@ from tandem_services.cli.shared_flags import (
     tracing_of,
 )
 from tandem_services.common.errors import StartupError
+from tandem_services.common.listening import http_url, listen
 from tandem_services.common.ports import free_port
 from tandem_services.common.tracing import require_opentelemetry
 
@@ -89,6 +93,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="S",
         help="give up starting after this (default 120)",
     )
+    add_api_keys(parser)
     add_console(parser)
     add_local_prefill(parser)
     add_output_parsers(parser)
@@ -96,7 +101,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_tracing(parser)
     add_log_format(parser)
     add_engine_flags(parser)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,15 +123,16 @@ class Plan:
 def plan(args: argparse.Namespace) -> Plan:
     """Check everything that can be checked without starting a process. Raises `ConfigError`, `StartupError`."""
     if args.prefill + args.decode + args.both == 0:
-        raise StartupError("nothing to start: ask for --prefill and --decode workers, or --both")
+        raise ConfigError("nothing to start: ask for --prefill and --decode workers, or --both")
     if args.both == 0 and args.decode == 0:
-        raise StartupError("prefill workers need a decode worker to hand over to: add --decode 1 or --both 1")
+        raise ConfigError("prefill workers need a decode worker to hand over to: add --decode 1 or --both 1")
     if args.nnodes > 1:
-        raise StartupError(f"--nnodes {args.nnodes}: `tandem up` is for one machine; start `tandem worker` on each")
+        raise ConfigError(f"--nnodes {args.nnodes}: `tandem up` is for one machine; start `tandem worker` on each")
     if args.cpu_affinity not in (AUTO_AFFINITY, NO_AFFINITY):
-        raise StartupError(
+        raise ConfigError(
             f"--cpu-affinity {args.cpu_affinity}: `tandem up` takes auto or none; numbers are for `tandem worker`"
         )
+    _require_keys(args.api_keys)
     model = model_folder(args.model)
     if args.model is None and args.dtype == "auto":
         # bfloat16 rounds differently in batches of different size; the bundled model is small enough for exactness.
@@ -137,7 +143,7 @@ def plan(args: argparse.Namespace) -> Plan:
     if tracing_of(args) is not None:
         require_opentelemetry()
     port = args.port or free_port(args.host)
-    require_free(args.host, port)
+    listen(args.host, port).close()
     names = [("prefill", args.prefill), ("decode", args.decode), ("both", args.both)]
     workers = tuple((f"{role}-{i}", role, free_port()) for role, count in names for i in range(count))
     return Plan(
@@ -151,6 +157,17 @@ def plan(args: argparse.Namespace) -> Plan:
         # They share one memory, a GPU's too; each measures for itself and knows nothing of the others.
         mem_fraction_static=round(share / len(workers), 4) if share else None,
     )
+
+
+def _require_keys(path: Path | None) -> None:
+    """Raise `ConfigError` for a key file that the gateway would not start with."""
+    from tandem_services.gateway.access.key_file import KeyFileError
+    from tandem_services.gateway.access.key_watch import read_keys
+
+    try:
+        _ = path is None or read_keys(path)
+    except KeyFileError as error:
+        raise ConfigError(f"--api-keys {error}") from error
 
 
 def claim_cores(args: argparse.Namespace, todo: Plan) -> Cores:
@@ -180,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         start(args, todo, supervisor, cores)
         _wait_until_ready(args, todo, supervisor)
-        print(greeting(args, todo), flush=True)
+        print(greeting_of(args, todo), flush=True)
         while True:
             for event in supervisor.restart_dead():
                 print(f"tandem: {event}", file=sys.stderr, flush=True)
@@ -212,9 +229,13 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
         argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
         supervisor.start(_child(todo, name, [*argv, *engine_argv(args)]))
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
+    # Nobody but this machine has to learn that it ends.
+    gateway += ["--drain-notice", "0"]
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]
     gateway += ["--router-policy", args.router_policy, "--router-exploration", str(args.router_exploration)]
+    if args.api_keys is not None:
+        gateway += ["--api-keys", str(args.api_keys)]
     if args.console is not None:
         gateway.append("--console" if args.console else "--no-console")
     supervisor.start(_child(todo, "gateway", gateway))
@@ -243,55 +264,38 @@ def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervis
 
     console = Console(stderr=True)
     waiting = {f"{name} ({role})": f"http://127.0.0.1:{port}/ready" for name, role, port in todo.workers}
-    waiting["gateway"] = f"http://{_reachable(args.host)}:{todo.port}/ready"
+    waiting["gateway"] = f"{_url(args, todo)}/ready"
     began = time.monotonic()
     with console.status("starting") as status:
         while waiting:
             supervisor.require_alive()
             if time.monotonic() - began > args.ready_timeout:
                 raise StartupError(
-                    f"not ready after {args.ready_timeout:g} s: {', '.join(waiting)}. Logs: {todo.run_dir}"
+                    f"not ready after {args.ready_timeout:g} s: {', '.join(waiting)}; logs are in {todo.run_dir}. "
+                    "Where a large model takes longer to load, say so with --ready-timeout"
                 )
-            for name in [name for name, url in waiting.items() if _answers(url)]:
+            for name in [name for name, url in waiting.items() if answers(url)]:
                 del waiting[name]
                 console.print(f"[green]ready[/] {name} after {time.monotonic() - began:.1f} s", highlight=False)
             status.update(f"waiting for {', '.join(waiting)}")
             time.sleep(POLL_SECONDS)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     import httpx
 
     try:
-        return httpx.get(url, timeout=1.0).status_code == 200
+        return httpx.get(url, timeout=1.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  replaced, not bound
+def _url(args: argparse.Namespace, todo: Plan) -> str:
+    """Of the API, as this machine reaches it."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)  # noqa: S104  replaced, not bound
+    return http_url(reachable, todo.port)
 
 
-def _console_line(args: argparse.Namespace, url: str) -> str:
-    from tandem_services.gateway.config import is_loopback
-
-    served = is_loopback(args.host) if args.console is None else args.console
-    return f"  {url}/console   the fleet, requests' timelines and a playground, in a browser\n" if served else ""
-
-
-def greeting(args: argparse.Namespace, todo: Plan) -> str:
-    """The URL, a curl to paste, and what to try next."""
-    url = f"http://{_reachable(args.host)}:{todo.port}"
-    chat_flags = "" if todo.port == 8000 else f" --url {url}"
-    return f"""
-Tandem serves {todo.model_names[0]} at {url}
-
-  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"model": "{todo.model_names[0]}", \
-"stream": true, "messages": [{{"role": "user", "content": "Tell me a story about a fox who lives near a river."}}]}}'
-
-  tandem chat{chat_flags}          a conversation in the terminal
-  {url}/metrics   numbers; GET /v1/requests/ID/explain tells where a request ran
-{_console_line(args, url)}  {todo.run_dir}   logs
-
-Ctrl-C stops everything.
-"""
+def greeting_of(args: argparse.Namespace, todo: Plan) -> str:
+    ports = {name: port for name, _, port in todo.workers}
+    return greeting(args, url=_url(args, todo), model=todo.model_names[0], workers=ports, run_dir=todo.run_dir)

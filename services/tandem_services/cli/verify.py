@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from tandem_engine.environment import set_default
-from tandem_engine.flags import add_kv_cache_dtype_flag, add_model_impl_flag, positive_int
+from tandem_engine.flags import add_device_flag, add_kv_cache_dtype_flag, add_model_impl_flag, positive_int
 from tandem_services.cli.bundled import model_folder
 
 EXAMPLES = """\
@@ -31,6 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
     add_model_impl_flag(parser)
+    add_device_flag(parser)
     add_kv_cache_dtype_flag(parser)
     parser.add_argument("--quick", action="store_true", help="fewer prompts and paths")
     parser.add_argument(
@@ -43,12 +44,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "can be shared by 2)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     argv = [sys.executable, "-m", "tandem_engine.cli", "verify", "--model", str(model_folder(args.model))]
-    argv += ["--model-impl", args.model_impl]
+    argv += ["--model-impl", args.model_impl, "--device", args.device]
     argv += ["--kv-cache-dtype", args.kv_cache_dtype]
     argv += ["--tensor-parallel-size", str(args.tensor_parallel_size)] if args.tensor_parallel_size else []
     argv += ["--quick"] if args.quick else []

@@ -102,7 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_deployment(parser)
     add_tracing(parser)
     add_engine_flags(parser)
-    parser.set_defaults(run=run, parser=parser, peer_group=settings.peer_group)
+    parser.set_defaults(run=run, peer_group=settings.peer_group)
 
 
 def run(args: argparse.Namespace) -> int:

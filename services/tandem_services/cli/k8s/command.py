@@ -128,7 +128,7 @@ def _command(
     cluster.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: KUBECONFIG, then ~/.kube/config")
     cluster.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: its current one)")
     cluster.add_argument("-n", "--namespace", metavar="NAME", help="default: the context's")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
     return parser
 
 

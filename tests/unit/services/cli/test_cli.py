@@ -4,6 +4,8 @@ import logging
 import socket
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 
@@ -15,7 +17,7 @@ from tandem_services.cli.gateway import models_of
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import start_redis
-from tandem_services.cli.up import greeting, plan, start
+from tandem_services.cli.up import answers, greeting_of, plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.ports import free_port
 from tandem_testing.waiting import wait_for
@@ -39,6 +41,8 @@ def test_every_command_explains_itself(command, capsys) -> None:
         (["bench", "serv"], "did you mean serve?"),
         (["chatt"], "did you mean chat?"),
         (["worker", "--redis-url", "redis://x", "--page-sise", "4"], "did you mean --page-size?"),
+        (["keys", "create", "x", "--concurency", "4"], "did you mean --concurrency?"),
+        (["ctl", "h:1", "profile", "--step", "4"], "did you mean --steps?"),
     ],
 )
 def test_a_misspelt_word_is_answered_with_the_nearest(argv, hint, capsys) -> None:
@@ -79,6 +83,8 @@ BAD_VALUES = [
     (["worker", "--redis-url", "redis://h", "--drain-timeout", "0"], "--drain-timeout: must be more than 0"),
     (["chat", "--max-tokens", "0"], "--max-tokens: must be at least 1"),
     (["chat", "--temperature", "-1"], "--temperature: must be at least 0"),
+    (["keys", "create", "x", "--concurrency", "0"], "--concurrency: must be at least 1"),
+    (["verify", "--device", "gpu"], "--device: must be cpu, cuda or cuda:N, got 'gpu'"),
 ]
 
 
@@ -223,7 +229,64 @@ def test_the_greeting_names_the_console_where_the_gateway_serves_it(
     start(parsed, todo, supervisor, Cores())
     gateway = next(child for child in supervisor.children if child.name == "gateway")
     assert [flag for flag in gateway.argv if flag in ("--console", "--no-console")] == passed_on
-    assert ("/console" in greeting(parsed, todo)) is greeted
+    assert ("/console" in greeting_of(parsed, todo)) is greeted
+
+
+def test_keys_of_clients_reach_the_gateway_and_the_greeting(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tandem_services.cli.up.require_redis", lambda _: None)
+    monkeypatch.setattr(Child, "start", lambda _: None)
+    keys = tmp_path / "keys.json"
+    assert main(["keys", "create", "search", "--file", str(keys)]) == 0
+    parsed = args("--port", "0", "--run-dir", str(tmp_path), "--redis-url", "redis://h", "--api-keys", str(keys))
+    todo, supervisor = plan(parsed), Supervisor()
+    start(parsed, todo, supervisor, Cores())
+    gateway = next(child for child in supervisor.children if child.name == "gateway")
+    assert f"--api-keys {keys}" in " ".join(gateway.argv)
+    assert "-H 'Authorization: Bearer KEY' -d" in greeting_of(parsed, todo)
+    assert "TANDEM_API_KEY=KEY tandem chat" in greeting_of(parsed, todo)
+
+
+def test_the_greeting_tells_where_workers_take_orders(tmp_path) -> None:
+    parsed = args("--port", "0", "--run-dir", str(tmp_path))
+    todo = plan(parsed)
+    [(_, _, prefill), (_, _, decode)] = todo.workers
+    assert f"tandem ctl 127.0.0.1:{prefill} links   orders to prefill-0; others: decode-0 {decode}\n" in greeting_of(
+        parsed, todo
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("::1", "http://[::1]:"), ("::", "http://[::1]:"), ("0.0.0.0", "http://127.")]
+)
+def test_an_address_that_is_listened_on_is_one_that_can_be_asked(host, url, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tandem_services.cli.up.listen", lambda *_: socket.socket())
+    parsed = args("--host", host, "--port", "8123", "--run-dir", str(tmp_path))
+    assert f"tandem-mini at {url}" in greeting_of(parsed, plan(parsed))
+
+
+def test_no_proxy_is_asked_whether_our_own_processes_are_ready(monkeypatch) -> None:
+    """With HTTP_PROXY set and no NO_PROXY, `tandem up` waited in vain."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with HTTPServer(("127.0.0.1", 0), AlwaysReady) as server:
+        server.timeout = UP_S
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        assert answers(f"http://127.0.0.1:{server.server_port}/ready")
+        thread.join(UP_S)
+
+
+class AlwaysReady(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_what_cannot_be_started_is_wrong_usage(capsys) -> None:
+    assert main(["up", "--prefill", "0", "--decode", "0"]) == 2
+    assert "nothing to start: ask for --prefill and --decode workers, or --both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -235,10 +298,15 @@ def test_the_greeting_names_the_console_where_the_gateway_serves_it(
         (["--model", "/does/not/exist"], "no such folder"),
         (["--model", "/"], "no config.json"),
         (["--num-pages", "1"], "--num-pages"),
+        (["--cpu-affinity", "0-1"], "takes auto or none"),
+        (["--session-kv-gib", "nan"], "--session-kv-gib must be a finite number"),
+        (["--grant-timeout", "nan"], "--grant-timeout must be a positive number of seconds, got nan"),
+        (["--hold-timeout", "0"], "--hold-timeout must be a positive number of seconds, got 0"),
+        (["--api-keys", "/does/not/exist"], "--api-keys /does/not/exist: No such file"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused_before_anything_starts(argv, sentence, tmp_path) -> None:
-    with pytest.raises((ConfigError, StartupError), match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         plan(args("--port", "0", "--run-dir", str(tmp_path), *argv))
 
 

@@ -9,7 +9,6 @@ from tandem_engine.flags import engine_argv, engine_config
 from tandem_services.cli import cores, up
 from tandem_services.cli.main import build_parser
 from tandem_services.cli.processes import Child, Supervisor
-from tandem_services.common.errors import StartupError
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +108,7 @@ def test_cores_that_are_not_this_process_s_are_refused(affinity, said):
 
 
 def test_up_divides_cores_itself(claimed):
-    with pytest.raises(StartupError, match="numbers are for `tandem worker`"):
+    with pytest.raises(ConfigError, match="numbers are for `tandem worker`"):
         claimed("--cpu-affinity", "4-5")
 
 
