@@ -119,4 +119,6 @@ def _context_length(config: EngineConfig, facts: ModelConfig) -> int:
         raise ConfigError(
             f"--context-length {config.context_length} is over the model's {facts.max_position} positions"
         )
+    if config.context_length == 1:
+        raise ConfigError("--context-length must be at least 2, a token of prompt and one of output, got 1")
     return config.context_length or min(facts.max_position, DEFAULT_CONTEXT)

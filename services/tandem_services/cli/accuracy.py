@@ -26,7 +26,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "are from the baseline's: KL divergence (mean and largest, in nats) and how often both think the same token "
         "likeliest. Nothing is downloaded; the engine's own steps compute.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
     add_accuracy_flags(parser)

@@ -47,7 +47,6 @@ def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         description="Send streamed completions at a fixed concurrency or rate and report TTFT, ITL and E2E "
         "percentiles, throughput and goodput.",
         epilog=SERVE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first one served)")
@@ -92,7 +91,6 @@ def _add_offline(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         description="Run the same greedy workload on Tandem's engine and on transformers generate in one process, "
         "in turn, and print both with their ratio.",
         epilog=OFFLINE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
     parser.add_argument("--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default 64)")

@@ -32,7 +32,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="talk to a running server in the terminal",
         description="Hold a conversation; after each answer show tokens, cached tokens, speed and workers.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
     add_conversation(parser)

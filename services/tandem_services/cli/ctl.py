@@ -52,7 +52,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="operate a running worker: abort, pause, flush, reload, change role, profile",
         description="Send one order to one running worker and print its answer as JSON.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("worker", metavar="HOST:PORT", help="health port of the worker")
     parser.add_argument(

@@ -16,11 +16,21 @@ from tandem_services.common.errors import ServiceError
 from tandem_services.common.settings import read_settings
 
 
+class HelpText(argparse.RawDescriptionHelpFormatter):
+    """Examples stay as they are written; a description, which is one line however long, is wrapped."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text.strip():
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
 class TeachingParser(argparse.ArgumentParser):
     """argparse without abbreviations, naming the nearest flag or command when one is misspelt."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", HelpText)
         super().__init__(*args, **kwargs)
         # Of nested commands the innermost counts: what is wrong is told by the parser that knows its flags.
         self.set_defaults(parser=self)
@@ -31,6 +41,8 @@ class TeachingParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}{hint}\n")
 
     def _nearest(self, message: str) -> str:
+        if message.startswith("argument ") and "invalid choice" not in message:
+            return ""  # The flag is right, and its value is no misspelt word.
         words = [word.strip("',:") for word in message.split()]
         known = [option for action in self._actions for option in action.option_strings]
         known += [name for action in self._actions for name in (action.choices or ()) if isinstance(name, str)]

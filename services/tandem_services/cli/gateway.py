@@ -42,7 +42,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "route by cached prefixes "
         "and load, stream, and carry requests over to other workers when one dies.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     parser.add_argument(

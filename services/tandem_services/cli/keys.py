@@ -29,7 +29,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="create, hash and check API keys",
         description="Make API keys for `tandem gateway --api-keys`, and check the file that lets them in.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
     create = orders.add_parser("create", help="make a key: it goes to stderr, its entry to --file or stdout")

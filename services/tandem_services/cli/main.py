@@ -47,7 +47,6 @@ def build_parser() -> argparse.ArgumentParser:
         prog="tandem",
         description="Serve large language models with prefill and decode in separate workers.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tandem {version('tandem')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=TeachingParser)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_engine.errors import ConfigError
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.common.errors import StartupError
 
@@ -26,6 +27,8 @@ STABLE_AFTER = 60.0
 HURRY_SECONDS = 5.0
 """From SIGINT to SIGKILL: time to abort requests and to close sockets."""
 POLL_SECONDS = 0.02
+USAGE = 2
+"""Exit status of a process whose flags cannot work."""
 
 _REASON = re.compile(r"(?:\bERROR +\S+|^tandem(?:-engine)?: error:) (.+)$", re.MULTILINE)
 """An error in a child's log, from its logger or from its command line."""
@@ -84,10 +87,11 @@ class Supervisor:
         self.children.append(child)
 
     def require_alive(self) -> None:
-        """Raise `StartupError` naming the first process that has exited."""
+        """Raise `StartupError` naming the first process that has exited; `ConfigError` where a flag was at fault."""
         for child in self.children:
             if child.status is not None:
-                raise StartupError(f"{child.name} {_describe(child.status)} while starting{child.last_words()}")
+                problem = StartupError if child.status != USAGE else ConfigError
+                raise problem(f"{child.name} {_describe(child.status)} while starting{child.last_words()}")
 
     def restart_dead(self) -> list[str]:
         """Start again what died and has waited its pause. Returns a line for each event."""

@@ -26,7 +26,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="list or clear requests that are refused because they kill workers",
         description="Show or clear what the gateways of a deployment refuse because two workers died of it.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_redis(parser, required=True)
     add_cluster(parser)

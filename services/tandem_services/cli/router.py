@@ -50,7 +50,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "tell front ends over HTTP (JSON) and gRPC; pick endpoints for an Inference Gateway (Envoy external "
         "processing, Gateway API Inference Extension).",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--model",

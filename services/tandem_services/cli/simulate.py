@@ -55,7 +55,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Replay a trace (Mooncake .jsonl or Azure .csv) in simulated time and compare routing policies by "
         "hit rate, TTFT, ITL, goodput and balance.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_load(parser)
     _add_workers(parser)
@@ -314,7 +313,7 @@ def _policies(lists: Sequence[str] | None) -> "dict[str, PolicyNames]":
     names = []
     for text in lists or ["locality,round_robin,least_loaded,power_of_two"]:
         names += [text] if "=" in text else text.split(",")
-    return {name: PolicyNames.parse(name) for name in names}
+    return {name: PolicyNames.parse(name, flag="--policy") for name in names}
 
 
 def _worker_counts(text: str) -> dict[str, int]:

@@ -68,7 +68,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Start Redis, a gateway and prefill and decode workers on this machine, with NIXL between them, "
         "and serve an OpenAI-compatible API until Ctrl-C.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     parser.add_argument("--prefill", type=non_negative_int, default=1, metavar="N", help="prefill workers (default 1)")
@@ -132,6 +131,8 @@ def plan(args: argparse.Namespace) -> Plan:
         raise ConfigError(
             f"--cpu-affinity {args.cpu_affinity}: `tandem up` takes auto or none; numbers are for `tandem worker`"
         )
+    if args.redis_password_file is not None and not args.redis_url:
+        raise ConfigError("--redis-password-file is of the Redis that --redis-url names: give both or neither")
     _require_keys(args.api_keys)
     model = model_folder(args.model)
     if args.model is None and args.dtype == "auto":

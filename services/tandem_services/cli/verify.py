@@ -27,7 +27,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "several ranks) in float32 and compare token by token, and logprobs within 1e-4. Exits 1 at the first "
         "difference.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
     add_model_impl_flag(parser)

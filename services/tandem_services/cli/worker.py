@@ -27,7 +27,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Load a checkpoint, register in Redis and serve requests that gateways send. The engine runs in a "
         "child process; this one registers it, sends heartbeats, publishes KV events and answers health checks.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     parser.add_argument(

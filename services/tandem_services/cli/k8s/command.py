@@ -40,7 +40,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="look at deployments on Kubernetes, and give orders (also `kubectl tandem`)",
         description=DESCRIPTION,
         epilog=EXAMPLES.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_commands(parser)
 
@@ -56,7 +55,6 @@ def build_plugin_parser() -> argparse.ArgumentParser:
         prog=prog,
         description=DESCRIPTION,
         epilog=EXAMPLES.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_commands(parser)
     return parser

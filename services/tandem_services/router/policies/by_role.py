@@ -47,22 +47,22 @@ class PolicyNames:
         return (self.prefill, self.decode) != (LOCALITY, LOCALITY)
 
     @classmethod
-    def parse(cls, text: str) -> "PolicyNames":
-        """`NAME` for both roles, or `prefill=NAME,decode=NAME`. Raises `ConfigError`."""
+    def parse(cls, text: str, *, flag: str = "--router-policy") -> "PolicyNames":
+        """`NAME` for both roles, or `prefill=NAME,decode=NAME`. Raises `ConfigError`, which names `flag`."""
         if "=" not in text:
-            return cls(prefill=_known(text), decode=_known(text))
+            return cls(prefill=_known(text, flag), decode=_known(text, flag))
         named = {}
         for part in text.split(","):
             role, _, name = part.partition("=")
             if role not in ("prefill", "decode") or role in named:
-                raise ConfigError(f"--router-policy {text[:200]!r}: expected a name, or prefill=NAME,decode=NAME")
-            named[role] = _known(name)
+                raise ConfigError(f"{flag} {text[:200]!r}: expected a name, or prefill=NAME,decode=NAME")
+            named[role] = _known(name, flag)
         return cls(**named)
 
 
-def _known(name: str) -> str:
+def _known(name: str, flag: str) -> str:
     if name not in POLICIES:
-        raise ConfigError(f"--router-policy: there is no policy {name[:100]!r}; choose from {', '.join(POLICIES)}")
+        raise ConfigError(f"{flag}: there is no policy {name[:100]!r}; choose from {', '.join(POLICIES)}")
     return name
 
 

@@ -302,6 +302,7 @@ def test_what_cannot_be_started_is_wrong_usage(capsys) -> None:
         (["--session-kv-gib", "nan"], "--session-kv-gib must be a finite number"),
         (["--grant-timeout", "nan"], "--grant-timeout must be a positive number of seconds, got nan"),
         (["--hold-timeout", "0"], "--hold-timeout must be a positive number of seconds, got 0"),
+        (["--redis-password-file", "p"], "--redis-password-file is of the Redis that --redis-url names"),
         (["--api-keys", "/does/not/exist"], "--api-keys /does/not/exist: No such file"),
     ],
 )
@@ -342,6 +343,37 @@ def test_a_child_that_exits_while_starting_shows_its_last_words(tmp_path) -> Non
     with pytest.raises(StartupError, match=r"walker exited with status 3(.|\n)*cannot find my shoes"):
         supervisor.require_alive()
     supervisor.stop(grace=1)
+
+
+def test_a_flag_that_a_child_refuses_is_wrong_usage(tmp_path) -> None:
+    supervisor = Supervisor()
+    code = "import sys; print('tandem: error: --cluster must be letters', file=sys.stderr); sys.exit(2)"
+    supervisor.start(Child(name="walker", argv=[sys.executable, "-c", code], log=tmp_path / "walker.log"))
+    supervisor.children[0].process.wait(20)
+    with pytest.raises(ConfigError, match="walker exited with status 2 while starting: --cluster must be letters"):
+        supervisor.require_alive()
+    supervisor.stop(grace=1)
+
+
+def test_a_value_is_no_misspelt_flag(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--watermark", "x"])
+    assert capsys.readouterr().err.endswith("argument --watermark: invalid float value: 'x'\n")
+
+
+def test_a_policy_of_the_simulator_is_named_by_its_flag(tmp_path, capsys) -> None:
+    assert main(["simulate", "--trace", str(tmp_path / "t.jsonl"), "--policy", "nearest"]) == 2
+    assert "error: --policy: there is no policy 'nearest'" in capsys.readouterr().err
+
+
+def test_a_description_is_wrapped_and_examples_are_not(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["keys", "--help"])
+    shown = capsys.readouterr().out
+    description, examples = shown.split("examples:\n")
+    assert max(map(len, description.splitlines())) <= 80
+    assert "--tokens-per-minute 200000 --file keys.json\n" in examples
 
 
 def test_a_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_path) -> None:
