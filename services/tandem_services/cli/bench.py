@@ -4,12 +4,15 @@ import argparse
 import asyncio
 import subprocess
 import sys
+import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tandem_engine.flags import non_negative_int, positive_int
 from tandem_services.cli.api_key import add_api_key, key_headers
 from tandem_services.cli.bundled import model_folder
+from tandem_services.cli.chat import error_message
 from tandem_services.cli.numbers import fraction, non_negative_float, positive_float
 from tandem_services.cli.shared_flags import add_slo, slo_of
 from tandem_services.common.errors import RemoteError
@@ -21,9 +24,10 @@ examples:
   tandem bench serve --trace conversation_trace.jsonl --trace-scale 64 --trace-speed 10
   tandem bench serve --reference-url http://127.0.0.1:8001     text must equal that server's
 
-With temperature 0 every stream is compared with the text that the reference gave for the same prompt;
-a difference, like a failed request, makes the exit status 1. That is a test of float32 servers: in bfloat16 the
-rounding of a batch depends on its size, on every engine, and near ties fall either way.
+With temperature 0 every stream is compared with the text that the reference gave for the same prompt; a difference,
+like a failed request, makes the exit status 1. References of the same server are asked under a cache_salt of their own,
+so that they leave no prompt of the run in a prefix cache. It is a test of float32 servers: in bfloat16 the rounding of a
+batch depends on its size, on every engine, and near ties fall either way.
 """
 
 OFFLINE_EXAMPLES = """\
@@ -149,7 +153,10 @@ async def _serve(args: argparse.Namespace) -> int:
             references: dict[Prompt, str] = {}
             if checking:
                 task = progress.add_task("reference texts", total=len({spec.prompt for spec in specs}))
-                references = await reference_texts(await _target(args, other), specs, lambda _: progress.advance(task))
+                # The run itself would else find each prompt in the prefix cache.
+                salt = None if args.reference_url else uuid.uuid4().hex
+                reference = replace(await _target(args, other), cache_salt=salt)
+                references = await reference_texts(reference, specs, lambda _: progress.advance(task))
             task = progress.add_task("measuring", total=len(specs))
             if args.trace is not None or args.request_rate is not None:
                 result = await at_arrival_times(target, specs, lambda _: progress.advance(task))
@@ -186,7 +193,8 @@ async def _target(args: argparse.Namespace, client: Any) -> Any:
 
     try:
         response = await client.get("/v1/models")
-        response.raise_for_status()
+        if response.status_code != 200:
+            raise RemoteError(f"{client.base_url}: {error_message(response.content, response.status_code)}")
         names = [card["id"] for card in response.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise RemoteError(f"{client.base_url} does not serve /v1/models ({error}): is `tandem up` running?") from error

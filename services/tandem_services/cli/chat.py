@@ -95,7 +95,7 @@ class Conversation:
         turn = Turn()
         with self.client.stream("POST", "/v1/chat/completions", json=request) as response:
             if response.status_code != 200:
-                raise RemoteError(_error_message(response.read(), response.status_code))
+                raise RemoteError(error_message(response.read(), response.status_code))
             for line in response.iter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
@@ -140,7 +140,7 @@ def converse(client: Any, args: argparse.Namespace) -> int:
 def _open(client: Any, args: argparse.Namespace) -> Conversation:
     response = client.get("/v1/models")
     if response.status_code != 200:
-        raise RemoteError(_error_message(response.read(), response.status_code))
+        raise RemoteError(error_message(response.read(), response.status_code))
     try:
         names = [card["id"] for card in response.json()["data"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -242,7 +242,7 @@ def _on_terminal(text: str) -> str:
     return f"\033[2m{text}\033[0m" if text and sys.stdout.isatty() else ""
 
 
-def _error_message(body: bytes, status: int) -> str:
+def error_message(body: bytes, status: int) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

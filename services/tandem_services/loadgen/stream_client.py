@@ -44,6 +44,8 @@ class Target:
     temperature: float
     seed: int | None
     ignore_eos: bool
+    cache_salt: str | None = None
+    """Keeps what is asked out of the prefix caches that all others share."""
 
     def body(self, spec: RequestSpec) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -58,6 +60,8 @@ class Target:
             body["seed"] = self.seed
         if self.ignore_eos:
             body["ignore_eos"] = True
+        if self.cache_salt is not None:
+            body["cache_salt"] = self.cache_salt
         return body
 
     async def send(self, spec: RequestSpec) -> Measurement:
