@@ -26,8 +26,8 @@ examples:
 
 With temperature 0 every stream is compared with the text that the reference gave for the same prompt; a difference,
 like a failed request, makes the exit status 1. References of the same server are asked under a cache_salt of their own,
-so that they leave no prompt of the run in a prefix cache. It is a test of float32 servers: in bfloat16 the rounding of a
-batch depends on its size, on every engine, and near ties fall either way.
+so that they leave no prompt of the run in a prefix cache. It is a test of float32 servers: in bfloat16 the rounding of
+a batch depends on its size, on every engine, and near ties fall either way.
 """
 
 OFFLINE_EXAMPLES = """\
