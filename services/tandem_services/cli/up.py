@@ -166,7 +166,8 @@ def _require_keys(path: Path | None) -> None:
     from tandem_services.gateway.access.key_watch import read_keys
 
     try:
-        _ = path is None or read_keys(path)
+        if path is not None:
+            read_keys(path)
     except KeyFileError as error:
         raise ConfigError(f"--api-keys {error}") from error
 

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError, bad_request
+from tandem_services.gateway.allowed_values import allowed_values
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.json_shape import check_json_shape
 from tandem_services.gateway.limits import BODY_TIMEOUT_S, MAX_BODY_BYTES
@@ -25,6 +26,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _AT_PATH = re.compile(r" - at `\$\.?(.*?)`$")
 _AT_BYTE = re.compile(r"\(byte (\d+)\)$")
 _NOT_FINITE = re.compile(rb"-?(NaN|nan|Infinity|inf)")
+_NO_SUCH_VALUE = "invalid enum value"
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -60,6 +62,7 @@ class BodyDecoder(Generic[T]):
     """
 
     def __init__(self, shape: type[T], *, strict: bool) -> None:
+        self._shape = shape
         self._decoder = msgspec.json.Decoder(shape)
         self._strict = strict
 
@@ -75,7 +78,7 @@ class BodyDecoder(Generic[T]):
                 body.decode()
             request = self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise _wrong_shape(str(error)) from error
+            raise _wrong_shape(str(error), self._shape) from error
         except msgspec.DecodeError as error:
             raise _no_json(str(error), body) from error
         except UnicodeDecodeError as error:
@@ -131,7 +134,7 @@ def _no_json(detail: str, body: bytes) -> ApiError:
     return bad_request(f"request body is not valid JSON: {detail}")
 
 
-def _wrong_shape(detail: str) -> ApiError:
+def _wrong_shape(detail: str, shape: type[msgspec.Struct]) -> ApiError:
     """msgspec's "Expected `int | null`, got `str` - at `$.n`" as a sentence about `n`."""
     path = _AT_PATH.search(detail)
     what = (detail[: path.start()] if path else detail).replace("`", "")
@@ -145,4 +148,6 @@ def _wrong_shape(detail: str) -> ApiError:
     if path is None:
         return bad_request(f"request body must be a JSON object: {what}")
     name = quoted(path[1])
-    return bad_request(f"{name}: {what}", name)
+    allowed = allowed_values(shape, path[1]) if what.startswith(_NO_SUCH_VALUE) else ()
+    instead = f": use one of {', '.join(map(str, allowed))}" if allowed else ""
+    return bad_request(f"{name}: {what}{instead}", name)
