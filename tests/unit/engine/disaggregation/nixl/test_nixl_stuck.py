@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.nixl.interfaces import Interfaces
 from tandem_engine.disaggregation.nixl.layout import Region
+from tandem_engine.disaggregation.nixl.outbox import Outbox
 from tandem_engine.disaggregation.nixl.thread import (
     STUCK_S,
     Command,
     Connect,
-    Outbox,
     StartPush,
     Stop,
     TransferThread,
@@ -34,10 +35,10 @@ class SlowAgent:
     calls: list[str] = field(default_factory=list)
     heard_before_removal: list[TransportEvent] = field(default_factory=list)
 
-    def add_peer(self, name: str, metadata: bytes) -> None:
+    def add_peer(self, name: str, metadata: bytes, region: Region) -> None:
         self.calls.append("add")
 
-    def write(self, peer: str, descriptors: object, device: str) -> object:
+    def write_pages(self, peer: str, source: object, target: object) -> object:
         self.calls.append("write")
         return object()
 
@@ -99,6 +100,7 @@ def pushed(seconds: float, *, done: bool) -> tuple[list[str], TransportEvent]:
         clock=clock,
         inbox=Hours(clock=clock, commands=[(0.0, Connect(hello(region))), (0.0, StartPush(push)), (seconds, Stop())]),
         outbox=outbox,
+        interfaces=Interfaces(clock=clock),
     ).run()
     (event,) = [*agent.heard_before_removal, *outbox.take()]
     outbox.close()
