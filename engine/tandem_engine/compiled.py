@@ -20,6 +20,9 @@ except ModuleNotFoundError:
 
 logger = logging.getLogger(__name__)
 
+COMPILES = numba is not None
+"""Whether functions are compiled at all."""
+
 
 def compiled(function: Callable[..., Any], *, nogil: bool = True, **options: Any) -> Any:
     """`numba.njit` with the code kept on disk, or in memory alone where no cache folder can be written.

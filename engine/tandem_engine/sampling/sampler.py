@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem_engine.forward.forward_batch import SampledLogprobs, SamplingBatch
 from tandem_engine.sampling.editor import LogitEditor
 from tandem_engine.sampling.filters import keep_thresholds
+from tandem_engine.sampling.greedy import best_tokens
 from tandem_engine.sampling.logprobs import sampled_logprobs
 from tandem_engine.sampling.noise import gumbel, token_hashes
 
@@ -42,6 +43,8 @@ class Sampler:
         # Hashes of all token ids, made when the first row needs noise: a constant of the vocabulary.
         self._hashes = torch.empty(0, dtype=torch.int32)
         self.editor = LogitEditor()
+        # What it needs is compiled now, and not while the first request waits.
+        best_tokens(torch.zeros(1, 1))
 
     def sample(self, logits: Tensor, sampling: SamplingBatch, *, ahead: Tensor | None = None) -> SampleOutput:
         """logits [R, V] float32, left as they are. NaN in a row disturbs no other, and marks its token.
@@ -49,7 +52,7 @@ class Sampler:
         `ahead` as in `LogitEditor.edit`.
         """
         edited = self.editor.edit(logits, sampling.edits, sampling.suppress, masks=sampling.masks, ahead=ahead)
-        best, token_ids = edited.max(dim=1)  # the first of equals, as transformers has it
+        best, token_ids = best_tokens(edited)  # the first of equals, as transformers has it
         # NaN counts as the largest, so one look at the winners tells of every row.
         sound = best < torch.inf
         if not sampling.all_greedy:

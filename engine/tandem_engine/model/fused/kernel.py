@@ -30,10 +30,10 @@ from tandem_engine.attention.phases import PHASE_BYTES, array_at, finish, is_ope
 from tandem_engine.attention.pieces import Array, compiled_callback, compiled_piece, inlined
 from tandem_engine.attention.task_groups import GROUP_COLUMNS
 from tandem_engine.compiled import revision_of
-from tandem_engine.model.fused import numbers, panels, rows, step, tiles
+from tandem_engine.model.fused import head_vectors, numbers, panels, rows, step, tiles
 from tandem_engine.model.fused.numbers import narrowed, rounded, widened
 from tandem_engine.model.fused.panels import OUTPUTS, WORD_BYTES
-from tandem_engine.model.fused.rows import norm_row, norm_rows, place_heads, silu_and_multiply
+from tandem_engine.model.fused.rows import PlaceHeads, build_place_heads, norm_row, norm_rows, silu_and_multiply
 from tandem_engine.model.fused.step import (
     ADDRESS,
     BIAS,
@@ -63,6 +63,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
     """The kernel for a model of `dtype`, heads of `head_dim` and `group` query heads per K/V head."""
     revision = revision_of(
         *PIECES,
+        head_vectors,
         numbers,
         panels,
         rows,
@@ -73,6 +74,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
     number = numba.from_dtype(dtype)
     attend_group = build_attend_group(dtype, head_dim, group, capped=False)
     allocate = build_scratch(dtype, head_dim, group, capped=False)
+    place_heads = build_place_heads(dtype, head_dim)
 
     def compute_step(data: Any) -> None:
         work = numba.carray(data, 1)[0]
@@ -127,7 +129,7 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
             phase += PHASE_BYTES
             _project_heads(phase, layer, work, shared, model, own)
             phase += PHASE_BYTES
-            _place_heads(phase, layer, work, shared, model, head_dim)
+            _place_heads(phase, layer, work, shared, model, place_heads)
             phase += PHASE_BYTES
             _attend(phase, _attention(layer, work, shared), shared.groups, work.head_parts, scratch, attend_group)
             phase += PHASE_BYTES
@@ -177,7 +179,7 @@ def _project_heads(phase: int, layer: int, work: Record, shared: Shared, model: 
 
 
 @inlined
-def _place_heads(phase: int, layer: int, work: Record, shared: Shared, model: Model, head_dim: int) -> None:
+def _place_heads(phase: int, layer: int, work: Record, shared: Shared, model: Model, place_heads: PlaceHeads) -> None:
     """Each token's q rotated to `query`, k rotated and v to their slots."""
     tokens = shared.query.shape[0]
     token = take(phase)
@@ -191,7 +193,6 @@ def _place_heads(phase: int, layer: int, work: Record, shared: Shared, model: Mo
             shared.slots[token],
             shared.query[token],
             shared.pages,
-            head_dim,
         )
         finish(phase)
         token = take(phase)

@@ -14,13 +14,13 @@ from tandem_engine.attention import cpu_kernels, phases, pieces
 from tandem_engine.attention.phases import array_at, take
 from tandem_engine.attention.pieces import Array, compiled_callback, inlined
 from tandem_engine.compiled import revision_of
-from tandem_engine.model.fused import numbers, rows
+from tandem_engine.model.fused import head_vectors, numbers, rows
 from tandem_engine.model.fused.numbers import narrowed, rounded, widened
-from tandem_engine.model.fused.rows import norm_row, place_heads, silu_and_multiply
+from tandem_engine.model.fused.rows import build_place_heads, norm_row, silu_and_multiply
 
 types: Any = numba_types
 
-TASK_ROWS = 16
+TASK_ROWS = 8
 """Tokens of a task."""
 
 NORM = np.dtype(
@@ -52,7 +52,7 @@ PLACE = np.dtype(
     ]
     + [("eps", np.float32)]
 )
-"""See `rows.place_heads`. qkv [T, (H + 2 KV) · D], angles [num_positions, 2, D] and pages are of the model's dtype,
+"""See `rows.PlaceHeads`. qkv [T, (H + 2 KV) · D], angles [num_positions, 2, D] and pages are of the model's dtype,
 positions and slots [T] int64, query [T, H, D] and head_norm [L, H + KV, D] float32, which may be 0."""
 
 GATE = np.dtype([(name, np.int64) for name in ("next_task", "tokens", "inner", "gate_up", "out")])
@@ -63,7 +63,7 @@ RowKernel = Any
 
 
 def _revision() -> int:
-    return revision_of(pieces, cpu_kernels, phases, numbers, rows)
+    return revision_of(pieces, cpu_kernels, phases, head_vectors, numbers, rows)
 
 
 @cache
@@ -97,6 +97,7 @@ def build_norm_kernel(dtype: np.dtype[Any]) -> RowKernel:
 def build_place_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> RowKernel:
     """Of a `PLACE`, for models of `dtype`, heads of `head_dim` and `group` query heads per K/V head."""
     revision, number = _revision(), numba.from_dtype(dtype)
+    place_heads = build_place_heads(dtype, head_dim)
 
     def place(data: Any) -> None:
         work = numba.carray(data, 1)[0]
@@ -126,7 +127,6 @@ def build_place_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> RowKe
                     slots[token],
                     query[token],
                     pages,
-                    head_dim,
                 )
             begin = take(data) * TASK_ROWS
 

@@ -3,11 +3,27 @@
 The same arithmetic as `model.layers`, rounded to the model's dtype where those round.
 """
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import numpy as np
 
 from tandem_engine.attention.cpu_kernels import exp_shifted
 from tandem_engine.attention.pieces import Array, inlined
-from tandem_engine.model.fused.numbers import narrowed, rounded, widened
+from tandem_engine.model.fused.head_vectors import build_head_pieces
+from tandem_engine.model.fused.numbers import narrowed, rounded
+
+PlaceHeads = Callable[[Array, Array, Array, float, int, int, Array, Array], None]
+"""One token's q, k and v: q rotated to its query, k rotated and v to their slot. Arguments:
+
+    heads           [H + 2 KV, D] float32, of numbers of the model's dtype
+    angles          [2, D] of the model's dtype, of the token's position
+    head_norm       [L, H + KV, D] float32, or [0, …] when heads are not normalised; eps of that norm
+    layer, place    slot of the pages
+    query           [H, D] float32
+    pages           [page, L, 2, KV, slot, D] of the model's dtype
+"""
 
 
 @inlined
@@ -28,50 +44,36 @@ def norm_row(x: Array, weight: Array, eps: float, out: Array, like: Array, size:
         out[i] = narrowed(rounded(rounded(x[i] * factor, like) * weight[i], like), out)
 
 
-@inlined
-def place_heads(
-    heads: Array,
-    angles: Array,
-    head_norm: Array,
-    eps: float,
-    layer: int,
-    place: int,
-    query: Array,
-    pages: Array,
-    head_dim: int,
-) -> None:
-    """One token's q, k and v, float32 [H + 2 KV, D]: q rotated to `query` [H, D], k rotated and v to their slot.
+@cache
+def build_place_heads(dtype: np.dtype[Any], head_dim: int) -> PlaceHeads:
+    """For models of `dtype` and heads of `head_dim`."""
+    pieces = build_head_pieces(dtype, head_dim)
+    turn, turn_narrow, narrow = pieces.turn, pieces.turn_narrow, pieces.narrow
+    norm_and_turn, norm_and_turn_narrow = pieces.norm_and_turn, pieces.norm_and_turn_narrow
 
-    `heads` is scratch afterwards. `head_norm` is [L, H + KV, D], or [0, …] when heads are not normalised.
-    """
-    page, slot = divmod(place, pages.shape[4])
-    num_query, num_kv = query.shape[0], pages.shape[3]
-    for head in range(num_query + num_kv):
-        if head_norm.shape[0] > 0:
-            norm_row(heads[head], head_norm[layer, head], eps, heads[head], angles, head_dim)
-        _rotate(heads[head], angles, head_dim)
-    for head in range(num_query):
-        for d in range(head_dim):
-            query[head, d] = heads[head, d]
-    for head in range(num_kv):
-        for d in range(head_dim):
-            pages[page, layer, 0, head, slot, d] = narrowed(heads[num_query + head, d], pages)
-            pages[page, layer, 1, head, slot, d] = narrowed(heads[num_query + num_kv + head, d], pages)
+    def place_heads(
+        heads: Array, angles: Array, head_norm: Array, eps: float, layer: int, place: int, query: Array, pages: Array
+    ) -> None:
+        page, slot = divmod(place, pages.shape[4])
+        num_query, num_kv = query.shape[0], pages.shape[3]
+        turns = angles.ctypes.data
+        normed = head_norm.shape[0] > 0
+        for head in range(num_query):
+            source, target = heads[head].ctypes.data, query[head].ctypes.data
+            if normed:
+                norm_and_turn(source, turns, head_norm[layer, head].ctypes.data, eps, target)
+            else:
+                turn(source, turns, target)
+        for head in range(num_kv):
+            source, target = heads[num_query + head].ctypes.data, pages[page, layer, 0, head, slot].ctypes.data
+            if normed:
+                norm_and_turn_narrow(source, turns, head_norm[layer, num_query + head].ctypes.data, eps, target)
+            else:
+                turn_narrow(source, turns, target)
+            value = heads[num_query + num_kv + head].ctypes.data
+            narrow(value, pages[page, layer, 1, head, slot].ctypes.data)
 
-
-@inlined
-def _rotate(x: Array, angles: Array, head_dim: int) -> None:
-    """x [D] = x · cos + (x, its halves swapped) · signed sin, of `angles` [2, D]."""
-    half = head_dim // 2
-    for d in range(half):
-        low, high = x[d], x[half + d]
-        x[d] = rounded(
-            rounded(low * widened(angles[0, d]), angles) + rounded(high * widened(angles[1, d]), angles), angles
-        )
-        x[half + d] = rounded(
-            rounded(high * widened(angles[0, half + d]), angles) + rounded(low * widened(angles[1, half + d]), angles),
-            angles,
-        )
+    return inlined(place_heads)  # type: ignore[no-any-return]
 
 
 @inlined

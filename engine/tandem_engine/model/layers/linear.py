@@ -25,8 +25,20 @@ TYPICAL_TOKENS = 32
 FEW_TOKENS = 32
 """So many at most take our own kernel, which is 10 to 15 % slower from 8 on; with more, oneDNN's lead would grow."""
 
+NEAR_TOKENS, NEAR, FAR = 128, 4, 32
+"""oneDNN compiles its product anew for each number of rows, which takes as long as the product itself. So it is given
+multiples of `NEAR` up to `NEAR_TOKENS`, which batches of decodes have, and of `FAR` beyond."""
+
 MIN_PACKED_ELEMENTS = 1 << 16
 """Below, the ten microseconds that a packed call costs beyond `F.linear` outweigh what it saves."""
+
+
+def padded_tokens(tokens: int) -> int:
+    """As how many tokens a number of them is multiplied: what is behind them costs little and means nothing."""
+    if tokens <= FEW_TOKENS:
+        return tokens
+    multiple = NEAR if tokens <= NEAR_TOKENS else FAR
+    return -(-tokens // multiple) * multiple
 
 
 def projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
@@ -65,10 +77,14 @@ class PackedLinear:
         return cls(packed=packed, bias=bias, few=panel_linear(packed, weight, bias))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.few is not None and len(x) <= FEW_TOKENS:
+        tokens = len(x)
+        if self.few is not None and tokens <= FEW_TOKENS:
             return self.few(x)
+        padded = padded_tokens(tokens)
+        if padded != tokens:
+            x = F.pad(x, (0, 0, 0, padded - tokens))
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
+        return out if padded == tokens else out[:tokens]
 
 
 def _packing_pays(weight: Tensor) -> bool:

@@ -317,3 +317,20 @@ def test_many_tokens_take_a_large_step():
     assert isinstance(step_of(model, pool, few), SmallStep)
     assert isinstance(step_of(model, pool, many), LargeStep)
     assert_same(model, 16, [dealer.decode(2 + number % 7) for number in range(FEW_TOKENS + 9)], kind=LargeStep)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [33, 34, 64, 129, 160])
+def test_rows_that_pad_a_large_step_change_no_token(count, dtype):
+    model = build(small_config(qk_norm=True, **BIASED), dtype)
+    dealer = dealer_of(model)
+    assert_same(model, 16, [dealer.seq(count - 2, count - 2), dealer.decode(5), dealer.decode(20)], kind=LargeStep)
+
+
+def test_some_tokens_of_a_large_step_come_in_the_order_asked_for():
+    model = build(small_config())
+    batch = make_batch(with_ids([dealer_of(model).seq(80, 80)]))
+    everything = compute(model, filled_pool(model.config), batch)
+    for wanted in (list(range(79, 20, -1)), [40], []):
+        some = compute(model, filled_pool(model.config), batch, torch.tensor(wanted, dtype=torch.int64))
+        torch.testing.assert_close(some, everything[wanted], atol=1e-5, rtol=1e-5)

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from tandem_engine.model.fused import projection as fused_projection
-from tandem_engine.model.layers.linear import FEW_TOKENS, MIN_PACKED_ELEMENTS, Linear, PackedLinear, projection
+from tandem_engine.model.layers.linear import (
+    FEW_TOKENS,
+    MIN_PACKED_ELEMENTS,
+    NEAR_TOKENS,
+    Linear,
+    PackedLinear,
+    padded_tokens,
+    projection,
+)
 
 LARGE, SMALL = (300, 256), (30, 25)
 
@@ -17,7 +25,7 @@ def packs() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("tokens", [0, 1, 5, FEW_TOKENS, FEW_TOKENS + 1, 200])
+@pytest.mark.parametrize("tokens", [0, 1, 5, FEW_TOKENS, FEW_TOKENS + 1, 64, 200])
 def test_a_packed_projection_equals_the_plain_one(packs, tokens, bias):
     weight, offset = torch.randn(LARGE) / 16, torch.randn(LARGE[0]) if bias else None
     x = torch.randn(tokens, LARGE[1])
@@ -75,3 +83,13 @@ def test_a_layout_that_is_not_panels_is_left_to_onednn(packs, monkeypatch):
     packed = projection(weight)
     assert isinstance(packed, PackedLinear)
     torch.testing.assert_close(packed(x), x @ weight.T, atol=1e-5, rtol=0)
+
+
+def test_batches_of_nearly_the_same_size_are_one_to_onednn():
+    """It compiles a product for every number of rows that it meets."""
+    few, near, far = range(FEW_TOKENS + 1), range(FEW_TOKENS + 1, NEAR_TOKENS + 1), range(NEAR_TOKENS + 1, 4097)
+    assert [padded_tokens(tokens) for tokens in few] == list(few)
+    for tokens in (*near, *far):
+        assert 0 <= padded_tokens(tokens) - tokens < tokens / 4
+    assert len({padded_tokens(tokens) for tokens in near}) <= 24
+    assert len({padded_tokens(tokens) for tokens in far}) <= 124
