@@ -2,6 +2,7 @@
 
     python benchmarks/cpu_engine.py [--models q25m,q125m,q500m] [--dtypes float32,bfloat16] [--threads 2] [--rounds 5]
                                     [--only decode,prefill] [--offline] [--profile] [--quantization int8]
+                                    [--small-pages]
 
 Models are random Qwen3s of three sizes, made in memory. Each round measures, on the threads that compute the forwards:
 
@@ -15,6 +16,8 @@ Models are random Qwen3s of three sizes, made in memory. Each round measures, on
 `prefill_share` the least time for the operations of a prompt, projections and causal attention, over the time it took.
 `shapes` is the rate of oneDNN's products at the shapes of the model's own projections, over `gemm`: what is missing
 there no engine can make up for. Medians over rounds of figures of one round. Prints a JSON object per model and dtype.
+
+`--small-pages` leaves the weights in pages of 4 KiB, which an engine moves to huge ones where the system has them.
 
 `--profile` prints, instead, where the time of a prefill and of a decode step goes, layer by layer, by operation.
 """
@@ -36,6 +39,7 @@ from torch import Tensor
 from tandem_engine.bench.workload import Job, mixed_jobs, random_ids
 from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
 from tandem_engine.engine import Engine
+from tandem_engine.huge_pages import to_huge_pages
 from tandem_engine.loaded_model import LoadedModel
 from tandem_engine.model.decoder import Block, Decoder, build_decoder
 from tandem_engine.model.dummy_weights import DummyWeights
@@ -44,6 +48,7 @@ from tandem_engine.model.layers.mlp import FeedForward
 from tandem_engine.model.layers.norm import Norm
 from tandem_engine.model.quantization.holding import Holding
 from tandem_engine.model.tensor_names import expected_shapes
+from tandem_engine.model.weight_memory import weight_memory
 
 PROMPT = 2048
 STREAM_IN, STREAM_OUT = 128, 128
@@ -125,12 +130,21 @@ class Subject:
     """An engine around random weights, and the thread that its forwards run on."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, threads: int, *, requests: int, holding: Holding
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        threads: int,
+        *,
+        requests: int,
+        holding: Holding,
+        huge_pages: bool = True,
     ) -> None:
         torch.set_num_threads(1)
         self.cost = Cost(config=config, dtype=dtype, holding=holding)
         weights = DummyWeights(shapes=expected_shapes(config), dtype=dtype, device=torch.device("cpu"), holding=holding)
         self.model = build_decoder(config, weights, positions=config.max_position)
+        if huge_pages:
+            to_huge_pages(weight_memory(self.model))
         pages = 2 + max(CONTEXT // PAGE_SIZE + 1, requests * (640 // PAGE_SIZE + 1))
         self.config = EngineConfig(
             model_path="random",
@@ -342,6 +356,7 @@ def main() -> None:
     parser.add_argument("--only", default="decode,prefill", help="decode, prefill or both")
     parser.add_argument("--offline", action="store_true", help="64 mixed requests too; minutes at 500M")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--small-pages", action="store_true", help="leave weights in pages of 4 KiB")
     parser.add_argument("--quantization", choices=("dtype", "int8"), default="dtype", help="how projections are held")
     args = parser.parse_args()
     for name in args.models.split(","):
@@ -352,6 +367,7 @@ def main() -> None:
                 args.threads,
                 requests=64 if args.offline else 1,
                 holding=Holding(args.quantization),
+                huge_pages=not args.small_pages,
             )
             if args.profile:
                 print(json.dumps({"model": name, "dtype": dtype, "threads": args.threads}))

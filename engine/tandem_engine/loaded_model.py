@@ -9,11 +9,13 @@ from tandem_engine.config import DEFAULT_CONTEXT, EngineConfig, ModelConfig
 from tandem_engine.errors import ConfigError
 from tandem_engine.executor.memory_meter import meter_for
 from tandem_engine.freed import give_back
+from tandem_engine.huge_pages import to_huge_pages
 from tandem_engine.memory.kv_dtype import require_kv_dtype
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_kv_scales, load_model, resolve_dtype
 from tandem_engine.model.sharing import require_shareable
+from tandem_engine.model.weight_memory import weight_memory
 from tandem_engine.parallel.devices import device_of_rank, require_device
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.sampling.grammar.guidance.vocabulary import GuidanceVocabulary
@@ -74,6 +76,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         quantization=config.quantization,
     )
     give_back()
+    to_huge_pages(weight_memory(model))
     scheduler = replace(config.scheduler, context_length=context_length)
     folder = Path(config.model_path)
     text = TextTokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
