@@ -51,7 +51,7 @@ class RowCalls:
         self._place.set(page_size=pages.shape[4], pages=pages.ctypes.data, slots=plan.slots.ctypes.data)
         self._place.set(tokens=self.tokens, positions=positions.data_ptr(), query=self.query.data_ptr())
         self._gate = _Call(build_gate_kernel(dtype), GATE)
-        self._gate.set(inner=config.intermediate_size, out=self._inner.data_ptr())
+        self._gate.set(inner=config.intermediate_size)
 
     def norm(self, hidden: Tensor, delta: Tensor | None, name: str, layer: int, *, out: Tensor | None = None) -> Tensor:
         """hidden [n, E] += delta, and its norm by a weight of `STEP`: [padded n, E], or `out`."""
@@ -73,9 +73,9 @@ class RowCalls:
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) · up of [n, 2 I]"""
-        tokens = len(gate_up)
-        self._gate(tokens=tokens, gate_up=gate_up.data_ptr())
-        return _first(self._inner, tokens)
+        inner = _first(self._inner, len(gate_up))
+        self._gate(tokens=len(gate_up), gate_up=gate_up.data_ptr(), out=inner.data_ptr())
+        return inner
 
 
 class _Call:

@@ -334,3 +334,13 @@ def test_some_tokens_of_a_large_step_come_in_the_order_asked_for():
     for wanted in (list(range(79, 20, -1)), [40], []):
         some = compute(model, filled_pool(model.config), batch, torch.tensor(wanted, dtype=torch.int64))
         torch.testing.assert_close(some, everything[wanted], atol=1e-5, rtol=1e-5)
+
+
+def test_a_large_step_is_asked_for_more_tokens_than_it_has():
+    """Whoever samples after a token may pool it too. What the gate gave was written behind the memory for it."""
+    model = build(small_config())
+    batch = make_batch(with_ids([dealer_of(model).seq(40, 40)]))
+    everything = compute(model, filled_pool(model.config), batch)
+    twice = [*range(40), *range(39, -1, -1)]
+    both = compute(model, filled_pool(model.config), batch, torch.tensor(twice, dtype=torch.int64))
+    torch.testing.assert_close(both, everything[twice], atol=1e-5, rtol=1e-5)
