@@ -10,8 +10,11 @@ there first, so a tenant that waits alone at one would keep what it has, whoever
               whose tenant has had least, is not ahead: it never happens that all give way to each other
     gives way for `YIELD_S` whoever is next here is not tried, and places that its requests leave are offered
               in Redis (`Report.left`), where a gateway that does not give way finds them with its next report
-    takes     then, for `TAKE_S`, as if nobody else waited: what nobody wanted is not left empty for longer than
-              `YIELD_S`, and nobody is kept waiting for ever
+    takes     then, for `TAKE_S` from when it is next again, as if nobody else waited: what nobody wanted is not left
+              empty for longer than `YIELD_S`, and nobody is kept waiting for ever
+
+Somebody who has had less may be next here in between, and is tried. What the others have to wait for goes on meanwhile:
+they would start to give way anew after each of them, and never take.
 
 What was heard counts for `FRESH_S`. Redis away, or nothing heard: nobody gives way.
 """
@@ -44,8 +47,11 @@ class GivingWay:
     clock: Clock
     _standing: Standing | None = None
     _heard_at: float = 0.0
-    _since: float | None = None
-    """Ahead without a break."""
+    _ahead_at: float = float("-inf")
+    """When somebody who is ahead was next here last."""
+    _gives_until: float = 0.0
+    _takes_until: float | None = None
+    """None until somebody who is ahead is next once `_gives_until` is over."""
 
     def heard(self, standing: Standing) -> None:
         """What Redis answered to the last report."""
@@ -55,11 +61,14 @@ class GivingWay:
         """Whether `head`, who is next here, is not to be tried now. `cost`: of its prompt, over its weight."""
         now = self.clock.now()
         if not self._ahead(head, cost, now):
-            self._since = None
             return False
-        if self._since is None:
-            self._since = now
-        return (now - self._since) % (YIELD_S + TAKE_S) < YIELD_S
+        first = now - self._ahead_at > YIELD_S + TAKE_S
+        self._ahead_at = now
+        if first or (self._takes_until is not None and now >= self._takes_until):
+            self._gives_until, self._takes_until = now + YIELD_S, None
+        elif self._takes_until is None and now >= self._gives_until:
+            self._takes_until = now + TAKE_S
+        return self._takes_until is None
 
     def _ahead(self, head: Waiting, cost: float, now: float) -> bool:
         standing = self._standing

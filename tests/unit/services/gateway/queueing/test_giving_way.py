@@ -91,6 +91,36 @@ def test_it_gives_way_for_a_while_and_then_takes():
     assert sum(given) == pytest.approx(len(given) * YIELD_S / (YIELD_S + TAKE_S), rel=0.02)
 
 
+@pytest.mark.parametrize("quiet_s", [0.1, 0.3, 0.9])
+@pytest.mark.parametrize("shift_s", [0.0, 0.1, 0.5])
+def test_who_is_ahead_takes_though_others_are_next_in_between(quiet_s, shift_s):
+    """A tenant of little use that asked every half a second kept a flood beside it from ever taking."""
+    here, tried, asked = Here(), 0, 0
+    start = here.clock.seconds
+    for _ in range(3000):
+        here.hear((0, 10.0))
+        if (here.clock.seconds - start + shift_s) % (quiet_s + 0.1) < 0.1:
+            asked += 1
+            tried += not here.gives_way()
+        else:
+            # It has had nothing yet, so that it is behind whoever waits elsewhere.
+            here.way.heard(Standing(values={"calm": 0.0}, floor=0.0, wishes=(WishElsewhere(priority=0, value=10.0),)))
+            assert not here.way.gives_way(head("calm"), 50.0)
+        here.clock.seconds += 0.01
+    assert 0 < asked < 3000
+    # A fifth of the time where it is next often enough, and never all of it.
+    assert 0.1 * asked < tried < 0.6 * asked
+
+
+def test_who_is_ahead_again_after_a_while_gives_way_first():
+    here = Here()
+    here.hear((0, 10.0))
+    assert here.gives_way()
+    here.clock.seconds += YIELD_S + TAKE_S + 0.1
+    here.hear((0, 10.0))
+    assert here.gives_way()
+
+
 @pytest.mark.parametrize(("waited", "expected"), [(0.0, None), (0.29, None), (0.31, Wish(priority=2, tenant="a"))])
 def test_a_place_is_wished_for_who_has_waited(waited, expected):
     assert wish_of(head("a", 2, arrived=10.0), 10.0 + waited) == expected
