@@ -12,8 +12,7 @@
 A worker has room when the sequence need not wait for others to end and the prompt need not wait longer than
 `worker_wait_s` for prompts before it: enough for it to be busy until the next one arrives, too little for a queue.
 
-What workers report is up to a second old. When a request of this gateway ends, its place is free at once, whatever the
-last report says: as many requests may go to full workers as have ended since somebody waits (`_turnover`).
+While somebody waits, a place that a request of this gateway leaves is taken before any worker reports it (`Turnover`).
 Of several gateways, one whose next one has had more than others leaves such places to them for a while (`GivingWay`).
 
 Here is who is tried, admitted and refused, and nothing that waits: `arrive` and `turn` are called by whoever knows the
@@ -33,6 +32,7 @@ from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import FairQueue
 from tandem_services.gateway.queueing.giving_way import GivingWay, wish_of
 from tandem_services.gateway.queueing.shared_counters import SYNC_S, SharedCounters
+from tandem_services.gateway.queueing.turnover import Turnover
 from tandem_services.gateway.queueing.visitor import Answer, Ask, Verdict, Visitor
 from tandem_services.router.choice import Choice, NoWorkersError, WorkerView
 from tandem_services.router.fair_board import Wish
@@ -109,13 +109,14 @@ class LateBinding:
     observer: Observer
     policy: AdmissionPolicy
     _way: GivingWay = field(init=False)
-    _turnover: int = 0
+    _turnover: Turnover = field(init=False)
     _nobody_since: float | None = None
     _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def __post_init__(self) -> None:
         self._way = GivingWay(clock=self.clock)
+        self._turnover = Turnover(clock=self.clock)
 
     def figures(self) -> QueueFigures:
         """The queue as it is."""
@@ -174,7 +175,7 @@ class LateBinding:
     def freed(self) -> None:
         """A request has ended, or left its worker."""
         if self.queue:
-            self._turnover += 1
+            self._turnover.add(1)
 
     async def run(self) -> None:
         """Report to other gateways, for ever."""
@@ -185,21 +186,20 @@ class LateBinding:
     async def sync(self) -> None:
         """Tell other gateways what was charged and who waits here, and hear of theirs. Each `SYNC_S`."""
         head = self.queue.next(self.clock.now())
-        left, wanted = 0, max(0, len(self.queue) - self._turnover)
+        left, wanted = 0, self._lacking()
         if head is not None and self._gives_way(head):
-            left, wanted, self._turnover = self._turnover, 0, 0
+            left, wanted = self._turnover.leave(), 0
         standing = await self.counters.sync(wish=self._wish(head), left=left, wanted=wanted)
         if standing is not None:
             self._way.heard(standing)
-        if self.queue:
-            self._turnover += left if standing is None else standing.places
+        self._turnover.add(min(left if standing is None else standing.places, self._lacking()))
 
     def leave(self, visitor: Visitor) -> None:
         """It waits no more. Does nothing when it has no seat."""
         if self.queue.remove(visitor):
             self.observer.waiting(self.queue.lengths)
             if not self.queue:
-                self._turnover = 0
+                self._turnover.leave()
 
     def give_back(self, choice: Choice) -> None:
         """Of a client that has left."""
@@ -261,6 +261,11 @@ class LateBinding:
         takes_a_place = head is not None and head.verdict is Verdict.NO_ROOM
         return wish_of(head, self.clock.now()) if takes_a_place else None
 
+    def _lacking(self) -> int:
+        """Places that would be used here besides those that there are: none for who cannot be taken by any worker."""
+        able = sum(visitor.verdict is not Verdict.NO_WORKER for visitor in self.queue)
+        return max(0, able - len(self._turnover))
+
     async def _try(self, visitor: Visitor) -> Choice | None:
         """Workers with room, reserved; None after noting why there are none."""
         try:
@@ -268,8 +273,7 @@ class LateBinding:
         except NoWorkersError:
             visitor.verdict = Verdict.NO_WORKER
             return None
-        if self._has_room(choice) or self._turnover > 0:
-            self._turnover = max(0, self._turnover - 1)
+        if self._turnover.take() or self._has_room(choice):
             return choice
         await self.chooser.release(choice)
         visitor.verdict = Verdict.NO_ROOM

@@ -14,6 +14,8 @@ from tandem_services.gateway.queueing.giving_way import TAKE_S, WISH_AFTER_S, YI
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
 from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
 from tandem_services.gateway.queueing.shared_counters import SharedCounters
+from tandem_services.gateway.queueing.turnover import UNREPORTED_S
+from tandem_services.gateway.queueing.visitor import Verdict
 from tandem_services.router.choice import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.fair_board import Report, Standing, Wish, WishElsewhere
@@ -59,6 +61,9 @@ class Full:
             raise NoWorkersError("nobody", retry_after=2.0)
         return make_choice("r", make_view("w"), terms=(ScoreTerm(DECODE_ROOM, NO_ROOM_S),))
 
+    async def refuse(self) -> Choice:
+        raise NoWorkersError("nobody can take this one", retry_after=2.0)
+
     async def release(self, choice: Choice) -> None: ...
 
 
@@ -77,9 +82,10 @@ class Gateway:
             policy=AdmissionPolicy(),
         )
 
-    async def come(self) -> "asyncio.Future[Choice]":
+    async def come(self, *, able: bool = True) -> "asyncio.Future[Choice]":
         answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
-        visitor = self.binding.visitor(self.fleet.ask, answer, tenant=TENANT, priority=0, prompt_tokens=100)
+        ask = self.fleet.ask if able else self.fleet.refuse
+        visitor = self.binding.visitor(ask, answer, tenant=TENANT, priority=0, prompt_tokens=100)
         assert await self.binding.arrive(visitor) is None
         return answer
 
@@ -125,6 +131,46 @@ async def test_without_redis_places_are_kept_and_used():
     gateway.binding.freed()
     assert (await gateway.report()).left == 1
     gateway.clock.advance(YIELD_S + TAKE_S + 0.1)
+    assert await gateway.binding.turn()
+    assert answer.done()
+
+
+async def test_no_place_is_taken_from_others_for_who_cannot_be_taken_by_any_worker():
+    """They took each place that was left to anybody, and requests that came later filled full workers with them."""
+    gateway = Gateway()
+    for _ in range(4):
+        await gateway.come(able=False)
+    while any(visitor.verdict is not Verdict.NO_WORKER for visitor in gateway.binding.queue):
+        await gateway.binding.turn()
+    assert (await gateway.report()).wanted == 0
+    answer = await gateway.come()
+    # More than were wanted: of an answer that came late, or is rubbish.
+    gateway.board.places = 10**12
+    assert (await gateway.report()).wanted == 1
+    later = await gateway.come()
+    assert await gateway.binding.turn()
+    assert not await gateway.binding.turn()
+    assert (answer.done(), later.done()) == (True, False)
+
+
+@pytest.mark.parametrize("left", [True, False])
+async def test_a_place_that_nobody_has_used_is_forgotten(left):
+    """A worker has reported it by then: counted as well, it would be filled twice."""
+    gateway = Gateway()
+    await gateway.come(able=False)
+    if left:
+        gateway.board.places = 1
+        gone = await gateway.come()
+        assert (await gateway.report()).wanted == 1
+        gateway.binding.leave(next(visitor for visitor in gateway.binding.queue if visitor.choice is gone))
+    else:
+        gateway.binding.freed()
+    gateway.board.places = 0
+    gateway.clock.advance(UNREPORTED_S + 0.01)
+    answer = await gateway.come()
+    assert not await gateway.binding.turn()
+    assert not answer.done()
+    gateway.binding.freed()
     assert await gateway.binding.turn()
     assert answer.done()
 
