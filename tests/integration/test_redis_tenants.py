@@ -19,6 +19,8 @@ from tandem_services.router.usage_windows import Ask, Refused, UsageLimits, Usag
 from tandem_testing.router_builders import PATIENT_S, Fleet
 
 KEYS = Keys("default")
+LASTING = {"WISH_MS": 600_000, "PLACE_MS": 600_000, "BACKLOG_MS": 600_000}
+"""What gateways say counts for longer than any machine takes for the calls of a test."""
 
 
 @pytest.fixture
@@ -35,8 +37,9 @@ def usage(library) -> UsageBoard:
 
 
 @pytest.fixture
-def fair(library) -> FairBoard:
-    return FairBoard(library=library, keys=KEYS)
+async def fair(server):
+    async with Fleet.of(server, **LASTING) as fleet:
+        yield FairBoard(library=fleet.index.library, keys=KEYS)
 
 
 # Limits
@@ -210,6 +213,8 @@ async def test_rubbish_in_the_counters_is_dropped(fair, server):  # E6.70
             server.command("HSET", counters, *(word for n in range(500) for word in (f"x{number + n}", "1")))
     assert await sync(fair, a=(5, True)) == {"a": 5}
     server.command("HSET", wishes, "two", "not a wish", "three", "99999999999999 0 a", "four", "1 0 a")
+    in_time = int(server.command("TIME").split()[2]) * 1000 + LASTING["WISH_MS"] // 2
+    server.command("HSET", wishes, "five", f"{in_time} {'9' * 21} a")
     for text in ("many", "99999999999999 7", "-1", "1 7"):
         server.command("SET", places, text)
         standing = await report(fair, wanted=3)
@@ -224,6 +229,13 @@ async def test_gateways_hear_what_others_wish_and_not_their_own(fair):
     assert (await report(fair, "one")).wishes == (WishElsewhere(priority=-3, value=70.0),)
     # "one" wishes no more.
     assert (await report(fair, "two")).wishes == ()
+
+
+@pytest.mark.parametrize("priority", [2**63 - 1, -(2**63), 2**53 + 1])
+async def test_a_wish_of_any_priority_that_a_client_may_send_is_heard_exactly(fair, priority):
+    """As a number it lost its unit, or could not be read at all."""
+    await report(fair, "one", wish=Wish(priority=priority, tenant="a"))
+    assert (await report(fair, "two")).wishes == (WishElsewhere(priority=priority, value=0.0),)
 
 
 async def test_a_place_that_is_left_is_taken_once(fair):

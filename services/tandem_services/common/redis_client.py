@@ -51,6 +51,10 @@ class FunctionMissingError(RedisUnavailableError):
     """Redis answers, but the function library is not loaded."""
 
 
+class UnreadableReplyError(RedisUnavailableError):
+    """A function has run, but its answer is not of the shape that this release expects."""
+
+
 class BreakerState(StrEnum):
     CLOSED = "closed"
     OPEN = "open"

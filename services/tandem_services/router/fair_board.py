@@ -8,7 +8,7 @@ from math import isfinite
 
 import msgspec
 
-from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.redis_client import UnreadableReplyError
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.registry import decode_reply
@@ -17,7 +17,7 @@ from tandem_services.router.registry import decode_reply
 class _SyncReply(msgspec.Struct, frozen=True, kw_only=True):
     floor: str
     values: list[tuple[str, str]]
-    wishes: list[tuple[int, str]]
+    wishes: list[tuple[str, str]]
     places: int
 
 
@@ -76,7 +76,7 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FairBoard:
-    """Raises `RedisUnavailableError`."""
+    """Raises `RedisUnavailableError`; after the report has been added up, `UnreadableReplyError`."""
 
     library: FunctionLibrary
     keys: Keys
@@ -91,9 +91,16 @@ class FairBoard:
         return Standing(
             values={tenant: _number(value) for tenant, value in reply.values},
             floor=_number(reply.floor),
-            wishes=tuple(WishElsewhere(priority=priority, value=_number(value)) for priority, value in reply.wishes),
+            wishes=tuple(_wish_elsewhere(priority, value) for priority, value in reply.wishes),
             places=reply.places,
         )
+
+
+def _wish_elsewhere(priority: str, value: str) -> WishElsewhere:
+    try:
+        return WishElsewhere(priority=int(priority), value=_number(value))
+    except ValueError:
+        raise UnreadableReplyError(f"fair_sync answered with the priority {priority[:40]!r}") from None
 
 
 def _number(text: str) -> float:
@@ -102,5 +109,5 @@ def _number(text: str) -> float:
     except ValueError:
         value = float("nan")
     if not isfinite(value):
-        raise RedisUnavailableError(f"fair_sync answered with the counter {text[:40]!r}")
+        raise UnreadableReplyError(f"fair_sync answered with the counter {text[:40]!r}")
     return value

@@ -25,7 +25,7 @@ import msgspec
 from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS
 from tandem_engine.messages.engine_stats import LinkReport
-from tandem_services.common.redis_client import Argument, RedisUnavailableError, Reply
+from tandem_services.common.redis_client import Argument, Reply, UnreadableReplyError
 from tandem_services.router.choice import WorkerView
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
 from tandem_services.router.figures import kept_figures
@@ -161,13 +161,13 @@ class Registry:
 
 
 def decode_reply(reply: Reply, shape: type[T]) -> T:
-    """Raises `RedisUnavailableError` for anything but msgpack of that shape."""
+    """Raises `UnreadableReplyError` for anything but msgpack of that shape."""
     if not isinstance(reply, bytes):
-        raise RedisUnavailableError(f"a function answered with {type(reply).__name__} instead of bytes")
+        raise UnreadableReplyError(f"a function answered with {type(reply).__name__} instead of bytes")
     try:
         return msgspec.msgpack.decode(reply, type=shape)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RedisUnavailableError(f"a function gave an answer of the wrong shape: {error}") from error
+        raise UnreadableReplyError(f"a function gave an answer of the wrong shape: {error}") from error
 
 
 def model_digest(model: str) -> bytes:

@@ -10,6 +10,7 @@
 -- are ahead of the others.
 
 local FAIR_TYPES = {'hash', 'zset', 'hash', 'string'}
+local PRIORITY_CHARS = 20 -- of -2^63; a longer one is rubbish
 local FLOOR = ':' -- no tenant is called so; the one of a gateway without keys is called ''
 
 local function counter(key, tenant, floor)
@@ -66,7 +67,8 @@ local function add_charges(keys, charges, first, now)
   return values, floor
 end
 
--- Note `wish` of `gateway`, none if empty, and return what others wish: {priority, counter} of each, as text.
+-- Note `wish` of `gateway`, none if empty, and return what others wish: {priority, counter} of each, as text
+-- (a priority of 2^53 and more would lose its unit as a number).
 local function wishes_elsewhere(keys, gateway, wish, now, floor)
   if redis.call('HLEN', keys[3]) > MAX_GATEWAYS then redis.call('UNLINK', keys[3]) end
   if wish == '' then
@@ -79,10 +81,10 @@ local function wishes_elsewhere(keys, gateway, wish, now, floor)
   for i = 1, #entries, 2 do
     local till, priority, tenant = string.match(entries[i + 1], '^(%d+) (%-?%d+) (.*)$')
     till = tonumber(till or '') or 0
-    if till <= now or till > now + WISH_MS then
+    if till <= now or till > now + WISH_MS or #priority > PRIORITY_CHARS then
       redis.call('HDEL', keys[3], entries[i])
     elseif entries[i] ~= gateway then
-      told[#told + 1] = {tonumber(priority), string.format('%.6f', counter(keys[1], tenant, floor))}
+      told[#told + 1] = {priority, string.format('%.6f', counter(keys[1], tenant, floor))}
     end
   end
   return told
@@ -106,7 +108,8 @@ end
 -- KEYS: 1 fair, 2 backlog, 3 wishes, 4 places
 -- ARGV: 1 the gateway, 2 what it wishes: priority, space, tenant; or nothing, 3 places it leaves to others, 4 places it
 --       would take, 5… per tenant: its name, the virtual tokens charged since the last call, 1 if it waits there now else 0
--- Returns msgpack {floor, values = {{tenant, counter}, …}, wishes = {{priority, counter}, …} of other gateways, places}.
+-- Returns msgpack {floor, values = {{tenant, counter}, …}, wishes = {{priority, counter}, …} of other gateways, places};
+-- counters and priorities as text.
 local function fair_sync(keys, args)
   for i, kind in ipairs(FAIR_TYPES) do drop_unless(keys[i], kind) end
   if redis.call('HLEN', keys[1]) > MAX_TENANTS then redis.call('UNLINK', keys[1]) end

@@ -4,7 +4,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.names import LinkTransport
-from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.redis_client import UnreadableReplyError
 from tandem_services.router.registry import (
     ROW,
     HeartbeatReply,
@@ -101,5 +101,5 @@ def test_the_routing_row_has_the_size_that_the_script_expects():
 
 @pytest.mark.parametrize("reply", [None, 7, b"", b"\xc1", msgspec.msgpack.encode({"status": "?"}), b"\xa1\xff"])
 def test_a_reply_of_the_wrong_shape_is_no_answer(reply):
-    with pytest.raises(RedisUnavailableError):
+    with pytest.raises(UnreadableReplyError):
         decode_reply(reply, HeartbeatReply)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.redis_client import RedisUnavailableError, UnreadableReplyError
 from tandem_services.gateway.queueing.shared_counters import SharedCounters
 from tandem_services.router.fair_board import Charge, Report, Standing
 from tandem_services.router.virtual_counters import VirtualCounters
@@ -14,6 +14,7 @@ class Sheet:
 
     totals: dict[str, float] = field(default_factory=dict)
     reachable: bool = True
+    readable: bool = True
     reports: list[list[Charge]] = field(default_factory=list)
     meanwhile: "SharedCounters | None" = None
 
@@ -25,6 +26,8 @@ class Sheet:
             self.totals[charge.tenant] = self.totals.get(charge.tenant, 0.0) + charge.cost
         if self.meanwhile is not None:
             self.meanwhile.charge("a", 7)
+        if not self.readable:
+            raise UnreadableReplyError("no such shape")
         return Standing(values={c.tenant: self.totals[c.tenant] for c in report.charges}, floor=0.0)
 
 
@@ -66,6 +69,22 @@ async def test_without_redis_the_gateway_counts_for_itself_and_reports_later():
     sheet.reachable = True
     await shared.sync()
     assert sheet.totals == {"a": 300}
+
+
+async def test_an_answer_that_cannot_be_read_is_told_apart_from_none(caplog):
+    """It was told as Redis away is, by nothing, and what Redis had added up was added to it each time again."""
+    away = gateway(Sheet(reachable=False))
+    away.charge("a", 100)
+    assert await away.sync() is None
+    assert not caplog.records
+    sheet = Sheet(readable=False)
+    shared = gateway(sheet)
+    shared.charge("a", 100)
+    for _ in range(3):
+        assert await shared.sync() is None
+    (record,) = caplog.records
+    assert "cannot be read: no such shape" in record.message
+    assert (sheet.totals, shared.counters.value("a")) == ({"a": 100}, 100)
 
 
 async def test_who_waits_no_more_is_told_once_and_then_nothing_is_said():
