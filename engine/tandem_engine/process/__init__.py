@@ -1,6 +1,6 @@
 """The engine as a process: sockets in, engine step, outputs out, until told to stop.
 
-Start   `serve`: load model → build engine → bind sockets → self-test → `EngineReady` to the worker service
+Start   `serve`: load model → build engine → self-test → bind the request socket → `EngineReady` to the worker service
 Turn    `loop`: gateways' requests → worker's orders → one scheduler step → `reports`: KV events, stats
 Idle    sleep on all sockets and the transport's descriptor, also while requests wait; nothing spins
 Stop    SIGTERM, `Shutdown`, or the worker service gone: abort what is left, tell every client, close

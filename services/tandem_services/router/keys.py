@@ -94,7 +94,8 @@ WISH_MS = 1_000
 """What a gateway wishes counts this long after it last said so: five of its reports."""
 
 PLACE_MS = 1_000
-"""Places that a gateway has left to others are forgotten after this long: by then workers have reported the room."""
+"""Places that gateways have left to others are forgotten this long after the last one was left: by then workers have
+reported their room. One that nobody takes may therefore live for as long as others are left each second."""
 
 BACKLOG_MS = 2_000
 """A tenant counts as waiting this long after a gateway last said so: ten of its reports."""
