@@ -1,12 +1,16 @@
-"""Folders that processes meet in: none stays behind."""
+"""Folders that processes meet in: none stays behind, and nobody else's is removed."""
 
+import errno
+import fcntl
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tandem_engine.ipc.own_folder import own_folder, remove_abandoned
+from tandem_engine.errors import ConfigError
+from tandem_engine.ipc.own_folder import ATTEMPTS, MARKER, own_folder, remove_abandoned
 
 PREFIX = "tandem-ranks-"
 
@@ -17,50 +21,190 @@ def temporary(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+def left(folder: Path) -> Path:
+    """As a killed process leaves it: with a marker that nobody holds."""
+    folder.mkdir(mode=0o700)
+    (folder / MARKER).touch(mode=0o600)
+    (folder / "store").write_text("rank 0")
+    return folder
+
+
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
 def test_it_is_this_users_alone_and_removed_with_all_that_is_in_it(temporary):
     with own_folder(PREFIX) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
+        assert (folder / MARKER).stat().st_mode & 0o777 == 0o600
         (folder / "store").write_text("rank 0")
     assert not [*temporary.iterdir()]
 
 
 def test_what_a_killed_engine_left_is_removed_by_the_next_and_nothing_else(temporary):
-    abandoned = temporary / f"{PREFIX}killed"
-    abandoned.mkdir()
-    (abandoned / "store").write_text("rank 0")
-    (temporary / f"{PREFIX}file").write_text("no folder")
-    elsewhere = temporary / "elsewhere"
-    elsewhere.mkdir()
-    (temporary / f"{PREFIX}link").symlink_to(elsewhere)
+    left(temporary / f"{PREFIX}killed_1")
+    (temporary / f"{PREFIX}filefile").write_text("no folder")
+    elsewhere = left(temporary / "elsewhere")
+    (temporary / f"{PREFIX}linklink").symlink_to(elsewhere)
     with own_folder(PREFIX) as first, own_folder(PREFIX) as second:
         assert {path.name for path in temporary.iterdir()} == {
             *(first.name, second.name, "elsewhere"),
-            *(f"{PREFIX}file", f"{PREFIX}link"),
+            *(f"{PREFIX}filefile", f"{PREFIX}linklink"),
         }
+    assert (elsewhere / "store").exists()
+
+
+@pytest.mark.parametrize("suffix", ["logs", "dumps", "somelogs"])
+def test_a_folder_of_the_users_own_with_such_a_name_is_left_alone(suffix, temporary):
+    """Its prefix alone was taken for a proof that an engine had made it."""
+    users = temporary / f"{PREFIX}{suffix}"
+    users.mkdir(mode=0o700)
+    (users / "core.1").write_text("kept")
+    remove_abandoned(PREFIX)
+    assert (users / "core.1").read_text() == "kept"
+
+
+def test_a_folder_with_a_marker_is_left_alone_when_its_name_or_mode_is_not_ours(temporary):
+    left(temporary / f"{PREFIX}longer_than_eight")
+    left(temporary / f"{PREFIX}Capitals")
+    left(temporary / f"{PREFIX}readable").chmod(0o755)
+    before = {*temporary.rglob("*")}
+    remove_abandoned(PREFIX)
+    assert {*temporary.rglob("*")} == before
+
+
+def test_a_marker_that_is_a_link_a_pipe_or_a_folder_is_none(temporary):
+    elsewhere = temporary / "elsewhere"
+    elsewhere.touch()
+    for name, make in {
+        "linklink": lambda marker: marker.symlink_to(elsewhere),
+        "pipepipe": os.mkfifo,
+        "folder_1": Path.mkdir,
+    }.items():
+        folder = left(temporary / f"{PREFIX}{name}")
+        (folder / MARKER).unlink()
+        make(folder / MARKER)
+    before, opened = {*temporary.rglob("*")}, open_files()
+    remove_abandoned(PREFIX)
+    assert {*temporary.rglob("*")} == before
+    assert open_files() <= opened
 
 
 def test_the_lock_ends_with_the_process_that_holds_it(temporary):
     child = os.fork()
     if child == 0:
-        place = own_folder(PREFIX)
-        place.__enter__()
-        os._exit(0)
-    os.waitpid(child, 0)
+        # Whatever happens, this process must not go on as a second pytest.
+        status = 1
+        try:
+            place = own_folder(PREFIX)
+            place.__enter__()
+            status = 0
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended) == 0
     assert len([*temporary.iterdir()]) == 1
     remove_abandoned(PREFIX)
     assert not [*temporary.iterdir()]
 
 
-def test_a_folder_that_another_engine_took_for_abandoned_is_made_anew(temporary, monkeypatch):
+def test_a_folder_is_left_alone_at_every_moment_of_its_making(monkeypatch):
+    make, lock, rename = tempfile.mkdtemp, fcntl.flock, Path.rename
+    moments = []
+
+    def cleaned(moment: str) -> None:
+        moments.append(moment)
+        remove_abandoned(PREFIX)
+
+    def mkdtemp(**options: str) -> str:
+        folder = make(**options)
+        cleaned("made")
+        return folder
+
+    def flock(descriptor: int, operation: int) -> None:
+        if moments == ["made"]:
+            cleaned("about to be locked")
+        lock(descriptor, operation)
+
+    def renamed(path: Path, target: Path) -> Path:
+        cleaned("locked")
+        moved = rename(path, target)
+        cleaned("marked")
+        return moved
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(Path, "rename", renamed)
+    with own_folder(PREFIX) as folder:
+        assert moments == ["made", "about to be locked", "locked", "marked"]
+        assert (folder / MARKER).is_file()
+
+
+def test_a_newer_folder_of_the_same_name_is_left_alone(temporary, monkeypatch):
+    abandoned = left(temporary / f"{PREFIX}same_one")
+    lock = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        shutil.rmtree(abandoned)
+        left(abandoned)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    remove_abandoned(PREFIX)
+    assert (abandoned / "store").exists()
+
+
+def test_a_folder_that_vanishes_while_it_is_made_is_made_anew(monkeypatch):
     make, made = tempfile.mkdtemp, []
 
     def interrupted(**options: str) -> str:
         made.append(make(**options))
         if len(made) == 1:
-            remove_abandoned(PREFIX)
+            os.rmdir(made[0])
         return made[-1]
 
     monkeypatch.setattr(tempfile, "mkdtemp", interrupted)
     with own_folder(PREFIX) as folder:
         assert str(folder) == made[1]
+        assert (folder / MARKER).is_file()
+
+
+def test_folders_that_all_vanish_are_an_error_that_names_tmpdir(monkeypatch):
+    make, made = tempfile.mkdtemp, []
+
+    def vanishing(**options: str) -> str:
+        made.append(make(**options))
+        os.rmdir(made[-1])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", vanishing)
+    with pytest.raises(ConfigError, match="TMPDIR"), own_folder(PREFIX):
+        pass
+    assert len(made) == ATTEMPTS
+
+
+def test_a_temporary_folder_that_is_not_there_is_an_error_that_names_tmpdir(temporary, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "no"))
+    with pytest.raises(ConfigError, match="TMPDIR"), own_folder(PREFIX):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK])
+def test_a_file_system_without_locks_costs_no_start_and_no_descriptor(number, temporary, monkeypatch):
+    """It ended the worker, or let it try for ever."""
+    abandoned = left(temporary / f"{PREFIX}killed_1")
+
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    opened = open_files()
+    with own_folder(PREFIX) as folder:
+        assert open_files() <= opened
+        assert not (folder / MARKER).exists()
+        monkeypatch.undo()
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        remove_abandoned(PREFIX)
         assert folder.is_dir()
+    assert not folder.exists()
+    assert not abandoned.exists()
