@@ -1,9 +1,14 @@
 """`tandem keys`: API keys and the entries of a key file that let them in. Needs no server."""
 
 import argparse
+import fcntl
 import json
 import os
+import stat
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +104,63 @@ def _add_entry(path: Path, entry: dict[str, Any]) -> None:
     from tandem_services.gateway.access.key_file import KeyFileError, parse_keys
 
     path = path.resolve()
-    there = path.exists()
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        before = path.read_bytes() if there else b'{"keys": []}'
-        if there:
-            parse_keys({path.name: before})
-        content = json.dumps({"keys": [*json.loads(before)["keys"], entry]}, indent=1).encode() + b"\n"
-        parse_keys({path.name: content})
-        partial.write_bytes(content)
-        partial.chmod(path.stat().st_mode & 0o777 if there else 0o600)
-        partial.replace(path)
+        with _alone_in(path.parent):
+            there = path.stat() if path.exists() else None
+            before = b'{"keys": []}' if there is None else path.read_bytes()
+            if there is not None:
+                parse_keys({path.name: before})
+            content = json.dumps({"keys": [*json.loads(before)["keys"], entry]}, indent=1).encode() + b"\n"
+            parse_keys({path.name: content})
+            _replace(path, content, there)
     except KeyFileError as error:
         raise ConfigError(f"--file {error}") from error
     except OSError as error:
         raise ConfigError(f"--file {path}: {error.strerror}") from error
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Of two that add an entry at once, the second waits and reads what the first has written.
+
+    It is the folder that is locked: a lock of the file would go with the file that is replaced.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Some network file systems have no locks of folders; an entry can be added there by one at a time.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, content: bytes, former: os.stat_result | None) -> None:
+    """Nobody but its owner can read the new file before it is as the former was; 0600 where there was none."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if former is not None:
+                _give_to_owner_of(former, descriptor, path)
+            file.write(content)
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _give_to_owner_of(former: os.stat_result, descriptor: int, path: Path) -> None:
+    own = os.fstat(descriptor)
+    try:
+        if (own.st_uid, own.st_gid) != (former.st_uid, former.st_gid):
+            os.fchown(descriptor, former.st_uid, former.st_gid)
+        # After the owner: until then the group that may read it would be another.
+        os.fchmod(descriptor, stat.S_IMODE(former.st_mode))
+    except PermissionError as error:
+        raise ConfigError(
+            f"--file {path} is of user {former.st_uid} and group {former.st_gid}, to whom this user cannot give what "
+            f"replaces it: add the key as that user, or as root"
+        ) from error
 
 
 def _hash() -> int:

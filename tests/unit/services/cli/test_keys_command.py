@@ -1,10 +1,16 @@
 """`tandem keys create --file`: what it writes is what a gateway reads."""
 
+import errno
+import fcntl
 import json
+import os
 import stat
+import threading
+from pathlib import Path
 
 import pytest
 
+from tandem_services.cli import keys as keys_command
 from tandem_services.cli.main import main
 from tandem_services.gateway.access.key_watch import read_keys
 
@@ -38,6 +44,103 @@ def test_a_file_keeps_its_mode_and_its_entries_when_a_name_is_there_already(tmp_
     assert path.read_bytes() == before
     assert create("other", "--file", str(path)) == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.fixture
+def of_somebody_else(monkeypatch):
+    """Makes the command see the file that is there as another user's, whoever runs the test."""
+    replace = keys_command._replace
+
+    def seen(path: Path, content: bytes, former: os.stat_result) -> None:
+        uid, gid = former.st_uid + 1, former.st_gid + 1
+        replace(path, content, os.stat_result((*former[:4], uid, gid, *former[6:])))
+
+    return lambda: monkeypatch.setattr(keys_command, "_replace", seen)
+
+
+def test_a_file_keeps_its_owner_and_is_his_before_it_has_its_mode(tmp_path, monkeypatch, of_somebody_else) -> None:
+    """`sudo tandem keys create` made the file root's, and the gateway could not read it any more."""
+    path = tmp_path / "keys.json"
+    assert create("search", "--file", str(path)) == 0
+    path.chmod(0o640)
+    before = path.stat()
+    given, change_mode = [], os.fchmod
+
+    def give(descriptor: int, uid: int, gid: int) -> None:
+        given.append((uid, gid, stat.S_IMODE(os.fstat(descriptor).st_mode), os.fstat(descriptor).st_size))
+
+    def fchmod(descriptor: int, mode: int) -> None:
+        assert given
+        change_mode(descriptor, mode)
+
+    of_somebody_else()
+    monkeypatch.setattr(os, "fchown", give)
+    monkeypatch.setattr(os, "fchmod", fchmod)
+    assert create("ops", "--file", str(path)) == 0
+    assert given == [(before.st_uid + 1, before.st_gid + 1, 0o600, 0)]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_root_adds_a_key_to_the_file_of_another_user(tmp_path) -> None:
+    path = tmp_path / "keys.json"
+    assert create("search", "--file", str(path)) == 0
+    os.chown(path, 65534, 65534)
+    assert create("ops", "--file", str(path)) == 0
+    after = path.stat()
+    assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (65534, 65534, 0o600)
+
+
+def test_a_file_whose_owner_cannot_be_kept_is_left_alone(tmp_path, monkeypatch, capsys, of_somebody_else) -> None:
+    path = tmp_path / "keys.json"
+    assert create("search", "--file", str(path)) == 0
+    before = path.read_bytes()
+
+    def refused(descriptor: int, uid: int, gid: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    of_somebody_else()
+    monkeypatch.setattr(os, "fchown", refused)
+    capsys.readouterr()
+    assert create("ops", "--file", str(path)) == 2
+    told = capsys.readouterr().err
+    assert f"--file {path} is of user {path.stat().st_uid + 1}" in told
+    assert "shown only now" not in told
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_that_are_made_at_once_are_both_in_the_file(tmp_path, monkeypatch) -> None:
+    """The second read the file before the first had replaced it, and wrote it without the first's entry."""
+    path = tmp_path / "keys.json"
+    lock, replace = fcntl.flock, keys_command._replace
+    second = threading.Thread(target=create, args=("ops", "--file", str(path)))
+    waits = threading.Event()
+
+    def flock(descriptor: int, operation: int) -> None:
+        if threading.current_thread() is second:
+            waits.set()
+        lock(descriptor, operation)
+
+    def replaced(*args: object) -> None:
+        if threading.current_thread() is not second:
+            second.start()
+            assert waits.wait(60)
+        replace(*args)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(keys_command, "_replace", replaced)
+    assert create("search", "--file", str(path)) == 0
+    second.join(60)
+    assert [tenant.name for tenant in read_keys(path).tenants] == ["search", "ops"]
+
+
+def test_a_key_is_added_where_folders_cannot_be_locked(tmp_path, monkeypatch) -> None:
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    assert create("search", "--file", str(tmp_path / "keys.json")) == 0
 
 
 @pytest.mark.parametrize(
