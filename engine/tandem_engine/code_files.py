@@ -15,14 +15,17 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 
 class CodeFiles(FunctionCache):  # type: ignore[misc]
-    """numba's cache of one function. Raises `RuntimeError` where no folder for it can be written."""
+    """numba's cache of one function. Raises `RuntimeError` where no folder for it can be written.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    `revision`: of what the function takes from other files. Code that was kept with another is compiled again.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, revision: int = 0) -> None:
         super().__init__(function)
         self._cache_file = _FilesByKey(
             folder=self._cache_path,
             function=self._impl.filename_base,
-            source_stamp=self._impl.locator.get_source_stamp(),
+            source_stamp=(self._impl.locator.get_source_stamp(), revision),
         )
 
 
@@ -34,7 +37,7 @@ class _FilesByKey:
     function: str
     """Its module, name and line, and the Python version."""
     source_stamp: object
-    """Of the source at import: code of another is compiled again."""
+    """Of the sources at import: code of others is compiled again."""
 
     def load(self, key: object) -> Any:
         """What was saved for `key`, or None."""

@@ -6,7 +6,7 @@ give the same results. The kernels of an engine on a CPU are nothing without it 
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,16 +24,19 @@ COMPILES = numba is not None
 """Whether functions are compiled at all."""
 
 
-def compiled(function: Callable[..., Any], *, nogil: bool = True, **options: Any) -> Any:
+def compiled(
+    function: Callable[..., Any], *, nogil: bool = True, made_of: Sequence[ModuleType] = (), **options: Any
+) -> Any:
     """`numba.njit` with the code kept on disk, or in memory alone where no cache folder can be written.
 
     `nogil`: let the interpreter lock go meanwhile. To get it back can take as long as another thread's turn.
+    `made_of`: modules whose constants the function reads. They become part of its code, and numba knows its file alone.
     """
     if numba is None:
         return function
     kernel = numba.njit(nogil=nogil, **options)(function)
     try:
-        kernel._cache = CodeFiles(function)
+        kernel._cache = CodeFiles(function, revision=revision_of(*made_of))
     except RuntimeError as error:
         # Read-only root file system and no writable home: numba finds "no locator available".
         logger.info("kernels are compiled anew at every start: %s", error)
@@ -44,8 +47,8 @@ def revision_of(*modules: ModuleType, constant: int = 0) -> int:
     """A number that changes with the source of `modules` and with `constant`, never 0.
 
     numba keeps compiled code by the file of the function and the constants that it closes over. A kernel that is
-    made of pieces of other files closes over this, or it would be loaded as it was before they changed. `constant` is
-    one of theirs that the machine decides.
+    made of pieces of other files closes over this, or it would be loaded as it was before they changed; `compiled`
+    keeps it beside the code. `constant` is one of theirs that the machine decides.
     """
     digest = hashlib.blake2b(str(constant).encode(), digest_size=4)
     for module in modules:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem_engine.attention import cpu_kernels
 from tandem_engine.attention.cpu_kernels import (
     CHUNK,
     END_TASK,
@@ -62,4 +63,4 @@ def _cut_queries(
     return tasks, rows_read
 
 
-cut_queries = compiled(_cut_queries, nogil=False)
+cut_queries = compiled(_cut_queries, nogil=False, made_of=[cpu_kernels])

@@ -21,7 +21,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def compiled_kernel(function: Callable[..., Any], **extra: bool) -> Any:
+def compiled_kernel(function: Callable[..., Any], **extra: Any) -> Any:
     """A kernel, which Python code may call."""
     return compiled(function, **_OPTIONS, **extra)
 

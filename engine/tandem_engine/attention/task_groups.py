@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem_engine.attention import cpu_kernels
 from tandem_engine.attention.cpu_kernels import CHUNK, FIRST, LENGTH, QUERY, ROW, TASK_CHUNK
 from tandem_engine.attention.pieces import Array
 from tandem_engine.compiled import compiled
@@ -63,7 +64,7 @@ def _listed(group_of: Array, sizes: Array, ends: Array) -> tuple[Array, Array]:
     return groups, members
 
 
-shared_end = compiled(_shared_end, nogil=False)
+shared_end = compiled(_shared_end, nogil=False, made_of=[cpu_kernels])
 listed = compiled(_listed, nogil=False)
 
 
@@ -104,10 +105,11 @@ def _group_tasks(tasks: Array, queries: Array, page_table: Array, page_size: int
         else:
             group = num_groups
             pages[group], leaders[group], sizes[group], ends[group] = page, task, 1, stop
-            newest[slot] = group
+            if stop > begin:  # whoever nobody can join does not stand before a group that others can
+                newest[slot] = group
             num_groups += 1
         group_of[task] = group
     return listed(group_of, sizes[:num_groups], ends)
 
 
-group_tasks = compiled(_group_tasks, nogil=False)
+group_tasks = compiled(_group_tasks, nogil=False, made_of=[cpu_kernels])
