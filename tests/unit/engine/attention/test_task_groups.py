@@ -113,6 +113,15 @@ def test_what_lies_before_a_window_is_read_with_nobody():
     assert all(len(members) == 1 for members, _ in found[1:])
 
 
+def test_whoever_reads_part_of_a_chunk_hides_no_group():
+    """The second's window begins within chunk 1. Others that read all of it found only this one there."""
+    pool = make_pool(num_pages=200)
+    sequences = decodes(PageDealer(pool=pool), [PREFIX + 10, PREFIX + 300, PREFIX + 20])
+    found = groups_of(queries_of(pool, sequences, WINDOW))
+    assert found[0] == ([(0, 1), (2, 1)], PREFIX)
+    assert ([(1, 1)], 0) in found
+
+
 lengths = st.integers(1, 3 * CHUNK + 5)
 
 
