@@ -9,10 +9,11 @@ from tandem_engine.config import DEFAULT_CONTEXT, EngineConfig, ModelConfig
 from tandem_engine.errors import ConfigError
 from tandem_engine.executor.memory_meter import meter_for
 from tandem_engine.freed import give_back
-from tandem_engine.huge_pages import to_huge_pages
+from tandem_engine.huge_pages import movable, to_huge_pages
 from tandem_engine.memory.kv_dtype import require_kv_dtype
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.model.load_progress import load_progress
 from tandem_engine.model.loader import load_kv_scales, load_model, resolve_dtype
 from tandem_engine.model.sharing import require_shareable
 from tandem_engine.model.weight_memory import weight_memory
@@ -76,7 +77,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         quantization=config.quantization,
     )
     give_back()
-    to_huge_pages(weight_memory(model))
+    _to_huge_pages(model, progress=progress)
     scheduler = replace(config.scheduler, context_length=context_length)
     folder = Path(config.model_path)
     text = TextTokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
@@ -91,6 +92,13 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         parallel=parallel,
         weight_bytes=max(0, meter.used() - before),
     )
+
+
+def _to_huge_pages(model: CausalLM, *, progress: bool) -> None:
+    ranges = movable(weight_memory(model))
+    if total := sum(size for _, size in ranges):
+        with load_progress(total, shown=progress, doing="moving weights to huge pages") as advance:
+            to_huge_pages(ranges, advance=advance)
 
 
 def _vocabulary(folder: Path, facts: ModelConfig) -> GuidanceVocabulary | None:

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from tandem_engine import huge_pages
-from tandem_engine.huge_pages import HUGE, MOST_BETWEEN, to_huge_pages, whole_pages
+from tandem_engine.huge_pages import HUGE, MOST_BETWEEN, PIECE, movable, to_huge_pages, whole_pages
+
+HUGEPAGE, COLLAPSE = 14, 25
+"""Of Linux's asm-generic/mman-common.h."""
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,54 @@ def test_what_memory_holds_is_the_same_afterwards():
         # Whether the system has any left is not ours to say.
         assert to_huge_pages([(address, size)]) in (0, whole)
         assert memory[:] == pattern
+
+
+class Advised:
+    """`madvise` of a system that cannot move the pieces that begin at `stuck`, or does not know how to."""
+
+    def __init__(self, *stuck: int, knows: bool = True) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+        self._stuck, self._knows = stuck, knows
+
+    def __call__(self, address: int, size: int, advice: int) -> int:
+        self.calls.append((address, size, advice))
+        return -1 if advice == COLLAPSE and (address in self._stuck or not self._knows) else 0
+
+
+@pytest.fixture
+def advise(monkeypatch):
+    def use(advised: Advised) -> Advised:
+        monkeypatch.setattr(huge_pages, "_are_allowed", lambda: True)
+        monkeypatch.setattr(huge_pages, "_madvise", lambda: advised)
+        return advised
+
+    return use
+
+
+LONG = [(HUGE, 2 * PIECE + HUGE), (5 * PIECE, PIECE)]
+PIECES = [(HUGE, PIECE), (HUGE + PIECE, PIECE), (HUGE + 2 * PIECE, HUGE), (5 * PIECE, PIECE)]
+
+
+def test_every_piece_is_asked_for_and_then_moved(advise):
+    advised = advise(Advised())
+    told: list[int] = []
+    assert to_huge_pages(LONG, advance=told.append) == 3 * PIECE + HUGE
+    assert advised.calls == [(*piece, advice) for piece in PIECES for advice in (HUGEPAGE, COLLAPSE)]
+    assert told == [size for _, size in PIECES]
+    assert sum(told) == sum(size for _, size in movable(LONG))
+
+
+def test_a_piece_that_stays_does_not_keep_the_rest(advise):
+    """All of a range was asked for at once: a page that could not be moved ended it, and nothing was counted."""
+    advised = advise(Advised(HUGE + PIECE))
+    assert to_huge_pages(LONG) == 2 * PIECE + HUGE
+    assert [call for call in advised.calls if call[2] == COLLAPSE] == [(*piece, COLLAPSE) for piece in PIECES]
+
+
+def test_a_system_that_moves_nothing_is_asked_to_in_the_background(advise):
+    advised = advise(Advised(knows=False))
+    assert to_huge_pages(LONG) == 0
+    assert [call for call in advised.calls if call[2] == HUGEPAGE] == [(*piece, HUGEPAGE) for piece in PIECES]
 
 
 def test_a_machine_that_has_them_switched_off_is_left_alone(tmp_path: Path, monkeypatch):

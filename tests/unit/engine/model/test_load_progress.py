@@ -41,3 +41,11 @@ def test_nobody_is_told_of_a_load_that_is_not_shown(lines, capfd) -> None:
         advance(GIB)
     assert lines() == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_follows_on_the_reading_is_told_as_such(lines) -> None:
+    clock = SetClock()
+    with load_progress(4 * GIB, shown=True, doing="moving", clock=clock) as advance:
+        clock.seconds += PERIOD_S
+        advance(GIB)
+    assert lines() == ["moving: 4.00 GiB", "moving: 1.00 of 4.00 GiB, 25 %"]
