@@ -4,7 +4,8 @@
                                        [--window 0] [--soft-cap 0] [--shared 0]
 
 Prints what one thread reads from memory in blocks of a page and in long runs, then one JSON object per
-(batch, context): microseconds per layer of both ways, and the K and V bytes the kernel reads per second.
+(batch, context): microseconds per layer of both ways, and the K and V bytes the kernel needs per second, those of a
+page once however many sequences have it.
 Layers take turns, so that contexts too large for the caches come from memory as they do in a model.
 """
 
@@ -139,7 +140,9 @@ def report(args: argparse.Namespace, pool: KvPool, backend: CpuAttention, batch:
     plan = backend.plan(batch)
     paged_us = best_us(lambda layer: plan(layer, q, kv, kv))
     gathered_us = best_us(lambda layer: gathered(pool, batch, layer, q))
-    read = count * context * 2 * args.kv_heads * args.head_dim * pool.data.element_size()
+    first = max(context - args.window, 0) if args.window else 0
+    tokens = batch.page_table[:, first // PAGE_SIZE :].unique().numel() * PAGE_SIZE
+    read = tokens * 2 * args.kv_heads * args.head_dim * pool.data.element_size()
     result = {
         "batch": count,
         "context": context,

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,8 @@ def process(
             print(log.read()[-2000:].decode("utf-8", "replace"), file=sys.stderr)
             raise
         finally:
-            os.killpg(started.pid, 9)
+            with suppress(ProcessLookupError):  # it has ended, and why is told by what was raised
+                os.killpg(started.pid, 9)
             started.communicate()
 
 
