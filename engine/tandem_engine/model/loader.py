@@ -118,9 +118,10 @@ class WeightReader:
     dtype: torch.dtype
     device: torch.device
     advance: Callable[[int], object]
-    """Told the bytes of every tensor read, those of other ranks included."""
+    """Told the bytes of every tensor once, however often it is read, those of other ranks included."""
     group: TpGroup = field(default_factory=SingleRank)
     holding: Holding = Holding.DTYPE
+    _told: set[str] = field(default_factory=set, init=False)
 
     def matrix(self, *names: str, split: Split | None = None, rounded: bool = True) -> torch.Tensor | Levels:
         """See `Weights.matrix`."""
@@ -128,8 +129,13 @@ class WeightReader:
         if levels is None or not can_multiply(levels, self.device):
             return self.stacked(*names, split=split)
         for name in names:
-            self.advance(self.tensors[name].size)
+            self._tell(name)
         return levels.to(self.device)
+
+    def _tell(self, name: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self.advance(self.tensors[name].size)
 
     def _levels(self, *names: str, split: Split | None, rounded: bool) -> Levels | None:
         """This rank's part of each, stacked; None where they do not go together, or ranks cannot have parts of them."""
@@ -164,10 +170,10 @@ class WeightReader:
         parts = [StoredPart.of(self.tensors[name], split, self.group) for name in names]
         rows = [part.shape[0] for part in parts]
         target = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
-        for values, part in zip(target.split_with_sizes(rows), parts, strict=True):
+        for name, values, part in zip(names, target.split_with_sizes(rows), parts, strict=True):
             part.read_into(values)
             self._require_sound(values, part.stored)
-            self.advance(part.stored.size)
+            self._tell(name)
         return target
 
     def _require_sound(self, values: torch.Tensor, tensor: ReadableTensor) -> None:

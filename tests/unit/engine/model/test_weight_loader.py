@@ -56,6 +56,13 @@ def test_progress_counts_stored_bytes(reader, read_bytes):
     assert read_bytes == [16 * 4, 24 * 16 * 4, 24 * 16 * 4]
 
 
+def test_progress_counts_what_is_read_again_once(reader, read_bytes):
+    """Experts of which some cannot be packed are read again as they are: it went beyond 100 %."""
+    for name in ("model.norm.weight", "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"):
+        reader.stacked(name)
+    assert read_bytes == [16 * 4, 24 * 16 * 4]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_float32_whatever_the_weights_are(tmp_path, dtype):
     write_checkpoint(tmp_path)
