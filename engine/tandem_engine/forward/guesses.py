@@ -31,6 +31,11 @@ class Guesses:
         self._read: Callable[[], Sequence[ForwardResult]] | None = results
         self._results: Sequence[ForwardResult] = ()
 
+    @property
+    def count(self) -> int:
+        """G. Waits for nobody."""
+        return len(self.tokens()) if self.on_device is None else self.on_device.numel()
+
     def tokens(self) -> list[int]:
         """[G] on the host. Waits for the device."""
         return [token for result in self._steps() for token in result.next_token_ids]

@@ -147,7 +147,9 @@ class ModelProposer:
         chains: list[list[int]] = [[] for _ in drafting]
         for place, index in enumerate(index for indices in guessing for index in indices):
             chains[index].append(place)
-        return [tuple(each) for each in chains], self.network(batches)
+        guesses, asked = self.network(batches), sum(map(len, guessing))
+        assert guesses.count == asked, f"a network made {guesses.count} guesses where {asked} were asked for"
+        return [tuple(each) for each in chains], guesses
 
     def _wants_more(self, job: Job, guesses: int) -> bool:
         return guesses < job.request.limit and job.stop + guesses <= self.positions

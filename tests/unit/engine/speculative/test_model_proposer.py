@@ -1,6 +1,13 @@
 """Draft KV is always that of the text: the fake model's guesses are right if and only if it is."""
 
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
 from tandem_engine.executor.fake import next_token
+from tandem_engine.forward.guesses import Guesses
 from tandem_testing.draft_builders import DraftBench, FakeDrafts, make_fake_drafts
 
 VOCAB = 97
@@ -124,3 +131,22 @@ def test_no_guess_beyond_the_positions_of_the_network():
     longer = bench.request([*PROMPT, 1])
     assert not drafts.proposer.ready(longer)
     assert drafts.proposer.propose([longer]).chains == ((),)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_network_makes_as_many_guesses_as_were_asked_for(on_device, extra):
+    """Else each chain would have guesses of another; nobody waits for a device to learn that."""
+    bench = DraftBench()
+    drafts = drafts_for(bench)
+    network = drafts.proposer.network
+
+    def miscounting(batches) -> Guesses:
+        tokens = (network(batches).tokens() * 2)[: 4 + extra]
+        if on_device:
+            return Guesses(lambda: pytest.fail("waited"), on_device=torch.tensor(tokens))
+        return Guesses(lambda: [types.SimpleNamespace(next_token_ids=tokens)])
+
+    proposer = replace(drafts.proposer, network=miscounting)
+    with pytest.raises(AssertionError, match=f"made {4 + extra} guesses where 4 were asked for"):
+        proposer.propose([bench.request(PROMPT, limit=4)])
