@@ -34,7 +34,8 @@ from tandem_engine.names import PageId
 logger = logging.getLogger(__name__)
 
 MOST_PREPARED = 1 << 22
-"""Pages of a pool that NIXL is told of at once. What a peer claims may be more than fits here."""
+"""Pages of a pool that NIXL is told of at once. What a peer claims may be more than fits here. Bounds the list of each
+pool, of this engine and of every peer, and not all of them together."""
 
 
 HERE = "NIXL_INIT_AGENT"
@@ -92,7 +93,7 @@ class NixlAgent:
     def add_peer(self, name: str, metadata: bytes, region: Region) -> None:
         """Learn a peer and connect to it. Raises `TransferError` when its metadata is not its own or unusable, or says
         nothing of `region`, its pool."""
-        self._enter()
+        self._enter(fresh=True)
         try:
             loaded = self._agent.add_remote_agent(metadata)
         except self._errors as error:
@@ -112,12 +113,10 @@ class NixlAgent:
         if not self._interfaces.same():
             return
         pool = self._peers.pop(name, None)
-        try:
-            if pool is not None and pool.pages is not None:
-                self._agent.release_dlist_handle(pool.pages)
-            self._agent.remove_remote_agent(name)
-        except self._errors as error:
-            logger.debug("removing peer %r: %s", name, error)
+        if pool is not None and pool.pages is not None:
+            self._tidy(f"giving back the pages of peer {name!r}", self._agent.release_dlist_handle, pool.pages)
+        # Whatever became of those: the connection must not outlive the peer (T60).
+        self._tidy(f"removing peer {name!r}", self._agent.remove_remote_agent, name, level=logging.DEBUG)
 
     def write_pages(self, peer: str, source: Sequence[PageId], target: Sequence[PageId]) -> Write:
         """Start a WRITE of whole pages into a peer's pool. Raises `TransferError` when the peer is lost.
@@ -194,13 +193,17 @@ class NixlAgent:
         """Deregister the pool. The agent's sockets go with it."""
         if not self._interfaces.same():
             return
-        try:
-            if self._pages is not None:
-                self._agent.release_dlist_handle(self._pages)
-            self._agent.deregister_memory(self._registered)
-        except self._errors as error:
-            logger.warning("deregistering KV memory failed: %s", error)
+        if self._pages is not None:
+            self._tidy("giving back the pages of KV memory", self._agent.release_dlist_handle, self._pages)
+        self._tidy("deregistering KV memory", self._agent.deregister_memory, self._registered)
         del self._agent
+
+    def _tidy(self, what: str, call: Callable[[Any], None], given: Any, *, level: int = logging.WARNING) -> None:
+        """`call` NIXL with `given`. An error is logged, for what comes after it is to be done as well."""
+        try:
+            call(given)
+        except self._errors as error:
+            logger.log(level, "%s failed: %s", what, error)
 
     def _prepared(self, agent: str, region: Region) -> Any:
         """NIXL's list of all pages of a pool; None where they are too many."""
@@ -208,9 +211,9 @@ class NixlAgent:
             return None
         return self._agent.prep_xfer_dlist(agent, all_pages(region), region.device)
 
-    def _enter(self) -> None:
-        """Raises `TransferError` once nothing may enter UCX any more."""
-        if not self._interfaces.same():
+    def _enter(self, *, fresh: bool = False) -> None:
+        """Raises `TransferError` once nothing may enter UCX any more. `fresh`: by what is so now."""
+        if not self._interfaces.same(fresh=fresh):
             raise TransferError(self._interfaces.lost)
 
 

@@ -48,10 +48,13 @@ class Interfaces:
         self.lost = ""
         """One clause once one of them is not what it was; never "" again."""
 
-    def same(self) -> bool:
-        """Whether all of them have been what they were, in every look until now, which is at most `LOOK_S` ago."""
+    def same(self, *, fresh: bool = False) -> bool:
+        """Whether all of them have been what they were, in every look until now. The last one is at most `LOOK_S` ago,
+        or made now if it is to be `fresh`."""
         now = self._clock.now()
-        if not self.lost and now >= self._looked_at + LOOK_S:
+        if self.lost:
+            return False
+        if fresh or now >= self._looked_at + LOOK_S:
             self._looked_at = now
             changed = next((name for name, index in self._first.items() if _index(name) != index), "")
             if changed:

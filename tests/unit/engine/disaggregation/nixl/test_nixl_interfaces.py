@@ -87,6 +87,16 @@ def test_looks_that_follow_each_other_are_one(machine):
     assert not seen.same()
 
 
+def test_a_fresh_look_sees_what_the_last_one_could_not(machine):
+    seen = Interfaces(frozenset({"eth0"}), clock=ManualClock())
+    assert seen.same()
+    del machine["eth0"]
+    assert seen.same()
+    assert not seen.same(fresh=True)
+    machine["eth0"] = 2
+    assert not seen.same(fresh=True)
+
+
 def test_others_may_come_and_go(machine):
     seen = Interfaces(frozenset({"eth0"}), clock=ManualClock())
     machine["cali7"] = 9
