@@ -18,6 +18,7 @@ the sender waiting until the receiver has looked twice, and the sender has somet
 An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
 B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`. So does a WRITE that does not end: a
 connection of which only the other side knows that it is over says nothing, and pages of both sides wait for the push.
+An error of our own loses a peer too while a WRITE to it is under way, and none keeps a command from being carried out.
 
 Once the agent is cut off from its network (`agent`), pushes fail and nothing is written here any more. The process
 lives on: without an address it can do no harm, and with its address back it soon learns whether it is fenced. One that
@@ -120,7 +121,7 @@ Command: TypeAlias = Connect | Forget | StartPush | DigestOrder | Expect | Wake 
 class _Outstanding:
     push: Push
     seconds: float = 0.0
-    """In writes that are done; the wait for layers is not the transfer's."""
+    """In writes that are done; neither the wait for layers nor for digests is the transfer's."""
     began: float = 0.0
     """When `write` was started."""
     give_up: float = math.inf
@@ -130,6 +131,9 @@ class _Outstanding:
     write: Write | None = None
     digests: tuple[int, ...] | None = None
     """Once they are made, which may be while the last `write` is under way."""
+    digesting: float = 0.0
+    """Seconds that they took since the last look. `write` may have ended meanwhile: they count as its own only if the
+    next look finds that it has not."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,7 +176,7 @@ class TransferThread:
                 # A bug, not a peer: give up what was under way rather than the worker's transfers for good.
                 logger.exception("transfer thread: unexpected error; outstanding pushes fail")
                 for outstanding in [*self._outstanding.values()]:
-                    self._fail(outstanding, "unexpected error in the transfer thread", peer_lost=False)
+                    self._give_up(outstanding, "unexpected error in the transfer thread")
         for peer in [*self._peers]:
             self._lose(peer, "the transport is closing")
         self.agent.close()
@@ -201,7 +205,14 @@ class TransferThread:
     def _tidy_up(self) -> None:
         """What the last turn left undone, for whoever waits for its news needs the interpreter, perhaps this core."""
         self._give_back_written()
-        self._looked(self.agent.attend)
+        self._tidy(partial(self._looked, self.agent.attend))
+
+    def _tidy(self, call: Callable[[], object]) -> None:
+        """Nothing that is still to be done, or told, is lost with a `call` that only tidies up."""
+        try:
+            call()
+        except Exception:
+            logger.exception("transfer thread: unexpected error while tidying up")
 
     def _leave_when_back(self) -> None:
         if not self.interfaces.back:
@@ -297,18 +308,19 @@ class TransferThread:
         for outstanding in ended:
             self._release(outstanding)
         # Before anybody hears of it: the receiver uses its pages again once it is told (T60).
-        self.agent.remove_peer(peer)
+        self._tidy(partial(self.agent.remove_peer, peer))
         for outstanding in ended:
             self._fail(outstanding, reason, peer_lost=True)
 
     # Pushes
 
     def _start(self, push: Push) -> None:
+        self._outstanding[push.key] = _Outstanding(push=push)
         refusal = self._refusal(push)
         if refusal is not None:
+            del self._outstanding[push.key]
             self.outbox.put(refusal)
             return
-        self._outstanding[push.key] = _Outstanding(push=push)
         if push.progress is not None:
             push.progress.on_end(lambda: self.inbox.put(Wake()))
 
@@ -379,30 +391,51 @@ class TransferThread:
             return False
         if done:
             self._wrote(outstanding, outstanding.write)
-        elif self.clock.now() >= outstanding.give_up:
+            return True
+        outstanding.digesting = 0.0
+        if self.clock.now() >= outstanding.give_up:
             self._lose(outstanding.push.peer, f"a WRITE has not ended in {self.clock.now() - outstanding.began:.0f} s")
         elif outstanding.layers == self.region.layers and outstanding.digests is None:
             # A fabric that writes by itself does so meanwhile.
-            outstanding.digests = self.digester.sent(outstanding.push)
-            return True
-        return done
+            return self._digest(outstanding)
+        return False
 
     def _wrote(self, outstanding: _Outstanding, write: Write) -> None:
-        outstanding.seconds += self.clock.now() - outstanding.began
+        outstanding.seconds += self.clock.now() - outstanding.began - outstanding.digesting
         if outstanding.layers < self.region.layers:
             self._release(outstanding)
             return
         outstanding.write = None
         self._written.append(write)
-        self._done(outstanding)
+        # A fabric that copies memory has brought the pages into this CPU's cache: they are digested now.
+        if outstanding.digests is not None or self._digest(outstanding):
+            self._done(outstanding)
+
+    def _digest(self, outstanding: _Outstanding) -> bool:
+        """Make the digests of a push. False: that failed, and so has the push."""
+        began = self.clock.now()
+        try:
+            outstanding.digests = self.digester.sent(outstanding.push)
+        except Exception:
+            logger.exception("transfer thread: push %s cannot be digested", outstanding.push.key)
+            self._give_up(outstanding, "its pages could not be digested")
+            return False
+        outstanding.digesting = self.clock.now() - began
+        return True
 
     def _done(self, outstanding: _Outstanding) -> None:
-        push, digests = outstanding.push, outstanding.digests
-        del self._outstanding[push.key]
-        if digests is None:
-            # A fabric that copies memory has brought the pages into this CPU's cache.
-            digests = self.digester.sent(push)
-        self.outbox.put(PushDone(key=push.key, digests=digests, seconds=outstanding.seconds))
+        key, digests = outstanding.push.key, outstanding.digests
+        assert digests is not None, f"push {key} has no digests"
+        del self._outstanding[key]
+        self.outbox.put(PushDone(key=key, digests=digests, seconds=outstanding.seconds))
+
+    def _give_up(self, outstanding: _Outstanding, reason: str) -> None:
+        """End a push by an error of our own, unless it has ended. While NIXL writes its peer is lost, too: a cancelled
+        WRITE may still reach pages that the receiver uses again once it is told (T60)."""
+        if outstanding.write is not None:
+            self._lose(outstanding.push.peer, reason)
+        elif outstanding.push.key in self._outstanding:
+            self._fail(outstanding, reason, peer_lost=False)
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:
         del self._outstanding[outstanding.push.key]
@@ -410,12 +443,11 @@ class TransferThread:
         self.outbox.put(PushFailed(key=outstanding.push.key, reason=reason, peer_lost=peer_lost))
 
     def _give_back_written(self) -> None:
-        for write in self._written:
-            self.agent.release(write)
-        self._written.clear()
+        while self._written:
+            self._tidy(partial(self.agent.release, self._written.pop()))
 
     def _release(self, outstanding: _Outstanding) -> None:
         """Give the write under way back, which cancels it unless it is done. Idempotent."""
-        if outstanding.write is not None:
-            self.agent.release(outstanding.write)
-            outstanding.write = None
+        write, outstanding.write = outstanding.write, None
+        if write is not None:
+            self._tidy(partial(self.agent.release, write))

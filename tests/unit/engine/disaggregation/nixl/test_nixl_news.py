@@ -12,10 +12,10 @@ from tandem_engine.disaggregation.nixl.layout import Region
 from tandem_engine.disaggregation.nixl.outbox import Outbox
 from tandem_engine.disaggregation.nixl.thread import TIDY_PAUSE, Connect, StartPush, Stop, TransferThread
 from tandem_engine.disaggregation.transport import Push, PushDone, PushKey, TransportEvent
-from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import PageId
 from tandem_testing.digest_pools import digest_pool
 from tandem_testing.disagg_network import make_peer
+from tandem_testing.nixl_hello import hello_like
 from tandem_testing.scheduler_builders import ManualClock
 
 THERE = make_peer("there")
@@ -86,17 +86,7 @@ def course(ends_at: int) -> Course:
     """A push whose WRITE is done at its look `ends_at`, from the command on."""
     pool, clock = digest_pool(num_pages=8), ManualClock()
     region = Region(pool.address, pool.page_bytes, pool.num_pages, "DRAM", 0, layers=pool.layout.layers)
-    hello = Hello(
-        sender=THERE,
-        nixl_metadata=b"",
-        pool_address=1 << 41,
-        page_bytes=region.page_bytes,
-        num_pages=region.num_pages,
-        heads=region.heads,
-        device="DRAM",
-        device_id=0,
-    )
-    events = Course(ends_at=ends_at, commands=[Connect(hello), StartPush(PUSH)])
+    events = Course(ends_at=ends_at, commands=[Connect(hello_like(region, THERE)), StartPush(PUSH)])
     digester = NotingDigester(pool)
     digester.note = events.happened.append
     TransferThread(
