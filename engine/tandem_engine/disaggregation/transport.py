@@ -93,7 +93,6 @@ class PushDone:
     key: PushKey
     digests: tuple[int, ...]
     seconds: float
-    """That its writes took, without the wait for layers or digests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

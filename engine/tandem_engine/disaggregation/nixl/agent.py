@@ -3,8 +3,7 @@
 Life of an agent
     1. start      named after the incarnation, so a restarted worker is a stranger to its peers; the
                   whole pool is registered once
-    2. add_peer   once per peer incarnation (nixl #2109), from the metadata in its `Hello`. Where its pages lie is told
-                   to NIXL once, as where ours do: a WRITE of whole pages is then two lists of numbers
+    2. add_peer   once per peer incarnation (nixl #2109), from the metadata in its `Hello`
     3. write      a WRITE; `progress` until it is done, which is when it has arrived
     4. remove_peer, close
     5. cut off     once a network interface is gone or another one, nothing enters UCX any more (`interfaces`): writes
@@ -19,36 +18,15 @@ bytes, so a large write stalls that thread alone.
 """
 
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from tandem_engine import environment
 from tandem_engine.disaggregation.nixl.interfaces import Interfaces
-from tandem_engine.disaggregation.nixl.layout import Descriptors, Region, all_pages, describe
+from tandem_engine.disaggregation.nixl.layout import Descriptors, Region
 from tandem_engine.errors import TransferError, TransportUnavailableError
-from tandem_engine.names import PageId
 
 logger = logging.getLogger(__name__)
-
-MOST_PREPARED = 1 << 22
-"""Pages of a pool that NIXL is told of at once. What a peer claims may be more than fits here. Bounds the list of each
-pool, of this engine and of every peer, and not all of them together."""
-
-
-HERE = "NIXL_INIT_AGENT"
-"""NIXL's name of the agent itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """Of a peer."""
-
-    region: Region
-    pages: Any
-    """NIXL's list of them; None of a pool of too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +54,21 @@ class NixlAgent:
         self._errors = _error_types(bindings)
         self._region = region
         self._interfaces = interfaces
-        self._peers: dict[str, _Pool] = {}
         try:
             self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
             self._registered = self._agent.register_memory(
                 [(region.address, region.num_pages * region.page_bytes, region.device_id, "")], region.device
             )
             self.metadata: bytes = self._agent.get_agent_metadata()
-            self._pages = self._prepared(HERE, region)
         except self._errors as error:
             raise TransportUnavailableError(
                 f"NIXL cannot start with the UCX backend on {region.device}: {error}; "
                 "check UCX_TLS, or serve with --transport none"
             ) from error
 
-    def add_peer(self, name: str, metadata: bytes, region: Region) -> None:
-        """Learn a peer and connect to it. Raises `TransferError` when its metadata is not its own or unusable, or says
-        nothing of `region`, its pool."""
-        self._enter(fresh=True)
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """Learn a peer and connect to it. Raises `TransferError` when its metadata is not its own or unusable."""
+        self._enter()
         try:
             loaded = self._agent.add_remote_agent(metadata)
         except self._errors as error:
@@ -102,53 +77,30 @@ class NixlAgent:
         if loaded_name != name:
             self.remove_peer(loaded_name)
             raise TransferError(f"metadata of {name} belongs to agent {loaded_name}")
-        try:
-            self._peers[name] = _Pool(region, self._prepared(name, region))
-        except self._errors as error:
-            self.remove_peer(name)
-            raise TransferError(f"metadata of {name} does not have the pool that it claims: {error}") from error
 
     def remove_peer(self, name: str) -> None:
         """Drop a peer and its mappings. Unknown names are ignored."""
         if not self._interfaces.same():
             return
-        pool = self._peers.pop(name, None)
-        if pool is not None and pool.pages is not None:
-            self._tidy(f"giving back the pages of peer {name!r}", self._agent.release_dlist_handle, pool.pages)
-        # Whatever became of those: the connection must not outlive the peer (T60).
-        self._tidy(f"removing peer {name!r}", self._agent.remove_remote_agent, name, level=logging.DEBUG)
+        try:
+            self._agent.remove_remote_agent(name)
+        except self._errors as error:
+            logger.debug("removing peer %r: %s", name, error)
 
-    def write_pages(self, peer: str, source: Sequence[PageId], target: Sequence[PageId]) -> Write:
-        """Start a WRITE of whole pages into a peer's pool. Raises `TransferError` when the peer is lost.
+    def write(self, peer: str, descriptors: Descriptors, device: str) -> Write:
+        """Start a WRITE into a peer's pool on `device`. Raises `TransferError` when the peer is lost.
 
         Where the fabric is a memory copy (same host), most of the copying happens inside this call.
         """
-        pool = self._peers[peer]
-        if self._pages is None or pool.pages is None:
-            layers = range(self._region.layers)
-            return self.write(peer, describe(self._region, source, pool.region, target, layers))
-        here, there = np.array(source, np.int32), np.array(target, np.int32)
-        return self._start(peer, lambda: self._agent.make_prepped_xfer("WRITE", self._pages, here, pool.pages, there))
-
-    def write(self, peer: str, descriptors: Descriptors) -> Write:
-        """The same of parts of pages."""
-        source, target = descriptors
-        device = self._peers[peer].region.device
-        return self._start(
-            peer,
-            lambda: self._agent.initialize_xfer(
-                "WRITE",
-                self._agent.get_xfer_descs(source, self._region.device),
-                self._agent.get_xfer_descs(target, device),
-                peer,
-            ),
-        )
-
-    def _start(self, peer: str, make: Callable[[], Any]) -> Write:
         self._enter()
         handle = None
         try:
-            handle = make()
+            handle = self._agent.initialize_xfer(
+                "WRITE",
+                self._agent.get_xfer_descs(descriptors.source, self._region.device),
+                self._agent.get_xfer_descs(descriptors.target, device),
+                peer,
+            )
             state = self._agent.transfer(handle)
         except self._errors as error:
             if handle is not None:
@@ -193,27 +145,15 @@ class NixlAgent:
         """Deregister the pool. The agent's sockets go with it."""
         if not self._interfaces.same():
             return
-        if self._pages is not None:
-            self._tidy("giving back the pages of KV memory", self._agent.release_dlist_handle, self._pages)
-        self._tidy("deregistering KV memory", self._agent.deregister_memory, self._registered)
+        try:
+            self._agent.deregister_memory(self._registered)
+        except self._errors as error:
+            logger.warning("deregistering KV memory failed: %s", error)
         del self._agent
 
-    def _tidy(self, what: str, call: Callable[[Any], None], given: Any, *, level: int = logging.WARNING) -> None:
-        """`call` NIXL with `given`. An error is logged, for what comes after it is to be done as well."""
-        try:
-            call(given)
-        except self._errors as error:
-            logger.log(level, "%s failed: %s", what, error)
-
-    def _prepared(self, agent: str, region: Region) -> Any:
-        """NIXL's list of all pages of a pool; None where they are too many."""
-        if region.num_pages > MOST_PREPARED:
-            return None
-        return self._agent.prep_xfer_dlist(agent, all_pages(region), region.device)
-
-    def _enter(self, *, fresh: bool = False) -> None:
-        """Raises `TransferError` once nothing may enter UCX any more. `fresh`: by what is so now."""
-        if not self._interfaces.same(fresh=fresh):
+    def _enter(self) -> None:
+        """Raises `TransferError` once nothing may enter UCX any more."""
+        if not self._interfaces.same():
             raise TransferError(self._interfaces.lost)
 
 

@@ -6,9 +6,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tandem_engine.compiled import compiled
 from tandem_engine.disaggregation.transport import HeadPart
 from tandem_engine.names import PageId
 
+Pages: TypeAlias = npt.NDArray[np.uint64]
 Ranges: TypeAlias = npt.NDArray[np.uint64]
 """[N, 3]: address, bytes, device id. NIXL reads such an array far faster than a list of tuples."""
 
@@ -48,30 +50,35 @@ class Descriptors(NamedTuple):
     target: Ranges
 
 
-def all_pages(region: Region) -> Ranges:
-    """Page p is range p."""
-    ranges = np.empty((region.num_pages, 3), np.uint64)
-    ranges[:, 0] = np.arange(region.num_pages, dtype=np.uint64) * np.uint64(region.page_bytes)
-    ranges[:, 0] += np.uint64(region.address)
-    ranges[:, 1] = region.page_bytes
-    ranges[:, 2] = region.device_id
-    return ranges
-
-
 def describe(
     here: Region,
     source: Sequence[PageId],
     there: Region,
     target: Sequence[PageId],
-    layers: range,
+    layers: range | None = None,
     heads: HeadPart | None = None,
 ) -> Descriptors:
-    """These layers of some pages: one range per page.
+    """One range per run of pages that are neighbours on both sides; small pages gain most.
 
+    `layers`: of these alone, which is one range per page.
     `heads`: of these alone, which is one range per page, layer, and K or V.
     """
     if heads is not None:
-        return _heads(here, source, there, target, layers, heads)
+        return _heads(here, source, there, target, range(here.layers) if layers is None else layers, heads)
+    if layers is not None and len(layers) < here.layers:
+        return _parts(here, source, there, target, layers)
+    sources, targets = (np.fromiter(pages, np.uint64, len(pages)) for pages in (source, target))
+    ranges = np.empty((2, len(sources), 3), np.uint64)
+    ranges[0, :, 2], ranges[1, :, 2] = here.device_id, there.device_id
+    count = _describe(
+        sources, targets, np.uint64(here.address), np.uint64(there.address), np.uint64(here.page_bytes), ranges
+    )
+    return Descriptors(ranges[0, :count], ranges[1, :count])
+
+
+def _parts(
+    here: Region, source: Sequence[PageId], there: Region, target: Sequence[PageId], layers: range
+) -> Descriptors:
     first = layers.start * here.layer_bytes
     sides = []
     for region, pages in ((here, source), (there, target)):
@@ -99,3 +106,29 @@ def _heads(
         ranges[:, 2] = region.device_id
         sides.append(ranges)
     return Descriptors(*sides)
+
+
+def _merge_runs(
+    sources: Pages, targets: Pages, here: np.uint64, there: np.uint64, page_bytes: np.uint64, ranges: Ranges
+) -> int:
+    """Fill address and bytes of `ranges` [2, N, 3]; returns how many of each side are used."""
+    count = 0
+    for i in range(len(sources)):
+        if i > 0 and sources[i] == sources[i - 1] + np.uint64(1) and targets[i] == targets[i - 1] + np.uint64(1):
+            ranges[0, count - 1, 1] += page_bytes
+            ranges[1, count - 1, 1] += page_bytes
+            continue
+        ranges[0, count, 0] = here + sources[i] * page_bytes
+        ranges[1, count, 0] = there + targets[i] * page_bytes
+        ranges[0, count, 1] = ranges[1, count, 1] = page_bytes
+        count += 1
+    return count
+
+
+_describe = compiled(_merge_runs)
+
+
+def warm_up() -> None:
+    """Compile: a second, once per machine."""
+    nowhere = Region(0, 1, 1, "DRAM", 0)
+    describe(nowhere, (), nowhere, ())

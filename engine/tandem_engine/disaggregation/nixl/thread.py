@@ -9,7 +9,7 @@
     Wake (a step is over)         ─inbox──▶       writes what waited for its layers
 
 One turn: take a command, or wait for one as long as nothing is urgent; let outstanding pushes progress, and those of
-peers. The turn in which a push ends stops there: what is left to do for NIXL waits until whoever was told has run.
+peers.
 
 A push is one WRITE, or one after the other as the step that computes its pages writes layer after layer: each starts
 when the one before it is done. A WRITE that is done has arrived, and no notification goes with it: NIXL's would keep
@@ -18,17 +18,19 @@ the sender waiting until the receiver has looked twice, and the sender has somet
 An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
 B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`. So does a WRITE that does not end: a
 connection of which only the other side knows that it is over says nothing, and pages of both sides wait for the push.
-An error of our own loses a peer too while a WRITE to it is under way, and none keeps a command from being carried out.
 
 Once the agent is cut off from its network (`agent`), pushes fail and nothing is written here any more. The process
 lives on: without an address it can do no harm, and with its address back it soon learns whether it is fenced. One that
 is not asks for its own departure, as only a new process can move KV again.
 """
 
+import contextlib
 import logging
 import math
+import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,13 +41,13 @@ from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.agent import NixlAgent, Write
 from tandem_engine.disaggregation.nixl.interfaces import Interfaces
 from tandem_engine.disaggregation.nixl.layout import Region, describe
-from tandem_engine.disaggregation.nixl.outbox import Outbox
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     Push,
     PushDone,
     PushFailed,
     PushKey,
+    TransportEvent,
 )
 from tandem_engine.errors import TransferError
 from tandem_engine.forward.kv_progress import VOID
@@ -63,8 +65,6 @@ DEVICE_LIMIT = 1 << 16
 FIRST_PAUSE = 50e-6
 LONGEST_PAUSE = 1e-3
 """Seconds between looks at outstanding writes: doubled while nothing happens."""
-TIDY_PAUSE = 200e-6
-"""After a push has ended: its news come first."""
 LAYERS_PAUSE = 1e-3
 """While a step computes pages. A look costs the forward a little, as both need the interpreter."""
 EXPECTING_PAUSE = 1e-3
@@ -117,11 +117,35 @@ class Stop:
 Command: TypeAlias = Connect | Forget | StartPush | DigestOrder | Expect | Wake | Stop
 
 
+class Outbox:
+    """Events on their way to the scheduler thread, with a descriptor that is readable while there are any."""
+
+    def __init__(self) -> None:
+        self._events: deque[TransportEvent] = deque()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, event: TransportEvent) -> None:
+        self._events.append(event)
+        os.eventfd_write(self._wakeup, 1)
+
+    def take(self) -> list[TransportEvent]:
+        """Everything so far. Clears the descriptor first: an event put meanwhile makes it readable again."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def fileno(self) -> int:
+        return self._wakeup
+
+    def close(self) -> None:
+        os.close(self._wakeup)
+
+
 @dataclass(kw_only=True, slots=True)
 class _Outstanding:
     push: Push
     seconds: float = 0.0
-    """In writes that are done; neither the wait for layers nor for digests is the transfer's."""
+    """In writes that are done; the wait for layers is not the transfer's."""
     began: float = 0.0
     """When `write` was started."""
     give_up: float = math.inf
@@ -129,11 +153,6 @@ class _Outstanding:
     layers: int = 0
     """Layers [0, layers) are written, or being written by `write`."""
     write: Write | None = None
-    digests: tuple[int, ...] | None = None
-    """Once they are made, which may be while the last `write` is under way."""
-    digesting: float = 0.0
-    """Seconds that they took since the last look. `write` may have ended meanwhile: they count as its own only if the
-    next look finds that it has not."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,14 +165,12 @@ class TransferThread:
     clock: Clock
     inbox: "queue.SimpleQueue[Command]"
     outbox: Outbox
-    interfaces: Interfaces
+    interfaces: Interfaces = field(default_factory=Interfaces)
     """Those of the agent."""
     leave: Callable[[str], None] = lambda _: None
     """Says that this process should make way for a new one, and why."""
     _peers: dict[str, Region] = field(default_factory=dict)
     _outstanding: dict[PushKey, _Outstanding] = field(default_factory=dict)
-    _written: list[Write] = field(default_factory=list)
-    """The last ones of pushes that are done, to be given back."""
     _expected: int = 0
     _pause: float = FIRST_PAUSE
     _busy: bool = False
@@ -176,43 +193,24 @@ class TransferThread:
                 # A bug, not a peer: give up what was under way rather than the worker's transfers for good.
                 logger.exception("transfer thread: unexpected error; outstanding pushes fail")
                 for outstanding in [*self._outstanding.values()]:
-                    self._give_up(outstanding, "unexpected error in the transfer thread")
+                    self._fail(outstanding, "unexpected error in the transfer thread", peer_lost=False)
         for peer in [*self._peers]:
             self._lose(peer, "the transport is closing")
         self.agent.close()
 
     def _turn(self) -> None:
-        command = self._next_command()
-        self._busy = False
-        if self._written:
-            self._tidy_up()
-        if command is not None:
+        try:
+            self._carry_out(self.inbox.get(timeout=self._patience()))
+        except queue.Empty:
+            pass
+        else:
             self._pause = FIRST_PAUSE
-            self._carry_out(command)
+        self._busy = False
         for outstanding in [*self._outstanding.values()]:
             self._progress(outstanding)
-        if not self._written:
-            self._looked(self.agent.attend)
+        self._looked(self.agent.attend)
         if self.interfaces.lost:
             self._leave_when_back()
-
-    def _next_command(self) -> Command | None:
-        try:
-            return self.inbox.get(timeout=self._patience())
-        except queue.Empty:
-            return None
-
-    def _tidy_up(self) -> None:
-        """What the last turn left undone, for whoever waits for its news needs the interpreter, perhaps this core."""
-        self._give_back_written()
-        self._tidy(partial(self._looked, self.agent.attend))
-
-    def _tidy(self, call: Callable[[], object]) -> None:
-        """Nothing that is still to be done, or told, is lost with a `call` that only tidies up."""
-        try:
-            call()
-        except Exception:
-            logger.exception("transfer thread: unexpected error while tidying up")
 
     def _leave_when_back(self) -> None:
         if not self.interfaces.back:
@@ -224,12 +222,9 @@ class TransferThread:
 
     def _patience(self) -> float:
         """Seconds to wait for a command before looking at NIXL again."""
-        under_way = any(outstanding.write is not None for outstanding in self._outstanding.values())
-        if self._written and not under_way:
-            return TIDY_PAUSE
         if self._busy:
             return 0.0
-        if under_way:
+        if any(outstanding.write is not None for outstanding in self._outstanding.values()):
             pause = self._pause
             self._pause = min(2 * pause, LONGEST_PAUSE)
             return pause
@@ -268,8 +263,8 @@ class TransferThread:
         if peer in self._peers:
             return
         try:
-            self._peers[peer] = region = self._region_of(hello)
-            self.agent.add_peer(peer, hello.nixl_metadata, region)
+            self._peers[peer] = self._region_of(hello)
+            self.agent.add_peer(peer, hello.nixl_metadata)
         except TransferError as error:
             self._peers.pop(peer, None)
             logger.warning("cannot connect to %r: %s", peer, error)
@@ -303,24 +298,22 @@ class TransferThread:
         """End every push to `peer` and drop its mappings. Unknown peers are ignored."""
         if self._peers.pop(peer, None) is None:
             return
-        self._give_back_written()
         ended = [outstanding for outstanding in self._outstanding.values() if outstanding.push.peer == peer]
         for outstanding in ended:
             self._release(outstanding)
         # Before anybody hears of it: the receiver uses its pages again once it is told (T60).
-        self._tidy(partial(self.agent.remove_peer, peer))
+        self.agent.remove_peer(peer)
         for outstanding in ended:
             self._fail(outstanding, reason, peer_lost=True)
 
     # Pushes
 
     def _start(self, push: Push) -> None:
-        self._outstanding[push.key] = _Outstanding(push=push)
         refusal = self._refusal(push)
         if refusal is not None:
-            del self._outstanding[push.key]
             self.outbox.put(refusal)
             return
+        self._outstanding[push.key] = _Outstanding(push=push)
         if push.progress is not None:
             push.progress.on_end(lambda: self.inbox.put(Wake()))
 
@@ -364,25 +357,21 @@ class TransferThread:
 
     def _write(self, outstanding: _Outstanding, layers: range) -> None:
         push = outstanding.push
+        there = self._peers[push.peer]
+        descriptors = describe(self.region, push.source, there, push.target, layers, push.heads)
         outstanding.began = self.clock.now()
         patience = STUCK_S + len(push.source) * self.region.page_bytes / SLOWEST_RATE
         outstanding.give_up = outstanding.began + patience
         try:
-            outstanding.write = self._write_to(push, layers)
+            outstanding.write = self.agent.write(push.peer, descriptors, there.device)
         except TransferError as error:
             self._lose(push.peer, str(error))
             return
         outstanding.layers = layers.stop
         self._pause = FIRST_PAUSE
 
-    def _write_to(self, push: Push, layers: range) -> Write:
-        if push.heads is None and len(layers) == self.region.layers:
-            return self.agent.write_pages(push.peer, push.source, push.target)
-        there = self._peers[push.peer]
-        return self.agent.write(push.peer, describe(self.region, push.source, there, push.target, layers, push.heads))
-
     def _finish_write(self, outstanding: _Outstanding) -> bool:
-        """Look at the write under way: with the last one the push is done. True: there is more to do at once."""
+        """Whether the write under way is done, and with the last one the push."""
         assert outstanding.write is not None, f"push {outstanding.push.key} has no write under way"
         try:
             done = self._looked(partial(self.agent.progress, outstanding.write))
@@ -390,64 +379,28 @@ class TransferThread:
             self._lose(outstanding.push.peer, str(error))
             return False
         if done:
-            self._wrote(outstanding, outstanding.write)
-            return True
-        outstanding.digesting = 0.0
-        if self.clock.now() >= outstanding.give_up:
-            self._lose(outstanding.push.peer, f"a WRITE has not ended in {self.clock.now() - outstanding.began:.0f} s")
-        elif outstanding.layers == self.region.layers and outstanding.digests is None:
-            # A fabric that writes by itself does so meanwhile.
-            return self._digest(outstanding)
-        return False
-
-    def _wrote(self, outstanding: _Outstanding, write: Write) -> None:
-        outstanding.seconds += self.clock.now() - outstanding.began - outstanding.digesting
-        if outstanding.layers < self.region.layers:
             self._release(outstanding)
-            return
-        outstanding.write = None
-        self._written.append(write)
-        # A fabric that copies memory has brought the pages into this CPU's cache: they are digested now.
-        if outstanding.digests is not None or self._digest(outstanding):
-            self._done(outstanding)
-
-    def _digest(self, outstanding: _Outstanding) -> bool:
-        """Make the digests of a push. False: that failed, and so has the push."""
-        began = self.clock.now()
-        try:
-            outstanding.digests = self.digester.sent(outstanding.push)
-        except Exception:
-            logger.exception("transfer thread: push %s cannot be digested", outstanding.push.key)
-            self._give_up(outstanding, "its pages could not be digested")
-            return False
-        outstanding.digesting = self.clock.now() - began
-        return True
+            outstanding.seconds += self.clock.now() - outstanding.began
+            if outstanding.layers == self.region.layers:
+                self._done(outstanding)
+        elif self.clock.now() >= outstanding.give_up:
+            self._lose(outstanding.push.peer, f"a WRITE has not ended in {self.clock.now() - outstanding.began:.0f} s")
+        return done
 
     def _done(self, outstanding: _Outstanding) -> None:
-        key, digests = outstanding.push.key, outstanding.digests
-        assert digests is not None, f"push {key} has no digests"
-        del self._outstanding[key]
-        self.outbox.put(PushDone(key=key, digests=digests, seconds=outstanding.seconds))
-
-    def _give_up(self, outstanding: _Outstanding, reason: str) -> None:
-        """End a push by an error of our own, unless it has ended. While NIXL writes its peer is lost, too: a cancelled
-        WRITE may still reach pages that the receiver uses again once it is told (T60)."""
-        if outstanding.write is not None:
-            self._lose(outstanding.push.peer, reason)
-        elif outstanding.push.key in self._outstanding:
-            self._fail(outstanding, reason, peer_lost=False)
+        push = outstanding.push
+        del self._outstanding[push.key]
+        # Once they are written: on a CPU the write has brought the pages into its cache.
+        digests = self.digester.sent(push)
+        self.outbox.put(PushDone(key=push.key, digests=digests, seconds=outstanding.seconds))
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:
         del self._outstanding[outstanding.push.key]
         self._release(outstanding)
         self.outbox.put(PushFailed(key=outstanding.push.key, reason=reason, peer_lost=peer_lost))
 
-    def _give_back_written(self) -> None:
-        while self._written:
-            self._tidy(partial(self.agent.release, self._written.pop()))
-
     def _release(self, outstanding: _Outstanding) -> None:
         """Give the write under way back, which cancels it unless it is done. Idempotent."""
-        write, outstanding.write = outstanding.write, None
-        if write is not None:
-            self._tidy(partial(self.agent.release, write))
+        if outstanding.write is not None:
+            self.agent.release(outstanding.write)
+            outstanding.write = None

@@ -13,13 +13,13 @@ from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.link_transport import machine_name, rdma_is_up, usable_transports
 from tandem_engine.disaggregation.nixl.agent import NixlAgent
 from tandem_engine.disaggregation.nixl.interfaces import Interfaces, watched
-from tandem_engine.disaggregation.nixl.layout import Region
-from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.thread import (
     Command,
     Connect,
     Expect,
     Forget,
+    Outbox,
     StartPush,
     Stop,
     TransferThread,
@@ -48,9 +48,10 @@ class NixlTransport:
 
         Raises `TransportUnavailableError` when NIXL is not installed or cannot start here.
         """
+        warm_up()
         self._region = region_of(pool)
         environment = read_environment()
-        interfaces = Interfaces(watched(me.endpoint, environment.ucx_net_devices), clock=clock)
+        interfaces = Interfaces(watched(me.endpoint, environment.ucx_net_devices))
         agent = NixlAgent(me.incarnation, self._region, interfaces)
         self._hello = Hello(
             sender=me,

@@ -8,7 +8,6 @@ import torch
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.disaggregation import digest
 from tandem_engine.disaggregation.nixl import transport as nixl_transport
-from tandem_engine.disaggregation.nixl.layout import Region
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, Push, PushDone, PushKey
 from tandem_engine.memory.pool import PageLayout
@@ -41,20 +40,19 @@ class DevicePool:
 class Agent:
     """Takes writes down, all of which are done at once."""
 
-    written: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    written: list[tuple[list[list[int]], str]]
     threads: list[tuple[str, int]]
     """That were given a GPU, and which."""
-    peers: list[tuple[str, str]]
     metadata = b"agent"
 
     def __init__(self, name: str, region: object) -> None:
-        self.written, self.threads, self.peers = [], [], []
+        self.written, self.threads = [], []
 
-    def add_peer(self, name: str, metadata: bytes, region: Region) -> None:
-        self.peers.append((name, region.device))
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """Everybody is welcome."""
 
-    def write_pages(self, peer: str, source: tuple[int, ...], target: tuple[int, ...]) -> object:
-        self.written.append((peer, source, target))
+    def write(self, peer: str, descriptors, device: str) -> object:
+        self.written.append((descriptors.source.tolist(), device))
         return object()
 
     def progress(self, write: object) -> bool:
@@ -117,5 +115,4 @@ def test_pages_on_a_device_are_registered_written_and_digested_where_they_are(ag
     transport.close()
     assert {type(event) for event in events} == {PushDone, Digests}
     assert agent[0].threads == [("nixl", 1)], "its kernels and copies are for the GPU of the pool"
-    assert agent[0].peers == [("there@1", "VRAM")]
-    assert agent[0].written == [("there@1", (3, 4), (1, 2))]
+    assert agent[0].written == [([[ADDRESS + 3 * PAGE_BYTES, 2 * PAGE_BYTES, 1]], "VRAM")]

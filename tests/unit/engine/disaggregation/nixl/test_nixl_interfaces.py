@@ -7,10 +7,9 @@ import pytest
 
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl import interfaces
-from tandem_engine.disaggregation.nixl.interfaces import LOOK_S, Interfaces, watched
+from tandem_engine.disaggregation.nixl.interfaces import Interfaces, watched
 from tandem_engine.disaggregation.nixl.layout import Region
-from tandem_engine.disaggregation.nixl.outbox import Outbox
-from tandem_engine.disaggregation.nixl.thread import LEAVE_AFTER, Stop, TransferThread
+from tandem_engine.disaggregation.nixl.thread import LEAVE_AFTER, Outbox, Stop, TransferThread
 from tandem_testing.digest_pools import digest_pool
 from tandem_testing.scheduler_builders import ManualClock
 
@@ -61,44 +60,20 @@ def test_interfaces_that_ucx_was_told_to_use_are_watched(machine, net_devices, n
 
 @pytest.mark.parametrize("now", [0, 7])
 def test_one_that_is_gone_or_made_anew_is_lost_for_good(machine, now):
-    clock = ManualClock()
-    seen = Interfaces(frozenset({"lo", "eth0"}), clock=clock)
+    seen = Interfaces(frozenset({"lo", "eth0"}))
     assert seen.same()
     del machine["eth0"]
     if now:
         machine["eth0"] = now
-    clock.time += LOOK_S
     assert not seen.same()
     assert "eth0 is gone or was made anew" in seen.lost
     assert seen.back == bool(now)
     machine["eth0"] = 2
-    clock.time += LOOK_S
     assert not seen.same()
-
-
-def test_looks_that_follow_each_other_are_one(machine):
-    clock = ManualClock()
-    seen = Interfaces(frozenset({"eth0"}), clock=clock)
-    assert seen.same()
-    del machine["eth0"]
-    clock.time += LOOK_S / 2
-    assert seen.same()
-    clock.time += LOOK_S / 2
-    assert not seen.same()
-
-
-def test_a_fresh_look_sees_what_the_last_one_could_not(machine):
-    seen = Interfaces(frozenset({"eth0"}), clock=ManualClock())
-    assert seen.same()
-    del machine["eth0"]
-    assert seen.same()
-    assert not seen.same(fresh=True)
-    machine["eth0"] = 2
-    assert not seen.same(fresh=True)
 
 
 def test_others_may_come_and_go(machine):
-    seen = Interfaces(frozenset({"eth0"}), clock=ManualClock())
+    seen = Interfaces(frozenset({"eth0"}))
     machine["cali7"] = 9
     del machine["mlx5_0"]
     assert seen.same()
@@ -148,7 +123,7 @@ def asked_to_leave(seen: Interfaces, *happens: object) -> list[str]:
 
 
 def test_a_process_whose_interface_has_come_back_asks_to_leave(machine):
-    seen = Interfaces(frozenset({"eth0"}), clock=ManualClock())
+    seen = Interfaces(frozenset({"eth0"}))
 
     def gone() -> None:
         del machine["eth0"]
@@ -166,4 +141,4 @@ def test_a_process_whose_interface_has_come_back_asks_to_leave(machine):
 
 
 def test_a_process_whose_network_stays_never_asks_to_leave(machine):
-    assert asked_to_leave(Interfaces(frozenset({"eth0"}), clock=ManualClock()), 100.0, 100.0) == []
+    assert asked_to_leave(Interfaces(frozenset({"eth0"})), 100.0, 100.0) == []

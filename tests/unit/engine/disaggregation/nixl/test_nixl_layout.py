@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.disaggregation.nixl.layout import Region, all_pages, describe
+from tandem_engine.disaggregation.nixl.layout import Region, describe
 from tandem_engine.names import PageId
 
 HERE = Region(1000, 10, 50, "DRAM", 0)
@@ -14,12 +14,34 @@ def pages(*ids: int) -> tuple[PageId, ...]:
     return tuple(PageId(i) for i in ids)
 
 
+def described(source: tuple[PageId, ...], target: tuple[PageId, ...]) -> tuple[list[list[int]], list[list[int]]]:
+    descriptors = describe(HERE, source, THERE, target)
+    return descriptors.source.tolist(), descriptors.target.tolist()
+
+
+def test_neighbours_on_both_sides_become_one_range():
+    assert described(pages(1, 2, 3), pages(7, 8, 9)) == ([[1010, 30, 0]], [[5070, 30, 3]])
+
+
+def test_a_gap_on_either_side_starts_a_new_range():
+    assert described(pages(1, 2, 4), pages(7, 9, 10)) == (
+        [[1010, 10, 0], [1020, 10, 0], [1040, 10, 0]],
+        [[5070, 10, 3], [5090, 10, 3], [5100, 10, 3]],
+    )
+
+
+def test_pages_in_falling_order_are_no_neighbours():
+    assert len(described(pages(3, 2, 1), pages(3, 2, 1))[0]) == 3
+
+
 @given(st.lists(st.tuples(st.integers(1, 49), st.integers(1, 49)), min_size=1, max_size=20))
 def test_ranges_move_every_page_to_its_place(moves):
     source, target = pages(*(a for a, _ in moves)), pages(*(b for _, b in moves))
-    here, there = (side.tolist() for side in describe(HERE, source, THERE, target, range(1)))
-    assert here == [[1000 + 10 * page, 10, 0] for page in source]
-    assert there == [[5000 + 10 * page, 10, 3] for page in target]
+    moved = []
+    for (start, size, _), (goal, goal_size, _) in zip(*described(source, target), strict=True):
+        assert size == goal_size
+        moved += [((start + i - 1000) // 10, (goal + i - 5000) // 10) for i in range(0, size, 10)]
+    assert moved == moves
 
 
 def test_some_layers_of_a_page_are_one_range_each():
@@ -29,5 +51,7 @@ def test_some_layers_of_a_page_are_one_range_each():
     assert parts.target.tolist() == [[5074, 4, 3], [5084, 4, 3]]
 
 
-def test_a_pool_is_described_page_by_page():
-    assert all_pages(THERE._replace(num_pages=3)).tolist() == [[5000, 10, 3], [5010, 10, 3], [5020, 10, 3]]
+def test_all_layers_are_the_whole_page():
+    here = HERE._replace(layers=5)
+    everything = describe(here, pages(1, 2), THERE, pages(7, 8), range(5))
+    assert everything.source.tolist() == [[1010, 20, 0]]

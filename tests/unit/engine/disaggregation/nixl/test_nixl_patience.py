@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.nixl.interfaces import Interfaces
 from tandem_engine.disaggregation.nixl.layout import Region
-from tandem_engine.disaggregation.nixl.outbox import Outbox
 from tandem_engine.disaggregation.nixl.thread import (
     BUSY_LOOK,
     EXPECTING_PAUSE,
     IDLE_PAUSE,
     Expect,
+    Outbox,
     Stop,
     TransferThread,
 )
@@ -65,7 +64,6 @@ def waits(looks: list[float], *commands: object) -> list[float]:
         clock=clock,
         inbox=inbox,
         outbox=outbox,
-        interfaces=Interfaces(clock=clock),
     ).run()
     outbox.close()
     return inbox.waited
