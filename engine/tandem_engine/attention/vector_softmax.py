@@ -15,7 +15,7 @@ import llvmlite.ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from tandem_engine.attention.vectors import LANES, PANEL, Vectors
+from tandem_engine.attention.vectors import LANES, PANEL, Vectors, upper_half
 
 ir: Any = llvmlite.ir
 LOG2_E = math.log2(math.e)
@@ -23,7 +23,7 @@ LOG2_E = math.log2(math.e)
 _TERMS = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
 _MIN_EXPONENT = -126.0
 _MANTISSA_BITS = 23
-_HALF_BITS, _JUST_BELOW_HALF, _UPPER_HALF = 16, 0x7FFF, 0xFFFF0000
+_HALF_BITS = 16
 
 _ADDRESS, _INTEGER, _FLOAT = types.uintp, types.intp, types.float32
 
@@ -153,7 +153,7 @@ def pair_up(typing_context: Any, weights: Any, keys: Any) -> Any:  # noqa: ARG00
             first = builder.shl(loop.index, one)
             for column in _columns(code):
                 low, high = (
-                    _upper_half(code, code.load(code.place(weights, row, code.index(PANEL), column)))
+                    upper_half(builder, code.load(code.place(weights, row, code.index(PANEL), column)))
                     for row in (first, builder.add(first, one))
                 )
                 half = ir.Constant(code.integers, [_HALF_BITS] * LANES)
@@ -163,16 +163,6 @@ def pair_up(typing_context: Any, weights: Any, keys: Any) -> Any:  # noqa: ARG00
         return context.get_dummy_value()
 
     return signature, generate
-
-
-def _upper_half(code: Vectors, value: Any) -> Any:
-    """bfloat16 of a finite number, or of a NaN as CPUs make it, in the upper half of a word whose lower half is 0."""
-    builder = code.builder
-    bits = builder.bitcast(value, code.integers)
-    constants = (ir.Constant(code.integers, [each] * LANES) for each in (_HALF_BITS, 1, _JUST_BELOW_HALF, _UPPER_HALF))
-    half, one, below, upper = constants
-    odd = builder.and_(builder.lshr(bits, half), one)
-    return builder.and_(builder.add(builder.add(bits, below), odd), upper)
 
 
 def _columns(code: Vectors) -> list[Any]:

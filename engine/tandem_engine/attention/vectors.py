@@ -34,7 +34,7 @@ TILE_ROWS = 8 if _WIDE else 4
 FLOAT_BYTES = 4
 """And those of a pair."""
 MULTIPLIES_PAIRS = _WIDE and bool(_llvm.get_host_cpu_features().get("avx512bf16"))
-_HALF_BITS, _UPPER_HALF = 16, 0xFFFF0000
+_HALF_BITS, _JUST_BELOW_HALF, _UPPER_HALF = 16, 0x7FFF, 0xFFFF0000
 _ADDRESS_BITS = 64
 
 Tile = Callable[[int, int, int, int, int, int, int, int], None]
@@ -114,6 +114,18 @@ class Vectors:
         """The same in all lanes of what is a vector, or one word."""
         kind = words.type
         return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def upper_half(builder: Any, value: Any) -> Any:
+    """The nearest bfloat16, ties to even, of each number of a float32 vector of any length, as int32 words whose lower
+    halves are 0. Of finite numbers, and of NaNs as CPUs make them."""
+    words = ir.VectorType(ir.IntType(32), value.type.count)
+    half, one, below, upper = (
+        ir.Constant(words, [each] * words.count) for each in (_HALF_BITS, 1, _JUST_BELOW_HALF, _UPPER_HALF)
+    )
+    bits = builder.bitcast(value, words)
+    odd = builder.and_(builder.lshr(bits, half), one)
+    return builder.and_(builder.add(builder.add(bits, below), odd), upper)
 
 
 if MULTIPLIES_PAIRS:

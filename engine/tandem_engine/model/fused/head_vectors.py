@@ -16,10 +16,12 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from tandem_engine.attention.vectors import upper_half
+
 ir: Any = llvmlite.ir
 
 _ADDRESS, _FLOAT = types.uintp, types.float32
-_HALF_BITS, _JUST_BELOW_HALF, _UPPER_HALF = 16, 0x7FFF, 0xFFFF0000
+_HALF_BITS = 16
 _ALIGNMENT = 2
 """Bytes that any address is a multiple of."""
 
@@ -136,13 +138,13 @@ class _Code:
     def store(self, value: Any, address: Any, *, part: int = 0, narrow: bool = False) -> None:
         """float32 numbers as they are, or as those of the model's dtype."""
         if narrow and self.halves:
-            upper = self.builder.lshr(self._nearest(value), self._all(_HALF_BITS))
+            upper = self.builder.lshr(upper_half(self.builder, value), self._all(_HALF_BITS))
             value = self.builder.trunc(upper, self.shorts)
         self.builder.store(value, self._place(value.type, address, part)).align = _ALIGNMENT
 
     def rounded(self, value: Any) -> Any:
         """As the numbers are after a stay in the model's dtype."""
-        return self.builder.bitcast(self._nearest(value), self.vector) if self.halves else value
+        return self.builder.bitcast(upper_half(self.builder, value), self.vector) if self.halves else value
 
     def total(self, value: Any) -> Any:
         """Of all numbers, in any order."""
@@ -172,12 +174,6 @@ class _Code:
         bytes_each = self.size * (2 if kind == self.shorts else 4)
         start = self.builder.add(address, ir.Constant(address.type, part * bytes_each))
         return self.builder.inttoptr(start, kind.as_pointer())
-
-    def _nearest(self, value: Any) -> Any:
-        """The nearest bfloat16, ties to even, as words whose lower halves are 0. A NaN as CPUs make it stays one."""
-        builder, bits = self.builder, self.builder.bitcast(value, self.words)
-        odd = builder.and_(builder.lshr(bits, self._all(_HALF_BITS)), self._all(1))
-        return builder.and_(builder.add(builder.add(bits, self._all(_JUST_BELOW_HALF)), odd), self._all(_UPPER_HALF))
 
     def _all(self, value: int) -> Any:
         return ir.Constant(self.words, [value] * self.size)

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.attention import cpu_kernels, phases, pieces
+from tandem_engine.attention import cpu_kernels, phases, pieces, vectors
 from tandem_engine.attention.phases import array_at, take
 from tandem_engine.attention.pieces import Array, compiled_callback, inlined
 from tandem_engine.compiled import revision_of
@@ -63,7 +63,7 @@ RowKernel = Any
 
 
 def _revision() -> int:
-    return revision_of(pieces, cpu_kernels, phases, head_vectors, numbers, rows)
+    return revision_of(pieces, cpu_kernels, phases, vectors, head_vectors, numbers, rows)
 
 
 @cache
