@@ -1,6 +1,8 @@
 """The asyncio twins of `channels`, for gateways and worker services."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Generic
 
 import zmq
@@ -82,6 +84,12 @@ class AsyncDealerChannel(Generic[In, Out]):
                 await asyncio.sleep(0)
             return self._inbound.decode(data)
 
+    def waiting(self) -> Iterator[In]:
+        """What has arrived and was not received yet. Never waits; raises like `receive`."""
+        with suppress(zmq.Again):
+            while True:
+                yield self._inbound.decode(self.socket.recv(zmq.NOBLOCK))
+
     def send(self, message: Out) -> bool:
         """False when the queue to the engine is full. Never waits."""
         try:
@@ -92,7 +100,7 @@ class AsyncDealerChannel(Generic[In, Out]):
         return True
 
     async def disconnected(self) -> None:
-        """Return when the connection has been lost or refused."""
+        """Return when the connection has been lost or refused. What the engine said before is `waiting`."""
         while True:
             try:
                 parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))

@@ -136,20 +136,20 @@ class EngineConnection:
         self._channel.close()
 
     async def _read(self) -> None:
-        while True:
-            try:
-                reply = await self._channel.receive()
-            except WireError as error:
-                logger.warning("engine sent an unreadable message", extra={"fields": {"error": str(error)}})
-                self._die(UNREADABLE)
-                return
-            self._unanswered = 0
-            self.heard_at = self._clock.now()
-            match reply:
-                case OutputBatch():
-                    self._deliver(reply)
-                case Taken():
-                    self._note_taken(reply.rid)
+        try:
+            while True:
+                self._hear(await self._channel.receive())
+        except WireError as error:
+            self._die_of(error)
+
+    def _hear(self, reply: EngineReply) -> None:
+        self._unanswered = 0
+        self.heard_at = self._clock.now()
+        match reply:
+            case OutputBatch():
+                self._deliver(reply)
+            case Taken():
+                self._note_taken(reply.rid)
 
     def _deliver(self, batch: OutputBatch) -> None:
         for output in batch.outputs:
@@ -164,6 +164,12 @@ class EngineConnection:
 
     async def _watch_socket(self) -> None:
         await self._channel.disconnected()
+        # Tokens that came before the end are not made a second time elsewhere.
+        try:
+            for reply in self._channel.waiting():
+                self._hear(reply)
+        except WireError as error:
+            self._die_of(error)
         self._die("connection lost")
 
     async def _ping(self) -> None:
@@ -176,6 +182,10 @@ class EngineConnection:
                 return
             self._unanswered += 1
             self._channel.send(Ping(nonce=nonce))
+
+    def _die_of(self, error: WireError) -> None:
+        logger.warning("engine sent an unreadable message", extra={"fields": {"error": str(error)}})
+        self._die(UNREADABLE)
 
     def _die(self, reason: str) -> None:
         if self._closed:

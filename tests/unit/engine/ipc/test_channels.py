@@ -170,6 +170,23 @@ async def test_the_end_of_the_server_is_noticed_at_once(context) -> None:
     dealer.close()
 
 
+async def test_what_the_server_said_before_its_end_can_still_be_received(context) -> None:
+    """A client that hears of the end first must not lose what came before it."""
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    dealer.send(Ping(nonce=0))
+    [(client, _)] = await asyncio.to_thread(received, router)
+    pongs = [Pong(nonce=nonce, incarnation="w@1") for nonce in range(9)]
+    for pong in pongs:
+        assert router.send(client, pong)
+    assert await asyncio.wait_for(dealer.receive(), WAIT) == pongs[0]
+    router.drain(WAIT)
+    await asyncio.wait_for(dealer.disconnected(), WAIT)
+    assert list(dealer.waiting()) == pongs[1:]
+    assert list(dealer.waiting()) == []
+    dealer.close()
+
+
 async def test_an_endpoint_where_nobody_listens_any_more_is_noticed_at_once(context) -> None:
     router = open_router(context)
     router.close()
