@@ -3,6 +3,9 @@
     tile    K of some heads times the queries, softmax so far, V on top of the outputs
     group   tile after tile for all of its members, while they read the same pages; then each of them alone
 
+While rows are computed with, those that come next are fetched: the processor itself reads ahead within 4 KiB only, and
+sixteen tokens of a head of 64 numbers are as long as that.
+
 Pages that several members read come from memory once: for each K/V head of a tile all members take their turn, first at
 K, then at V. Alone, all heads of a tile are visited together, for one long run of bytes comes from memory faster than
 the same bytes in pieces.
@@ -68,7 +71,8 @@ class Scratch(NamedTuple):
 
 AllocateScratch = Callable[[Work], Scratch]
 AttendGroup = Callable[[Work, Scratch, Array, int, int], None]
-TilePiece = Callable[[Work, Scratch, int, int, int, int, int, int], None]
+WeighTile = Callable[[Work, Scratch, int, int, int, int, int, int], None]
+AddTile = Callable[[Work, Scratch, int, int, int, int, int, int, int], None]
 
 
 @cache
@@ -130,13 +134,13 @@ def build_attend_group(dtype: np.dtype[Any], head_dim: int, group: int, *, cappe
                         weigh_tile(work, scratch, task, member, start, end, head, head + heads_at_once)
                     for member in range(first_member, end_member):
                         task = work.members[first + member]
-                        add_tile(work, scratch, task, member, start, end, head, head + heads_at_once)
+                        add_tile(work, scratch, task, member, start, end, stop, head, head + heads_at_once)
                 start = end
 
     return inlined(attend_group)  # type: ignore[no-any-return]
 
 
-def _build_weigh_tile(dtype: np.dtype[Any], head_dim: int, group: int, *, capped: bool) -> TilePiece:
+def _build_weigh_tile(dtype: np.dtype[Any], head_dim: int, group: int, *, capped: bool) -> WeighTile:
     """K times a task's query, which is member number `member`, and the softmax so far: `scores` become weights.
 
     Of tokens [start, end) of the sequence and of some K/V heads.
@@ -162,7 +166,8 @@ def _build_weigh_tile(dtype: np.dtype[Any], head_dim: int, group: int, *, capped
                 rows = pages[page_row[index], layer, 0, kv_head, slot : slot + count]
                 keys = rows.ctypes.data if lie_ready else as_float32(rows, scratch.wide).ctypes.data
                 at = sums_at + (index * page_size + slot - start) * LANES * FLOAT_BYTES
-                multiply(queries_at + kv_head * group * query_bytes, keys, count, at, room)
+                ahead = rows.ctypes.data + pages.strides[2]  # V of the same tokens
+                multiply(queries_at + kv_head * group * query_bytes, keys, count, at, room, ahead)
             for head in range(group):
                 at = scores_at + (kv_head * group + head) * room * FLOAT_BYTES
                 fold(sums_at + head * room * LANES * FLOAT_BYTES, end - start, work.scale, at)
@@ -175,13 +180,21 @@ def _build_weigh_tile(dtype: np.dtype[Any], head_dim: int, group: int, *, capped
     return inlined(weigh_tile)  # type: ignore[no-any-return]
 
 
-def _build_add_tile(dtype: np.dtype[Any], head_dim: int, group: int) -> TilePiece:
-    """V of the same tile, by its weights, on top of the outputs."""
+def _build_add_tile(dtype: np.dtype[Any], head_dim: int, group: int) -> AddTile:
+    """V of the same tile, by its weights, on top of the outputs. `stop` is where the last tile ends."""
     _, add = build_row_pieces(dtype, head_dim, group)
     lie_ready = dtype in (np.float32, np.uint16)
 
     def add_tile(
-        work: Work, scratch: Scratch, task: int, member: int, start: int, end: int, first_head: int, end_head: int
+        work: Work,
+        scratch: Scratch,
+        task: int,
+        member: int,
+        start: int,
+        end: int,
+        stop: int,
+        first_head: int,
+        end_head: int,
     ) -> None:
         pages, layer, page_size = work.pages, work.layer, work.pages.shape[4]
         page_row = work.page_table[work.queries[work.tasks[task, QUERY], ROW]]
@@ -193,7 +206,10 @@ def _build_add_tile(dtype: np.dtype[Any], head_dim: int, group: int) -> TilePiec
                 rows = pages[page_row[index], layer, 1, kv_head, slot : slot + count]
                 values = rows.ctypes.data if lie_ready else as_float32(rows, scratch.wide).ctypes.data
                 at = weights_at + (kv_head * group * room + index * page_size + slot - start) * FLOAT_BYTES
-                add(values, count, at, room, outputs, head_dim + STATISTICS)
+                # K of the next tile, or where there is none anything.
+                after = index + pages_of_tile(page_size)
+                ahead = pages[page_row[after if after * page_size < stop else index], layer, 0, kv_head].ctypes.data
+                add(values, count, at, room, outputs, head_dim + STATISTICS, ahead)
 
     return inlined(add_tile)  # type: ignore[no-any-return]
 

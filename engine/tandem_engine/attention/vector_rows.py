@@ -38,10 +38,11 @@ _QUARTER = 4
 class RowPieces(NamedTuple):
     """Functions for compiled code; see the module. Arguments are addresses and numbers."""
 
-    multiply: Callable[[int, int, int, int, int], None]
-    """queries [group, head_dim], rows of K [count, head_dim], count, sums, room"""
-    add: Callable[[int, int, int, int, int, int], None]
-    """rows of V [count, head_dim], count, weights [group, room], room, outputs [group, …], numbers of their rows"""
+    multiply: Callable[[int, int, int, int, int, int], None]
+    """queries [group, head_dim], rows of K [count, head_dim], count, sums, room, rows that come next"""
+    add: Callable[[int, int, int, int, int, int, int], None]
+    """rows of V [count, head_dim], count, weights [group, room], room, outputs [group, …], numbers of their rows, rows
+    that come next"""
 
 
 def by_pairs(dtype: np.dtype[Any]) -> bool:
@@ -54,25 +55,47 @@ def build_row_pieces(dtype: np.dtype[Any], head_dim: int, group: int) -> RowPiec
     """For rows of `dtype`: float32, or bfloat16 seen as uint16, of which K has to be widened if not `by_pairs`."""
     pairs, halves = by_pairs(dtype), dtype == np.uint16
     words = head_dim // 2 if pairs else head_dim
+    row_bytes = head_dim * dtype.itemsize
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def multiply(typing_context: Any, queries: Any, rows: Any, count: Any, sums: Any, room: Any) -> Any:  # noqa: ARG001
-        signature = types.void(_ADDRESS, _ADDRESS, _INTEGER, _ADDRESS, _INTEGER)
+    def multiply(
+        typing_context: Any,  # noqa: ARG001
+        queries: Any,  # noqa: ARG001
+        rows: Any,  # noqa: ARG001
+        count: Any,  # noqa: ARG001
+        sums: Any,  # noqa: ARG001
+        room: Any,  # noqa: ARG001
+        ahead: Any,  # noqa: ARG001
+    ) -> Any:
+        signature = types.void(_ADDRESS, _ADDRESS, _INTEGER, _ADDRESS, _INTEGER, _ADDRESS)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+            *places, ahead = arguments
             for heads in _batches(group, words):
-                _write_multiply(Vectors(builder), heads, words, *arguments, pairs=pairs)
+                next_row = (ahead, row_bytes) if heads.start == 0 else None
+                _write_multiply(Vectors(builder), heads, words, *places, next_row=next_row, pairs=pairs)
             return context.get_dummy_value()
 
         return signature, generate
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def add(typing_context: Any, rows: Any, count: Any, weights: Any, room: Any, out: Any, out_row: Any) -> Any:  # noqa: ARG001
-        signature = types.void(_ADDRESS, _INTEGER, _ADDRESS, _INTEGER, _ADDRESS, _INTEGER)
+    def add(
+        typing_context: Any,  # noqa: ARG001
+        rows: Any,  # noqa: ARG001
+        count: Any,  # noqa: ARG001
+        weights: Any,  # noqa: ARG001
+        room: Any,  # noqa: ARG001
+        out: Any,  # noqa: ARG001
+        out_row: Any,  # noqa: ARG001
+        ahead: Any,  # noqa: ARG001
+    ) -> Any:
+        signature = types.void(_ADDRESS, _INTEGER, _ADDRESS, _INTEGER, _ADDRESS, _INTEGER, _ADDRESS)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+            *places, ahead = arguments
             for heads in _batches(group, head_dim):
-                _write_add(Vectors(builder), heads, head_dim, *arguments, halves=halves)
+                next_row = (ahead, row_bytes) if heads.start == 0 else None
+                _write_add(Vectors(builder), heads, head_dim, *places, next_row=next_row, halves=halves)
             return context.get_dummy_value()
 
         return signature, generate
@@ -163,7 +186,17 @@ def _parts(numbers: int) -> list[tuple[int, int]]:
 
 
 def _write_multiply(
-    code: Vectors, heads: range, words: int, queries: Any, rows: Any, count: Any, sums: Any, room: Any, *, pairs: bool
+    code: Vectors,
+    heads: range,
+    words: int,
+    queries: Any,
+    rows: Any,
+    count: Any,
+    sums: Any,
+    room: Any,
+    *,
+    next_row: tuple[Any, int] | None,
+    pairs: bool,
 ) -> None:
     builder, parts = code.builder, _parts(words)
     kind = code.ints if pairs else code.floats
@@ -174,6 +207,7 @@ def _write_multiply(
         for first, size in parts
     }
     with cgutils.for_range(builder, count) as loop:
+        _fetch(code, next_row, loop.index)
         row = [
             _load(code, code.place(rows, loop.index, code.index(words), code.index(first)), size)
             for first, size in parts
@@ -202,6 +236,7 @@ def _write_add(
     out: Any,
     out_row: Any,
     *,
+    next_row: tuple[Any, int] | None,
     halves: bool,
 ) -> None:
     builder, parts = code.builder, _parts(head_dim)
@@ -218,6 +253,7 @@ def _write_add(
         for first, size in parts
     }
     with cgutils.for_range(builder, count) as loop:
+        _fetch(code, next_row, loop.index)
         row = [
             _load(code, code.place(rows, loop.index, code.index(head_dim), code.index(first)), size)
             for first, size in parts
@@ -229,6 +265,12 @@ def _write_add(
                 builder.store(code.multiply_add(weight, numbers, builder.load(total)), total)
     for (head, first), place in places.items():
         _store(code, builder.load(totals[head, first]), place, min(LANES, head_dim - first))
+
+
+def _fetch(code: Vectors, next_row: tuple[Any, int] | None, index: Any) -> None:
+    if next_row is not None:
+        start, size = next_row
+        code.prefetch(code.builder.add(start, code.builder.mul(index, code.index(size))), size)
 
 
 def _load(code: Vectors, place: Any, count: int) -> Any:

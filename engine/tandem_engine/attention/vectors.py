@@ -33,6 +33,8 @@ TILE_ROWS = 8 if _WIDE else 4
 """Rows of a tile: with two registers each, half of those that the CPU has, and enough sums that none waits."""
 FLOAT_BYTES = 4
 """And those of a pair."""
+LINE_BYTES = 64
+"""That come from memory together."""
 MULTIPLIES_PAIRS = _WIDE and bool(_llvm.get_host_cpu_features().get("avx512bf16"))
 _HALF_BITS, _JUST_BELOW_HALF, _UPPER_HALF = 16, 0x7FFF, 0xFFFF0000
 _ADDRESS_BITS = 64
@@ -74,6 +76,16 @@ class Vectors:
 
     def store(self, value: Any, place: Any) -> None:
         self.builder.store(value, self.builder.bitcast(place, value.type.as_pointer())).align = FLOAT_BYTES
+
+    def prefetch(self, address: Any, size: int) -> None:
+        """Have the lines of `size` bytes brought near while something else is computed. No address is wrong."""
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = self.builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        near = [ir.Constant(number, each) for each in (0, 3, 1)]  # to read, to all caches, data
+        for offset in range(0, size, LINE_BYTES):
+            place = self.builder.add(address, self.index(offset))
+            self.builder.call(function, [self.builder.inttoptr(place, byte), *near])
 
     def spread(self, value: Any) -> Any:
         """One number in all lanes."""

@@ -10,6 +10,8 @@ from tandem_engine.attention.vectors import LANES
 ROOM = 2 * LANES
 COUNT = LANES + 3
 """Rows: more than a vector, and no whole number of them."""
+NOWHERE = 0
+"""What is fetched ahead may be anywhere, where there is no memory too."""
 
 
 @pytest.fixture
@@ -25,10 +27,10 @@ def test_scores_and_outputs_are_those_of_matrix_products(dice, head_dim):
 
     @compiled_kernel
     def compute(queries, rows, count, sums, scores, out):
-        multiply(queries.ctypes.data, rows.ctypes.data, count, sums.ctypes.data, sums.shape[1])
+        multiply(queries.ctypes.data, rows.ctypes.data, count, sums.ctypes.data, sums.shape[1], NOWHERE)
         for head in range(queries.shape[0]):
             fold(sums[head].ctypes.data, count, np.float32(0.5), scores[head].ctypes.data)
-        add(rows.ctypes.data, count, scores.ctypes.data, scores.shape[1], out.ctypes.data, out.shape[1])
+        add(rows.ctypes.data, count, scores.ctypes.data, scores.shape[1], out.ctypes.data, out.shape[1], NOWHERE)
 
     queries = dice.standard_normal((group, head_dim), np.float32)
     rows = dice.standard_normal((COUNT, head_dim), np.float32)
