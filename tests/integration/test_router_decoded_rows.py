@@ -161,3 +161,39 @@ async def test_what_was_reserved_and_given_back_is_seen_without_a_heartbeat(serv
         assert [queue_s(each) for each in routed] == pytest.approx([0.0, 1.0, 2.0])
         await fleet.index.release(routed[0].reservation)
         assert queue_s(await fleet.index.route(**ROUTE)) == pytest.approx(2.0)
+
+
+async def decisions(server, *, kept: bool) -> list[tuple[str | None, str, dict[str, float]]]:
+    """Choices and prices of a burst that goes on for several reservation buckets. Unless `kept`, every decision reads
+    all rows."""
+    server.command("FLUSHALL")
+    simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="default", events=EventQueue())
+    await simulated.follow()
+    roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH)
+    steps_s = (0.0101, 0.0113, 0.012731, 0.013977, 0.015149)  # no two prices are equal
+    for number, (role, step_s) in enumerate(zip(roles, steps_s, strict=True)):
+        load = make_load(
+            prefill_rate=1000.0 + 37 * number,
+            queue_tokens=11 * number,
+            sequences=number,
+            step_s=step_s,
+            max_sequences=9,
+            room_tokens=5000,
+        )
+        await beat(simulated, make_record(f"w{number}", role, load=load))
+    made = []
+    for _ in range(40):
+        if not kept:
+            server.command("FUNCTION", "FLUSH")
+        routed = await route(simulated)
+        assert routed is not None
+        made.append((routed.prefill, routed.decode, {term.name: term.seconds for term in routed.terms}))
+        await later(simulated, 0.09)
+    await simulated.client.close()
+    return made
+
+
+async def test_the_load_that_decisions_add_up_is_what_the_rows_say(server):
+    kept = await decisions(server, kept=True)
+    assert kept == await decisions(server, kept=False)
+    assert len({decode for _, decode, _ in kept}) > 1

@@ -1,5 +1,7 @@
 """In a large fleet Redis looks closely at few workers, and chooses as if it had looked at all (scripts/settle.lua)."""
 
+import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -129,3 +131,87 @@ async def test_a_match_of_a_long_prompt_is_known_to_the_named_block_before_its_e
         )
     named = [i * 700 // MAX_NAMED_BLOCKS for i in range(MAX_NAMED_BLOCKS + 1)]
     assert routed.matched_tokens == max(block for block in named if block <= held) * PAGE
+
+
+LONG_PROMPT = tuple(range(MAX_NAMED_BLOCKS * 5 // 2 * PAGE))
+LONG_CHAIN = chain_of(LONG_PROMPT)
+NAMED = [i * len(LONG_CHAIN) // MAX_NAMED_BLOCKS for i in range(MAX_NAMED_BLOCKS + 1)]
+
+
+def ragged_fleet(random: Random) -> list[tuple[WorkerRecord, int]]:
+    """64 workers, half of them for prefill, and how many blocks of the long prompt each has: every one of them another
+    share, as far as the index tells."""
+    shares = random.sample(NAMED, 64)
+    fleet = []
+    for number, blocks in enumerate(shares):
+        links = tuple(
+            LinkReport(peer=f"w{peer}@1", bytes_per_s=random.uniform(1e8, 1e10)) for peer in random.sample(range(64), 8)
+        )
+        role = Role.PREFILL if number % 2 else Role.DECODE
+        load = replace(drawn_load(random), host_token_s=0.0)
+        fleet.append((make_record(f"w{number}", role, load=load, links=links, context_length=1 << 20), blocks))
+    return fleet
+
+
+def sismember_calls(server: RedisServer) -> int:
+    told = re.search(r"cmdstat_sismember:calls=(\d+)", server.command("INFO", "commandstats"))
+    return int(told[1]) if told else 0
+
+
+async def test_where_64_workers_have_another_share_each_redis_chooses_as_the_formula_does_with_few_looks(server):
+    demand = Demand(prompt_tokens=len(LONG_PROMPT), output_tokens=64, local_prefill_tokens=16)
+    looks, decisions = 0, 0
+    for number in range(3):
+        random = Random(number)
+        fleet = ragged_fleet(random)
+        candidates = [
+            Candidate(view=record.view, load=record.load, matched=blocks * PAGE, links=record.link_rates)
+            for record, blocks in fleet
+        ]
+        option = select(candidates, demand, random)
+        assert option is not None
+        async with Fleet.of(server, LEASE_MS=600_000) as workers:
+            for record, blocks in fleet:
+                await workers.beat(record)
+                await workers.cache(record, LONG_CHAIN[:blocks])
+            server.command("CONFIG", "RESETSTAT")
+            for seed in range(24):  # from which worker on they are looked at follows from it
+                routed = await workers.index.route(
+                    model=MODEL,
+                    demand=demand,
+                    page_size=PAGE,
+                    chain=b"".join(LONG_CHAIN),
+                    exclude=frozenset(),
+                    seed=seed,
+                )
+                assert routed is not None
+                await workers.index.release(routed.reservation)
+                predicted = sum(term.seconds for term in routed.terms)
+                assert predicted == pytest.approx(option.cost, abs=2e-4), f"fleet {number}, seed {seed}"
+        looks, decisions = looks + sismember_calls(server), decisions + 24
+    assert looks / decisions < 260  # halving for everybody takes 448
+
+
+async def test_the_fourth_longest_match_is_a_source_in_whatever_order_workers_are_looked_at(server):
+    """It is the only one with a fast link."""
+    shares = [50, 55, 60, 62, *range(1, 36)]
+    async with Fleet.of(server, LEASE_MS=600_000) as workers:
+        await workers.beat(make_record("computing", load=make_load(queue_tokens=10)))
+        for number, blocks in enumerate(shares):
+            link = LinkReport(peer="computing@1", bytes_per_s=1e2 if number else 1e12)
+            record = make_record(f"w{number}", load=make_load(queue_tokens=1e6), links=(link,))
+            await workers.beat(record)
+            await workers.cache(record, CHAIN[:blocks])
+        for seed in range(40):  # from which worker on they are looked at follows from it
+            routed = await workers.index.route(
+                model=MODEL,
+                demand=Demand(prompt_tokens=len(PROMPT), output_tokens=16, local_prefill_tokens=16),
+                page_size=PAGE,
+                chain=b"".join(CHAIN),
+                exclude=frozenset(),
+                seed=seed,
+            )
+            assert routed is not None
+            assert routed.fetch is not None
+            assert (routed.decode, routed.fetch.source) == ("computing@1", "w0@1"), f"seed {seed}"
+            await workers.index.release(routed.reservation)

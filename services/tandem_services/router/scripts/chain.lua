@@ -44,18 +44,16 @@ local function chain_search(state, chain)
   end
 
   local function search(worker, least)
-    local key, low, high = worker.blocks, worker.low, worker.high
+    local key, low, high, hinted = worker.blocks, worker.low, worker.high, wrong < WRONG_HINTS
     while low < high and high > least do
       local position
-      if wrong == WRONG_HINTS or last < low or last > high then
+      if hinted and last >= low and last <= high then
+        position = last > low and last or low + 1
+      else
         position = (low + high + 1) / 2
         position = position - position % 1
-      elseif last > low then
-        position = last
-      else
-        position = low + 1
       end
-      local held = pcall('SISMEMBER', key, digest(position))
+      local held = pcall('SISMEMBER', key, cut_for[position] == decision and cut[position] or digest(position))
       if held == 1 then
         low = position
       elseif held == 0 then

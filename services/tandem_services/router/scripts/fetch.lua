@@ -49,11 +49,10 @@ local function cheapest_fetch(worker, matched, known_s, sources)
     local moved = tokens[i] - matched
     if moved <= 0 then break end -- the longest come first
     local cost = missing[i] * work_s + moved * copy_s
-    if cost < known_s then
-      local seconds = begin_s[i] + moved * (links[i][incarnation] or token_s[i])
-      if seconds > queue_s then cost = cost + seconds - queue_s end
-      if cost < known_s then known_s, chosen, chosen_s = cost, sources.workers[i], seconds end
-    end
+    if cost >= known_s then break end -- the others leave more to compute, which costs more than a copy
+    local seconds = begin_s[i] + moved * (links[i][incarnation] or token_s[i])
+    if seconds > queue_s then cost = cost + seconds - queue_s end
+    if cost < known_s then known_s, chosen, chosen_s = cost, sources.workers[i], seconds end
   end
   return known_s, chosen, chosen_s
 end
@@ -63,28 +62,32 @@ end
 local function longest_matches(workers, query)
   local search, digest, block_size, named = query.search, query.digest, query.block_size, query.named
   local pcall, count, found, least = redis.pcall, #workers, {}, 0
-  local at = math.random(count)
+  local at, beyond = math.random(count), named > 0 and digest(1)
   for _ = 1, count do
     at = at % count + 1
     local worker = workers[at]
     -- Pages of another size than the chain's cannot match.
     local low, high = 0, worker.page_size == block_size and named or 0
     if high > least then
-      local held = pcall('SISMEMBER', worker.blocks, digest(least + 1))
+      local held = pcall('SISMEMBER', worker.blocks, beyond)
       if held == 0 then high = least elseif held == 1 then low = least + 1 end
     end
     worker.low, worker.high = low, high
     if high > least then
       search(worker, least)
-      if worker.low > least then
+      low = worker.low
+      if low > least then
         local place = #found
         if place == PAIR_ENDS then place = place - 1 end
-        while place > 0 and worker.low > found[place].low do
+        while place > 0 and low > found[place].low do
           found[place + 1] = found[place]
           place = place - 1
         end
         found[place + 1] = worker
-        if #found == PAIR_ENDS then least = found[PAIR_ENDS].low end
+        if #found == PAIR_ENDS then
+          least = found[PAIR_ENDS].low
+          if least < named then beyond = digest(least + 1) end
+        end
       end
     end
   end

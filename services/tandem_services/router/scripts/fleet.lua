@@ -28,13 +28,18 @@ local function doubt_fleet(prefix)
   if fleets[prefix] then fleets[prefix].stamp = false end
 end
 
+-- `worker` of a kept fleet was read or weighed anew.
+local function keep_worker(fleet, worker)
+  fleet.from, fleet.till = math.max(fleet.from, worker.from), math.min(fleet.till, worker.till)
+end
+
 -- The row of one worker was `before` and is `row` now.
 local function keep_row(prefix, incarnation, before, row, now)
   local fleet = fleets[prefix]
   local worker = fleet and fleet.workers[incarnation]
   if not worker or worker.row ~= before then return doubt_fleet(prefix) end
   read_row(worker, row, now)
-  fleet.from, fleet.till = math.max(fleet.from, worker.from), math.min(fleet.till, worker.till)
+  keep_worker(fleet, worker)
 end
 
 -- Prefill ends and decode ends of one compat hash: workers of different hashes are never paired. A worker that does

@@ -1,29 +1,26 @@
 -- One routing decision: match, price, choose, reserve. One round trip, atomic, so that a burst through
 -- many gateways sees each other's reservations.
 
--- `tokens_at` has how many prompt tokens the first so many named blocks of the chain are, `position_before` tells how
--- many named blocks there are in the first so many tokens.
+-- `tokens_at` tells how many prompt tokens the first so many named blocks of the chain are, `named_per_token` how
+-- many there are in a token.
 local function read_query(state, args)
   local exclude = {}
   for i = 11, #args do exclude[args[i]] = true end
   local prompt_tokens, output_tokens, block_size = tonumber(args[3]), tonumber(args[4]), tonumber(args[5])
   local chain, blocks = args[8], tonumber(args[9])
   local named = math.min(math.floor(#chain / DIGEST_BYTES), MAX_NAMED_BLOCKS)
-  local floor, min = math.floor, math.min
   local digest, look, search, on_device = chain_search(state, chain)
   return {
     model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
     block_size = block_size, local_prefill_tokens = tonumber(args[6]), named = named,
     digest = digest, look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude,
-    tokens_at = setmetatable({[0] = 0}, {__index = function(known, position)
-      local tokens = min(prompt_tokens, floor(position * blocks / named) * block_size)
-      known[position] = tokens
-      return tokens
-    end}),
-    position_before = function(tokens)
-      if tokens <= 0 then return 0 end
-      return floor(tokens / block_size / blocks * named)
+    tokens_at = function(position)
+      if position == 0 then return 0 end
+      local tokens = position * blocks / named
+      tokens = (tokens - tokens % 1) * block_size
+      return tokens < prompt_tokens and tokens or prompt_tokens
     end,
+    named_per_token = named / (blocks * block_size),
   }
 end
 
@@ -53,7 +50,7 @@ end
 -- Prices are kept apart from their pairs, which are made into a table once one is chosen.
 local function best_pair(group, query)
   local prefills, decodes = promising(group, query)
-  local costs, token_s, best = {}, {}, math.huge
+  local costs, token_s, count, best = {}, {}, 0, math.huge
   for _, prefill in ipairs(prefills) do
     local links = links_of(prefill)
     for _, decode in ipairs(decodes) do
@@ -61,7 +58,8 @@ local function best_pair(group, query)
       local cost = prefill.compute_s + transfer(decode, link_s) + decode.hold_s
       -- The same worker at both ends is "alone" with a transfer added, and "alone" is an option of its own.
       if prefill == decode then cost = math.huge end
-      costs[#costs + 1], token_s[#costs + 1] = cost, link_s
+      count = count + 1
+      costs[count], token_s[count] = cost, link_s
       if cost < best then best = cost end
     end
   end
@@ -124,19 +122,15 @@ local function claims_of(choice, query)
   return {{choice.prefill, missing, 0, query.prompt_tokens}, {choice.decode, 0, 1, query.room_tokens}}
 end
 
--- Change the reservation of one bucket in the row of a worker.
-local function write_reservation(state, incarnation, row, bucket, queue, sequences, room)
-  local changed = with_reservation(row, state.now, bucket, queue, sequences, room)
-  redis.call('HSET', state.fleet, incarnation, changed)
-  keep_row(state.prefix, incarnation, row, changed, state.now)
-end
-
-local function reserve(state, claims)
-  local bucket = state.now - state.now % RESERVATION_BUCKET_MS
+local function reserve(state, fleet, claims)
+  local now, bucket = state.now, state.now - state.now % RESERVATION_BUCKET_MS
   for _, claim in ipairs(claims) do
-    local worker = claim[1]
+    local worker, queue, sequences, room = unpack(claim)
+    local row = with_reservation(worker.row, now, bucket, queue, sequences, room)
+    redis.call('HSET', state.fleet, worker.incarnation, row)
+    add_reserved(worker, row, now, bucket, queue, sequences, room)
+    keep_worker(fleet, worker)
     claim[1] = worker.incarnation
-    write_reservation(state, worker.incarnation, worker.row, bucket, claim[2], claim[3], claim[4])
   end
   return {bucket = bucket, claims = claims}
 end
@@ -153,10 +147,11 @@ end
 --   degraded: the decode worker computes it because no prefill worker could.
 --   passed_over: {the cheapest others, as `chosen`, and how many more there were}; nil when none are asked for.
 local function route_and_reserve(keys, args)
-  local state = open(keys, args)
+  local state = open_to_route(keys, args)
   math.randomseed(tonumber(args[7]))
   local query = read_query(state, args)
-  local groups = eligible(current_fleet(state), query)
+  local fleet = current_fleet(state)
+  local groups = eligible(fleet, query)
   local found = options(groups, query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
   local choice = cheapest(found, 'cost')
@@ -166,7 +161,7 @@ local function route_and_reserve(keys, args)
     dropped = state.dropped,
   }
   -- From here on workers are what they are with this request.
-  reply.reservation = reserve(state, claims_of(choice, query))
+  reply.reservation = reserve(state, fleet, claims_of(choice, query))
   return cmsgpack.pack(reply)
 end
 
@@ -178,8 +173,10 @@ local function release(keys, args)
   for i = 3, #args, 4 do
     local row = redis.call('HGET', state.fleet, args[i])
     if row and well_sized(row) then
-      write_reservation(state, args[i], row, tonumber(args[2]),
+      local changed = with_reservation(row, state.now, tonumber(args[2]),
         -tonumber(args[i + 1]), -tonumber(args[i + 2]), -tonumber(args[i + 3]))
+      redis.call('HSET', state.fleet, args[i], changed)
+      keep_row(state.prefix, args[i], row, changed, state.now)
     end
   end
   return 1

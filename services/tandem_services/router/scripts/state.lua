@@ -25,6 +25,13 @@ local function lost_entries(meta)
   if epoch then redis.call('HSET', meta, 'epoch', redis.sha1hex(epoch .. now_ms())) end
 end
 
+local function opened(keys, args, count, dropped)
+  return {
+    fleet = keys[1], owner = keys[2], fenced = keys[3], meta = keys[4],
+    prefix = args[1], now = now_ms(), dropped = dropped, count = count,
+  }
+end
+
 -- The registry as one table. A key that somebody filled with another type is dropped and counted.
 local function open(keys, args)
   local dropped = 0
@@ -37,10 +44,15 @@ local function open(keys, args)
     dropped, count = dropped + 1, 0
   end
   if dropped > 0 then lost_entries(keys[4]) end
-  return {
-    fleet = keys[1], owner = keys[2], fenced = keys[3], meta = keys[4],
-    prefix = args[1], now = now_ms(), dropped = dropped, count = count,
-  }
+  return opened(keys, args, count, dropped)
+end
+
+-- The same for a decision, of which there are thousands a second: it uses `fleet` and `meta` alone, and what has a length
+-- as a hash is one. The others are looked at with the next heartbeat.
+local function open_to_route(keys, args)
+  local count, fields = redis.pcall('HLEN', keys[1]), redis.pcall('HLEN', keys[4])
+  if type(count) ~= 'number' or count > MAX_WORKERS or type(fields) ~= 'number' then return open(keys, args) end
+  return opened(keys, args, count, 0)
 end
 
 local function meta_number(state, field)

@@ -34,11 +34,21 @@ local function unread_worker(prefix, incarnation)
     blocks = prefix .. 'blocks:' .. incarnation, host_blocks = prefix .. 'host:' .. incarnation,
     links = prefix .. 'links:' .. incarnation, read_links = false, read_host_token_s = false,
     row = false, beat = false, from = math.huge, till = -math.huge, live = false, kind = false,
-    role = 0, page_size = 0, context_length = 0, model = '', compat = '', room_tokens = 0, full = false,
+    report_ms = 0, role = 0, page_size = 0, context_length = 0, model = '', compat = '',
+    queue_tokens = 0, sequences = 0, step_s = 0, room_tokens = 0, max_sequences = 0, full = false,
     token_s = 0, transfer_token_s = 0, queue_s = 0, turn_s = 0, waiting = 0, work_s = 0, copy_s = 0, load_s = 0,
     low = 0, high = 0, settled = false, in_host = 0, back_s = 0, matched = 0, missing = 0,
     source = false, fetch_s = 0, alone = false, compute_s = 0, hold_s = 0, alone_s = 0,
   }
+end
+
+-- What follows from the load of `worker`: that of its report and the reservations that count beside it.
+local function weigh_load(worker)
+  local queue_tokens, token_s, sequences, step_s = worker.queue_tokens, worker.token_s, worker.sequences, worker.step_s
+  local waiting = waiting_sequences(worker.role, sequences)
+  worker.queue_s, worker.turn_s = queue_tokens * token_s, turn(queue_tokens, token_s, sequences, step_s)
+  worker.waiting, worker.work_s, worker.load_s = waiting, token_s * (1 + waiting), sequences * step_s
+  worker.full = sequences >= worker.max_sequences
 end
 
 -- Make `worker` what `row` says at `now`: live and offered or not, and for how long that holds. The comparisons with
@@ -52,20 +62,29 @@ local function read_row(worker, row, now)
   if not (queue_tokens >= 0 and token_s >= 0 and sequences >= 0 and step_s >= 0 and transfer_token_s >= 0
       and queue_tokens + token_s + sequences + step_s + transfer_token_s < math.huge) then return end
   local queued, added, taken, from, till = reserved_load(row, now, report_ms)
-  queue_tokens, sequences, room_tokens = queue_tokens + queued, sequences + added, room_tokens - taken
-  local waiting, beat = waiting_sequences(role, sequences), string.sub(row, 1, BEAT_BYTES)
+  local beat = string.sub(row, 1, BEAT_BYTES)
   -- Links and what else is known of a worker are written with the row, by heartbeats only.
   if worker.beat ~= beat then
     worker.beat, worker.read_links, worker.read_host_token_s = beat, false, false
     worker.kind = kind_of(role, page_size, context_length, model, compat)
   end
   worker.live, worker.from, worker.till = true, math.max(from, lease_ms - LEASE_MS), math.min(till, lease_ms + 1)
-  worker.role, worker.page_size, worker.context_length, worker.model = role, page_size, context_length, model
-  worker.compat, worker.room_tokens, worker.full = compat, room_tokens, sequences >= max_sequences
-  worker.token_s, worker.transfer_token_s = token_s, transfer_token_s
-  worker.queue_s, worker.turn_s = queue_tokens * token_s, turn(queue_tokens, token_s, sequences, step_s)
-  worker.waiting, worker.work_s = waiting, token_s * (1 + waiting)
-  worker.copy_s, worker.load_s = token_s * COPY_FOLLOWERS, sequences * step_s
+  worker.report_ms, worker.role, worker.page_size, worker.context_length = report_ms, role, page_size, context_length
+  worker.model, worker.compat, worker.room_tokens, worker.max_sequences = model, compat, room_tokens - taken, max_sequences
+  worker.token_s, worker.copy_s, worker.transfer_token_s = token_s, token_s * COPY_FOLLOWERS, transfer_token_s
+  worker.queue_tokens, worker.sequences, worker.step_s = queue_tokens + queued, sequences + added, step_s
+  weigh_load(worker)
+end
+
+-- `worker`, which was read, has a reservation of `bucket` more, and `row` with it. As if that were read, but for what is
+-- the same.
+local function add_reserved(worker, row, now, bucket, queue, sequences, room)
+  if not counts(bucket, now, worker.report_ms) then return read_row(worker, row, now) end
+  worker.row, worker.from = row, math.max(worker.from, bucket)
+  worker.till = math.min(worker.till, bucket + RESERVATION_BUCKET_MS + RESERVATION_MS)
+  worker.queue_tokens, worker.sequences = worker.queue_tokens + queue, worker.sequences + sequences
+  worker.room_tokens = worker.room_tokens - room
+  weigh_load(worker)
 end
 
 -- Seconds to copy one token's KV from its host memory to its device; 0 where that has not been measured.
