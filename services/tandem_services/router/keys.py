@@ -103,9 +103,9 @@ BACKLOG_MS = 2_000
 MAX_CHAIN_BLOCKS = 65_536
 """Blocks of a prompt that are hashed for routing."""
 
-MAX_NAMED_BLOCKS = 256
+MAX_NAMED_BLOCKS = 128
 """Of them, those that a routing call names, evenly spread with the last among them: what is cached of a longer prompt
-is known to 0.4 % of it, far closer than the rates it is priced with, and a call is 4 KiB instead of up to 1 MiB."""
+is known to 0.8 % of it, closer than the rates it is priced with, and a call is 2 KiB instead of up to 1 MiB."""
 
 DIGEST_BYTES = 16
 """Of a block."""
