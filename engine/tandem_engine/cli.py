@@ -114,6 +114,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--model", required=True, metavar="PATH")
     add_model_impl_flag(parser)
     add_device_flag(parser)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     add_kv_cache_dtype_flag(parser)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=positive_int, metavar="N")
@@ -128,6 +129,7 @@ def _verify(args: argparse.Namespace) -> int:
         args.model,
         impl=ModelImpl(args.model_impl),
         device=args.device,
+        dtype=args.dtype,
         kv_dtype=KvCacheDtype(args.kv_cache_dtype),
         quick=args.quick,
         as_json=args.json,

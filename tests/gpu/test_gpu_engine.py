@@ -27,7 +27,17 @@ from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.stream import discard
 from tandem_engine.verify.paths import WITHOUT_GRAPHS
-from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, HOST, MIXED, RETRACTED, SWAPPED, run_paths_of
+from tandem_testing.exactness import (
+    CACHED,
+    CHUNKED,
+    DISAGGREGATED,
+    HOST,
+    MIXED,
+    RETRACTED,
+    SWAPPED,
+    TWICE,
+    run_paths_of,
+)
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
 pytestmark = [
@@ -41,6 +51,7 @@ ALONE = [
     CHUNKED,
     CACHED,
     MIXED,
+    TWICE,
     WITHOUT_GRAPHS,
     RETRACTED,
     "edited: mixed, staggered",
@@ -118,6 +129,13 @@ def outputs(model: LoadedModel, config: EngineConfig) -> list[tuple[int, ...]]:
 
 def test_every_path_of_one_engine_gives_the_tokens_of_transformers(model):
     results = run_paths_of(model, ALONE)
+    assert {result.path: result.difference for result in results} == dict.fromkeys(ALONE)
+
+
+def test_bfloat16_is_within_the_stated_bounds_on_every_path(checkpoint):
+    """Of what transformers makes of the same tokens in float32, on the CPU."""
+    rounded = load(EngineConfig(model_path=str(checkpoint), dtype="bfloat16", device=DEVICE), progress=False)
+    results = run_paths_of(rounded, ALONE)
     assert {result.path: result.difference for result in results} == dict.fromkeys(ALONE)
 
 

@@ -1,7 +1,8 @@
 """`tandem verify`: run the exactness matrix on one checkpoint and report.
 
 1. transformers generates every prompt greedily in float32, with logprobs; with KV of fewer bits, which transformers
-   does not have, the first of our paths does it again, and the others are compared with that
+   does not have, the first of our paths does it again, and the others are compared with that. In bfloat16 outputs may
+   differ, and transformers says instead how likely each token of ours is (`rounded`)
 2. the checkpoint is loaded once by Tandem; each path builds an engine (or a pair) around it
 3. each path's outputs are compared; the table grows as paths finish
 4. the first difference ends the run with exit status 1
@@ -13,6 +14,7 @@ from pathlib import Path as Folder
 import msgspec
 
 from tandem_engine.config import CacheConfig, EngineConfig, KvCacheDtype, ModelConfig, ModelImpl, SchedulerConfig
+from tandem_engine.errors import ConfigError
 from tandem_engine.loaded_model import load
 from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.verify.compare import PathResult
@@ -21,8 +23,10 @@ from tandem_engine.verify.path import Path
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.prompts import make_prompts
 from tandem_engine.verify.rank_paths import on_ranks
+from tandem_engine.verify.reference import TransformersReference
 from tandem_engine.verify.references import generate_references
 from tandem_engine.verify.report import VerifyReport, print_head, print_row
+from tandem_engine.verify.rounded import RememberedScores
 from tandem_engine.verify.verification import Verification
 
 DEFAULT_RANKS = 2
@@ -33,6 +37,7 @@ def run_verify(
     *,
     impl: ModelImpl = ModelImpl.AUTO,
     device: str = "cpu",
+    dtype: str = "float32",
     kv_dtype: KvCacheDtype = KvCacheDtype.AUTO,
     quick: bool,
     as_json: bool,
@@ -42,6 +47,7 @@ def run_verify(
 
     Args:
         device: where Tandem computes; transformers always does on a CPU.
+        dtype: that Tandem computes in.
         kv_dtype: of pages. Unless it is the model's, paths are compared with the first of them.
         tp_size: how many ranks share the model in the tensor-parallel paths; 1 leaves these out, None takes
             `DEFAULT_RANKS` where the model can be shared by so many.
@@ -49,10 +55,12 @@ def run_verify(
     import torch
     import transformers
 
+    if dtype != "float32" and kv_dtype is not KvCacheDtype.AUTO:
+        raise ConfigError(f"--kv-cache-dtype {kv_dtype} is verified in float32: leave out --dtype {dtype}")
     config = EngineConfig(
         model_path=model_path,
         model_impl=impl,
-        dtype="float32",
+        dtype=dtype,
         device=device,
         cache=CacheConfig(dtype=kv_dtype),
         scheduler=SchedulerConfig(audit_every_step=True),
@@ -62,7 +70,8 @@ def run_verify(
     ranks = _ranks(facts, device) if tp_size is None else tp_size
     require_shareable(facts, ranks)
     prompts = make_prompts(model_path, facts.vocab_size, quick=quick)
-    references = generate_references(model_path, model, prompts, progress=not as_json)
+    reference = TransformersReference(model_path, weights=model.dtype)
+    references = generate_references(reference, model, prompts, progress=not as_json)
     longest = references.longest + prompts.max_tokens
     paths = make_paths(
         context_length=longest + 1,
@@ -73,22 +82,30 @@ def run_verify(
         graphs=device != "cpu",
     )
     paths += on_ranks(paths, ranks, quick=quick)
+    rounds = model.dtype is not torch.float32
+    if rounds:
+        # The second turn of a session follows the first's tokens, which need not be the reference's.
+        paths = [path for path in paths if not path.sessions]
     verification = Verification(
         model=model,
         references=references.outputs,
         max_tokens=prompts.max_tokens,
         edited=references.edited,
         kv_dtype=kv_dtype,
+        score=RememberedScores(reference.score) if rounds else None,
     )
     if kv_dtype is not KvCacheDtype.AUTO:
         verification = verification.with_references_of(paths[0])
     results = _run_paths(verification, paths, as_json=as_json)
+    bound = verification.logprob_bound
     equal = len(results) == len(paths) and all(result.equal for result in results)
     if as_json:
         report = VerifyReport(
             model=model_path,
             family=facts.family,
             impl=facts.impl,
+            dtype=dtype,
+            logprob_bound=bound,
             torch=str(torch.__version__),
             transformers=transformers.__version__,
             prompts=len(references.outputs),
@@ -98,10 +115,16 @@ def run_verify(
         print(msgspec.json.encode(report).decode())
     else:
         print(
-            f"\n{'all equal' if equal else 'DIFFERENT'}: {len(references.outputs)} prompts, "
+            f"\n{_verdict(bound, equal=equal, rounds=rounds)}: {len(references.outputs)} prompts, "
             f"{len(results)} of {len(paths)} paths run"
         )
     return 0 if equal else 1
+
+
+def _verdict(bound: float, *, equal: bool, rounds: bool) -> str:
+    if not equal:
+        return "DIFFERENT"
+    return f"all logprobs within {bound:g}" if rounds else "all equal"
 
 
 def _ranks(facts: ModelConfig, device: str) -> int:

@@ -88,9 +88,9 @@ def compare(
     `rounded_kv`: logprobs may differ by more, and an output is compared up to the place where two tokens are as likely
     as that: either may come next.
     """
-    worst, tolerance = 0.0, ROUNDED_KV_TOLERANCE if rounded_kv else LOGPROB_TOLERANCE
+    worst, tolerance = 0.0, tolerance_of(rounded_kv=rounded_kv)
     for request, output, reference in zip(requests, outputs, references, strict=True):
-        wrong = _prompt_difference(request, output, reference, tolerance)
+        wrong = prompt_difference(request, output, reference, tolerance)
         if wrong is not None:
             return Comparison(difference=wrong, max_logprob_difference=worst)
         start = len(request.resume_ids)
@@ -111,6 +111,11 @@ def compare(
     return Comparison(difference=None, max_logprob_difference=worst)
 
 
+def tolerance_of(*, rounded_kv: bool) -> float:
+    """How far logprobs may be from each other."""
+    return ROUNDED_KV_TOLERANCE if rounded_kv else LOGPROB_TOLERANCE
+
+
 def _first_tie(output: Generation, tokens: Sequence[int], reference: ReferenceOutput, tolerance: float) -> int | None:
     """Where the tokens first differ, if the reference's is about as likely there as the one that was chosen."""
     pairs = enumerate(zip(tokens, reference.token_ids, strict=False))
@@ -122,7 +127,7 @@ def _first_tie(output: Generation, tokens: Sequence[int], reference: ReferenceOu
     return at if chosen - rivals.get(reference.token_ids[at or 0], -inf) <= tolerance else None
 
 
-def _prompt_difference(
+def prompt_difference(
     request: GenerateRequest, output: Generation, reference: ReferenceOutput, tolerance: float
 ) -> str | None:
     """What is wrong with the prompt's logprobs; nothing, when they were not asked for and did not come."""

@@ -36,6 +36,8 @@ class Path:
     """With `disaggregated`: so many layers are sent at once; None goes by bytes."""
     rising_priority: bool = False
     """Each request is more important than the one before."""
+    twice: bool = False
+    """Ask for everything again, of the same engine: tokens and logprobs must be the same to the bit."""
     restart: bool = False
     """With `repeat`: the measured run is another engine's, and only files survive from the first."""
     pause: PauseMode | None = None

@@ -58,6 +58,7 @@ class ThreadRanks:
     """An `EngineMaker` with every rank's part of one model, for any number of engines one after the other."""
 
     parts: Sequence[LoadedModel]
+    platform: PlatformMaker = platform_of_device
 
     @classmethod
     def load(cls, config: EngineConfig, size: int) -> Self:
@@ -87,16 +88,16 @@ class ThreadRanks:
         first, *others = self.parts
         config = replace(config, parallel=first.config.parallel)
         with ThreadPoolExecutor(len(others), thread_name_prefix="rank") as threads:
-            followers = [threads.submit(_follow, part, config) for part in others]
-            with Engine.build(first, config, sink=sink, port=port) as engine:
+            followers = [threads.submit(_follow, part, config, self.platform) for part in others]
+            with Engine.build(first, config, sink=sink, port=port, platform=self.platform()) as engine:
                 yield engine
             for follower in followers:
                 follower.result()
 
 
-def _follow(part: LoadedModel, config: EngineConfig) -> None:
+def _follow(part: LoadedModel, config: EngineConfig, platform: PlatformMaker) -> None:
     try:
-        with Engine.build(part, config, sink=discard) as engine:
+        with Engine.build(part, config, sink=discard, platform=platform()) as engine:
             engine.follow()
     except Exception as error:
         # The others wait for this rank; its failure, which is theirs too, and closed connections tell them.

@@ -16,6 +16,15 @@ from tandem_engine.verify.reasoning import forced_token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """Tokens that somebody else has chosen."""
+
+    logprobs: tuple[float, ...]
+    behind: tuple[float, ...]
+    """How much less likely each is than the likeliest at its place, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceOutput:
     """Greedy continuation of one prompt, with the raw logprob of each chosen token."""
 
@@ -34,7 +43,8 @@ class ReferenceOutput:
 class TransformersReference:
     """`AutoModelForCausalLM` in float32, eager attention, one prompt at a time."""
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, *, weights: torch.dtype = torch.float32) -> None:
+        """`weights`: of the numbers that it computes with."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -42,6 +52,8 @@ class TransformersReference:
         self._model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.to(weights).float()
 
     @torch.inference_mode()
     def generate(
@@ -86,6 +98,15 @@ class TransformersReference:
             reasoning_budget=budget,
             prompt_logprobs=() if edits is None else self._score(prompt),
         )
+
+    @torch.inference_mode()
+    def score(self, before: Sequence[int], tokens: Sequence[int]) -> Scored:
+        """What it thinks of `tokens`, one after the other, behind `before`."""
+        ids = torch.tensor([[*before, *tokens]])
+        logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1]
+        logprobs = logits.float().log_softmax(dim=-1)
+        chosen = logprobs.gather(1, ids[0, len(before) :, None])[:, 0]
+        return Scored(logprobs=tuple(chosen.tolist()), behind=tuple((logprobs.max(dim=-1).values - chosen).tolist()))
 
     def _score(self, prompt: Sequence[int]) -> tuple[float, ...]:
         """Logprobs of all tokens of `prompt` but the first."""

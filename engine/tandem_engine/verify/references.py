@@ -28,9 +28,10 @@ class References:
         return max(len(output.prompt) for output in self.outputs)
 
 
-def generate_references(model_path: str, model: LoadedModel, prompts: PromptSet, *, progress: bool) -> References:
-    """Have transformers generate, in float32; what it is told of EOS, edits and grammars is what `model` serves."""
-    reference = TransformersReference(model_path)
+def generate_references(
+    reference: TransformersReference, model: LoadedModel, prompts: PromptSet, *, progress: bool
+) -> References:
+    """Have transformers generate; what it is told of EOS, edits and grammars is what `model` serves."""
     facts, max_tokens = model.model.config, prompts.max_tokens
     eos = frozenset(facts.eos_token_ids)
     made = References()

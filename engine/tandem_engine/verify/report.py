@@ -13,6 +13,9 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     impl: ModelImpl
     """Who computed it on our side."""
+    dtype: str
+    logprob_bound: float
+    """How far a logprob may be from the reference's."""
     torch: str
     transformers: str
     prompts: int

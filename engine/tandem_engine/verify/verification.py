@@ -10,8 +10,17 @@ import msgspec
 
 from tandem_engine.config import CacheConfig, EngineConfig, GraphConfig, KvCacheDtype
 from tandem_engine.engine import Engine
+from tandem_engine.generation import Generation
 from tandem_engine.loaded_model import LoadedModel
-from tandem_engine.verify.compare import RIVALS, Generate, PathResult, compare, generate_on, requests_for
+from tandem_engine.verify.compare import (
+    RIVALS,
+    Generate,
+    PathResult,
+    compare,
+    generate_on,
+    requests_for,
+    tolerance_of,
+)
 from tandem_engine.verify.conversation import in_turns
 from tandem_engine.verify.drained import Drained
 from tandem_engine.verify.effects import accepted_drafts, missing_effect
@@ -20,6 +29,7 @@ from tandem_engine.verify.pair import Pair
 from tandem_engine.verify.path import Path
 from tandem_engine.verify.ranks import Alone, EngineMaker, PlatformMaker, ThreadRanks, platform_of_device
 from tandem_engine.verify.reference import ReferenceOutput
+from tandem_engine.verify.rounded import LOGPROB_BOUND, Score, compare_scored
 from tandem_engine.verify.threaded import Threaded
 
 STAGGER_STEPS = 3
@@ -40,8 +50,19 @@ class Verification:
     """For paths on one rank."""
     kv_dtype: KvCacheDtype = KvCacheDtype.AUTO
     """Of the pages of all paths."""
+    score: Score | None = None
+    """What the truth says of tokens, where the model's dtype rounds too much for them to be equal (`rounded`)."""
     ranks: dict[tuple[str, int], ThreadRanks] = field(default_factory=dict)
     """For paths on several ranks, by side and number; loaded when the first of them runs."""
+
+    @property
+    def rounded_kv(self) -> bool:
+        return self.kv_dtype is not KvCacheDtype.AUTO
+
+    @property
+    def logprob_bound(self) -> float:
+        """How far a logprob may be from the reference's."""
+        return LOGPROB_BOUND if self.score is not None else tolerance_of(rounded_kv=self.rounded_kv)
 
     def run(self, path: Path) -> PathResult:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
@@ -134,10 +155,17 @@ class Verification:
         references = self._references(path)
         if path.repeat:
             self._warm_up(path, generate)
-        rounded_kv = self.kv_dtype is not KvCacheDtype.AUTO
-        requests = requests_for(path, references, self.max_tokens, path.name, rivals=RIVALS if rounded_kv else 0)
+        rivals = RIVALS if self.rounded_kv else 0
+        requests = requests_for(path, references, self.max_tokens, path.name, rivals=rivals)
         outputs = generate(requests, _stagger(path))
-        found = compare(requests, outputs, references, rounded_kv=rounded_kv)
+        if self.score is None:
+            found = compare(requests, outputs, references, rounded_kv=self.rounded_kv)
+        else:
+            found = compare_scored(requests, outputs, references, self.score)
+        again = outputs
+        if path.twice:
+            tag = f"{path.name}, again"
+            again = generate(requests_for(path, references, self.max_tokens, tag, rivals=rivals), _stagger(path))
         cached = sum(output.cached_tokens for output in outputs)
         stats = [engine.scheduler.stats() for engine in engines]
         return PathResult(
@@ -150,6 +178,7 @@ class Verification:
             max_logprob_difference=found.max_logprob_difference,
             seconds=time.perf_counter() - began,
             difference=found.difference
+            or _difference_of_bits(outputs, again)
             or missing_effect(path, cached, stats)
             or (self._without_effect() if path.edited else None)
             or _audit(engines),
@@ -176,6 +205,14 @@ def _again(
         )
         for reference, output in zip(references, outputs, strict=True)
     ]
+
+
+def _difference_of_bits(first: Sequence[Generation], second: Sequence[Generation]) -> str | None:
+    """Between two runs of the same requests."""
+    for one, other in zip(first, second, strict=True):
+        if (one.token_ids, one.logprobs) != (other.token_ids, other.logprobs):
+            return f"{one.rid}: the second run gives other tokens or other bits of their logprobs"
+    return None
 
 
 def _stagger(path: Path) -> int:

@@ -1,7 +1,9 @@
 """A few paths of `tandem verify` on one checkpoint, for the many models that need not take them all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from tandem_engine.config import EngineConfig, KvCacheDtype, ModelImpl
 from tandem_engine.loaded_model import LoadedModel, load
@@ -11,12 +13,14 @@ from tandem_engine.verify.edited import edits_against
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.prompts import PromptSet, make_prompts
 from tandem_engine.verify.rank_paths import on_ranks
-from tandem_engine.verify.ranks import PlatformMaker, platform_of_device
+from tandem_engine.verify.ranks import PlatformMaker, ThreadRanks, platform_of_device
 from tandem_engine.verify.reference import TransformersReference
+from tandem_engine.verify.rounded import RememberedScores
 from tandem_engine.verify.verification import Verification
 
 CHUNKED, CACHED, MIXED, RETRACTED = "chunked by 7, overlap", "prefix-cached", "mixed, staggered", "retracted (forced)"
 CONTINUED = "continued in sessions"
+TWICE = "twice, to the bit"
 DISAGGREGATED = "disaggregated over NIXL"
 SWAPPED, HOST, FILES = "swapped (forced)", "host cache, write_back", "files, after a restart"
 SHARED = "mixed, staggered, 2 ranks"
@@ -38,15 +42,17 @@ def run_paths_of(
     prompts: PromptSet | None = None,
     worth: Path | None = None,
     kv_dtype: KvCacheDtype = KvCacheDtype.AUTO,
+    ranks: Mapping[tuple[str, int], ThreadRanks] | None = None,
 ) -> list[PathResult]:
     """As `run_paths`, of a model that is loaded, on engines of `platform`, with one prompt in `every` so many.
 
     `worth`: a checkpoint with the plain numbers that a quantized one stands for, which transformers is to compute.
-    With a `kv_dtype` they are compared with the first of all paths.
+    `ranks`: what paths on several use, where that is not the same on any device.
+    With a `kv_dtype` they are compared with the first of all paths, a model in bfloat16 within its bounds.
     """
     checkpoint, facts = model.config.model_path, model.model_config
     prompts = prompts or make_prompts(checkpoint, facts.vocab_size, quick=True)
-    reference = TransformersReference(str(worth or checkpoint))
+    reference = TransformersReference(str(worth or checkpoint), weights=model.dtype)
     eos = frozenset(facts.eos_token_ids)
     references = [
         reference.generate(prompt, prompts.max_tokens, eos, ignore_eos=True) for prompt in prompts.prompts[::every]
@@ -74,6 +80,8 @@ def run_paths_of(
         edited=edited,
         platform=platform,
         kv_dtype=kv_dtype,
+        ranks={**(ranks or {})},
+        score=None if model.dtype is torch.float32 else RememberedScores(reference.score),
     )
     if kv_dtype is not KvCacheDtype.AUTO:
         verification = verification.with_references_of(paths[0])
