@@ -82,17 +82,17 @@ class EngineRun:
 
     def compare(self, mixed: Mixed, device: str) -> None:
         """Beside transformers, in whatever time is left: the last of a run."""
-        if self.budget.allows("mixed load beside transformers", needs_s=90):
+        if self.budget.allows(f"mixed load beside transformers, {self.shape.name}", needs_s=90):
             self._compare(mixed, measure_peer(self.shape, mixed.jobs, device, self.dtype, limit_s=self.budget.left_s))
 
     def _measure(self, device: str, dice: random.Random) -> Mixed:
         with tempfile.TemporaryDirectory() as folder, self._engine(Path(folder), device) as llm:
             for batch in self.loads.decode:
-                if self.budget.allows(f"decode at batch {batch}", needs_s=20):
+                if self.budget.allows(f"decode at batch {batch}, {self.shape.name}", needs_s=20):
                     self._decode(llm, batch, dice)
-            if self.budget.allows("prefill", needs_s=10):
+            if self.budget.allows(f"prefill, {self.shape.name}", needs_s=10):
                 self._prefill(llm, dice)
-            if device != "cpu" and self.budget.allows("idle share", needs_s=15):
+            if device != "cpu" and self.budget.allows(f"idle share, {self.shape.name}", needs_s=15):
                 with self.report.attempt("idle share"):
                     self._idle(llm, dice, Path(folder))
             jobs = [*self._jobs(dice)]

@@ -24,9 +24,9 @@ LIMIT_S = 90.0
 
 
 def measure_handoff(report: Report, shape: Shape, ceilings: Ceilings, budget: Budget, device: str) -> None:
-    if budget.allows("KV by NIXL", needs_s=45):
+    if budget.allows(f"KV by NIXL, {shape.name}", needs_s=45):
         _pages(report, shape, ceilings, budget, device)
-    if budget.allows("handoff between two engines", needs_s=60):
+    if budget.allows(f"handoff between two engines, {shape.name}", needs_s=60):
         _engines(report, shape, budget, device)
 
 

@@ -6,15 +6,13 @@ two to four times as much. Of experts a decode reads those that somebody chose.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear
 
-from gpu.kernel_cases import Case, Sizes
-from gpu.shapes import Shape
+from gpu.cases import Case, CaseMaker
 from tandem_engine.kernels.fused_moe import fused_experts
 from tandem_engine.kernels.packed_weight import FLOAT8, INT4, INT8, PackedWeight
 from tandem_engine.kernels.quantized_gemm import quantized_linear
@@ -38,14 +36,8 @@ CHOSEN = 2
 """Experts of a token."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuantizedCases:
-    """Makes the cases of the projection from the inner size to the hidden one, and of experts."""
-
-    shape: Shape
-    sizes: Sizes
-    device: torch.device
-    dtype: torch.dtype
+class QuantizedCases(CaseMaker):
+    """Of the projection from the inner size to the hidden one, and of experts."""
 
     def cases(self) -> Iterator[Callable[[], Case]]:
         for kind in FORMATS:
@@ -55,8 +47,8 @@ class QuantizedCases:
 
     def _product(self, kind: Format, tokens: int) -> Case:
         weight = self._weight(kind, self.shape.hidden, self.shape.inner)
-        plain = self._randn(self.shape.hidden, self.shape.inner)
-        x, outputs = self._randn(tokens, weight.inputs), weight.outputs
+        plain = self.randn(self.shape.hidden, self.shape.inner)
+        x, outputs = self.randn(tokens, weight.inputs), weight.outputs
         moved = weight.nbytes + x.nbytes + tokens * outputs * self.dtype.itemsize
         few = tokens <= max(DECODES)
         return Case(
@@ -70,7 +62,7 @@ class QuantizedCases:
     def _experts(self, kind: Format, tokens: int) -> Case:
         hidden, inner = self.shape.hidden, self.sizes.expert_inner
         gate_up, down = self._stack(kind, 2 * inner, hidden), self._stack(kind, hidden, inner)
-        x, weights = self._randn(tokens, hidden), self._randn(tokens, CHOSEN)
+        x, weights = self.randn(tokens, hidden), self.randn(tokens, CHOSEN)
         experts = torch.rand((tokens, self.sizes.experts), device=self.device).topk(CHOSEN, dim=1).indices
         few = tokens <= max(DECODES)
         read = len(experts.unique()) * (gate_up.nbytes + down.nbytes) // self.sizes.experts
@@ -100,6 +92,3 @@ class QuantizedCases:
         scales = torch.rand((outputs, groups), device=self.device).half()
         given = zeros if kind.zeros else None
         return PackedWeight.pack(codes, scales, given, coding=kind.coding, group_size=group_size)
-
-    def _randn(self, *size: int) -> torch.Tensor:
-        return torch.randn(size, device=self.device).to(self.dtype)

@@ -28,7 +28,7 @@ from tandem_engine.disaggregation.word_mixing import Indices, Keys, word_bytes
 from tandem_engine.memory.pool import PageLayout
 from tandem_engine.names import DigestKind, PageId
 
-_WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 Digester = Callable[[Indices, Keys, int, range], Keys]
 """Digests under keys of these heads of pages with so many slots in use."""
@@ -39,7 +39,7 @@ class PageDigester:
 
     def __init__(self, pool: PagePool) -> None:
         self._slots, self._heads = pool.layout.slots, range(pool.layout.heads)
-        words = pool.bytes_view().view(_WORD_TYPES[word_bytes(pool.layout)])
+        words = pool.bytes_view().view(WORD_TYPES[word_bytes(pool.layout)])
         make = _on_cpu if words.device.type == "cpu" else _on_device
         self._by_kind = make(words, pool.layout)
 

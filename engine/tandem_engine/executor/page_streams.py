@@ -7,22 +7,30 @@
 So the order is that of the calls, as `memory.page_copy` promises, and a step of other requests computes meanwhile.
 
 A page is one run of bytes, megabytes of a large model, and pages that follow each other on both sides are one run, too.
-So each run is one command to a copy engine, which needs no multiprocessor and no second copy of the pages (ADR 46).
+So each run is one command to a copy engine, which needs no multiprocessor and no second copy of the pages. Where runs
+are so short that their commands would take longer than their bytes, one kernel moves all of them (ADR 46).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tandem_engine.executor.stream_executor import Queued
 from tandem_engine.executor.streams import DeviceStreams, StreamName
 from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.forward.kv_progress import Event
+from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy, Pages
 
 MILLISECOND = 1e-3
+SHORT_RUN = 128 << 10
+"""Bytes: a bus moves them in the 2 to 3 µs that a command to a copy engine takes beside."""
+
+Run = tuple[int, int, int]
+"""First source, first target and number of pages that follow each other in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class PageStreams:
         self._streams = streams
         self._device = device.bytes_view()
         self._host = None if host is None else host.bytes_view()
+        self._has_kernels = by_triton(self._device.device)
         self._in_flight: list[InFlight] = []
 
     def enqueue(self, copy: PageCopy) -> Queued[CopyReport]:
@@ -50,8 +59,11 @@ class PageStreams:
         began = self._streams.record(StreamName.PAGES, timed=True)
         source, target = self._ends(copy.kind)
         with self._streams.on(StreamName.PAGES):
-            for origin, destination, count in runs_of(copy):
-                target[destination : destination + count].copy_(source[origin : origin + count], non_blocking=True)
+            runs = [*runs_of(copy)]
+            if self._has_kernels and are_short(runs, page_bytes=source.shape[1]):
+                self._gather(source, target, copy)
+            else:
+                _copy_runs(source, target, runs)
         ended = self._streams.record(StreamName.PAGES, timed=True)
         on_device = copy.source if copy.kind is CopyKind.DEVICE_TO_HOST else copy.target
         self._in_flight.append(InFlight(frozenset(on_device), ended))
@@ -60,6 +72,17 @@ class PageStreams:
             return CopyReport(pages=len(copy.source), seconds=began.elapsed_time(ended) * MILLISECOND)
 
         return Queued(ended.query, report)
+
+    def _gather(self, source: Tensor, target: Tensor, copy: PageCopy) -> None:
+        # Only an engine on a device needs Triton.
+        from tandem_engine.kernels.page_gather import gather_pages
+
+        indices = np.array((copy.source, copy.target), dtype=np.int64)
+        on_host = self._streams.host_memory(indices.nbytes)
+        on_host.numpy().view(np.int64)[:] = indices.reshape(-1)
+        there = self._streams.device_memory(indices.nbytes)
+        there.copy_(on_host, non_blocking=True)
+        gather_pages(source, target, *there.view(torch.int64).view(indices.shape).unbind(0))
 
     def before(self, batch: ForwardBatch) -> None:
         """Have the forward stream wait for copies of pages that `batch`, on the host, names."""
@@ -79,8 +102,18 @@ class PageStreams:
         return (self._device, self._host) if kind is CopyKind.DEVICE_TO_HOST else (self._host, self._device)
 
 
-def runs_of(copy: PageCopy) -> Iterator[tuple[int, int, int]]:
-    """First source, first target and number of pages that follow each other in both; in the order of `copy`."""
+def are_short(runs: Sequence[Run], *, page_bytes: int) -> bool:
+    """Whether commands to copy engines would take longer than what they move."""
+    return len(runs) > 1 and sum(count for _, _, count in runs) * page_bytes < len(runs) * SHORT_RUN
+
+
+def _copy_runs(source: Tensor, target: Tensor, runs: Sequence[Run]) -> None:
+    for origin, destination, count in runs:
+        target[destination : destination + count].copy_(source[origin : origin + count], non_blocking=True)
+
+
+def runs_of(copy: PageCopy) -> Iterator[Run]:
+    """In the order of `copy`."""
     start, pages = 0, len(copy.source)
     for index in range(1, pages + 1):
         if index < pages and _follows(copy.source, index) and _follows(copy.target, index):

@@ -4,7 +4,7 @@
 
 A page is one run of bytes, all layers of it, so nothing but an index per page is needed. Targets are distinct and none
 is a source. A negative index on either side copies nothing. Pages that go to the host or come from there are moved by
-the copy engine instead, where they lie (`executor.page_streams`).
+copy engines, or by `page_gather` (`executor.page_streams`).
 
 Shapes: pool uint8 [N, page_bytes], dense; indices [C] int64 on the device. Bytes move as words of 8.
 

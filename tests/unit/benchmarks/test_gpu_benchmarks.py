@@ -150,12 +150,12 @@ def test_a_figure_is_told_at_once_and_what_raises_costs_itself_alone(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_kernel_that_cannot_be_made_or_run_is_missing_and_the_others_are_not():
+def test_a_kernel_or_a_peer_that_fails_is_missing_and_the_others_are_not():
     pytest.importorskip("triton")
     from gpu.budget import Budget
+    from gpu.cases import Case
     from gpu.ceilings import Ceilings
     from gpu.figures import Report
-    from gpu.kernel_cases import Case
     from gpu.kernels import measure_kernels
     from gpu.shapes import SHAPES
     from gpu.stopwatch import Stopwatch
@@ -168,15 +168,21 @@ def test_a_kernel_that_cannot_be_made_or_run_is_missing_and_the_others_are_not()
 
         def cases(self):
             yield raises
+            peers = {"first": raises, "second": lambda: None}
             for name, run in (("broken", raises), ("sound", lambda: None)):
-                yield lambda name=name, run=run: Case(name=name, run=run, ceiling="copy", work=1.0)
+                yield lambda name=name, run=run: Case(name=name, run=run, ceiling="copy", work=1.0, peers=peers)
 
     report = Report(machine={})
     watch = Stopwatch(torch.device("cpu"))
     measure_kernels(report, watch, Cases(), Ceilings(copy_bytes_per_s=1.0, matmul_flops=1.0), Budget(seconds=60.0))
-    assert [figure.name for figure in report.figures] == ["sound (tiny)"]
-    assert report.missing == ["Cases 1, tiny: OutOfMemoryError: no room", "broken, tiny: OutOfMemoryError: no room"]
-    assert report.failures == 2
+    assert [(figure.name, figure.of) for figure in report.figures] == [
+        ("sound (tiny)", "copy bandwidth"),
+        ("sound (tiny)", "speed of second"),
+    ]
+    assert report.missing == [
+        f"{what}: OutOfMemoryError: no room" for what in ("Cases 1, tiny", "broken, tiny", "sound, tiny, first")
+    ]
+    assert report.failures == 3
 
 
 def test_what_no_longer_fits_is_remembered():
@@ -216,12 +222,35 @@ def test_make_gpu_measures_whatever_the_tests_say_and_fails_if_either_does(tmp_p
     assert asked[-1] == "-m gpu --only kernels"
 
 
-def test_an_unknown_section_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["--only", "kernel"], "must name some of kernels, engine, handoff"),
+        (["--model", "8B,1B"], "must name some of 8B, 0.6B"),
+    ],
+)
+def test_an_unknown_section_or_model_is_refused(argv, hint, capsys):
     from gpu.__main__ import main
 
     with pytest.raises(SystemExit):
-        main(["--only", "kernel"])
-    assert "must name some of kernels, engine, handoff" in capsys.readouterr().err
+        main(argv)
+    assert hint in capsys.readouterr().err
+
+
+def test_both_models_are_measured_the_larger_first_unless_one_is_named(monkeypatch):
+    pytest.importorskip("triton")
+    from gpu import session
+    from gpu.__main__ import parser
+    from gpu.ceilings import Ceilings
+
+    measured = []
+    monkeypatch.setattr(session, "Stopwatch", lambda _: None)
+    monkeypatch.setattr(session, "measure", lambda *_, **__: Ceilings(copy_bytes_per_s=1.0, matmul_flops=1.0))
+    monkeypatch.setattr(session, "machine", lambda _: {})
+    monkeypatch.setattr(session.OfOneModel, "measure", lambda _, shape: measured.append(shape.name))
+    for argv in ([], ["--model", "0.6B"]):
+        session.run(parser().parse_args(argv))
+    assert measured == ["Llama-3.1-8B", "Qwen3-0.6B", "Qwen3-0.6B"]
 
 
 def teardown_module():

@@ -4,11 +4,18 @@ import random
 from collections import Counter
 from collections.abc import Set
 
+import torch
+
+from tandem_engine.executor.page_streams import SHORT_RUN, PageStreams
+from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.page_copy import CopyKind, PageCopy
 from tandem_engine.verify.paths import WITHOUT_GRAPHS
 from tandem_engine.verify.prompts import PromptSet
-from tandem_testing.plain_device import PlainDevice
+from tandem_testing.forward_builders import make_pool
+from tandem_testing.plain_device import PlainDevice, PlainStreams
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
 from tandem_testing.triton_kernels.launches import counting
+from tandem_testing.triton_kernels.tensors import kernels_on
 from tandem_testing.triton_kernels.triton_engine import equals_transformers
 
 EVERY_STEP = {
@@ -35,6 +42,21 @@ def check_offset_norms_windows_and_two_rotations(device: str) -> None:
 def check_experts_and_edited_logits(device: str) -> None:
     experts = {"count_kernel", "place_kernel", "gate_up_kernel", "down_kernel"}
     device_equals_transformers("mixtral", "edited: mixed, staggered", launches=experts | {"edit_kernel"})
+
+
+def check_short_runs_of_pages_are_one_launch_and_long_ones_are_commands(device: str) -> None:
+    """To the host and back elsewhere, of pages that lie apart."""
+    token_bytes = make_pool(page_size=1, num_pages=1).page_bytes
+    for slots, launches in ((1, 2), (-(-SHORT_RUN // token_bytes), 0)):
+        pool = make_pool(page_size=slots, num_pages=8)
+        host, before = HostPool(num_pages=3, page_bytes=pool.page_bytes), pool.data.clone()
+        launched: Counter[str] = Counter()
+        with kernels_on(device), counting(launched):
+            pages = PageStreams(PlainStreams(), pool, host)
+            pages.enqueue(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[7, 2, 4], target=[1, 0, 2]))
+            pages.enqueue(PageCopy(kind=CopyKind.HOST_TO_DEVICE, source=[1, 0, 2], target=[1, 3, 6]))
+        assert torch.equal(pool.data[[1, 3, 6]], before[[7, 2, 4]])
+        assert launched["gather_pages_kernel"] == launches, f"pages of {pool.page_bytes} bytes"
 
 
 def device_equals_transformers(name: str, path: str, *, launches: Set[str]) -> None:

@@ -4,7 +4,7 @@ import torch
 
 from tandem_engine.forward.forward_batch import RESOLVE
 from tandem_engine.forward.future_map import FutureMap
-from tandem_engine.kernels import page_copy, row_tables
+from tandem_engine.kernels import page_copy, page_gather, row_tables
 from tandem_engine.speculative.hidden_states import HiddenStates
 from tandem_testing.forward_builders import Seq, make_batch
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
@@ -83,6 +83,27 @@ def check_pages_are_copied_whole(device: str) -> None:
         assert torch.equal(pool, expected)
 
 
+def check_pages_go_to_memory_of_the_host_and_back(device: str) -> None:
+    """Of bytes and of words, and of more blocks than there are programs; what is between them stays as it is."""
+    for page_bytes in (13, 24, 4096 * 40 + 8):
+        pool = torch.randint(0, 256, (6, page_bytes), generator=torch.Generator().manual_seed(1)).byte().to(device)
+        host = torch.zeros((4, page_bytes), dtype=torch.uint8, pin_memory=device != "cpu")
+        there, here = torch.tensor([5, 1], device=device), torch.tensor([0, 3], device=device)
+        page_gather.gather_pages(pool, host, there, here)
+        wait_for(device)
+        assert torch.equal(host[[0, 3]], pool[[5, 1]].cpu())
+        assert not host[[1, 2]].any()
+        back, before = torch.tensor([2, 4], device=device), pool.clone()
+        page_gather.gather_pages(host, pool, here, back)
+        assert torch.equal(pool[[2, 4]], before[[5, 1]])
+        assert torch.equal(pool[[0, 1, 3, 5]], before[[0, 1, 3, 5]])
+
+
+def wait_for(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
 def compile_tables_and_pages() -> None:
     for arch in ARCHITECTURES:
         block = {"BLOCK": row_tables.BLOCK}
@@ -99,3 +120,7 @@ def compile_tables_and_pages() -> None:
         compile_kernel(
             page_copy.copy_pages_kernel, pages | strides, constants, arch=arch, num_warps=page_copy.WARPS
         ).assert_fits()
+        pages = dict.fromkeys(("source", "target", "sources", "targets"), INTS) | {"count": "i32"}
+        strides = dict.fromkeys(("source_stride", "target_stride", "page_words"), "i32:16")
+        constants = {"BLOCK": page_gather.BLOCK}
+        compile_kernel(page_gather.gather_pages_kernel, pages | strides, constants, arch=arch).assert_fits()

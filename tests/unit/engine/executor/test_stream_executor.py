@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem_engine.executor.page_streams import PageStreams, runs_of
+from tandem_engine.executor.page_streams import SHORT_RUN, PageStreams, are_short, runs_of
 from tandem_engine.executor.stream_executor import Queued, StreamExecutor, StreamFuture
 from tandem_engine.executor.streams import StreamName
 from tandem_engine.forward.forward_batch import ForwardResult
@@ -139,6 +139,21 @@ def test_a_step_waits_for_copies_of_its_own_pages_alone(monkeypatch):
 )
 def test_pages_that_follow_each_other_on_both_sides_are_one_copy(source, target, runs):
     assert [*runs_of(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=source, target=target))] == runs
+
+
+@pytest.mark.parametrize(
+    ("runs", "page_bytes", "short"),
+    [
+        ([], 16, False),
+        ([(1, 0, 1)], 16, False),
+        ([(1, 0, 1), (3, 1, 1)], SHORT_RUN - 1, True),
+        ([(1, 0, 1), (3, 1, 1)], SHORT_RUN, False),
+        ([(1, 0, 3), (5, 3, 1)], SHORT_RUN // 2, False),
+        ([(1, 0, 2), (5, 3, 1)], SHORT_RUN // 2, True),
+    ],
+)
+def test_runs_are_short_when_they_are_so_on_average_and_several(runs, page_bytes, short):
+    assert are_short(runs, page_bytes=page_bytes) is short
 
 
 @torch.inference_mode()
