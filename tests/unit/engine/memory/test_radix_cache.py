@@ -1,7 +1,5 @@
 import random
 import sys
-from collections.abc import Callable
-from types import FrameType
 
 import pytest
 
@@ -11,6 +9,7 @@ from tandem_engine.messages.block_hash import chain_hashes, chain_seed
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored
 from tandem_engine.names import PageId
 from tandem_testing.memory_events import replayed
+from tandem_testing.opcodes import opcodes_of
 
 
 def pages(first: int, count: int) -> list[PageId]:
@@ -240,25 +239,6 @@ def test_clear_keeps_only_what_is_locked(cache: RadixCache, size: int) -> None:
     assert sorted(cache.clear()) == [2, 7]
     assert [*cache.pages()] == [1]
     cache.unlock(match.lock)
-
-
-def opcodes_of(action: Callable[[], object]) -> int:
-    """Bytecodes that `action` executes in Python."""
-    executed = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> object:
-        nonlocal executed
-        frame.f_trace_opcodes = True
-        executed += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return executed
 
 
 def test_evicting_a_page_does_the_same_work_in_a_small_and_a_large_tree() -> None:  # T32
