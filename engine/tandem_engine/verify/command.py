@@ -19,6 +19,7 @@ from tandem_engine.loaded_model import load
 from tandem_engine.model.sharing import can_share, require_shareable
 from tandem_engine.verify.compare import PathResult
 from tandem_engine.verify.draft_paths import DraftPaths
+from tandem_engine.verify.grammars import PATIENT
 from tandem_engine.verify.path import Path
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.prompts import make_prompts
@@ -63,6 +64,7 @@ def run_verify(
         dtype=dtype,
         device=device,
         cache=CacheConfig(dtype=kv_dtype),
+        grammar=PATIENT,
         scheduler=SchedulerConfig(audit_every_step=True),
     )
     model = load(config, progress=not as_json)

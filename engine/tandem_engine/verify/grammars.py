@@ -30,11 +30,13 @@ SPECS = (
     GrammarSpec(kind=GrammarKind.CHOICE, source='["a fox", "a fox and a river", "neither of them"]'),
     GrammarSpec(kind=GrammarKind.JSON_OBJECT),
 )
+PATIENT = GrammarConfig(compile_timeout=120.0)
+"""Nothing of `SPECS` takes long to compile; a machine may be busy, and that is no difference."""
 
 
 def compile_grammars(model: LoadedModel) -> Mapping[GrammarSpec, CompiledGrammar]:
     """For the reference. Empty when the model cannot follow grammars."""
     if model.vocabulary is None:
         return {}
-    with closing(GuidanceBackend(vocabulary=model.vocabulary, config=GrammarConfig())) as backend:
+    with closing(GuidanceBackend(vocabulary=model.vocabulary, config=PATIENT)) as backend:
         return {spec: backend.compile(spec) for spec in SPECS}
