@@ -51,6 +51,8 @@ class PageStreams:
         self._device = device.bytes_view()
         self._host = None if host is None else host.bytes_view()
         self._has_kernels = by_triton(self._device.device)
+        if self._has_kernels and self._host is not None and self._host.shape[1] < SHORT_RUN:
+            self._warm_up()
         self._in_flight: list[InFlight] = []
 
     def enqueue(self, copy: PageCopy) -> Queued[CopyReport]:
@@ -72,6 +74,12 @@ class PageStreams:
             return CopyReport(pages=len(copy.source), seconds=began.elapsed_time(ended) * MILLISECOND)
 
         return Queued(ended.query, report)
+
+    def _warm_up(self) -> None:
+        """Compile what no request should wait for, with pages that nobody has: the dummy one, the first of the host."""
+        with self._streams.on(StreamName.PAGES):
+            copy = PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[0], target=[0])
+            self._gather(*self._ends(copy.kind), copy)
 
     def _gather(self, source: Tensor, target: Tensor, copy: PageCopy) -> None:
         # Only an engine on a device needs Triton.

@@ -51,8 +51,10 @@ def check_short_runs_of_pages_are_one_launch_and_long_ones_are_commands(device: 
         pool = make_pool(page_size=slots, num_pages=8)
         host, before = HostPool(num_pages=3, page_bytes=pool.page_bytes), pool.data.clone()
         launched: Counter[str] = Counter()
-        with kernels_on(device), counting(launched):
+        with kernels_on(device):
             pages = PageStreams(PlainStreams(), pool, host)
+        assert torch.equal(pool.data, before), "warming up writes to no page of the device"
+        with counting(launched):
             pages.enqueue(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[7, 2, 4], target=[1, 0, 2]))
             pages.enqueue(PageCopy(kind=CopyKind.HOST_TO_DEVICE, source=[1, 0, 2], target=[1, 3, 6]))
         assert torch.equal(pool.data[[1, 3, 6]], before[[7, 2, 4]])
