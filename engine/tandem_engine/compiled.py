@@ -30,7 +30,7 @@ def compiled(
     """`numba.njit` with the code kept on disk, or in memory alone where no cache folder can be written.
 
     `nogil`: let the interpreter lock go meanwhile. To get it back can take as long as another thread's turn.
-    `made_of`: modules whose constants the function reads. They become part of its code, and numba knows its file alone.
+    `made_of`: modules whose constants or functions become part of the code. numba knows the file of `function` alone.
     """
     if numba is None:
         return function

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.compiled import compiled
+from tandem_engine.disaggregation import word_mixing
 from tandem_engine.disaggregation.word_mixing import (
     FIRST,
     GOLDEN,
@@ -49,7 +50,7 @@ def _full_digests(words: Words, pages: Indices, keys: Keys, out: Keys) -> None:
         out[i] = mix(total)
 
 
-full_digests = compiled(_full_digests)
+full_digests = compiled(_full_digests, made_of=[word_mixing])
 """`_full_digests`, compiled."""
 
 

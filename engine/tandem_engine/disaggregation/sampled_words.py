@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.compiled import compiled
+from tandem_engine.disaggregation import word_mixing
 from tandem_engine.disaggregation.word_mixing import GOLDEN, Indices, Keys, Words, mix, mix_torch, signed, widened
 from tandem_engine.memory.pool import PageLayout
 
@@ -106,7 +107,7 @@ def _sampled_digests(
             out[first + i] = mix(total)
 
 
-sampled_digests = compiled(_sampled_digests)
+sampled_digests = compiled(_sampled_digests, made_of=[word_mixing])
 """`_sampled_digests`, compiled."""
 
 

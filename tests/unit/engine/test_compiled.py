@@ -8,6 +8,9 @@ from tandem_engine.attention import cpu_kernels
 from tandem_engine.attention.cpu_queries import cut_queries
 from tandem_engine.attention.task_groups import group_tasks, shared_end
 from tandem_engine.compiled import compiled, revision_of
+from tandem_engine.disaggregation import word_mixing
+from tandem_engine.disaggregation.full_words import full_digests
+from tandem_engine.disaggregation.sampled_words import sampled_digests
 
 
 @pytest.fixture
@@ -56,7 +59,17 @@ def test_code_that_was_kept_follows_the_constants_of_another_file(tmp_path):
     assert (changed(2), hits(changed)) == (80, 0)
 
 
-@pytest.mark.parametrize("kernel", [cut_queries, shared_end, group_tasks])
-def test_code_that_cuts_work_is_kept_with_the_revision_of_its_constants(kernel):
+@pytest.mark.parametrize(
+    ("kernel", "piece"),
+    [
+        (cut_queries, cpu_kernels),
+        (shared_end, cpu_kernels),
+        (group_tasks, cpu_kernels),
+        (sampled_digests, word_mixing),
+        (full_digests, word_mixing),
+    ],
+)
+def test_code_that_is_made_of_another_file_is_kept_with_its_revision(kernel, piece):
+    """Digests of pages were kept by their own files alone, and loaded as they were before another file changed."""
     _, revision = kernel._cache._cache_file.source_stamp
-    assert revision == revision_of(cpu_kernels)
+    assert revision == revision_of(piece)
