@@ -52,7 +52,7 @@ class FunctionMissingError(RedisUnavailableError):
 
 
 class UnreadableReplyError(RedisUnavailableError):
-    """A function has run, but its answer is not of the shape that this release expects."""
+    """Redis has done what it was asked, but its answer is not of the shape that this release expects."""
 
 
 class BreakerState(StrEnum):
@@ -219,6 +219,7 @@ class RedisClient:
         self._readers = cast("Mapping[str, Callable[[Reply], Reply]]", redis.response_callbacks)
         """redis-py's, of commands whose replies mean more than their bytes."""
         self._log = RarelyLogged(clock=self.breaker.clock)
+        self._unreadable: dict[str, RarelyLogged] = {}
 
     @property
     def available(self) -> bool:
@@ -234,10 +235,10 @@ class RedisClient:
         except ResponseError as error:
             if "Function not found" in str(error):
                 raise FunctionMissingError(str(error)) from error
-            raise self._failed(error) from error
+            raise self._failed(error, args) from error
         # ValueError and the like: redis-py's parser on bytes that are no Redis protocol (E6.73).
         except (RedisError, OSError, ValueError, IndexError, TypeError) as error:
-            raise self._failed(error) from error
+            raise self._failed(error, args) from error
         self.breaker.succeeded()
         return reply
 
@@ -261,6 +262,16 @@ class RedisClient:
                 waiting = True
             await asyncio.sleep(0.2)
 
+    def unreadable(self, what: str, reason: object) -> UnreadableReplyError:
+        """Redis has answered, with what nobody can make sense of: an error to raise, which is logged once a minute.
+
+        `what`: the function that answered, or what was asked for; one of a few.
+        """
+        text = " ".join(str(reason).split())[:200]
+        message = f"Redis at {self.address}: {what} cannot be read: {text}"
+        self._unreadable.setdefault(what, RarelyLogged(clock=self.breaker.clock)).warning(message)
+        return UnreadableReplyError(message)
+
     async def close(self) -> None:
         await self._line.close()
 
@@ -273,10 +284,11 @@ class RedisClient:
         read = self._readers.get(str(args[0]))
         return reply if read is None else read(reply)
 
-    def _failed(self, error: Exception) -> RedisUnavailableError:
+    def _failed(self, error: Exception, asked: Sequence[Argument]) -> RedisUnavailableError:
         self.failures += 1
         self.breaker.failed()
-        message = f"Redis at {self.address}: {_reason(error)}"
+        what = " ".join(map(str, asked[:2]))[:100]  # the command, and its key or function
+        message = f"Redis at {self.address}: {what}: {_reason(error)}"
         self._log.warning(message)
         return RedisUnavailableError(message)
 

@@ -8,10 +8,8 @@ from math import isfinite
 
 import msgspec
 
-from tandem_services.common.redis_client import UnreadableReplyError
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
-from tandem_services.router.registry import decode_reply
 
 
 class _SyncReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +74,7 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FairBoard:
-    """Raises `RedisUnavailableError`; after the report has been added up, `UnreadableReplyError`."""
+    """Raises `RedisUnavailableError`; after the report has been added up, `UnreadableReplyError`, which is logged."""
 
     library: FunctionLibrary
     keys: Keys
@@ -87,27 +85,24 @@ class FairBoard:
         args: list[str | int] = [report.gateway, wish, report.left, report.wanted]
         for charge in report.charges:
             args += (charge.tenant, f"{charge.cost:.6f}", "1" if charge.waits else "0")
-        reply = decode_reply(await self.library.call("fair_sync", self.keys.fairness, *args), _SyncReply)
-        return Standing(
-            values={tenant: _number(value) for tenant, value in reply.values},
-            floor=_number(reply.floor),
-            wishes=tuple(_wish_elsewhere(priority, value) for priority, value in reply.wishes),
-            places=reply.places,
-        )
+        reply = await self.library.ask("fair_sync", self.keys.fairness, *args, shape=_SyncReply)
+        try:
+            return Standing(
+                values={tenant: _number(value) for tenant, value in reply.values},
+                floor=_number(reply.floor),
+                wishes=tuple(_wish_elsewhere(priority, value) for priority, value in reply.wishes),
+                places=reply.places,
+            )
+        except ValueError as error:
+            raise self.library.unreadable("fair_sync", error) from error
 
 
 def _wish_elsewhere(priority: str, value: str) -> WishElsewhere:
-    try:
-        return WishElsewhere(priority=int(priority), value=_number(value))
-    except ValueError:
-        raise UnreadableReplyError(f"fair_sync answered with the priority {priority[:40]!r}") from None
+    return WishElsewhere(priority=int(priority), value=_number(value))
 
 
 def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+    value = float(text)
     if not isfinite(value):
-        raise UnreadableReplyError(f"fair_sync answered with the counter {text[:40]!r}")
+        raise ValueError(f"{text[:40]!r} is no counter")
     return value

@@ -5,13 +5,13 @@ reserves in one round trip (see scripts/route.lua).
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
 
-from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.choice import (
     TOLD_OPTIONS,
     Claim,
@@ -24,7 +24,7 @@ from tandem_services.router.choice import (
 from tandem_services.router.cost import Demand
 from tandem_services.router.keys import DIGEST_BYTES, MAX_NAMED_BLOCKS, Keys
 from tandem_services.router.library import FunctionLibrary
-from tandem_services.router.registry import decode_reply, model_digest
+from tandem_services.router.registry import model_digest
 
 
 class UpdateKind(StrEnum):
@@ -150,9 +150,10 @@ class BlockIndex:
             revision,
             *(update.pack() for update in updates),
         )
-        if not isinstance(reply, bytes):
-            raise RedisUnavailableError(f"apply_kv_events answered {reply!r}")
-        return Applied(reply.decode("ascii"))
+        with suppress(ValueError):
+            if isinstance(reply, bytes):
+                return Applied(reply.decode("ascii"))
+        raise self.library.unreadable("apply_kv_events", repr(reply))
 
     async def route(
         self,
@@ -169,23 +170,21 @@ class BlockIndex:
 
         `chain`: 16-byte digests of the prompt's pages. `told`: with what it was chosen from.
         """
-        reply = decode_reply(
-            await self.library.call(
-                "route_and_reserve",
-                self.keys.shared,
-                self.keys.prefix,
-                model_digest(model),
-                demand.prompt_tokens,
-                demand.output_tokens,
-                page_size,
-                demand.local_prefill_tokens,
-                seed,
-                named_blocks(chain),
-                len(chain) // DIGEST_BYTES,
-                TOLD_OPTIONS - 1 if told else 0,
-                *exclude,
-            ),
-            _RouteReply,
+        reply = await self.library.ask(
+            "route_and_reserve",
+            self.keys.shared,
+            self.keys.prefix,
+            model_digest(model),
+            demand.prompt_tokens,
+            demand.output_tokens,
+            page_size,
+            demand.local_prefill_tokens,
+            seed,
+            named_blocks(chain),
+            len(chain) // DIGEST_BYTES,
+            TOLD_OPTIONS - 1 if told else 0,
+            *exclude,
+            shape=_RouteReply,
         )
         if reply.reservation is None or reply.chosen is None:
             return None

@@ -11,9 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib.resources import files
+from typing import TypeVar
 
-from tandem_services.common.redis_client import Argument, FunctionMissingError, RedisClient, Reply
+import msgspec
+
+from tandem_services.common.redis_client import (
+    Argument,
+    FunctionMissingError,
+    RedisClient,
+    Reply,
+    UnreadableReplyError,
+)
+from tandem_services.common.redis_replies import decoded
 from tandem_services.router import cost, keys, scoring, shortlist, usage_windows, virtual_counters
+
+T = TypeVar("T")
 
 SCRIPTS = (
     "clock",
@@ -111,3 +123,15 @@ class FunctionLibrary:
         except FunctionMissingError:
             await self.load()
         return await self.client.command(*fcall)
+
+    async def ask(self, function: str, keys: tuple[str, ...], *args: Argument, shape: type[T]) -> T:
+        """As `call`, of a function that answers with msgpack. Raises `UnreadableReplyError` if it is not of `shape`."""
+        reply = await self.call(function, keys, *args)
+        try:
+            return decoded(reply, lambda data: msgspec.msgpack.decode(data, type=shape))
+        except ValueError as error:
+            raise self.unreadable(function, error) from error
+
+    def unreadable(self, function: str, reason: object) -> UnreadableReplyError:
+        """See `RedisClient.unreadable`."""
+        return self.client.unreadable(f"the answer of {function}", reason)

@@ -4,10 +4,9 @@ One sorted set holds them, by the time at which they may be forgotten. The time 
 gateways do not matter. It is bounded, and goes by itself when nothing is added.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem_services.common.redis_client import RedisClient, RedisUnavailableError, Reply
+from tandem_services.common.redis_client import RedisClient, Reply, UnreadableReplyError
 from tandem_services.router.keys import Keys
 
 MAX_DIGEST_BYTES = 64
@@ -31,8 +30,9 @@ class QuarantineBoard:
     async def digests(self) -> dict[str, float]:
         """Digest → seconds left. What is no digest is left out (RELIABILITY E6.70)."""
         now = await self._now_ms()
-        reply = await self.client.command("ZRANGE", self.keys.quarantine, now, "+inf", "BYSCORE", "WITHSCORES")
-        entries = _list(reply)
+        entries = await self.client.command("ZRANGE", self.keys.quarantine, now, "+inf", "BYSCORE", "WITHSCORES")
+        if not isinstance(entries, list):
+            raise self._unreadable("ZRANGE", entries)
         found = {}
         for name, score in zip(entries[::2], entries[1::2], strict=False):
             if (
@@ -48,7 +48,9 @@ class QuarantineBoard:
         """Forget one digest, or all; returns how many there were."""
         if digest is not None:
             reply = await self.client.command("ZREM", self.keys.quarantine, digest)
-            return reply if isinstance(reply, int) else 0
+            if not isinstance(reply, int):
+                raise self._unreadable("ZREM", reply)
+            return reply
         held = len(await self.digests())
         await self.client.command("UNLINK", self.keys.quarantine)
         return held
@@ -58,8 +60,7 @@ class QuarantineBoard:
         match reply:
             case (int() as seconds, int() as microseconds):
                 return seconds * 1000 + microseconds // 1000
-        raise RedisUnavailableError(f"Redis does not know the time: {reply!r}")
+        raise self._unreadable("TIME", reply)
 
-
-def _list(reply: Reply) -> Sequence[Reply]:
-    return reply if isinstance(reply, list) else ()
+    def _unreadable(self, command: str, reply: Reply) -> UnreadableReplyError:
+        return self.client.unreadable(f"the answer of {command} for {self.keys.quarantine}", repr(reply))

@@ -25,7 +25,7 @@ import msgspec
 from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS
 from tandem_engine.messages.engine_stats import LinkReport
-from tandem_services.common.redis_client import Argument, Reply, UnreadableReplyError
+from tandem_services.common.redis_client import Argument
 from tandem_services.router.choice import WorkerView
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
 from tandem_services.router.figures import kept_figures
@@ -39,8 +39,6 @@ _ENDPOINT = re.compile(r"tcp://(?:[A-Za-z0-9._-]{1,253}|\[[A-Za-z0-9:.%_-]{2,64}
 """What an engine says it listens at. Anything else would reach ZMQ, which knows more transports than this one."""
 
 _ROLE_BITS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 3}
-
-T = TypeVar("T")
 
 _Links = Annotated[tuple[LinkReport, ...], msgspec.Meta(max_length=MAX_LINKS)]
 
@@ -130,7 +128,7 @@ class Registry:
         fields: list[Argument] = []
         for name, value in readable_fields(record).items():
             fields += (name, value)
-        reply = await self.library.call(
+        return await self.library.ask(
             "heartbeat",
             self.keys.shared,
             self.keys.prefix,
@@ -142,8 +140,8 @@ class Registry:
             int(report_age_s * 1000),
             pack_links(record),
             *fields,
+            shape=HeartbeatReply,
         )
-        return decode_reply(reply, HeartbeatReply)
 
     async def deregister(self, incarnation: str) -> None:
         """Leave at once. The incarnation cannot come back."""
@@ -151,23 +149,12 @@ class Registry:
 
     async def snapshot(self) -> FleetSnapshot:
         """All live workers, draining and stalled ones included."""
-        reply = decode_reply(
-            await self.library.call("snapshot", self.keys.shared, self.keys.prefix, secrets.token_hex(8)),
-            _SnapshotReply,
+        reply = await self.library.ask(
+            "snapshot", self.keys.shared, self.keys.prefix, secrets.token_hex(8), shape=_SnapshotReply
         )
         records = [read_record(dict(zip(flat[::2], flat[1::2], strict=False))) for flat in reply.workers]
         sound = tuple(record for record in records if record is not None)
         return FleetSnapshot(epoch=reply.epoch, workers=sound, rubbish=reply.dropped + len(records) - len(sound))
-
-
-def decode_reply(reply: Reply, shape: type[T]) -> T:
-    """Raises `UnreadableReplyError` for anything but msgpack of that shape."""
-    if not isinstance(reply, bytes):
-        raise UnreadableReplyError(f"a function answered with {type(reply).__name__} instead of bytes")
-    try:
-        return msgspec.msgpack.decode(reply, type=shape)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UnreadableReplyError(f"a function gave an answer of the wrong shape: {error}") from error
 
 
 def model_digest(model: str) -> bytes:

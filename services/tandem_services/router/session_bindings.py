@@ -14,6 +14,7 @@ from hashlib import blake2b
 import msgspec
 
 from tandem_services.common.redis_client import RedisClient
+from tandem_services.common.redis_replies import decoded
 from tandem_services.router.keys import Keys
 
 
@@ -26,6 +27,9 @@ class SessionBinding(msgspec.Struct, frozen=True, array_like=True):
     """Of all its turns."""
     last_token: int | None = None
     """The one it ends with; None while no turn has ended."""
+
+
+_BINDING = msgspec.json.Decoder(SessionBinding)
 
 
 class SessionName(msgspec.Struct, frozen=True):
@@ -43,8 +47,17 @@ class SessionBindings:
     keys: Keys
 
     async def find(self, name: SessionName) -> SessionBinding | None:
-        """None for one that nobody opened, or that is forgotten."""
-        return _decoded(await self.client.command("GET", self._key(name)))
+        """None for one that nobody opened, or that is forgotten; or whose binding cannot be read, which is logged."""
+        key = self._key(name)
+        value = await self.client.command("GET", key)
+        if value is None:
+            return None
+        try:
+            return decoded(value, _BINDING.decode)
+        except ValueError as error:
+            # Whoever wrote it, the session cannot be found by it, at the next try either.
+            self.client.unreadable("the binding of a session", f"{error}, at {key}")
+            return None
 
     async def open(self, name: SessionName, *, ttl_s: float) -> bool:
         """Take the id. False when it is taken."""
@@ -72,16 +85,6 @@ class SessionBindings:
 
 def _encoded(binding: SessionBinding) -> bytes:
     return msgspec.json.encode(binding)
-
-
-def _decoded(value: object) -> SessionBinding | None:
-    """None for what is no binding: whoever wrote it, the session cannot be found by it."""
-    if not isinstance(value, bytes):
-        return None
-    try:
-        return msgspec.json.decode(value, type=SessionBinding)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
 
 
 def _ms(seconds: float) -> int:

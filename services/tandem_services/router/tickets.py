@@ -18,6 +18,7 @@ from hashlib import blake2b
 import msgspec
 
 from tandem_services.common.redis_client import RedisClient
+from tandem_services.common.redis_replies import decoded
 from tandem_services.router.choice import (
     Choice,
     Claim,
@@ -122,6 +123,9 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+_TICKET = msgspec.msgpack.Decoder(Ticket)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TicketBoard:
     """Tickets in Redis. All methods raise `RedisUnavailableError`."""
@@ -135,14 +139,17 @@ class TicketBoard:
         )
 
     async def take(self, ticket_id: str) -> Ticket | None:
-        """The ticket, which nobody can take again; None when there is none, or what lies there is none."""
+        """The ticket, which nobody can take again; None when there is none.
+
+        Raises `UnreadableReplyError` when what lay there is none, too.
+        """
         reply = await self.client.command("GETDEL", self.keys.ticket(ticket_id))
-        if not isinstance(reply, bytes):
+        if reply is None:
             return None
         try:
-            return msgspec.msgpack.decode(reply, type=Ticket)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
+            return decoded(reply, _TICKET.decode)
+        except ValueError as error:
+            raise self.client.unreadable("a ticket", error) from error
 
 
 def _prompt_digest(query: RouteQuery) -> bytes:

@@ -10,7 +10,6 @@ import msgspec
 
 from tandem_services.router.keys import LEASE_OF_REQUEST_MS, Keys
 from tandem_services.router.library import FunctionLibrary
-from tandem_services.router.registry import decode_reply
 from tandem_services.router.usage_windows import Ask, Refused, Usage, UsageLimits
 
 
@@ -33,19 +32,17 @@ class UsageBoard:
 
     async def take(self, tenant: str, limits: UsageLimits, ask: Ask) -> Usage:
         """Grant `ask`, or say which limit is in its way."""
-        reply = decode_reply(
-            await self.library.call(
-                "usage_take",
-                self.keys.usage_of(tenant),
-                limits.requests,
-                limits.tokens,
-                limits.concurrency,
-                ask.requests,
-                ask.tokens,
-                ask.lease,
-                LEASE_OF_REQUEST_MS,
-            ),
-            _TakeReply,
+        reply = await self.library.ask(
+            "usage_take",
+            self.keys.usage_of(tenant),
+            limits.requests,
+            limits.tokens,
+            limits.concurrency,
+            ask.requests,
+            ask.tokens,
+            ask.lease,
+            LEASE_OF_REQUEST_MS,
+            shape=_TakeReply,
         )
         return Usage(
             refused=reply.refused,

@@ -2,8 +2,8 @@
 
 Redis adds up what gateways report and says where tenants stand, so that a tenant that asks several gateways is behind
 at each of them where another waits. No request waits for a report. Redis away: the counters of this gateway decide,
-and what it has charged meanwhile is reported when Redis is back. They decide as well, and a log line tells, where Redis
-gives an answer that cannot be read.
+and what it has charged meanwhile is reported when Redis is back. They decide as well where Redis gives
+an answer that cannot be read, which the board logs.
 """
 
 from collections import defaultdict
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Protocol
 
-from tandem_engine.clock import MonotonicClock
-from tandem_services.common.redis_client import RarelyLogged, RedisUnavailableError, UnreadableReplyError
+from tandem_services.common.redis_client import RedisUnavailableError, UnreadableReplyError
 from tandem_services.router.fair_board import Charge, Report, Standing, Wish
 from tandem_services.router.virtual_counters import VirtualCounters
 
@@ -38,7 +37,6 @@ class SharedCounters:
     _pending: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Charged since the last report."""
     _told_waiting: frozenset[str] = frozenset()
-    _log: RarelyLogged = field(default_factory=lambda: RarelyLogged(clock=MonotonicClock()))
 
     def charge(self, tenant: str, cost: float) -> None:
         """`cost`: virtual tokens over the tenant's weight."""
@@ -58,10 +56,9 @@ class SharedCounters:
         report = Report(gateway=self.gateway, charges=charges, wish=wish, left=left, wanted=wanted)
         try:
             standing = await self.board.sync(report)
-        except UnreadableReplyError as error:
+        except UnreadableReplyError:
             # It has been added up: told again, it would count twice.
             self._told_waiting = waiting
-            self._log.warning(f"Redis answers, but the counters of tenants at all gateways cannot be read: {error}")
             return None
         except RedisUnavailableError:
             for name, cost in sent.items():

@@ -1,15 +1,11 @@
-import msgspec
 import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.names import LinkTransport
-from tandem_services.common.redis_client import UnreadableReplyError
 from tandem_services.router.registry import (
     ROW,
-    HeartbeatReply,
     WorkerState,
-    decode_reply,
     pack_row,
     read_record,
     readable_fields,
@@ -97,9 +93,3 @@ def test_a_hash_with_a_missing_field_is_no_worker():
 
 def test_the_routing_row_has_the_size_that_the_script_expects():
     assert len(pack_row(make_record("w1"))) == ROW.size == 90
-
-
-@pytest.mark.parametrize("reply", [None, 7, b"", b"\xc1", msgspec.msgpack.encode({"status": "?"}), b"\xa1\xff"])
-def test_a_reply_of_the_wrong_shape_is_no_answer(reply):
-    with pytest.raises(UnreadableReplyError):
-        decode_reply(reply, HeartbeatReply)

@@ -71,19 +71,13 @@ async def test_without_redis_the_gateway_counts_for_itself_and_reports_later():
     assert sheet.totals == {"a": 300}
 
 
-async def test_an_answer_that_cannot_be_read_is_told_apart_from_none(caplog):
-    """It was told as Redis away is, by nothing, and what Redis had added up was added to it each time again."""
-    away = gateway(Sheet(reachable=False))
-    away.charge("a", 100)
-    assert await away.sync() is None
-    assert not caplog.records
+async def test_an_answer_that_cannot_be_read_is_told_apart_from_none():
+    """It was taken for Redis away, and what Redis had added up was added to it each time again."""
     sheet = Sheet(readable=False)
     shared = gateway(sheet)
     shared.charge("a", 100)
     for _ in range(3):
         assert await shared.sync() is None
-    (record,) = caplog.records
-    assert "cannot be read: no such shape" in record.message
     assert (sheet.totals, shared.counters.value("a")) == ({"a": 100}, 100)
 
 
