@@ -6,8 +6,9 @@
    or left   its maker was killed. The next process that makes one of the same prefix finds the marker without a lock,
              which the kernel has lifted, and removes the folder
 
-A folder without a marker is never taken for abandoned, whatever its name: it is somebody else's, it is about to be
-marked, its maker was killed before it had marked it, or its file system has no locks.
+A folder without a marker is somebody else's, whatever its name; or it is about to be marked, its maker was killed
+before it had marked it, or its file system has no locks. Nothing in it is touched. Once it has been empty for longer
+than marking takes, `rmdir` takes it away, where there are locks.
 """
 
 import fcntl
@@ -17,8 +18,9 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tandem_engine.errors import ConfigError
@@ -26,8 +28,12 @@ from tandem_engine.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MARKER = "owner.lock"
-UNLOCKED_MARKER = ".owner.lock"
-"""Its name until it is locked."""
+NEW_MARKER = ".owner.lock"
+"""Its name until it is locked. A folder with nothing else in it is as good as empty."""
+VAIN_MARKER = "owner"
+"""Its name when it could not be locked: whether its maker lives is not to be seen."""
+UNMARKED_S = 3600.0
+"""A maker that lives has marked its folder long before. One that slept for so long finds it gone, and makes another."""
 ATTEMPTS = 3
 RANDOM_NAME = "[a-z0-9_]{8}"
 """What `tempfile.mkdtemp` appends to a prefix."""
@@ -73,43 +79,66 @@ def remove_abandoned(prefix: str) -> None:
         logger.debug("what killed processes left in %s stays: %s", temporary, error)
         return
     for folder in folders:
-        _remove_if_abandoned(folder)
+        try:
+            _remove_if_abandoned(folder)
+        except OSError as error:
+            logger.debug("%s is somebody else's, of a process that lives, or cannot be locked: %s", folder, error)
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    try:
-        marker = _open_marker(folder)
-    except OSError as error:
-        logger.debug("%s is left alone: %s", folder, error)
-        return
-    try:
-        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Raises `OSError` when it is not, or cannot be told."""
+    with _opened(folder) as place:
+        entries = os.listdir(place)  # noqa: PTH208  # of the folder that was opened, whatever has its name by now
+        if MARKER in entries:
+            _remove_marked(folder, place)
+        elif entries in ([], [NEW_MARKER]) and time.time() - os.fstat(place).st_ctime > UNMARKED_S:
+            _remove_never_marked(folder, place)
+
+
+def _remove_marked(folder: Path, place: int) -> None:
+    with _locked(MARKER, place) as marker:
         # Another process may have removed the folder between the two; this name may be a newer one's by now.
-        if os.path.samestat(os.fstat(marker), (folder / MARKER).lstat()):
+        if os.path.samestat(marker, (folder / MARKER).lstat()):
             logger.info("removing %s: the process that made it was killed", folder)
             remove(folder)
-    except OSError as error:
-        logger.debug("%s belongs to a process that lives, or cannot be locked: %s", folder, error)
-    finally:
-        os.close(marker)
 
 
-def _open_marker(folder: Path) -> int:
-    """Raises `OSError` where there is none, or folder or marker is not as `own_folder` makes them."""
+def _remove_never_marked(folder: Path, place: int) -> None:
+    # Where this fails there are no locks, and so no markers of those that live either.
+    fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with suppress(FileNotFoundError), _locked(NEW_MARKER, place):
+        os.unlink(NEW_MARKER, dir_fd=place)
+    if os.path.samestat(os.fstat(place), folder.lstat()):
+        folder.rmdir()
+        logger.info("removed %s: the process that made it was killed before it had marked it", folder)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Its descriptor. Raises `OSError` for what is no folder of this user alone."""
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         made = os.fstat(place)
         if made.st_uid != os.getuid() or made.st_mode & 0o777 != 0o700:
             raise PermissionError(f"{folder} is not of this user alone")
-        # Whatever else has this name must not keep the process waiting.
-        marker = os.open(MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+        yield place
     finally:
         os.close(place)
-    status = os.fstat(marker)
-    if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
+
+
+@contextmanager
+def _locked(name: str, place: int) -> Iterator[os.stat_result]:
+    """A file of this user in a folder, which no process holds. Raises `OSError`."""
+    # Whatever else has this name must not keep the process waiting.
+    marker = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+    try:
+        status = os.fstat(marker)
+        if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
+            raise PermissionError(f"{name} is no file of this user")
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield status
+    finally:
         os.close(marker)
-        raise PermissionError(f"{folder / MARKER} is no file of this user")
-    return marker
 
 
 def _make(prefix: str) -> tuple[Path, int | None]:
@@ -122,13 +151,15 @@ def _make(prefix: str) -> tuple[Path, int | None]:
             # Something that clears the temporary folder may have taken it.
             if folder.is_dir():
                 logger.warning("%s stays behind if this process is killed, as it cannot be locked: %s", folder, error)
+                with suppress(OSError):
+                    (folder / NEW_MARKER).rename(folder / VAIN_MARKER)
                 return folder, None
     raise FileNotFoundError(f"{ATTEMPTS} folders that were made in {tempfile.gettempdir()} were gone at once")
 
 
 def _mark(folder: Path) -> int:
     """A descriptor that holds the marker's lock. Raises `OSError`."""
-    unlocked = folder / UNLOCKED_MARKER
+    unlocked = folder / NEW_MARKER
     marker = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)

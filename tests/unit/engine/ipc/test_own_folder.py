@@ -5,12 +5,13 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from tandem_engine.errors import ConfigError
-from tandem_engine.ipc.own_folder import ATTEMPTS, MARKER, own_folder, remove_abandoned
+from tandem_engine.ipc.own_folder import ATTEMPTS, MARKER, NEW_MARKER, UNMARKED_S, own_folder, remove_abandoned
 
 PREFIX = "tandem-ranks-"
 
@@ -204,7 +205,98 @@ def test_a_file_system_without_locks_costs_no_start_and_no_descriptor(number, te
         assert not (folder / MARKER).exists()
         monkeypatch.undo()
         monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        an_hour_passes(monkeypatch)
         remove_abandoned(PREFIX)
         assert folder.is_dir()
     assert not folder.exists()
     assert not abandoned.exists()
+
+
+def killed_while_making(step: str) -> None:
+    """A process that makes a folder and ends, as by SIGKILL, once it has come to `step`."""
+    child = os.fork()
+    if child == 0:
+
+        def end(*_: object, **__: object) -> None:
+            os._exit(0)
+
+        # Whatever happens, this process must not go on as a second pytest.
+        try:
+            if step == "made":
+                make = tempfile.mkdtemp
+                tempfile.mkdtemp = lambda **options: end(make(**options))
+            elif step == "about to be locked":
+                fcntl.flock = end
+            else:
+                Path.rename = end
+            own_folder(PREFIX).__enter__()
+        finally:
+            os._exit(1)
+    _, ended = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended) == 0
+
+
+def an_hour_passes(monkeypatch) -> None:
+    later = time.time() + UNMARKED_S + 1.0
+    monkeypatch.setattr(time, "time", lambda: later)
+
+
+@pytest.mark.parametrize("step", ["made", "about to be locked", "locked"])
+def test_a_folder_whose_maker_was_killed_before_it_had_marked_it_goes_after_a_while(step, temporary, monkeypatch):
+    """It stayed for ever."""
+    killed_while_making(step)
+    (folder,) = temporary.iterdir()
+    opened = open_files()
+    remove_abandoned(PREFIX)
+    assert folder.is_dir()  # it may be about to be marked
+    an_hour_passes(monkeypatch)
+    remove_abandoned(PREFIX)
+    assert not [*temporary.iterdir()]
+    assert open_files() <= opened
+
+
+def test_an_old_folder_without_a_marker_that_may_be_somebody_elses_is_left_alone(temporary, monkeypatch):
+    for name, entries in {
+        f"{PREFIX}longer_than_eight": (),
+        f"{PREFIX}somelogs": ("core.1",),
+        f"{PREFIX}likeours": (NEW_MARKER, "store"),
+        f"{PREFIX}readable": (),
+    }.items():
+        (temporary / name).mkdir(mode=0o700)
+        for entry in entries:
+            (temporary / name / entry).touch()
+    (temporary / f"{PREFIX}readable").chmod(0o755)
+    elsewhere = temporary / "elsewhere"
+    elsewhere.touch()
+    (temporary / f"{PREFIX}linklink").mkdir(mode=0o700)
+    (temporary / f"{PREFIX}linklink" / NEW_MARKER).symlink_to(elsewhere)
+    before = {*temporary.rglob("*")}
+    an_hour_passes(monkeypatch)
+    remove_abandoned(PREFIX)
+    assert {*temporary.rglob("*")} == before
+
+
+def test_an_old_folder_whose_marker_is_just_being_locked_is_left_alone(temporary, monkeypatch):
+    folder = temporary / f"{PREFIX}sleepy_1"
+    folder.mkdir(mode=0o700)
+    an_hour_passes(monkeypatch)
+    with (folder / NEW_MARKER).open("w") as marker:
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_abandoned(PREFIX)
+        assert (folder / NEW_MARKER).exists()
+    remove_abandoned(PREFIX)
+    assert not folder.exists()
+
+
+def test_an_old_empty_folder_is_left_alone_where_there_are_no_locks(temporary, monkeypatch):
+    folder = temporary / f"{PREFIX}unlocked"
+    folder.mkdir(mode=0o700)
+
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    an_hour_passes(monkeypatch)
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(fcntl, "flock", refused)
+        remove_abandoned(PREFIX)
+    assert folder.is_dir()

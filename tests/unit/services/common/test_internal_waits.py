@@ -57,6 +57,7 @@ LONGER = {
     "worker.standby.HOLD_S": "the next canary of an operator that said so; others of its revision serve",
     "worker.follower.END_GRACE_S": "the engine that it belongs to drains and ends; added to the drain's bound",
     # Between two of something, or how long something is remembered: nobody waits for its end.
+    "ipc.own_folder.UNMARKED_S": "an empty folder may be about to be marked",
     "disaggregation.links.REPEAT_S": "a link's self-test is repeated",
     "disaggregation.nixl.thread.STUCK_S": "a WRITE ends; longer than a receiver that stands still lives",
     "disaggregation.holds.FENCED_AT_MOST_S": "pages that a stopped writer may be writing to stay unused",
