@@ -8,7 +8,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _add_entry(path: Path, entry: dict[str, Any]) -> None:
 
     path = path.resolve()
     try:
-        with _alone_in(path.parent):
+        with _alone_with(path):
             there = path.stat() if path.exists() else None
             before = b'{"keys": []}' if there is None else path.read_bytes()
             if there is not None:
@@ -120,19 +120,46 @@ def _add_entry(path: Path, entry: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _alone_with(path: Path) -> Iterator[None]:
     """Of two that add an entry at once, the second waits and reads what the first has written.
 
-    It is the folder that is locked: a lock of the file would go with the file that is replaced.
+    It is the folder that is locked: a lock of the file would go with the file that is replaced. Where folders have no
+    locks, as on some network file systems, the second is refused.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Some network file systems have no locks of folders; an entry can be added there by one at a time.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        if _locked(descriptor):
+            yield
+        else:
+            with _sign_beside(path):
+                yield
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _sign_beside(path: Path) -> Iterator[None]:
+    """A file that only one process can make. Raises `ConfigError` while there is one."""
+    sign = path.with_name(f".{path.name}.lock")
+    try:
+        sign.touch(mode=0o600, exist_ok=False)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"--file {path}: another `tandem keys create` changes it, and folders have no locks there to wait for. "
+            f"Try again; if none runs, one was killed, and you may remove {sign}"
+        ) from error
+    try:
+        yield
+    finally:
+        sign.unlink(missing_ok=True)
 
 
 def _replace(path: Path, content: bytes, former: os.stat_result | None) -> None:

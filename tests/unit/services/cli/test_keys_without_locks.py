@@ -1,0 +1,47 @@
+"""`tandem keys create --file` where folders cannot be locked, as on some network file systems."""
+
+import errno
+import fcntl
+import os
+
+import pytest
+
+from tandem_services.cli import keys as keys_command
+from tandem_services.cli.main import main
+from tandem_services.gateway.access.key_watch import read_keys
+
+
+@pytest.fixture(autouse=True)
+def without_locks(monkeypatch) -> None:
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+
+
+def test_of_two_that_are_made_at_once_the_second_is_refused(tmp_path, monkeypatch, capsys) -> None:
+    """Both were told that theirs was in the file, and one of them was not."""
+    path, replace = tmp_path / "keys.json", keys_command._replace
+
+    def meanwhile(*args: object) -> None:
+        monkeypatch.setattr(keys_command, "_replace", replace)
+        assert main(["keys", "create", "ops", "--file", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert f"--file {path}: another `tandem keys create` changes it" in told
+        assert "shown only now" not in told
+        replace(*args)
+
+    monkeypatch.setattr(keys_command, "_replace", meanwhile)
+    assert main(["keys", "create", "search", "--file", str(path)]) == 0
+    assert [tenant.name for tenant in read_keys(path).tenants] == ["search"]
+    assert main(["keys", "create", "ops", "--file", str(path)]) == 0
+    assert [tenant.name for tenant in read_keys(path).tenants] == ["search", "ops"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_one_left_is_named(tmp_path, capsys) -> None:
+    left = tmp_path / ".keys.json.lock"
+    left.touch()
+    assert main(["keys", "create", "search", "--file", str(tmp_path / "keys.json")]) == 2
+    assert f"you may remove {left}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [left]
