@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tandem_services.loadgen.summary import Slo
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse._ActionsContainer) -> None:
     """--model and the names it is served under."""
     parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
     parser.add_argument(
@@ -31,7 +31,7 @@ def served_names(args: argparse.Namespace, folder: Path) -> tuple[str, ...]:
     return tuple(args.served_model_name or (folder.name,))
 
 
-def add_output_parsers(parser: argparse.ArgumentParser) -> None:
+def add_output_parsers(parser: argparse._ActionsContainer) -> None:
     """How the gateway reads what a model writes."""
     parser.add_argument(
         "--tool-call-parser",
@@ -61,13 +61,13 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
     add_log_format(parser)
 
 
-def add_log_format(parser: argparse.ArgumentParser) -> None:
+def add_log_format(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--log-format", choices=("plain", "json"), default="plain", help="log lines for people or for machines"
     )
 
 
-def add_redis(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_redis(parser: argparse._ActionsContainer, *, required: bool) -> None:
     """Where Redis is. Other users of the machine can read a command line, so passwords have other ways in."""
     settings = read_settings()
     parser.add_argument(
@@ -87,7 +87,7 @@ def add_redis(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> None:
+def add_cluster(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--cluster",
         default=read_settings().cluster,
@@ -96,7 +96,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_local_prefill(parser: argparse.ArgumentParser) -> None:
+def add_local_prefill(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--local-prefill-tokens",
         type=non_negative_int,
@@ -107,7 +107,7 @@ def add_local_prefill(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_queue(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add_queue(parser: argparse._ActionsContainer) -> None:
     """Bounds of a gateway's queue."""
     parser.add_argument(
         "--max-waiting-requests",
@@ -126,7 +126,7 @@ def add_queue(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
     )
 
 
-def add_router_policy(parser: argparse.ArgumentParser) -> None:
+def add_router_policy(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--router-policy",
         type=_router_policy,
@@ -148,7 +148,7 @@ def add_router_policy(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_tracing(parser: argparse.ArgumentParser) -> None:
+def add_tracing(parser: argparse._ActionsContainer) -> None:
     """Flags of OpenTelemetry; see `tracing_of`."""
     parser.add_argument(
         "--otlp-traces-endpoint",
@@ -191,7 +191,7 @@ def tracing_argv(args: argparse.Namespace) -> list[str]:
     return argv
 
 
-def add_api_keys(parser: argparse.ArgumentParser) -> None:
+def add_api_keys(parser: argparse._ActionsContainer) -> None:
     """Who may use a gateway."""
     parser.add_argument(
         "--api-keys",
@@ -202,7 +202,7 @@ def add_api_keys(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_console(parser: argparse.ArgumentParser) -> None:
+def add_console(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--console",
         action=argparse.BooleanOptionalAction,

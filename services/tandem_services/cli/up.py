@@ -13,35 +13,14 @@ from pathlib import Path
 
 from tandem_engine.cpu_list import allowed_cpus
 from tandem_engine.errors import ConfigError
-from tandem_engine.flags import (
-    AUTO_AFFINITY,
-    NO_AFFINITY,
-    add_engine_flags,
-    engine_argv,
-    engine_config,
-    non_negative_int,
-)
+from tandem_engine.flags import AUTO_AFFINITY, NO_AFFINITY, add_engine_flags, engine_argv, engine_config
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.cores import Cores, claim
 from tandem_services.cli.greeting import greeting
-from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import python_command, require_redis, start_redis
-from tandem_services.cli.shared_flags import (
-    add_api_keys,
-    add_cluster,
-    add_console,
-    add_local_prefill,
-    add_log_format,
-    add_model,
-    add_output_parsers,
-    add_redis,
-    add_router_policy,
-    add_tracing,
-    served_names,
-    tracing_argv,
-    tracing_of,
-)
+from tandem_services.cli.shared_flags import served_names, tracing_argv, tracing_of
+from tandem_services.cli.up_flags import add_up_flags
 from tandem_services.common.errors import StartupError
 from tandem_services.common.listening import http_url, listen
 from tandem_services.common.ports import free_port
@@ -69,36 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "and serve an OpenAI-compatible API until Ctrl-C.",
         epilog=EXAMPLES,
     )
-    add_model(parser)
-    parser.add_argument("--prefill", type=non_negative_int, default=1, metavar="N", help="prefill workers (default 1)")
-    parser.add_argument("--decode", type=non_negative_int, default=1, metavar="N", help="decode workers (default 1)")
-    parser.add_argument(
-        "--both", type=non_negative_int, default=0, metavar="N", help="workers that do both (default 0)"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address of the API (default 127.0.0.1)")
-    parser.add_argument(
-        "--port",
-        type=port_number,
-        default=8000,
-        help="port of the API; 0 picks a free one (default 8000)",
-    )
-    add_redis(parser, required=False)
-    add_cluster(parser)
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keys and logs (default .tandem/PORT)")
-    parser.add_argument(
-        "--ready-timeout",
-        type=positive_float,
-        default=120.0,
-        metavar="S",
-        help="give up starting after this (default 120)",
-    )
-    add_api_keys(parser)
-    add_console(parser)
-    add_local_prefill(parser)
-    add_output_parsers(parser)
-    add_router_policy(parser)
-    add_tracing(parser)
-    add_log_format(parser)
+    add_up_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run)
 
