@@ -7,27 +7,18 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tandem_engine.errors import ConfigError
-from tandem_engine.flags import positive_int
-from tandem_services.cli.numbers import fraction, positive_float
-from tandem_services.cli.shared_flags import add_local_prefill, add_queue, add_slo, slo_of
+from tandem_services.cli.simulate_flags import add_simulate_flags
+from tandem_services.cli.simulated_system import scaling_of, simulation_of
 from tandem_services.common.errors import StartupError
 
 if TYPE_CHECKING:
     from tandem_services.common.redis_client import RedisAddress
-    from tandem_services.router.policies.by_role import PolicyNames
-    from tandem_services.simulate.fleet import FleetShape
-    from tandem_services.simulate.gateway import GatewayShape
     from tandem_services.simulate.report import Report
-    from tandem_services.simulate.requests import SimulatedRequest
-    from tandem_services.simulate.run import ScalingSimulation, Simulation
+    from tandem_services.simulate.run import Simulation
     from tandem_services.simulate.scaling_report import ScalingReport
-    from tandem_services.simulate.service_times import ServiceTimes
-    from tandem_services.simulate.tenants import Tenants
 
 R_co = TypeVar("R_co", covariant=True)
 R_report = TypeVar("R_report", "Report", "ScalingReport")
-
-SCALERS = ("internal", "hpa", "static")
 
 EXAMPLES = """\
 examples:
@@ -56,145 +47,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "hit rate, TTFT, ITL, goodput and balance.",
         epilog=EXAMPLES,
     )
-    _add_load(parser)
-    _add_workers(parser)
-    add_local_prefill(parser)
-    _add_gateways(parser)
-    _add_scaling(parser)
-    report = parser.add_argument_group("report")
-    add_slo(report)
-    report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    report.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object to FILE too")
-    report.add_argument("--plot", type=Path, metavar="FILE", help="write the figures as SVG")
+    add_simulate_flags(parser)
     parser.set_defaults(run=run)
-
-
-def _add_load(parser: argparse.ArgumentParser) -> None:
-    load = parser.add_argument_group("load")
-    load.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Mooncake .jsonl or Azure .csv")
-    load.add_argument("--num-prompts", type=positive_int, metavar="N", help="the first N requests (default: all)")
-    load.add_argument(
-        "--trace-speed",
-        type=positive_float,
-        default=1.0,
-        metavar="F",
-        help="divide the gaps between arrivals (default 1)",
-    )
-    load.add_argument(
-        "--policy",
-        action="append",
-        metavar="LIST",
-        help="policies to compare, separated by commas: locality, round_robin, least_loaded, power_of_two, session; or "
-        "prefill=POLICY,decode=POLICY as one; may be repeated (default locality,round_robin,least_loaded,power_of_two)",
-    )
-    load.add_argument("--seed", type=int, default=0, help="of every random choice (default 0)")
-
-
-def _add_workers(parser: argparse.ArgumentParser) -> None:
-    workers = parser.add_argument_group("workers")
-    workers.add_argument(
-        "--workers", default="8", metavar="N", help="N that do both, or prefill=N,decode=N[,both=N] (default 8)"
-    )
-    cache = workers.add_mutually_exclusive_group()
-    cache.add_argument(
-        "--cache-share",
-        type=fraction,
-        default=0.1,
-        metavar="F",
-        help="KV of all workers that compute prompts together, by the trace's distinct blocks (default 0.1)",
-    )
-    cache.add_argument("--cache-blocks", type=positive_int, metavar="N", help="KV of each worker in 512-token blocks")
-    workers.add_argument(
-        "--prefill-rate", type=positive_float, default=10_000.0, metavar="R", help="prompt tokens/s (default 10000)"
-    )
-    workers.add_argument(
-        "--decode-step-ms",
-        default="1:10,64:30,256:80",
-        metavar="N:MS,…",
-        help="step time by sequences, linear in between (default 1:10,64:30,256:80)",
-    )
-    workers.add_argument(
-        "--chunked-prefill-size",
-        type=positive_int,
-        default=2048,
-        metavar="N",
-        help="prompt tokens per step (default 2048)",
-    )
-    workers.add_argument(
-        "--max-running-requests", type=positive_int, default=256, metavar="N", help="rows of each worker (default 256)"
-    )
-    workers.add_argument(
-        "--context-length", type=positive_int, default=131_072, metavar="N", help="longest sequence (default 131072)"
-    )
-    workers.add_argument(
-        "--token-kib", type=positive_float, default=128.0, metavar="KIB", help="KV of one token (default 128)"
-    )
-    workers.add_argument(
-        "--transfer-gb-per-s", type=positive_float, default=10.0, metavar="GB", help="of each link (default 10)"
-    )
-
-
-def _add_gateways(parser: argparse.ArgumentParser) -> None:
-    gateways = parser.add_argument_group("gateways", "their queue is the product's; flags as of tandem gateway")
-    gateways.add_argument(
-        "--gateways", type=positive_int, default=1, metavar="N", help="that get requests in turn (default 1)"
-    )
-    gateways.add_argument(
-        "--tenants-apart",
-        action="store_true",
-        help="send all requests of a tenant to one gateway, each to the next (default: gateways get requests in turn)",
-    )
-    add_queue(gateways)
-    gateways.add_argument(
-        "--from-zero-timeout",
-        type=positive_float,
-        default=10.0,
-        metavar="S",
-        help="seconds that a new choice waits for a worker while none can take it (default 10)",
-    )
-    gateways.add_argument(
-        "--api-keys",
-        type=Path,
-        metavar="PATH",
-        help="key file that has the tenants which the trace names: their weights, priorities and caches; rate limits "
-        "are not modelled (default: every tenant has weight 1, in one cache)",
-    )
-
-
-def _add_scaling(parser: argparse.ArgumentParser) -> None:
-    scaling = parser.add_argument_group(
-        "autoscaling", "compare scalers instead of policies; --workers prefill=N,decode=N is what they begin with"
-    )
-    scaling.add_argument(
-        "--autoscale",
-        nargs="?",
-        const=",".join(SCALERS),
-        metavar="LIST",
-        help="internal (the operator's law), hpa (each role in proportion to its metric), static (as it begins); "
-        f"default {','.join(SCALERS)}. Needs an --slo-* bound",
-    )
-    scaling.add_argument(
-        "--max-workers", type=positive_int, default=16, metavar="N", help="of each role at most (default 16)"
-    )
-    scaling.add_argument(
-        "--worker-start-s", type=positive_float, default=60.0, metavar="S", help="until a new one serves (default 60)"
-    )
-    scaling.add_argument(
-        "--scale-period-s", type=positive_float, default=5.0, metavar="S", help="between decisions (default 5)"
-    )
-    scaling.add_argument(
-        "--target-queue-s", type=positive_float, default=1.0, metavar="S", help="what may wait so long (default 1)"
-    )
-    scaling.add_argument(
-        "--gpu-budget", type=positive_int, metavar="N", help="workers of both roles together (default: no bound)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Everything that can be wrong with the input is found before Redis is started."""
     from tandem_services.simulate.figures import plot, table
 
-    simulation = _simulation(args)
+    simulation = simulation_of(args)
     for path in (args.out, args.plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: the folder {path.parent} does not exist")
@@ -221,152 +82,11 @@ def _deliver(
 def _run_scalers(args: argparse.Namespace, simulation: "Simulation") -> int:
     from tandem_services.simulate.scaling_report import scaling_plot, scaling_table
 
-    scaling = _scaling_simulation(args, simulation)
+    scaling = scaling_of(args, simulation)
     report = _replayed(scaling, tuple(scaling.scalers), quiet=args.json, requests=len(simulation.requests))
     title = f"{args.trace.name}, beginning with {args.workers}, a worker starts in {args.worker_start_s:g} s"
     _deliver(args, report, table=scaling_table, plot=lambda found: scaling_plot(found, title))
     return 0
-
-
-def _scaling_simulation(args: argparse.Namespace, simulation: "Simulation") -> "ScalingSimulation":
-    from tandem_operator.scaling.law import RoleBounds, ScalingConfig
-    from tandem_operator.scaling.need import Targets
-    from tandem_services.simulate.autoscaling import ScalingCosts
-    from tandem_services.simulate.replay import Scaled
-    from tandem_services.simulate.run import ScalingSimulation
-    from tandem_services.simulate.scalers import Hpa, Law, Scaler, Static
-
-    if simulation.slo is None:
-        raise ConfigError("--autoscale: needs a bound to attain, e.g. --slo-ttft-ms 5000")
-    if simulation.shape.both:
-        raise ConfigError("--autoscale: --workers must say prefill=N,decode=N, the roles that are scaled")
-    targets = Targets(queue_seconds=args.target_queue_s, kv_usage=0.85, clear_seconds=args.worker_start_s)
-    role = RoleBounds(least=1, most=args.max_workers, targets=targets, gpus=1)
-    config = ScalingConfig(prefill=role, decode=role, gpu_budget=args.gpu_budget)
-    known: dict[str, Callable[[], Scaler]] = {
-        "internal": lambda: Law(config),
-        "hpa": lambda: Hpa(config),
-        "static": Static,
-    }
-    names = args.autoscale.split(",")
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--autoscale {name[:100]!r}: choose among {', '.join(known)}")
-    costs = ScalingCosts(period_s=args.scale_period_s, start_s=args.worker_start_s)
-    scalers = {name: Scaled(scaler=known[name], costs=costs) for name in names}
-    return ScalingSimulation(simulation=simulation, scalers=scalers, slo=simulation.slo)
-
-
-def _simulation(args: argparse.Namespace) -> "Simulation":
-    from tandem_services.common.traces import read_trace
-    from tandem_services.simulate.requests import simulated_requests
-    from tandem_services.simulate.run import Simulation
-
-    policies = _policies(args.policy)
-    times = _times(args)
-    counts = _worker_counts(args.workers)
-    gateways, tenants = _gateways(args), _tenants(args.api_keys)
-    requests = simulated_requests(
-        read_trace(args.trace),
-        limit=args.num_prompts,
-        speed=args.trace_speed,
-        tenants=tenants,
-        apart=args.tenants_apart,
-    )
-    if not requests:
-        raise ConfigError(f"--trace {args.trace}: no requests in it")
-    return Simulation(
-        requests=requests,
-        shape=_shape(args, counts, times, requests),
-        policies=policies,
-        local_prefill_tokens=args.local_prefill_tokens,
-        seed=args.seed,
-        slo=slo_of(args),
-        gateways=gateways,
-    )
-
-
-def _gateways(args: argparse.Namespace) -> "GatewayShape":
-    from tandem_services.gateway.queueing.late_binding import AdmissionPolicy
-    from tandem_services.simulate.gateway import MAX_GATEWAYS, GatewayShape
-
-    if args.gateways > MAX_GATEWAYS:
-        raise ConfigError(f"--gateways: there must be 1 to {MAX_GATEWAYS} gateways, got {args.gateways}")
-    policy = AdmissionPolicy(room_s=args.queue_timeout, worker_s=args.from_zero_timeout)
-    return GatewayShape(gateways=args.gateways, seats=args.max_waiting_requests, policy=policy)
-
-
-def _tenants(path: Path | None) -> "Tenants":
-    from tandem_services.gateway.access.key_file import KeyFileError
-    from tandem_services.gateway.access.key_watch import read_keys
-    from tandem_services.simulate.tenants import Tenants
-
-    try:
-        return Tenants() if path is None else Tenants(read_keys(path))
-    except KeyFileError as error:
-        raise ConfigError(f"--api-keys: {error}") from error
-
-
-def _policies(lists: Sequence[str] | None) -> "dict[str, PolicyNames]":
-    from tandem_services.router.policies.by_role import PolicyNames
-
-    names = []
-    for text in lists or ["locality,round_robin,least_loaded,power_of_two"]:
-        names += [text] if "=" in text else text.split(",")
-    return {name: PolicyNames.parse(name, flag="--policy") for name in names}
-
-
-def _worker_counts(text: str) -> dict[str, int]:
-    """`8` or `prefill=4,decode=4`."""
-    counts = {}
-    for part in text.split(",") if "=" in text else [f"both={text}"]:
-        role, _, count = part.partition("=")
-        if role not in ("both", "prefill", "decode") or role in counts or not count.isdecimal():
-            raise ConfigError(f"--workers {text[:100]!r}: expected a number, or prefill=N,decode=N[,both=N]")
-        counts[role] = int(count)
-    return counts
-
-
-def _times(args: argparse.Namespace) -> "ServiceTimes":
-    from tandem_services.simulate.service_times import ServiceTimes
-
-    return ServiceTimes(
-        prefill_rate=args.prefill_rate,
-        chunk_tokens=args.chunked_prefill_size,
-        decode_steps=_decode_steps(args.decode_step_ms),
-        token_bytes=args.token_kib * 1024,
-        transfer_rate=args.transfer_gb_per_s * 1e9,
-    )
-
-
-def _decode_steps(text: str) -> tuple[tuple[int, float], ...]:
-    steps = []
-    for part in text.split(","):
-        size, _, ms = part.partition(":")
-        try:
-            steps.append((positive_int(size), positive_float(ms) / 1e3))
-        except (argparse.ArgumentTypeError, ValueError) as error:
-            raise ConfigError(f"--decode-step-ms {part[:100]!r}: expected SEQUENCES:MS, e.g. 64:30") from error
-    return tuple(steps)
-
-
-def _shape(
-    args: argparse.Namespace, counts: dict[str, int], times: "ServiceTimes", requests: "Sequence[SimulatedRequest]"
-) -> "FleetShape":
-    from tandem_services.common.traces import TRACE_BLOCK
-    from tandem_services.simulate.fleet import FleetShape
-    from tandem_services.simulate.run import distinct_blocks
-
-    computing = counts.get("both", 0) + counts.get("prefill", 0)
-    shared = int(distinct_blocks(requests) * args.cache_share) // max(1, computing)
-    return FleetShape(
-        **counts,
-        cache_blocks=shared if args.cache_blocks is None else args.cache_blocks,
-        block_tokens=TRACE_BLOCK,
-        max_sequences=args.max_running_requests,
-        context_length=args.context_length,
-        times=times,
-    )
 
 
 class _Runs(Protocol[R_co]):
