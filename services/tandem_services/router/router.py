@@ -33,6 +33,7 @@ from tandem_services.router.choice import (
 )
 from tandem_services.router.config import RouterConfig, RouterCounters
 from tandem_services.router.cost import Demand, room_needed
+from tandem_services.router.exclusions import Exclusions
 from tandem_services.router.fair_board import FairBoard
 from tandem_services.router.fleet import FleetView
 from tandem_services.router.held_choices import HeldChoices
@@ -50,7 +51,8 @@ from tandem_services.router.scoring import has_to_wait
 from tandem_services.router.session_bindings import SessionBindings
 from tandem_services.router.shared_choices import SharedChoices
 from tandem_services.router.telling import TellingBudget
-from tandem_services.router.tickets import Ticket, TicketBoard
+from tandem_services.router.ticketed_choices import TicketedChoices
+from tandem_services.router.tickets import TicketBoard
 from tandem_services.router.usage_board import UsageBoard
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,6 @@ class Router:
         """What tenants have used of their limits."""
         self.fairness = FairBoard(library=FunctionLibrary(self._background, source), keys=keys)
         """What tenants have had of the fleet."""
-        self._tickets = TicketBoard(client=self._routing, keys=keys)
         self._registry = Registry(library=FunctionLibrary(self._background, source), keys=keys)
         self._membership = Membership(clock=self._clock)
         self._own = OwnLoad(clock=self._clock)
@@ -103,6 +104,12 @@ class Router:
             refresh=self.refresh,
             next_serial=self._held.next_serial,
         )
+        self._ticketed = TicketedChoices(
+            board=TicketBoard(client=self._routing, keys=keys),
+            membership=self._membership,
+            held=self._held,
+            refresh=self._refresh_if_possible,
+        )
         self._local = LocalChoices(
             routing=LocalRouting(own=self._own, random=self._random),
             membership=self._membership,
@@ -111,13 +118,14 @@ class Router:
         )
         self._newcomers = Newcomers(clock=self._clock)
         self._telling = TellingBudget(clock=self._clock, per_second=config.told_per_second)
-        self._policies = PoliciesByRole(
+        policies = PoliciesByRole(
             config.policies,
             self._random,
             self._outstanding,
             newcomers=self._newcomers,
             exploration=config.exploration,
         )
+        self._exclusions = Exclusions(membership=self._membership, policies=policies)
         self._refreshed_at = self._clock.now()
         self._refresher: asyncio.Task[None] | None = None
 
@@ -228,70 +236,31 @@ class Router:
         """The attempt has ended, or never began. Releasing twice counts once."""
         await self._held.release(choice)
 
-    def _usable(self, incarnation: str) -> WorkerView | None:
-        record = self._membership.find(incarnation)
-        return None if record is None or incarnation in self._membership.dead else record.view
-
     async def issue_ticket(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
         """Let whoever learns `ticket_id` carry out `choice`, which is still to be released here.
 
         False when that is not possible: without a shared reservation, or without Redis.
         """
-        if choice.reservation.bucket is None:
-            return False
-        try:
-            await self._tickets.issue(ticket_id, Ticket.of(choice, query))
-        except RedisUnavailableError:
-            return False
-        return True
+        return await self._ticketed.issue(ticket_id, choice, query)
 
     async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
         """The choice of a ticket, which is to be released as any other; None when it is void.
 
         It is void when it was issued for another prompt, is not there any more, or names workers that are gone.
         """
-        try:
-            ticket = await self._tickets.take(ticket_id)
-        except RedisUnavailableError:
-            return None
-        if ticket is None:
-            return None
-        if self._membership.unknown({ticket.decode, *([ticket.prefill] if ticket.prefill else [])}):
-            await self._refresh_if_possible()
-        choice = ticket.choice_for(query, self._usable, self._held.next_serial())
-        if choice is None:
-            await self._held.give_back(query.request_id, ticket.reservation)
-            return None
-        return self._noted(choice)
+        choice = await self._ticketed.redeem(ticket_id, query)
+        return None if choice is None else self._noted(choice)
 
     async def release_unredeemed(self, ticket_id: str, choice: Choice) -> None:
         """As `release`, of a choice that a ticket was issued for: what somebody redeemed is theirs to give back."""
-        try:
-            redeemed = self._held.reserves(choice) and await self._tickets.take(ticket_id) is None
-        except RedisUnavailableError:
-            redeemed = True  # Nobody can tell. The reservation expires by itself.
-        if redeemed:
+        if await self._ticketed.was_redeemed(ticket_id, choice):
             self._held.drop(choice)
         await self.release(choice)
 
     async def _find(self, query: RouteQuery) -> Choice | None:
-        query = replace(query, exclude=query.exclude | self._membership.dead | self._strangers(query))
-        query = replace(query, exclude=query.exclude | self._passed_over(query))
+        query = self._exclusions.narrowed(query)
         told = self._telling.spend()
         return await self._choose_in_redis(query, told=told) or self._choose_locally(query, told=told)
-
-    def _strangers(self, query: RouteQuery) -> frozenset[str]:
-        """Workers that cannot continue what others have begun."""
-        if query.compat_hash is None:
-            return frozenset()
-        return frozenset(each.incarnation for each in self.workers() if each.compat_hash != query.compat_hash)
-
-    def _passed_over(self, query: RouteQuery) -> frozenset[str]:
-        """Workers that the policies leave out."""
-        if not self._policies.narrows:
-            return frozenset()
-        records = self._membership.candidates(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
-        return self._policies.passed_over((record.view for record in records), query)
 
     def _outstanding(self, worker: WorkerView) -> float:
         if worker.role is Role.PREFILL:
