@@ -20,17 +20,17 @@ time. `Admission` does so in a gateway, `tandem simulate` from one event to the 
 """
 
 import logging
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem_engine.clock import Clock
-from tandem_services.common.errors import ApiError, unavailable
+from tandem_services.common.errors import ApiError
 from tandem_services.common.tasks import BackgroundTasks, for_ever
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import FairQueue
 from tandem_services.gateway.queueing.giving_way import GivingWay, wish_of
+from tandem_services.gateway.queueing.refusals import Pace, refusal
 from tandem_services.gateway.queueing.shared_counters import SYNC_S, SharedCounters
 from tandem_services.gateway.queueing.turnover import Turnover
 from tandem_services.gateway.queueing.visitor import Answer, Ask, Verdict, Visitor
@@ -44,11 +44,6 @@ logger = logging.getLogger(__name__)
 TRIES_PER_ROUND = 4
 """Requests that nobody can take which are passed over before the next moment."""
 PASSED_OVER_S = 0.5
-MOST_RETRY_S = 30.0
-NO_WORKER_RETRY_S = 2.0
-"""A worker that just vanished is back, or replaced by another, after about this long at best."""
-PACE_SAMPLES = 32
-"""Admissions from the queue that its pace is measured by."""
 
 
 class Chooser(Protocol):
@@ -111,12 +106,13 @@ class LateBinding:
     _way: GivingWay = field(init=False)
     _turnover: Turnover = field(init=False)
     _nobody_since: float | None = None
-    _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
+    _pace: Pace = field(init=False)
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def __post_init__(self) -> None:
         self._way = GivingWay(clock=self.clock)
         self._turnover = Turnover(clock=self.clock)
+        self._pace = Pace(clock=self.clock)
 
     def figures(self) -> QueueFigures:
         """The queue as it is."""
@@ -289,7 +285,7 @@ class LateBinding:
             self.give_back(choice)
             return
         self._note_admitted(visitor, choice)
-        self._admitted_at.append(self.clock.now())
+        self._pace.admitted()
         visitor.choice.set_result(choice)
 
     def _note_admitted(self, visitor: Visitor, choice: Choice) -> None:
@@ -323,22 +319,5 @@ class LateBinding:
 
     def _refusal(self, reason: str) -> ApiError:
         self.observer.refused(reason)
-        if reason == Verdict.NO_WORKER.value or not self.chooser.workers():
-            return unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKER_RETRY_S)
-        retry_after = self._predicted_wait_s()
-        if reason == "pushed_out":
-            return ApiError(
-                429,
-                "Your requests fill the queue. Try again later, or send fewer at once.",
-                kind="RateLimitError",
-                reason="queue_full",
-                retry_after=retry_after,
-            )
-        return unavailable("All workers are at their limit. Try again later.", retry_after=retry_after)
-
-    def _predicted_wait_s(self) -> float:
-        """Until the queue is empty at its present pace."""
-        if len(self._admitted_at) < 2:
-            return 1.0
-        elapsed = max(self.clock.now() - self._admitted_at[0], 1e-3)
-        return min(max(len(self.queue) * elapsed / len(self._admitted_at), 1.0), MOST_RETRY_S)
+        wait_s = self._pace.wait_s(len(self.queue))
+        return refusal(reason, no_workers=not self.chooser.workers(), wait_s=wait_s)

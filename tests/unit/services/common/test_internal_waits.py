@@ -63,7 +63,7 @@ LONGER = {
     "disaggregation.holds.FENCED_AT_MOST_S": "pages that a stopped writer may be writing to stay unused",
     "worker.introductions.REFRESH_S": "peers are introduced again",
     "ModelConfig.session_ttl_s": "an unused conversation is kept",
-    "gateway.queueing.late_binding.MOST_RETRY_S": "a client is told to come back",
+    "gateway.queueing.refusals.MOST_RETRY_S": "a client is told to come back",
     "router.newcomers.FORGET_S": "a worker that the registry has lost is remembered",
     "router.newcomers.START_S": "whoever comes belongs to the start of a fleet",
     "router.usage_windows.WINDOW_S": "the minute of a limit",
