@@ -35,6 +35,8 @@ FLOAT_BYTES = 4
 """And those of a pair."""
 LINE_BYTES = 64
 """That come from memory together."""
+SHORT_BYTES = 2
+"""Of a bfloat16."""
 MULTIPLIES_PAIRS = _WIDE and bool(_llvm.get_host_cpu_features().get("avx512bf16"))
 _HALF_BITS, _JUST_BELOW_HALF, _UPPER_HALF = 16, 0x7FFF, 0xFFFF0000
 _ADDRESS_BITS = 64
@@ -89,10 +91,7 @@ class Vectors:
 
     def spread(self, value: Any) -> Any:
         """One number in all lanes."""
-        vector = ir.VectorType(value.type, LANES)
-        nothing = ir.Constant(vector, ir.Undefined)
-        first = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
-        return self.builder.shuffle_vector(first, nothing, ir.Constant(self.integers, [0] * LANES))
+        return spread(self.builder, value, LANES)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """a · b + c. "contract" makes the two one instruction, where the CPU has it."""
@@ -126,6 +125,20 @@ class Vectors:
         """The same in all lanes of what is a vector, or one word."""
         kind = words.type
         return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def spread(builder: Any, value: Any, lanes: int) -> Any:
+    """One number in all lanes of a vector of any length."""
+    nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes))
+
+
+def load_unaligned(builder: Any, place: Any, kind: Any) -> Any:
+    """A vector of any kind, from an address that is a multiple of `SHORT_BYTES` alone."""
+    loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
+    loaded.align = SHORT_BYTES
+    return loaded
 
 
 def upper_half(builder: Any, value: Any) -> Any:
@@ -290,7 +303,8 @@ def pair_rows(typing_context: Any, first: Any, second: Any, words: Any, count: A
         with cgutils.for_range(builder, whole) as loop:
             start = builder.mul(loop.index, lanes)
             low, high = (
-                builder.zext(_unaligned(builder, builder.gep(each, [start]), kind), code.integers) for each in halves
+                builder.zext(load_unaligned(builder, builder.gep(each, [start]), kind), code.integers)
+                for each in halves
             )
             shift = ir.Constant(code.integers, [_HALF_BITS] * LANES)
             code.store(builder.or_(low, builder.shl(high, shift)), builder.gep(words, [start]))
@@ -303,9 +317,3 @@ def pair_rows(typing_context: Any, first: Any, second: Any, words: Any, count: A
         return context.get_dummy_value()
 
     return signature, generate
-
-
-def _unaligned(builder: Any, place: Any, kind: Any) -> Any:
-    loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
-    loaded.align = 2
-    return loaded

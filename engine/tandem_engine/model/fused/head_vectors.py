@@ -16,14 +16,12 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from tandem_engine.attention.vectors import upper_half
+from tandem_engine.attention.vectors import FLOAT_BYTES, SHORT_BYTES, load_unaligned, spread, upper_half
 
 ir: Any = llvmlite.ir
 
 _ADDRESS, _FLOAT = types.uintp, types.float32
 _HALF_BITS = 16
-_ALIGNMENT = 2
-"""Bytes that any address is a multiple of."""
 
 
 class HeadPieces(NamedTuple):
@@ -111,7 +109,11 @@ def _write_turn(code: "_Code", low: Any, high: Any, angles: Any, out: Any, *, na
 
 
 class _Code:
-    """Instructions on vectors of `size` float32 numbers of a model whose own are 16 bits, if `halves`."""
+    """Instructions on vectors of `size` float32 numbers of a model whose own are 16 bits, if `halves`.
+
+    Unlike `attention.vectors.Vectors`, whose vectors are registers and whose numbers have the alignment of their type:
+    these are halves of a head, dense from addresses that are even and no more.
+    """
 
     def __init__(self, builder: Any, size: int, *, halves: bool) -> None:
         self.builder = builder
@@ -140,7 +142,7 @@ class _Code:
         if narrow and self.halves:
             upper = self.builder.lshr(upper_half(self.builder, value), self._all(_HALF_BITS))
             value = self.builder.trunc(upper, self.shorts)
-        self.builder.store(value, self._place(value.type, address, part)).align = _ALIGNMENT
+        self.builder.store(value, self._place(value.type, address, part)).align = SHORT_BYTES
 
     def rounded(self, value: Any) -> Any:
         """As the numbers are after a stay in the model's dtype."""
@@ -154,9 +156,7 @@ class _Code:
         return self.builder.call(add, [ir.Constant(ir.FloatType(), 0.0), value], fastmath=("reassoc",))
 
     def spread(self, value: Any) -> Any:
-        nothing = ir.Constant(self.vector, ir.Undefined)
-        first = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
-        return self.builder.shuffle_vector(first, nothing, self._all(0))
+        return spread(self.builder, value, self.size)
 
     def intrinsic(self, name: str, kind: Any, value: Any) -> Any:
         function = ir.FunctionType(kind, [kind])
@@ -165,13 +165,11 @@ class _Code:
         )
 
     def _load(self, kind: Any, address: Any, part: int) -> Any:
-        loaded = self.builder.load(self._place(kind, address, part))
-        loaded.align = _ALIGNMENT
-        return loaded
+        return load_unaligned(self.builder, self._place(kind, address, part), kind)
 
     def _place(self, kind: Any, address: Any, part: int) -> Any:
         """Of vector number `part` of a kind, dense from an address on."""
-        bytes_each = self.size * (2 if kind == self.shorts else 4)
+        bytes_each = self.size * (SHORT_BYTES if kind == self.shorts else FLOAT_BYTES)
         start = self.builder.add(address, ir.Constant(address.type, part * bytes_each))
         return self.builder.inttoptr(start, kind.as_pointer())
 
