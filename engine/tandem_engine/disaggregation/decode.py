@@ -7,7 +7,7 @@ Life of a request with `handoff.side` RECEIVE
                   └──────────────┴───────────────┴──▶ failed, retryable; or aborted
 
     1. waiting     no KV yet. In order of arrival each gets a row, the cached prefix and private pages for
-                   the rest, as soon as running requests can spare them (`Scheduler.spare_pages`)
+                   the rest, as soon as running requests can spare them (`StageSide.spare_pages`)
     2. receiving   the writer has a grant for the private pages, and writes to them until its handoff record says
                    that it has written all; what it writes may repeat and come in any order (T67, T71)
     3. verifying   everything is here; the transport digests the pages. Until the digests match, no page

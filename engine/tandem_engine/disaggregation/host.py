@@ -11,7 +11,7 @@ from tandem_engine.scheduler.request import Request
 
 
 class StageHost(Protocol):
-    """The scheduler, as far as transfers need it. See `Scheduler` for the contracts of the methods."""
+    """The scheduler, as far as transfers need it. See `StageSide` for the contracts of the methods."""
 
     @property
     def memory(self) -> KvMemory: ...

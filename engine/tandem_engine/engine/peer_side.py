@@ -84,7 +84,7 @@ class PeerSide:
         peers = self.ranked or self.socket
         assert peers is not None, "rank 0 has a port"
         self.handoff = HandoffStage.build(
-            host=parts.scheduler,
+            host=parts.scheduler.for_stages,
             transport=self.transport,
             peers=peers,
             config=config,

@@ -13,13 +13,10 @@ Life of a turn (`step`)
 
 One thread calls everything here. Nothing blocks but the wait for a launched step.
 
-What a stage calls back, from inside its own methods:
-
-    admit_prebuilt, finish    for a request that `accept` kept; each takes it over
-    release, finish           for one that `prefill_settled` kept: its KV was sent, or it failed
+`for_stages` is what stages call back, from inside their own methods.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
@@ -39,17 +36,15 @@ from tandem_engine.scheduler.deadlines import Deadlines
 from tandem_engine.scheduler.departures import is_moving
 from tandem_engine.scheduler.ended_log import EndedLog
 from tandem_engine.scheduler.endings import error_finish
-from tandem_engine.scheduler.kept_back import KeptBack, kept_back
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
 from tandem_engine.scheduler.parts import Shared, make_parts
 from tandem_engine.scheduler.policy.choose import make_policy
 from tandem_engine.scheduler.policy.interface import Policy
-from tandem_engine.scheduler.prefill_adder import expected_pages
 from tandem_engine.scheduler.report import scheduler_stats
-from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.stage import QueueStage
+from tandem_engine.scheduler.stage_side import StageSide
 from tandem_engine.scheduler.stop import DecodeText, StopRule
 from tandem_engine.scheduler.stream import OutputStream, Sink
 from tandem_engine.scheduler.tally import SchedulerStats
@@ -124,6 +119,7 @@ class Scheduler:
         self.ended = shared.ended
         self.queues = shared.queues
         self.sessions = parts.sessions
+        self.for_stages = StageSide(shared=shared, parts=parts)
         self._stream = shared.stream
         self._ingress = parts.ingress
         self._loop = parts.loop
@@ -308,86 +304,7 @@ class Scheduler:
         """Numbers for `messages.engine_stats.EngineStats`."""
         return scheduler_stats(self._shared, self._parts)
 
-    # Stages call these.
-
-    def admit_prebuilt(self, req: Request) -> None:
-        """`req` joins the running batch at the next plan; the stage gives it up.
-
-        The stage has set `req.kv`, with KV of all tokens but the newest committed; at least one token in
-        `req.output_ids`; and `req.streamed`, those that somebody else sends to the client. `req.transfer`
-        goes out with the next output. An output that is complete already (`stop_of`) belongs to `finish`.
-        """
-        assert req.output_ids, f"prebuilt request {req.rid} has no token to continue from"
-        kv = req.held_kv
-        assert kv.committed_len == req.seq_len - 1, (
-            f"prebuilt request {req.rid} of {req.seq_len} tokens has KV of {kv.committed_len}"
-        )
-        assert req.remaining_tokens > 0, f"prebuilt request {req.rid} has its {len(req.output_ids)} tokens already"
-        req.extend_target = req.launched_len = kv.committed_len
-        self.queues.take_over(req)
-        if req.to_finish is not None:
-            self.queues.wishes.append(req)
-
-    def stop_of(self, req: Request) -> Finish | None:
-        """How the newest token of `req.output_ids` ends the output, None if it does not."""
-        *outputs, newest = req.output_ids
-        cut = self._shared.stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=outputs, run=(newest,))
-        return cut.finish
-
-    def release(self, req: Request, *, checkpoint: bool = True) -> None:
-        """Give back row and pages of a request that a stage keeps. The only way to do so; no-op without KV.
-
-        `checkpoint` leaves its settled whole pages in the prefix cache. The client hears nothing.
-        """
-        self._parts.endings.release(req, checkpoint=checkpoint)
-        self.queues.leave_group(req)
-        self.ended.note(req, None)
-
-    def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True) -> None:
-        """End a request that a stage keeps: release it, tell the client, call `aborted` if it failed."""
-        self._parts.endings.finish(req, finish, checkpoint=checkpoint)
-
-    def spare_pages(self) -> int:
-        """Free and evictable pages beyond what admitted requests and the head of the queue are expected to take.
-
-        May be negative. A stage that reserves pages for requests to come stays within it, so that it
-        neither pushes running requests into retraction nor starves the queue.
-        """
-        spare = self.memory.available_pages() - self._parts.planner.reserved_pages()
-        head = self.queues.head
-        if head is not None:
-            spare -= expected_pages(self.memory, head, head.seq_len, self._shared.ratio.value)
-        return spare
-
-    def kept_back(self, req: Request) -> KeptBack:
-        """What `req`, for which a stage reserves memory, has to leave to prompts that other workers wait for."""
-        return kept_back(self.memory, self.queues, req)
-
-    def give_way(self) -> bool:
-        """Make pages evictable that only wait for a next turn. False when there are none."""
-        return self.sessions.give_way()
-
-    def next_outside(self, requests: Iterable[Request]) -> Request | None:
-        """See `Policy.next_outside`."""
-        return self._shared.policy.next_outside(requests)
-
-    def spare_requests(self) -> int:
-        """Requests that the running batch can still take. May be negative. A stage counts its own on top."""
-        taken = len(self.queues.running) + len(self.queues.parked()) + (self.queues.chunked is not None)
-        taken += sum(1 for _ in self._parts.isolation.suspects())
-        return self.config.max_running_requests - taken
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self._shared.facts.vocab_size
-
     @property
     def launched(self) -> int:
         """Steps launched since start."""
         return self.tally.launched
-
-    @property
-    def step_in_flight(self) -> int | None:
-        """Newest launched step that has not settled: what freed memory has to wait for."""
-        return self._shared.steps.newest_in_flight

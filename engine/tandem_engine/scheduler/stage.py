@@ -80,7 +80,7 @@ class QueueStage(Protocol):
         """The prompt is computed and its first token is in `req.output_ids` (streamed already).
 
         True: the stage keeps the request, which leaves the scheduler's queues but keeps pages and row
-        until the stage calls `scheduler.release(req)`. Also called when that token finished the request
+        until the stage calls `StageSide.release`. Also called when that token finished the request
         (`req.finished` is set); then the stage must not keep it.
         """
         ...

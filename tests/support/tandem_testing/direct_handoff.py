@@ -64,7 +64,7 @@ class DirectReceiver(FetchesNothing):
         for room, req in self.waiting.items():
             if req.rid == rid:
                 del self.waiting[room]
-                self.engine.scheduler.finish(req, wish)
+                self.engine.scheduler.for_stages.finish(req, wish)
                 return True
         return False
 
@@ -75,7 +75,7 @@ class DirectReceiver(FetchesNothing):
         yield from ()
 
     def _admit(self, room: str) -> bool:
-        scheduler, memory, pool = self.engine.scheduler, self.engine.memory, self.engine.model.pool
+        scheduler, memory, pool = self.engine.scheduler.for_stages, self.engine.memory, self.engine.model.pool
         req = self.waiting[room]
         first_token, pages = self.arrived[room]
         kv = memory.begin(req.fill_ids, salt=req.cache_salt, max_match=req.seq_len - 1)
@@ -147,7 +147,7 @@ class DirectSender(FetchesNothing):
         for entry in self.kept:
             if entry[0].rid == rid:
                 self.kept.remove(entry)
-                self.engine.scheduler.finish(entry[0], wish)
+                self.engine.scheduler.for_stages.finish(entry[0], wish)
                 return True
         return False
 
@@ -165,7 +165,7 @@ class DirectSender(FetchesNothing):
             req.output_ids[-1],
             [pool.page_view(page).clone() for page in pages],
         )
-        self.engine.scheduler.release(req)
+        self.engine.scheduler.for_stages.release(req)
 
 
 @dataclass(kw_only=True)

@@ -52,7 +52,7 @@ def make_side(
     transport = fabric.join(peer, built.model.pool, built.clock)
     link = network.join(peer)
     stage = HandoffStage.build(
-        host=built.scheduler,
+        host=built.scheduler.for_stages,
         transport=transport,
         peers=link,
         config=config,

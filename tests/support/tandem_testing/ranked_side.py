@@ -136,7 +136,7 @@ def make_ranked_side(
             )
         )
         stage = HandoffStage.build(
-            host=one.scheduler,
+            host=one.scheduler.for_stages,
             transport=transport,
             peers=peers[-1],
             config=config,

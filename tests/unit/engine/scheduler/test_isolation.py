@@ -259,8 +259,8 @@ def test_stages_do_not_get_the_seats_and_pages_of_suspects(overlap):
         engine.add(make_message(f"r{i}", [1 + i, POISON, 3], max_tokens=20))
     while not engine.scheduler._parts.isolation.active:
         engine.step()
-    assert engine.scheduler.spare_requests() == 1
+    assert engine.scheduler.for_stages.spare_requests() == 1
     # Three pages with three prompts, and what is expected of their outputs.
-    assert engine.scheduler.spare_pages() < 61 - 3
+    assert engine.scheduler.for_stages.spare_pages() < 61 - 3
     engine.run()
     engine.assert_nothing_held()

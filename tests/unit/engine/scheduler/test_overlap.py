@@ -84,7 +84,7 @@ def test_memory_that_a_step_in_flight_may_write_waits_for_it():  # T77
     engine.add(make_message(max_tokens=30, stop_token_ids=(stop,)))
     while engine.finish() is None:
         engine.step()
-    assert engine.scheduler.step_in_flight is not None
+    assert engine.scheduler.for_stages.step_in_flight is not None
     fenced = engine.scheduler.audit().fenced
     assert fenced > 0
     assert engine.memory.available_pages() == 64 - fenced

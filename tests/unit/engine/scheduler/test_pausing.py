@@ -47,7 +47,7 @@ def test_nothing_is_launched_while_paused_and_new_requests_wait(mode):
     engine.add(make_message("late", [5, 6], max_tokens=3))
     engine.step(5)
     assert engine.scheduler.launched == launched
-    assert engine.scheduler.step_in_flight is None
+    assert engine.scheduler.for_stages.step_in_flight is None
     assert engine.scheduler.stats().paused
     engine.scheduler.resume()
     engine.run()

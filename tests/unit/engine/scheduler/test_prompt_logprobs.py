@@ -94,7 +94,7 @@ def test_what_is_collected_is_not_computed_for_logprobs_again():
     req = engine.scheduler.queues.chunked
     assert req.prompt_logprobs.next == 17
     engine.scheduler.queues.chunked = None
-    engine.scheduler.release(req)
+    engine.scheduler.for_stages.release(req)
     engine.scheduler.queues.waiting.return_to_head(req)
     engine.run()
     engine.assert_expected()

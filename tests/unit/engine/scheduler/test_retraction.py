@@ -109,7 +109,7 @@ def test_the_last_request_waits_while_a_stage_will_give_pages_back():
     engine.step(20)
     assert engine.finish() is None
     stage.kept = []
-    engine.scheduler.release(kept)
+    engine.scheduler.for_stages.release(kept)
     engine.run()
     engine.assert_expected()
 

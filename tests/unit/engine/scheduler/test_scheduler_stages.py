@@ -220,9 +220,9 @@ def test_tokens_handed_over_that_already_end_the_output_are_recognised():
     add(pair, max_tokens=4)
     req = pair.receiver.waiting["room-r"]
     req.output_ids[:] = [9, 9, 9]
-    assert pair.decode.scheduler.stop_of(req) is None
+    assert pair.decode.scheduler.for_stages.stop_of(req) is None
     req.output_ids.append(9)
-    assert pair.decode.scheduler.stop_of(req).reason is FinishReason.LENGTH
+    assert pair.decode.scheduler.for_stages.stop_of(req).reason is FinishReason.LENGTH
     req.output_ids.clear()
     pair.run()
 
@@ -232,7 +232,7 @@ def test_a_stage_can_end_a_request_that_it_keeps():
     pair.decode.add(make_message(handoff=make_handoff(RECEIVE, "room")))
     req = pair.receiver.waiting.pop("room")
     error = Finish(reason=FinishReason.ERROR, code="transfer_error", retryable=True)
-    pair.decode.scheduler.finish(req, error)
+    pair.decode.scheduler.for_stages.finish(req, error)
     pair.decode.step()
     assert pair.decode.finish() == error
     assert pair.receiver.told == [req]
@@ -243,13 +243,13 @@ def test_spare_pages_leave_room_for_running_requests_and_the_head_of_the_queue()
     engine = make_engine(
         usable_pages=20, page_size=4, max_running_requests=1, init_new_token_ratio=0.5, min_new_token_ratio=0.5
     )
-    assert engine.scheduler.spare_pages() == 20
+    assert engine.scheduler.for_stages.spare_pages() == 20
     engine.add(make_message("running", [1] * 8, max_tokens=16))
     engine.step()
     # 8 prompt tokens and one output token have KV or will soon; half of the other 15 are expected: 17 tokens.
-    assert engine.scheduler.spare_pages() == 20 - 5
+    assert engine.scheduler.for_stages.spare_pages() == 20 - 5
     engine.add(make_message("head", [1] * 8, max_tokens=16))
-    assert engine.scheduler.spare_pages() == 20 - 5 - 4
+    assert engine.scheduler.for_stages.spare_pages() == 20 - 5 - 4
 
 
 def test_a_stage_that_moved_something_counts_as_work():
