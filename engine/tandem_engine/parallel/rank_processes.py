@@ -119,7 +119,9 @@ class RankProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.process.stdin.close()
+        # What it has not read of its order would be sent once more.
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
 
 
 @dataclass(kw_only=True, slots=True)

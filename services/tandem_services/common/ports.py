@@ -10,15 +10,22 @@ PORTS = range(20_000, 32_000)
 from there may be taken between finding it free and listening on it."""
 TRIES = 100
 
+_given: set[int] = set()
+
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that nobody uses now. Raises `StartupError` when none is found."""
+    """A port of `host` that nobody uses now, and that this process has not been given before: those that it starts
+    may not listen yet. Raises `StartupError` when none is found.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.sample(PORTS, TRIES):
+        if port in _given:
+            continue
         with socket.socket(family) as probe:
             try:
                 probe.bind((host, port))
             except OSError:
                 continue
-            return port
+        _given.add(port)
+        return port
     raise StartupError(f"found no free port on {host} in {TRIES} tries between {PORTS.start} and {PORTS.stop}")

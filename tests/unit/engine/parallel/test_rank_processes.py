@@ -1,6 +1,7 @@
 """Rank 0 and the processes of the other ranks: none outlives the other, and the reason is told."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -48,6 +49,22 @@ def test_a_rank_that_cannot_start_is_reported_with_its_own_words(monkeypatch):
 
 def test_a_rank_that_was_killed_is_reported_by_its_signal(monkeypatch):
     become(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(RankLostError, match="rank 1 was ended by signal 9"), other_ranks(CONFIG, self_test=False):
+        pass
+
+
+def test_a_rank_that_has_ended_before_it_is_told_anything_is_reported(monkeypatch):
+    """Its order could not be written, and closing the pipe failed over it: the engine waited for ever."""
+    become(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    start_process = subprocess.Popen
+
+    def ended(*args: object, **options: object) -> "subprocess.Popen[bytes]":
+        process = start_process(*args, **options)
+        # The pipe has no reader any more, and nobody has asked for the status.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return process
+
+    monkeypatch.setattr(rank_processes.subprocess, "Popen", ended)
     with pytest.raises(RankLostError, match="rank 1 was ended by signal 9"), other_ranks(CONFIG, self_test=False):
         pass
 
@@ -105,7 +122,7 @@ def test_an_order_reaches_the_rank_as_it_was_given(monkeypatch, capfd):
     become(monkeypatch, READ_ORDER + "print(json.dumps(order), file=sys.stderr); sys.exit(5)")
     with pytest.raises(RankLostError), other_ranks(CONFIG, self_test=True):
         pass
-    order = json.loads(capfd.readouterr().err)
+    [order] = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     assert (order["rank"], order["self_test"], order["engine"]["parallel"]["tp_size"]) == (1, True, 2)
 
 
