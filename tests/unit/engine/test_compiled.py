@@ -2,6 +2,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import numba
 import pytest
 
 from tandem_engine.attention import cpu_kernels
@@ -40,8 +41,9 @@ def imported(path: Path, **names: object) -> ModuleType:
     return module
 
 
-def test_code_that_was_kept_follows_the_constants_of_another_file(tmp_path):
+def test_code_that_was_kept_follows_the_constants_of_another_file(tmp_path, monkeypatch):
     """It was found again by its own file, and computed with the constants that the other one had had."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "user.py").write_text("def times(x):\n    return x * NUMBER\n")
 
     def times(number: int):

@@ -7,7 +7,8 @@ import pytest
 from tandem_engine.executor.memory_meter import HostMeter
 from tandem_engine.freed import REST_S, AtRest, give_back
 
-BLOCKS, BLOCK_BYTES = 100_000, 600
+BLOCKS, BLOCK_BYTES = 600, 100_000
+"""Each has whole pages, in whatever gap of the heap it lies, and is small enough to lie in the heap."""
 
 
 def test_memory_below_a_block_that_stays_is_given_back():

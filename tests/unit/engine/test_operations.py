@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,11 @@ class Desk:
         return next((output.finish for output in self.outputs if output.rid == rid and output.finish), None)
 
     def wait_for_reload(self) -> None:
+        """Steps go on while weights load, but not as many as a request has tokens."""
+        self.turn(20)
         while self.operations.reloading is not None:
+            if (loading := self.engine._reload._loading) is not None:
+                wait([loading])
             self.turn()
 
 

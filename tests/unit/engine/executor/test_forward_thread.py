@@ -9,7 +9,7 @@ from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
 from tandem_testing.forward_builders import Seq, make_batch
 
-TIMEOUT = 10.0
+TIMEOUT = 60.0
 
 
 def batch(step: int) -> ForwardBatch:

@@ -19,7 +19,7 @@ from tandem_testing.forward_builders import NUM_HEADS, PLAIN, PageDealer, make_b
 from tandem_testing.toy_model import ToyModel
 
 FOREVER = 60.0
-STEPS = 100
+STEPS, MOST_STEPS = 100, 10_000
 HEAD_START = 100e-6
 """Seconds in which the bystander comes to wait for the lock. Should it not, a step passes that might have failed."""
 
@@ -87,12 +87,14 @@ def test_nobody_else_gets_the_lock_between_a_batch_and_its_layers(bystander):
     runner._future_map.publish(torch.tensor([1]), torch.tensor([7]))
     runner.forward(batches[0])  # compiles
     model.bystander = bystander
-    before = []
-    for batch in batches:
-        began = time.perf_counter()
-        while time.perf_counter() < began + HEAD_START:
-            pass
-        before.append(bystander.turns)
-        runner.forward(batch)
+    before: list[int] = []
+    # Where cores are few, somebody else may have the one that the bystander would take.
+    while len(before) < STEPS or (before[-1] == before[0] and len(before) < MOST_STEPS):
+        for batch in batches:
+            began = time.perf_counter()
+            while time.perf_counter() < began + HEAD_START:
+                pass
+            before.append(bystander.turns)
+            runner.forward(batch)
     assert model.turns == before
     assert before[-1] > before[0], "the bystander never ran, and the test proves nothing"

@@ -21,7 +21,7 @@ from tandem_engine.messages.outputs import EngineReply, Pong
 from tandem_engine.messages.requests import EngineRequest, Ping
 from tandem_testing.waiting import until
 
-WAIT = 5.0
+WAIT = 60.0
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ async def test_no_reply_is_missed_while_requests_are_sent(context) -> None:
         assert dealer.send(Ping(nonce=nonce))
         if nonce % 3 == 0:
             await asyncio.sleep(0)
-    assert [reply.nonce for reply in await asyncio.wait_for(reading, 10 * WAIT)] == [*range(count)]
+    assert [reply.nonce for reply in await asyncio.wait_for(reading, WAIT)] == [*range(count)]
     await echoing
     dealer.close()
     router.close()
@@ -108,7 +108,7 @@ async def test_messages_for_which_nobody_waits_do_not_keep_the_event_loop_busy(c
 
     monkeypatch.setattr(SocketReadable, "_wake", note)
     assert router.send(client, Pong(nonce=1, incarnation="w@1"))
-    await until(lambda: bool(told), 10 * WAIT, "the loop is told")
+    await until(lambda: bool(told), WAIT, "the loop is told")
     before = len(told)
     for _ in range(1000):
         await asyncio.sleep(0)

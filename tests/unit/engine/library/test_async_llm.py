@@ -16,11 +16,13 @@ from tandem_engine.errors import (
     RequestFailedError,
 )
 from tandem_engine.messages.control import PauseMode
+from tandem_testing.unhurried import unhurried
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"
 OPTIONS = {"progress": False, "dtype": "float32", "num_pages": 300, "threads": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+"""For an engine that is `slow`: at full speed it takes two seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,12 @@ def shared():
 async def llm(shared):
     yield shared
     await drained(shared)
+
+
+@pytest.fixture
+async def slow(llm):
+    async with unhurried(llm):
+        yield llm
 
 
 async def drained(llm: AsyncLLM) -> None:
@@ -78,22 +86,22 @@ async def test_a_slow_reader_skips_states_and_loses_no_token(llm):
     assert len(states) <= 3
 
 
-async def test_leaving_the_loop_aborts_the_request(llm):
-    aborted = (await llm.stats()).aborted_total
-    generator = llm.generate("The fox", ENDLESS)
+async def test_leaving_the_loop_aborts_the_request(slow):
+    aborted = (await slow.stats()).aborted_total
+    generator = slow.generate("The fox", ENDLESS)
     async for _ in generator:
         break
     await generator.aclose()
-    await drained(llm)
-    assert (await llm.stats()).aborted_total == aborted + 1
+    await drained(slow)
+    assert (await slow.stats()).aborted_total == aborted + 1
 
 
-async def test_cancelling_the_reader_aborts_the_request(llm):
-    aborted = (await llm.stats()).aborted_total
+async def test_cancelling_the_reader_aborts_the_request(slow):
+    aborted = (await slow.stats()).aborted_total
     started = asyncio.Event()
 
     async def read() -> None:
-        async for _ in llm.generate("The fox", replace(ENDLESS, n=2)):
+        async for _ in slow.generate("The fox", replace(ENDLESS, n=2)):
             started.set()
 
     task = asyncio.create_task(read())
@@ -101,25 +109,25 @@ async def test_cancelling_the_reader_aborts_the_request(llm):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await drained(llm)
-    assert (await llm.stats()).aborted_total == aborted + 2
+    await drained(slow)
+    assert (await slow.stats()).aborted_total == aborted + 2
 
 
-async def test_an_abort_by_id_ends_the_output_with_what_there_is(llm):
+async def test_an_abort_by_id_ends_the_output_with_what_there_is(slow):
     outputs = []
-    async for output in llm.generate("The fox", ENDLESS, request_id="mine"):
+    async for output in slow.generate("The fox", ENDLESS, request_id="mine"):
         outputs.append(output)
-        await llm.abort("mine")
-        await llm.abort("somebody else's")
+        await slow.abort("mine")
+        await slow.abort("somebody else's")
     assert outputs[-1].outputs[0].finish_reason == "abort"
     assert len(outputs[-1].outputs[0].token_ids) < 3000
 
 
-async def test_an_id_names_one_running_request(llm):
-    first = llm.generate("The fox", ENDLESS, request_id="mine")
+async def test_an_id_names_one_running_request(slow):
+    first = slow.generate("The fox", ENDLESS, request_id="mine")
     await anext(first)
     with pytest.raises(InvalidRequestError, match="'mine' is running already"):
-        await anext(llm.generate("A river", GREEDY, request_id="mine"))
+        await anext(slow.generate("A river", GREEDY, request_id="mine"))
     await first.aclose()
 
 
@@ -159,17 +167,17 @@ async def test_a_pause_changes_no_token(llm, mode):
     assert (await last(generator)).outputs[0].token_ids == expected
 
 
-async def test_other_weights_end_what_has_begun_with_an_error_that_can_be_retried(llm):
-    expected = (await last(llm.generate("The fox", GREEDY))).outputs[0].token_ids
-    generator = llm.generate("The fox", ENDLESS)
+async def test_other_weights_end_what_has_begun_with_an_error_that_can_be_retried(slow):
+    expected = (await last(slow.generate("The fox", GREEDY))).outputs[0].token_ids
+    generator = slow.generate("The fox", ENDLESS)
     await anext(generator)
-    await llm.reload_weights()
+    await slow.reload_weights()
     with pytest.raises(RequestFailedError) as failed:
         await last(generator)
     assert (failed.value.reason, failed.value.retryable) == ("model_replaced", True)
-    assert (await last(llm.generate("The fox", GREEDY))).outputs[0].token_ids == expected
+    assert (await last(slow.generate("The fox", GREEDY))).outputs[0].token_ids == expected
     with pytest.raises(CheckpointError):
-        await llm.reload_weights("/nowhere")
+        await slow.reload_weights("/nowhere")
 
 
 async def test_readers_on_other_event_loops_are_served_too(llm):
@@ -182,7 +190,8 @@ async def test_readers_on_other_event_loops_are_served_too(llm):
 
 
 async def test_more_requests_than_may_wait_are_refused_at_once():
-    async with AsyncLLM(MODEL, **OPTIONS, max_queued_requests=2, max_running_requests=1) as llm:
+    few = {"max_queued_requests": 2, "max_running_requests": 1}
+    async with AsyncLLM(MODEL, **OPTIONS, **few) as llm, unhurried(llm):
         generators = [llm.generate([5, 6, 7 + i], ENDLESS) for i in range(3)]
         await anext(generators[0])
         waiting = [asyncio.ensure_future(anext(generator)) for generator in generators[1:]]
@@ -197,9 +206,10 @@ async def test_more_requests_than_may_wait_are_refused_at_once():
 
 async def test_closing_tells_every_reader_and_later_calls():
     llm = AsyncLLM(MODEL, **OPTIONS)
-    generator = llm.generate("The fox", ENDLESS)
-    await anext(generator)
-    await llm.close()
+    async with unhurried(llm):
+        generator = llm.generate("The fox", ENDLESS)
+        await anext(generator)
+        await llm.close()
     with pytest.raises(EngineStoppedError):
         await last(generator)
     with pytest.raises(EngineStoppedError):
@@ -211,15 +221,16 @@ async def test_closing_tells_every_reader_and_later_calls():
 
 async def test_an_engine_that_fails_tells_every_reader():
     llm = AsyncLLM(MODEL, **OPTIONS)
-    generator = llm.generate("The fox", ENDLESS)
-    await anext(generator)
 
     def fail(engine) -> None:
         raise RuntimeError("broken for the test")
 
-    llm._thread.ask(fail)
-    with pytest.raises(EngineStoppedError, match="broken for the test"):
-        await last(generator)
+    async with unhurried(llm):
+        generator = llm.generate("The fox", ENDLESS)
+        await anext(generator)
+        llm._thread.ask(fail)
+        with pytest.raises(EngineStoppedError, match="broken for the test"):
+            await last(generator)
     with pytest.raises(EngineStoppedError):
         await llm.stats()
     await llm.close()

@@ -8,6 +8,7 @@ import pytest
 
 from tandem_engine import LLM, AsyncLLM, SamplingParams
 from tandem_engine.errors import InvalidRequestError, SessionError, SessionLostError
+from tandem_testing.unhurried import unhurried
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"
 OPTIONS = {"progress": False, "dtype": "float32", "num_pages": 300, "threads": 1, "context_length": 512}
@@ -135,16 +136,17 @@ async def test_the_async_twin_continues_conversations_too(llm):
 
         session = twin.open_session()
         first = await last(twin.generate("The fox", GREEDY, session=session))
-        async with aclosing(twin.generate(" ran", replace(GREEDY, max_tokens=300), session=session)) as left:
+        long = replace(GREEDY, max_tokens=300)
+        async with unhurried(twin), aclosing(twin.generate(" ran", long, session=session)) as left:
             async for _ in left:
                 break
         tokenizer = twin.get_tokenizer()
         whole = [*tokenizer.encode("The fox"), *first, *tokenizer.encode(" hid", add_special_tokens=False)]
         assert await last(twin.generate(" hid", GREEDY, session=session)) == tokens(llm, whole)
 
-        long = replace(GREEDY, max_tokens=300)
-        running = twin.generate(" and", long, request_id="running", session=session)
-        await anext(running)
-        with pytest.raises(SessionError, match="computing another turn"):
-            await last(twin.generate(" then", GREEDY, session=session))
-        await running.aclose()
+        async with unhurried(twin):
+            running = twin.generate(" and", long, request_id="running", session=session)
+            await anext(running)
+            with pytest.raises(SessionError, match="computing another turn"):
+                await last(twin.generate(" then", GREEDY, session=session))
+            await running.aclose()

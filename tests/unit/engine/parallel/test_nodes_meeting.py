@@ -180,7 +180,7 @@ def test_ranks_are_told_where_to_meet_and_one_that_ends_is_named_on_both_nodes(m
         follow(config, keys).follow()
     assert desk.leader.lost.wait(PATIENCE_S)
     assert desk.leader.cause == "node 1: rank 1 ended with status 5"
-    order = json.loads(capfd.readouterr().err.splitlines()[0])
+    [order] = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     assert order["meeting"] == {
         "endpoint": f"tcp://{config.parallel.dist_init_addr}",
         "session": desk.leader.session,

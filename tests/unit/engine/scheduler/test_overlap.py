@@ -1,6 +1,5 @@
 """Step N+1 is launched before step N is settled (BEHAVIOUR C.3, C.4)."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -234,19 +233,26 @@ def test_a_step_that_never_comes_back_is_not_covered_up(monkeypatch):
     monkeypatch.setattr(loop, "WAIT_SLICE", 0.001)
     engine = make_engine(executor=StuckExecutor)
     answers = []
-    rescue = threading.Timer(0.1, engine.executor.finish)
+    hangs: list[float] = []
+    slices_after = iter(range(5))
+
+    class Rescue(ManualClock):
+        """Ends the step some slices of the wait after it was reported."""
+
+        def now(self) -> float:
+            if hangs and next(slices_after, None) is None and not engine.executor.future.done():
+                engine.executor.finish()
+            return self.time
 
     def answer_others() -> None:
-        answers.append(engine.clock.now())
-        engine.clock.time += engine.scheduler.config.watchdog_timeout / 2
+        answers.append(clock.time)
+        clock.time += engine.scheduler.config.watchdog_timeout / 2
 
-    hangs: list[float] = []
+    clock = engine.scheduler._loop.clock = Rescue()
     engine.scheduler.on_wait(answer_others)
     engine.scheduler.on_hang(hangs.append)
     engine.add(make_message(max_tokens=1))
-    rescue.start()
     engine.step()
-    rescue.join()
     assert len(answers) == 2, "after the longest step nobody is told any more that this engine lives"
     assert hangs == [engine.scheduler.config.watchdog_timeout], "and it is reported once"
 

@@ -2,7 +2,6 @@
 
 import select
 import threading
-import time
 
 import pytest
 
@@ -11,8 +10,9 @@ from tandem_engine.messages.grammar import GrammarSpec
 from tandem_engine.sampling.grammar.backend import CompiledGrammar
 from tandem_engine.sampling.grammar.compiler import WORKERS, GrammarCompiler, NoGrammars
 from tandem_testing.toy_grammar import ToyGrammar, toy_grammar, toy_rule
+from tandem_testing.waiting import wait_for
 
-WAIT = 20.0
+WAIT = 60.0
 
 
 class GatedBackend:
@@ -69,11 +69,12 @@ def test_an_idle_loop_is_woken_when_a_grammar_is_done_and_not_before(compiler, b
 
 def acknowledge_all(compiler: GrammarCompiler) -> None:
     """As a loop does, which is woken until the flag that follows the byte is up."""
-    for _ in range(1000):
-        if not readable(compiler, 0.0):
-            return
+
+    def quiet() -> bool:
         compiler.acknowledge()
-        time.sleep(0.001)
+        return not readable(compiler, 0.0)
+
+    wait_for(quiet, WAIT)
 
 
 def test_what_was_called_off_wakes_nobody(compiler, backend):
