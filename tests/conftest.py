@@ -1,4 +1,5 @@
-"""What holds for every test: one compute thread per process, no bound on an example's time, and signals as they were.
+"""What holds for every test: one compute thread per process, the same examples in every run and no bound on their time,
+ports of this worker's own, and signals as they were.
 
 Tests run side by side, each with engines of its own; OpenMP threads that spin for work they do not get turn
 milliseconds into minutes. Must happen before torch is imported anywhere; child processes inherit it.
@@ -11,11 +12,19 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tandem_services.common import ports
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# On a machine with much to do the first of two equal examples takes longer than any bound that would find anything.
-settings.register_profile("patient", deadline=None)
+# On a machine with much to do the first of two equal examples takes longer than any bound that would find anything. And
+# every run tries the same examples; `--hypothesis-profile searching` tries others each time.
+settings.register_profile("searching", deadline=None)
+settings.register_profile("patient", deadline=None, derandomize=True)
 settings.load_profile("patient")
+
+# Tests that run side by side look for free ports side by side.
+_worker, _workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+ports.PORTS = ports.PORTS[int(_worker.removeprefix("gw")) % _workers :: _workers]
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 

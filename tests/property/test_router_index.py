@@ -28,7 +28,7 @@ from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import TIE_S, cheapest, options, priced_options
 from tandem_services.router.shortlist import PAIR_ENDS
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
-from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
+from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, chain_of, make_record
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
@@ -181,7 +181,7 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
 
     async def decide():
         server.command("FLUSHALL")
-        workers = Fleet(server)
+        workers = Fleet(server, **LASTING)
         for member in fleet:
             await workers.beat(member.record)
             await workers.cache(member.record, CHAIN[: member.blocks], in_host=member.in_host)

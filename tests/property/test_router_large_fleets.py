@@ -15,7 +15,7 @@ from tandem_services.router.keys import DIGEST_BYTES, MAX_NAMED_BLOCKS
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import select
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
-from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
+from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, chain_of, make_load, make_record
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
@@ -75,7 +75,7 @@ async def test_redis_chooses_as_if_it_had_looked_at_everybody(server, seeds):
         fleet = drawn_fleet(random)
         demand = Demand(prompt_tokens=len(PROMPT), output_tokens=64, local_prefill_tokens=random.choice([16, 300]))
         server.command("FLUSHALL")
-        async with Fleet.of(server) as workers:
+        async with Fleet.of(server, **LASTING) as workers:
             for record, blocks, in_host in fleet:
                 await workers.beat(record)
                 await workers.cache(record, CHAIN[:blocks], in_host=in_host)
@@ -116,7 +116,7 @@ async def test_a_match_of_a_long_prompt_is_known_to_the_named_block_before_its_e
     prompt = tuple(range(700 * PAGE + 5))
     chain = chain_of(prompt)
     server.command("FLUSHALL")
-    async with Fleet.of(server) as workers:
+    async with Fleet.of(server, **LASTING) as workers:
         for name, blocks in (("other", 500), ("w", held)):
             record = make_record(name, load=make_load(), context_length=1 << 20)
             await workers.beat(record)

@@ -5,6 +5,7 @@ server = RedisServer.start()
 server.stop()           # by pid, also when it was paused
 """
 
+import contextlib
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from tandem_services.common.ports import free_port
 REDIS_SERVER = shutil.which("redis-server")
 """None where Redis is not installed; tests that need it skip."""
 UP_S = 60.0
+TRIES = 3
 
 
 @dataclass(kw_only=True)
@@ -35,9 +37,12 @@ class RedisServer:
     def start(
         cls, *extra: str, host: str = "127.0.0.1", before_exec: Callable[[], None] | None = None
     ) -> "RedisServer":
-        server = cls(port=free_port(), host=host, extra=extra, before_exec=before_exec)
-        server.restart()
-        return server
+        for _ in range(TRIES):
+            server = cls(port=free_port(host), host=host, extra=extra, before_exec=before_exec)
+            server._launch()
+            if server._comes_up():
+                return server
+        raise AssertionError(f"no redis-server came up on {TRIES} ports; its options: {extra}")
 
     @property
     def url(self) -> str:
@@ -45,6 +50,10 @@ class RedisServer:
 
     def restart(self) -> None:
         """Start again on the same port, empty."""
+        self._launch()
+        assert self._comes_up(), "redis-server ended at once"
+
+    def _launch(self) -> None:
         assert REDIS_SERVER is not None, "redis-server is not installed"
         options = ("--port", str(self.port), "--bind", self.host, "--save", "", "--appendonly", "no", "--dir", "/tmp")
         self.process = subprocess.Popen(
@@ -53,7 +62,6 @@ class RedisServer:
             stderr=subprocess.DEVNULL,
             preexec_fn=self.before_exec,  # noqa: PLW1509  only prctl runs between fork and exec
         )
-        self._wait_until_up()
 
     def kill(self) -> None:
         assert self.process is not None
@@ -87,15 +95,16 @@ class RedisServer:
         self.process.kill()
         self.process.wait()
 
-    def _wait_until_up(self) -> None:
+    def _comes_up(self) -> bool:
+        """Wait until it answers. False when it has ended, as it does where somebody else, who answers instead of it,
+        has taken its port.
+        """
+        assert self.process is not None
         deadline = time.monotonic() + UP_S
-        while True:
-            try:
-                if self.command("PING").startswith("+PONG"):
-                    return
-            except OSError:
-                pass
-            assert self.process is not None
-            assert self.process.poll() is None, f"redis-server ended with {self.process.returncode}"
+        while self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                if f"process_id:{self.process.pid}\r" in self.command("INFO", "server"):
+                    return True
             assert time.monotonic() < deadline, f"redis-server did not answer within {UP_S:g} s"
             time.sleep(0.01)
+        return False

@@ -100,6 +100,10 @@ def make_link(record: WorkerRecord, bytes_per_s: float, **changes: Any) -> LinkR
     return LinkReport(peer=record.view.incarnation, bytes_per_s=bytes_per_s, **changes)
 
 
+LASTING = {"LEASE_MS": 3_600_000, "FENCE_AFTER_MS": 7_200_000}
+"""For a `Fleet` whose workers are there though the machine stands still between two lines of a test."""
+
+
 class Fleet:
     """Acts for any number of workers on one Redis."""
 
