@@ -29,6 +29,7 @@ from tandem_testing.system import python_path
 from tandem_testing.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 90.0
 RIGHT = list("abcdefgh")
 
 
@@ -127,11 +128,11 @@ def test_a_suite_that_is_told_to_end_leaves_nothing_running(tmp_path, number):
         return not any(is_running(pid) for pid in seen)
 
     try:
-        wait_for(started, 60.0)
+        wait_for(started, PATIENCE_S)
         suite.send_signal(number)
-        status = suite.wait(60)
+        status = suite.wait(PATIENCE_S)
         assert status == (-number if number is signal.SIGKILL else 3)
-        wait_for(over, 60.0, lambda: str({pid: seen[pid] for pid in seen if is_running(pid)}))
+        wait_for(over, PATIENCE_S, lambda: str({pid: seen[pid] for pid in seen if is_running(pid)}))
     finally:
         suite.kill()
         suite.wait()

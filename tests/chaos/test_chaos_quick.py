@@ -16,6 +16,9 @@ pytestmark = [
     pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
 ]
 
+PATIENCE_S = 5.0
+"""Far less than what a worker that is gone is fenced after. `make chaos` measures without it."""
+
 QUICK = {number: scenario for number, scenario in scenarios().items() if scenario.quick}
 
 
@@ -23,7 +26,7 @@ QUICK = {number: scenario for number, scenario in scenarios().items() if scenari
 async def runner(tmp_path_factory):
     """One fleet and one reference for all of them."""
     folder = tmp_path_factory.mktemp("chaos")
-    async with Runner(folder=folder, scale=Scale(streams=16, tokens=256)) as running:
+    async with Runner(folder=folder, scale=Scale(streams=16, tokens=256), patience_s=PATIENCE_S) as running:
         yield running
 
 

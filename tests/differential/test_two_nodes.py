@@ -5,6 +5,7 @@ gloo over TCP and NIXL. Every wait is for an event, under a bound that only a ha
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -44,7 +45,10 @@ class TwoNodes:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    return write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+    path = write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4000}))
+    return path
 
 
 @asynccontextmanager
@@ -101,7 +105,8 @@ async def test_two_nodes_serve_as_one_hand_over_both_ways_and_leave_in_order(che
 async def test_a_rank_lost_on_the_other_node_ends_both(checkpoint, tmp_path):
     async with two_nodes(checkpoint, tmp_path, key_file(tmp_path)) as both:
         rank = only_child(both.node.pid)
-        both.engine.client.send(make_message("during", PROMPTS[1], max_tokens=400))
+        # As many as there are positions for: it goes on when the rank is killed, however long that takes.
+        both.engine.client.send(make_message("during", PROMPTS[1], max_tokens=3900))
         await both.engine.until("during", tokens=1)
         os.kill(rank, signal.SIGKILL)
         finish = (await both.engine.until("during")).finish

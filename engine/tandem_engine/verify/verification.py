@@ -33,6 +33,8 @@ from tandem_engine.verify.rounded import LOGPROB_BOUND, Score, compare_scored
 from tandem_engine.verify.threaded import Threaded
 
 STAGGER_STEPS = 3
+LEASE_S = 120.0
+"""Between two engines that one thread turns: a step of one keeps the other from renewing what it has granted."""
 GRAPH_ROWS = (2, 8, 32)
 """Of the graphs of each path's engines, on a device with graphs: some steps fill one, most are padded."""
 
@@ -91,6 +93,7 @@ class Verification:
     def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:
         """NIXL between them."""
         sides = self._sides(path)
+        config = replace(config, disagg=replace(config.disagg, grant_timeout=LEASE_S, hold_timeout=LEASE_S))
         if path.drained:
             with Drained.build(*sides, config) as drained:
                 return self._drained(path, drained, began)

@@ -21,7 +21,7 @@ from tandem_testing.scheduler_builders import make_message
 PATIENCE_S = 60.0
 START_S = 240.0
 """The first start of a checkout compiles."""
-GRANT_S, HOLD_S = 5.0, 5.0
+GRANT_S, HOLD_S = 10.0, 10.0
 """Longer than a machine with much else to do stands still."""
 
 

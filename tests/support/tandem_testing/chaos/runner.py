@@ -66,6 +66,8 @@ class Runner:
     progress: Progress = lambda _: None
     quiet_s: float = 0.0
     """Longest silence without a fault, learned from scenario 0."""
+    patience_s: float = 0.0
+    """For a machine that stands still at times: added to every bound."""
     _fleets: int = 0
     _runs: int = 0
     _current: Fleet | None = None
@@ -94,7 +96,7 @@ class Runner:
             fleet=fleet,
             reference=self._reference,
             scale=self.scale,
-            slowness=await machine.measure(scenario.shape.workers, self.quiet_s),
+            slowness=await self._measure(scenario.shape),
             salt=f"chaos-{self._runs}",
         )
         self.progress("running")
@@ -108,11 +110,14 @@ class Runner:
             self.progress("counting pages")
             healthy = await self._guarded(run.settled(), READY_TIMEOUT_S, run)
         if bound is not None and max(run.stalls, default=0.0) > run.slowness.allowed(bound):
-            run.slowness = machine.worse(run.slowness, await machine.measure(scenario.shape.workers, self.quiet_s))
+            run.slowness = machine.worse(run.slowness, await self._measure(scenario.shape))
         outcome = self._judge(scenario, run, time.monotonic() - began)
         if not healthy or run.damage.leaked:
             await self._drop_fleet()
         return outcome
+
+    async def _measure(self, shape: Shape) -> machine.Slowness:
+        return await machine.measure(shape.workers, self.quiet_s + self.patience_s)
 
     async def _guarded(self, work: Awaitable[None], limit: float, run: Run) -> bool:
         """Whether `work` came to its end; an error of it is a broken promise, told in the report."""
