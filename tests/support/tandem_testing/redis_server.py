@@ -5,7 +5,6 @@ server = RedisServer.start()
 server.stop()           # by pid, also when it was paused
 """
 
-import contextlib
 import shutil
 import signal
 import socket
@@ -19,7 +18,7 @@ from tandem_services.common.ports import free_port
 REDIS_SERVER = shutil.which("redis-server")
 """None where Redis is not installed; tests that need it skip."""
 UP_S = 60.0
-TRIES = 3
+TRIES = 5
 
 
 @dataclass(kw_only=True)
@@ -38,11 +37,10 @@ class RedisServer:
         cls, *extra: str, host: str = "127.0.0.1", before_exec: Callable[[], None] | None = None
     ) -> "RedisServer":
         for _ in range(TRIES):
-            server = cls(port=free_port(host), host=host, extra=extra, before_exec=before_exec)
-            server._launch()
+            server = cls(port=free_port(), host=host, extra=extra, before_exec=before_exec)
             if server._comes_up():
                 return server
-        raise AssertionError(f"no redis-server came up on {TRIES} ports; its options: {extra}")
+        raise AssertionError(f"redis-server ended {TRIES} times when it was started")
 
     @property
     def url(self) -> str:
@@ -50,10 +48,10 @@ class RedisServer:
 
     def restart(self) -> None:
         """Start again on the same port, empty."""
-        self._launch()
-        assert self._comes_up(), "redis-server ended at once"
+        assert self._comes_up(), "redis-server ended when it was started"
 
-    def _launch(self) -> None:
+    def _comes_up(self) -> bool:
+        """False if it ends instead: somebody else has taken the port since it was found free."""
         assert REDIS_SERVER is not None, "redis-server is not installed"
         options = ("--port", str(self.port), "--bind", self.host, "--save", "", "--appendonly", "no", "--dir", "/tmp")
         self.process = subprocess.Popen(
@@ -62,6 +60,7 @@ class RedisServer:
             stderr=subprocess.DEVNULL,
             preexec_fn=self.before_exec,  # noqa: PLW1509  only prctl runs between fork and exec
         )
+        return self._is_up()
 
     def kill(self) -> None:
         assert self.process is not None
@@ -95,16 +94,16 @@ class RedisServer:
         self.process.kill()
         self.process.wait()
 
-    def _comes_up(self) -> bool:
-        """Wait until it answers. False when it has ended, as it does where somebody else, who answers instead of it,
-        has taken its port.
-        """
+    def _is_up(self) -> bool:
         assert self.process is not None
-        deadline = time.monotonic() + UP_S
-        while self.process.poll() is None:
-            with contextlib.suppress(OSError):
-                if f"process_id:{self.process.pid}\r" in self.command("INFO", "server"):
+        deadline, ours = time.monotonic() + UP_S, f"process_id:{self.process.pid}\r\n"
+        while True:
+            try:
+                if ours in self.command("INFO", "server"):
                     return True
+            except OSError:
+                pass
+            if self.process.poll() is not None:
+                return False
             assert time.monotonic() < deadline, f"redis-server did not answer within {UP_S:g} s"
             time.sleep(0.01)
-        return False

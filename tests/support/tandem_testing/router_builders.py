@@ -2,13 +2,16 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from random import Random
 from typing import Any
 
+from tandem_engine.clock import Clock
 from tandem_engine.config import Role
 from tandem_engine.messages.block_hash import chain_hashes, chain_seed
 from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.choice import Choice, Placement, Reservation, RouteQuery, ScoreTerm, Source, WorkerView
+from tandem_services.router.config import RouterConfig
 from tandem_services.router.cost import Load
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
@@ -16,11 +19,16 @@ from tandem_services.router.library import CONSTANTS, FunctionLibrary, library_s
 from tandem_services.router.registry import HeartbeatReply, Registry, WorkerRecord, WorkerState
 from tandem_services.router.router import Router
 from tandem_testing.redis_server import RedisServer
+from tandem_testing.service_clock import ServiceClock
 
 MODEL = "mini"
 PAGE = 16
-PATIENT_S = 5.0
+PATIENT_S = 30.0
 """Deadline of commands in tests that are not about deadlines."""
+HOUR_MS = 3_600_000
+LASTING = {"LEASE_MS": HOUR_MS, "FENCE_AFTER_MS": 2 * HOUR_MS, "RESERVATION_MS": HOUR_MS}
+"""What workers report and routers reserve counts for longer than any machine takes for the calls of a test. Whoever
+reads the registry must know of it: `patient_router`, and not a process."""
 
 
 def make_view(name: str, role: Role = Role.BOTH, *, number: int = 1, **changes: Any) -> WorkerView:
@@ -100,8 +108,13 @@ def make_link(record: WorkerRecord, bytes_per_s: float, **changes: Any) -> LinkR
     return LinkReport(peer=record.view.incarnation, bytes_per_s=bytes_per_s, **changes)
 
 
-LASTING = {"LEASE_MS": 3_600_000, "FENCE_AFTER_MS": 7_200_000}
-"""For a `Fleet` whose workers are there though the machine stands still between two lines of a test."""
+def patient_router(server: RedisServer, *, seed: int = 1, clock: Clock | None = None, **config: Any) -> Router:
+    """A router for a fleet whose reports are `LASTING`; what it reserves lasts as long, also by its own clock."""
+    settings = RouterConfig(**{"redis": RedisAddress(url=server.url), "routing_timeout_s": PATIENT_S, **config})
+    source = library_source({**CONSTANTS, **LASTING})
+    router = Router(settings, random=Random(seed), clock=clock or ServiceClock(), source=source)
+    router._background.timeout_s = PATIENT_S  # A constant, as nobody waits for it but tests.
+    return router
 
 
 class Fleet:
