@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 import msgspec
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.clock import Clock, MonotonicClock
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
 
 FULL = ScoreTerm(DECODE_ROOM, NO_ROOM_S)
+PATIENCE_S = 60.0
+"""Of clients; tests that set the loop's time forward count on it."""
 
 
 def priced_options_of(prefill: str | None, decode: str, *, others: int, more: int) -> PricedOptions:
@@ -243,11 +245,14 @@ class LiveGateway:
 
 
 def config_of(**config: Any) -> GatewayConfig:
-    """Of a gateway with one model, "mock" by default. `config`: fields of `GatewayConfig` and `ModelConfig`."""
+    """Of a gateway with one model, "mock" by default. `config`: fields of `GatewayConfig` and `ModelConfig`.
+
+    A thread that gets no processor for seconds is not taken for a dead worker.
+    """
     of_model = {field.name for field in fields(ModelConfig)}
     model = {"path": Path(), "names": ("mock",), **{name: config[name] for name in config.keys() & of_model}}
     rest = {name: config[name] for name in config.keys() - of_model}
-    return GatewayConfig(models=(ModelConfig(**model),), **rest)
+    return GatewayConfig(models=(ModelConfig(**model),), **{"ping_interval_s": 5.0, **rest})
 
 
 def fleet_of(
@@ -273,20 +278,20 @@ async def live_gateway(
     fairness: Any = None,
     spans: "SpanExport | None" = None,
     seen: Callable[[], FleetView] | None = None,
+    clock: Clock | None = None,
     **config: Any,
 ) -> AsyncIterator[LiveGateway]:
     """Serve until the block ends; with the console if there is a fleet to be `seen`.
 
-    A thread that gets no processor for seconds is not taken for a dead worker.
-
     `config`: fields of `GatewayConfig`, and of the `ModelConfig` of its one model.
     """
-    settings = config_of(**{"ping_interval_s": 5.0, "recovery_s": 0.5, **config})
+    settings = config_of(**{"recovery_s": 0.5, **config})
     chooser = FakeChooser([engine.view for engine in engines])
     sessions = SessionShelf()
     fleet = fleet_of(settings, chooser, sessions, context, tokenizer, fairness=fairness)
     health = Health()
-    async with serving_fleets(settings, [fleet], usage=usage, health=health, spans=spans, seen=seen) as http:
+    boards = {"usage": usage, "health": health, "spans": spans, "seen": seen, "clock": clock}
+    async with serving_fleets(settings, [fleet], **boards) as http:
         url = str(http.base_url)
         yield LiveGateway(url=url, http=http, chooser=chooser, sessions=sessions, tokenizer=tokenizer, health=health)
 
@@ -300,10 +305,11 @@ async def serving_fleets(
     health: Health | None = None,
     spans: "SpanExport | None" = None,
     seen: Callable[[], FleetView] | None = None,
+    clock: Clock | None = None,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway that serves `fleets` until the block ends."""
-    health = health or Health()
-    gateway = build_gateway(settings, fleets, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
+    health, clock = health or Health(), clock or MonotonicClock()
+    gateway = build_gateway(settings, fleets, clock=clock, health=health, usage=usage, spans=spans)
     console = None if seen is None else console_of(gateway, lambda: [ViewedFleet("default", seen)])
     async with serving_gateway(gateway, settings, console=console) as http:
         yield http
@@ -320,7 +326,7 @@ async def serving_gateway(
         host, port = listener.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=20.0) as http:
+            async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=PATIENCE_S) as http:
                 # The socket listens already: the first answer comes once the application has started.
                 await http.get("/live")
                 yield http

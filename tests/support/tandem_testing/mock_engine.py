@@ -81,10 +81,12 @@ class MockBehaviour:
     cached_tokens: int = 4
     cache_hits: CacheHits | None = None
     """Where they were; as workers of older releases it does not say."""
+    hold_at: int | None = None
+    """A request that has so many tokens gets no more until this is raised; one that only sends its KV is not held."""
     die_after: int | None = None
-    """Close the socket after this many output tokens in all."""
+    """Close the socket after this many output tokens in all. What was said before is heard."""
     dies_of: tuple[int, ...] | None = None
-    """Close the socket on a request with this prompt, a moment after it was taken in."""
+    """Close the socket on a request with this prompt, once it was said to be taken in. That is heard."""
     refuse: Finish | None = None
     """Answer every request with this finish at once."""
     fail_after: tuple[int, Finish] | None = None
@@ -190,20 +192,24 @@ class MockEngine:
                     continue
                 for client, message in self._channel.receive():
                     self._take(client, message)
-                if self._poisoned():
-                    return
-                if self._busy():
+                if self._busy() and not self._dying():
                     self._step()
+                if self._dying():
+                    # Closed at once, the socket would lose what its thread has had no time to send: by chance.
+                    self._channel.drain(WAIT_S)
+                    return
         finally:
             self._channel.close()
 
-    def _poisoned(self) -> bool:
-        """Whether to die of a request, a moment after it was said to be taken."""
-        poisons = (r for r in self._running.values() if r.request.input_ids == self.behaviour.dies_of)
-        return any(poisons) and not self._stopping.wait(0.05)
+    def _dying(self) -> bool:
+        """Whether it has said all that it is to say, or has taken in what it dies of."""
+        die_after = self.behaviour.die_after
+        if die_after is not None and self.emitted >= die_after:
+            return bool(self.emitted or self._running)
+        return any(running.request.input_ids == self.behaviour.dies_of for running in self._running.values())
 
     def _busy(self) -> bool:
-        return bool(self._running) and not self.behaviour.mute and not self.behaviour.deaf
+        return not (self.behaviour.mute or self.behaviour.deaf) and any(map(self._may_step, self._running.values()))
 
     def _take(self, client: bytes, message: EngineRequest) -> None:
         with self._changed:
@@ -264,18 +270,14 @@ class MockEngine:
         with self._changed:
             self.handed_over.update(output.rid for outputs in batches.values() for output in outputs)
             self._changed.notify_all()
-        if self.behaviour.die_after is not None and self.emitted >= self.behaviour.die_after:
-            self._stopping.set()
 
     def _may_step(self, running: _Running) -> bool:
-        if running.request.input_ids == self.behaviour.dies_of:
-            return False
-        handoff, gate = running.request.handoff, self.behaviour.first_token_gate
-        if handoff is None:
-            return True
-        if handoff.side is HandoffSide.SEND:
+        handoff, gate, hold_at = running.request.handoff, self.behaviour.first_token_gate, self.behaviour.hold_at
+        if handoff is not None and handoff.side is HandoffSide.SEND:
             return gate is None or gate.is_set()
-        return handoff.room in self.handed_over or not self.behaviour.awaits_handoff
+        if hold_at is not None and running.position >= hold_at:
+            return False
+        return handoff is None or handoff.room in self.handed_over or not self.behaviour.awaits_handoff
 
     def _advance(self, running: _Running) -> TokenOutput:
         request, start = running.request, running.position

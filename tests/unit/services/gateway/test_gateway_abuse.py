@@ -17,6 +17,7 @@ from tandem_services.common.errors import ApiError
 from tandem_services.gateway.app import create_app
 from tandem_services.gateway.json_shape import MAX_JSON_DEPTH, MAX_JSON_PARTS, check_json_shape
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
+from tandem_testing.waiting import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -253,7 +254,7 @@ async def test_finished_requests_leave_nothing_behind(rack, tokenizer, gateway):
     for number in range(200):
         await once(number)
     gc.collect()
-    assert len(asyncio.all_tasks()) <= tasks
-    assert open_files() <= files + 1
+    await until(lambda: len(asyncio.all_tasks()) <= tasks, 60.0, "no task is left")
+    await until(lambda: open_files() <= files + 1, 60.0, "no file is left")
     assert gateway.chooser.open == 0
     assert rack.engines[0].running == 0

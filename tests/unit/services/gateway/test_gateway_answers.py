@@ -7,6 +7,7 @@ import pytest
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import events, live_gateway, script
+from tandem_testing.loop_time import set_forward
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import CHATML, EOS, write_tokenizer
 
@@ -404,9 +405,10 @@ async def test_an_error_before_the_first_chunk_is_a_status(rack, tokenizer):
 
 
 async def test_a_request_that_outlives_its_deadline_is_a_504(rack, tokenizer):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 200), mute=True))
-    async with live_gateway(rack.context, tokenizer, rack.engines, request_timeout_s=0.2) as gateway:
-        answer = await gateway.chat(max_tokens=9)
-        assert answer.status_code == 504
-        [engine] = rack.engines
+    engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 200), mute=True))
+    async with live_gateway(rack.context, tokenizer, rack.engines, request_timeout_s=30.0) as gateway:
+        answering = asyncio.ensure_future(gateway.chat(max_tokens=9))
+        assert await asyncio.to_thread(engine.wait_until, lambda: bool(engine.received))
+        set_forward(30.0)
+        assert (await answering).status_code == 504
         assert await asyncio.to_thread(engine.wait_until, lambda: engine.aborted)

@@ -14,15 +14,27 @@ from tandem_services.common.errors import StartupError
 from tandem_services.gateway.serve import listen
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway
 from tandem_testing.healthy_engines import TOKEN, healthy
+from tandem_testing.loop_time import set_forward, set_forward_until
 from tandem_testing.tcp_proxy import TcpProxy
 from tandem_testing.waiting import until
 
 OVERLOADED = Finish(reason=FinishReason.ERROR, code="queue_full", retryable=True)
 TRANSFER_FAILED = Finish(reason=FinishReason.ERROR, code="transfer_error", retryable=True)
+PATIENCE_S = 60.0
+PING_S = 2.0
+"""Three of them, and what a client waits for an answer, are more than a machine stands still for."""
 
 
 async def seen(engine, condition) -> bool:
     return await asyncio.to_thread(engine.wait_until, condition)
+
+
+async def answer_pings(engine, count: int, *, interval_s: float) -> None:
+    """Let so many pings go out, without waiting for their time; `engine` has each before the next is sent."""
+    for _ in range(count):
+        pings = engine.pings
+        set_forward(interval_s)
+        assert await seen(engine, lambda pings=pings: engine.pings > pings)
 
 
 @pytest.fixture
@@ -133,16 +145,14 @@ async def test_the_next_attempt_resumes_after_the_tokens_received(rack, faulty, 
         answer = (await gateway.complete(max_tokens=9, seed=1)).json()
         assert answer["usage"]["completion_tokens"] == 9
     [original], [resumed] = first.received, second.received
-    expected = tuple(TOKEN(original, position) for position in range(4))
-    assert resumed.resume_ids == expected[: len(resumed.resume_ids)]
+    assert resumed.resume_ids == tuple(TOKEN(original, position) for position in range(4))
     assert (original.rid, resumed.rid) == (f"{original.rid[:-1]}0", f"{original.rid[:-1]}1")
     assert resumed.input_ids == original.input_ids
     assert resumed.sampling == original.sampling
     assert gateway.chooser.open == 0
     assert gateway.chooser.queries[-1].token_ids == resumed.input_ids + resumed.resume_ids
-    # Nobody with other weights may go on (B3.52); whoever begins anew may be anybody.
-    wanted = first.view.compat_hash if resumed.resume_ids else None
-    assert [query.compat_hash for query in gateway.chooser.queries] == [None, wanted]
+    # Nobody with other weights may go on (B3.52).
+    assert [query.compat_hash for query in gateway.chooser.queries] == [None, first.view.compat_hash]
 
 
 async def test_explain_tells_when_each_attempt_began_and_ended(rack, faulty):
@@ -286,8 +296,11 @@ async def test_a_stream_waits_for_a_worker_to_come_back(rack, faulty, reference)
 async def test_a_worker_that_answers_nothing_is_given_up(rack, faulty, reference):  # B3.10
     frozen = rack.add("frozen", healthy(deaf=True))
     rack.add("awake", healthy())
-    async with faulty(ping_interval_s=0.05, unanswered_pings=20) as gateway:
-        answer = (await gateway.complete(max_tokens=9, seed=1)).json()
+    async with faulty(ping_interval_s=PING_S, unanswered_pings=3) as gateway:
+        answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
+        await until(lambda: gateway.chooser.open == 1, PATIENCE_S, "it is sent to a worker")
+        await set_forward_until(lambda: gateway.chooser.dead == {"frozen@1"}, step_s=PING_S, steps=6)
+        answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
     assert not frozen.received
 
@@ -309,11 +322,11 @@ async def test_workers_frozen_one_after_the_other_share_one_allowance_of_silence
 async def test_silence_counts_from_the_last_word_of_a_worker(rack, faulty, reference):
     rack.add("dead", healthy(die_after=2))
     busy = rack.add("busy", healthy(mute=True))
-    async with faulty(ping_interval_s=0.02, unanswered_pings=500, silence_s=3.0) as gateway:
+    async with faulty(ping_interval_s=0.25, unanswered_pings=50, silence_s=10.0) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
         assert await seen(busy, lambda: busy.received)
         # Together longer than the silence that is allowed.
-        assert await asyncio.to_thread(busy.wait_for_pings, 200)
+        await answer_pings(busy, 60, interval_s=0.25)
         busy.behaviour.mute = False
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
@@ -337,11 +350,13 @@ async def test_an_idle_connection_that_is_cut_is_not_the_death_of_its_worker(rac
     try:
         async with faulty() as gateway:
             gateway.chooser.fleet[0] = replace(worker.view, request_endpoint=f"tcp://127.0.0.1:{proxy.port}")
-            for taken in (1, 2):
+            for _ in range(2):
                 answer = (await gateway.complete(max_tokens=9, seed=1)).json()
                 assert answer["choices"][0]["text"] == (await reference(9))[0][0]
+                pings = worker.pings
                 proxy.cut()
-                await until(lambda taken=taken: proxy.connections > taken, 60.0, "it connects again")
+                # It is greeted over the new connection; ZMQ may have opened the old one again before it was closed.
+                assert await seen(worker, lambda pings=pings: worker.pings > pings)
             assert (await gateway.complete(max_tokens=9, seed=1)).status_code == 200
             assert gateway.chooser.dead == set()
     finally:
@@ -359,11 +374,10 @@ async def test_a_worker_that_dies_idle_is_known_to_be_dead_before_the_next_reque
 
 async def test_a_long_queue_is_not_death(rack, faulty):
     busy = rack.add("busy", healthy(mute=True))
-    # A second without a processor would not look like death either.
-    async with faulty(ping_interval_s=0.02, unanswered_pings=50) as gateway:
+    async with faulty(ping_interval_s=0.25, unanswered_pings=50) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=3))
         assert await seen(busy, lambda: busy.received)
-        assert await asyncio.to_thread(busy.wait_for_pings, 60)
+        await answer_pings(busy, 60, interval_s=0.25)
         busy.behaviour.mute = False
         assert (await answering).status_code == 200
     assert len(busy.received) == 1
@@ -387,15 +401,19 @@ async def test_a_client_that_leaves_aborts_everything_everywhere(rack, faulty, s
         for engine in (prefill, decode):
             assert await seen(engine, lambda engine=engine: len(engine.aborted) == n)
         assert (await gateway.http.get("/live")).status_code == 200
-        assert gateway.chooser.open == 0
-        metrics = (await gateway.http.get("/metrics")).text
-        assert 'tandem_gateway_client_disconnects_total{model_name="mock"} 1.0' in metrics
-        assert 'tandem_gateway_num_requests_running{model_name="mock"} 0.0' in metrics
-        assert 'code="499"' in metrics
+
+        async def counted() -> bool:
+            metrics = (await gateway.http.get("/metrics")).text
+            gone = 'tandem_gateway_client_disconnects_total{model_name="mock"} 1.0' in metrics
+            idle = 'tandem_gateway_num_requests_running{model_name="mock"} 0.0' in metrics
+            return gone and idle and 'code="499"' in metrics
+
+        await until(counted, PATIENCE_S, "the client counts as gone")
+        await until(lambda: gateway.chooser.open == 0, PATIENCE_S, "its reservations are given back")
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_it(rack, faulty):
-    engine = rack.add("solo", healthy(step_s=0.001))
+    engine = rack.add("solo", healthy(hold_at=20))
     async with faulty() as gateway:
         body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "stream": True, "ignore_eos": True}
         async with gateway.http.stream("POST", "/v1/completions", json=body) as response:

@@ -12,9 +12,9 @@ from tandem_testing.mock_engine import MockBehaviour
 TRANSFER_FAILED = Finish(reason=FinishReason.ERROR, code="transfer_error", retryable=True)
 
 
-def unhurried(**knobs) -> MockBehaviour:
-    """Slow enough that a request is not over before anybody has looked at it."""
-    return healthy(**{"step_s": 0.005, **knobs})
+def leaving(after: int, **knobs) -> MockBehaviour:
+    """Asks to be left, and says no more two tokens later: whoever stays has no answer."""
+    return healthy(leave_after=after, hold_at=after + 2, **knobs)
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ async def outcomes(gateway, answer_id: str) -> list[str]:
 
 
 async def test_a_worker_that_asks_to_be_left_sends_what_it_has_to_the_next(rack, gateway):
-    leaver = rack.add("d1", unhurried(leave_after=6), Role.DECODE)
-    taker = rack.add("d2", unhurried(), Role.DECODE)
+    leaver = rack.add("d1", leaving(6), Role.DECODE)
+    taker = rack.add("d2", healthy(), Role.DECODE)
     async with gateway() as live:
         answer = (await live.complete(max_tokens=20, seed=1)).json()
         assert await outcomes(live, answer["id"]) == ["moved", "finished"]
@@ -49,11 +49,11 @@ async def test_a_worker_that_asks_to_be_left_sends_what_it_has_to_the_next(rack,
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 1}])
 async def test_a_moved_stream_is_the_stream_of_one_worker(rack, gateway, stream, fields):
-    leaver = rack.add("d1", unhurried(), Role.DECODE)
-    rack.add("d2", unhurried(), Role.DECODE)
+    leaver = rack.add("d1", healthy(), Role.DECODE)
+    rack.add("d2", healthy(), Role.DECODE)
     async with gateway() as live:
         whole = (await live.complete(max_tokens=20, seed=1, **fields)).json()
-        leaver.behaviour.leave_after = 5
+        leaver.behaviour = leaving(5)
         answer = await live.complete(max_tokens=20, seed=1, stream=stream, **fields)
         chunks = events(answer) if stream else [answer.json()]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
@@ -66,7 +66,7 @@ async def test_a_moved_stream_is_the_stream_of_one_worker(rack, gateway, stream,
 
 
 async def test_without_another_worker_the_request_stays_where_it_is(rack, gateway):
-    only = rack.add("d1", unhurried(leave_after=2), Role.DECODE)
+    only = rack.add("d1", healthy(leave_after=2), Role.DECODE)
     async with gateway() as live:
         answer = (await live.complete(max_tokens=20, seed=1)).json()
         assert await outcomes(live, answer["id"]) == ["finished"]
@@ -75,13 +75,13 @@ async def test_without_another_worker_the_request_stays_where_it_is(rack, gatewa
 
 
 async def test_a_move_that_fails_costs_a_recomputation_and_no_token(rack, gateway):
-    leaver = rack.add("d1", unhurried(), Role.DECODE)
-    taker = rack.add("d2", unhurried(), Role.DECODE)
+    leaver = rack.add("d1", healthy(), Role.DECODE)
+    taker = rack.add("d2", healthy(), Role.DECODE)
     async with gateway() as live:
         whole = (await live.complete(max_tokens=20, seed=1)).json()
-        leaver.behaviour.leave_after = 6
+        leaver.behaviour = leaving(6)
         taker.behaviour.fail_after = (10, TRANSFER_FAILED)
-        spare = rack.add("d3", unhurried(), Role.DECODE)
+        spare = rack.add("d3", healthy(), Role.DECODE)
         live.chooser.fleet.append(spare.view)
         answer = (await live.complete(max_tokens=20, seed=1)).json()
         assert (await outcomes(live, answer["id"]))[0] == "moved"
@@ -89,8 +89,10 @@ async def test_a_move_that_fails_costs_a_recomputation_and_no_token(rack, gatewa
 
 
 async def test_moves_are_no_failures_however_many_there_are(rack, gateway):
-    for name in ("d1", "d2", "d3", "d4", "d5", "d6"):
-        rack.add(name, unhurried(leave_after=1), Role.DECODE)
+    for number in range(5):
+        # Few tokens each: fewer than prove that a worker brings a request further.
+        rack.add(f"d{number}", healthy(leave_after=1, hold_at=3 * (number + 1)), Role.DECODE)
+    rack.add("last", healthy(leave_after=1), Role.DECODE)
     async with gateway(max_attempts=2) as live:
         answer = (await live.complete(max_tokens=40, seed=1)).json()
         assert await outcomes(live, answer["id"]) == ["moved"] * 5 + ["finished"]

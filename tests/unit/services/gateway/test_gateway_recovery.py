@@ -1,17 +1,21 @@
 """When workers are few: who waits, who is refused, who is not sent to another one (B2.9, B3.12, B3.13, B3.35)."""
 
 import asyncio
+import json
 
 import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_services.router.registry import WorkerState
-from tandem_testing.gateway_builders import events, live_gateway
+from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.healthy_engines import healthy
+from tandem_testing.loop_time import set_forward
 from tandem_testing.metric_text import metric_sum
+from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until
 
+PATIENCE_S = 60.0
 POISON = (9, 9, 9)
 BROKEN = Finish(reason=FinishReason.ERROR, code="engine_stopped", retryable=True)
 
@@ -49,12 +53,12 @@ async def test_a_request_that_killed_two_workers_is_refused_and_the_others_live(
 
 async def test_those_who_lost_the_same_workers_go_on(rack, serving):
     """Nobody knows at first who it was; only the one that dies again at the same place is refused."""
-    for name in ("a", "b", "c"):
-        rack.add(name, healthy(dies_of=POISON, step_s=0.005))
+    first = rack.add("a", healthy(dies_of=POISON, hold_at=10))
+    for name in ("b", "c"):
+        rack.add(name, healthy(dies_of=POISON))
     async with serving() as gateway:
         innocents = [asyncio.ensure_future(gateway.complete([5, n], max_tokens=60, seed=n)) for n in range(3)]
-        first = rack.engines[0]
-        assert await asyncio.to_thread(first.wait_until, lambda: first.emitted >= 30)
+        assert await asyncio.to_thread(first.wait_until, lambda: first.emitted == 30)
         poison = await gateway.complete(list(POISON), max_tokens=9)
         answers = [await innocent for innocent in innocents]
     assert poison.status_code == 500
@@ -62,11 +66,11 @@ async def test_those_who_lost_the_same_workers_go_on(rack, serving):
 
 
 async def test_those_who_had_no_time_to_prove_themselves_get_a_trial(rack, serving):
-    for name in ("a", "b", "c", "d"):
+    first = rack.add("a", healthy(dies_of=POISON, hold_at=1))
+    for name in ("b", "c", "d"):
         rack.add(name, healthy(dies_of=POISON, step_s=0.05))
     async with serving() as gateway:
         innocents = [asyncio.ensure_future(gateway.complete([5, n], max_tokens=9, seed=n)) for n in range(3)]
-        first = rack.engines[0]
         assert await asyncio.to_thread(first.wait_until, lambda: len(first.received) == 3)
         poison = await gateway.complete(list(POISON), max_tokens=9)
         answers = [await innocent for innocent in innocents]
@@ -130,13 +134,15 @@ async def test_a_new_request_waits_for_a_worker_to_come_back(rack, serving):  # 
 
 async def test_only_so_many_wait_and_only_so_long(rack, serving):  # B3.13
     rack.add("w", healthy())
-    async with serving(max_waiting=1, queue_s=4.0) as gateway:
+    clock = ServiceClock()
+    async with serving(max_waiting=1, queue_s=10.0, clock=clock) as gateway:
         assert (await gateway.complete(max_tokens=3)).status_code == 200
         gateway.chooser.fleet.clear()
         waiting = asyncio.ensure_future(gateway.complete(max_tokens=3))
         await until_waiting(gateway, 1)
         refused = await gateway.complete(max_tokens=3)
         assert not waiting.done()
+        clock.advance(10.0)
         for answer in (refused, await waiting):
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "2"
@@ -144,17 +150,26 @@ async def test_only_so_many_wait_and_only_so_long(rack, serving):  # B3.13
 
 async def test_a_stream_that_has_begun_waits_until_its_deadline_and_then_says_so(rack, serving):  # B3.13
     rack.add("only", healthy(die_after=3))
-    async with serving(recovery_s=float("inf"), request_timeout_s=6.0) as gateway:
-        chunks = events(await gateway.complete([7, 8], max_tokens=30, stream=True))
-    assert chunks[-1]["error"]["type"] == "TimeoutError"
-    assert sum("error" in chunk for chunk in chunks) == 1
+    body = {"model": "mock", "prompt": [7, 8], "max_tokens": 30, "stream": True}
+    async with (
+        serving(recovery_s=float("inf"), request_timeout_s=30.0) as gateway,
+        gateway.http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.aiter_lines()
+        assert "error" not in await anext(lines)
+        await gateway.chooser.death.wait()
+        set_forward(30.0)
+        rest = [line.removeprefix("data: ") async for line in lines if line]
+    assert rest[-1] == "[DONE]"
+    assert json.loads(rest[-2])["error"]["type"] == "TimeoutError"
+    assert sum("error" in line for line in rest) == 1
 
 
 async def until_waiting(gateway, count: int) -> None:
     async def waiting() -> bool:
         return await metric(gateway, "tandem_gateway_num_requests_waiting") == count
 
-    await until(waiting, 10.0, f"{count} wait")
+    await until(waiting, PATIENCE_S, f"{count} wait")
 
 
 # Without prefill workers
@@ -183,7 +198,7 @@ async def test_workers_that_send_a_request_away_for_now_are_asked_again_in_a_whi
     workers = [rack.add(name, healthy(fail_after=(0, paused))) for name in ("a", "b")]
     async with serving(recovery_s=10.0) as gateway:
         answering = asyncio.ensure_future(gateway.complete([1, 2], max_tokens=9))
-        await until(lambda: all(worker.received for worker in workers), 10.0, "both have sent it away")
+        await until(lambda: all(worker.received for worker in workers), PATIENCE_S, "both have sent it away")
         for worker in workers:
             worker.behaviour.fail_after = None
         assert (await answering).status_code == 200

@@ -10,6 +10,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_testing.gateway_builders import EngineRack, LiveGateway, live_gateway
 from tandem_testing.healthy_engines import TOKEN, healthy
+from tandem_testing.loop_time import set_forward_until
 from tandem_testing.mock_engine import MockBehaviour
 from tandem_testing.tokenizer_builders import EOS
 
@@ -157,10 +158,11 @@ async def test_tokens_of_an_older_attempt_are_ignored(rack, tokenizer):  # B2.2,
     """A worker that was taken for dead wakes up and says what it had left to say."""
     zombie = rack.add("zombie", healthy(mute=True))
     heir = rack.add("heir", healthy(step_s=0.01))
-    async with live_gateway(rack.context, tokenizer, rack.engines, ping_interval_s=0.1, unanswered_pings=20) as gateway:
+    async with live_gateway(rack.context, tokenizer, rack.engines, ping_interval_s=2.0) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=40, seed=1))
         assert await asyncio.to_thread(zombie.wait_until, lambda: bool(zombie.received))
         zombie.behaviour.deaf = True
+        await set_forward_until(lambda: gateway.chooser.dead == {"zombie@1"}, step_s=2.0, steps=6)
         assert await asyncio.to_thread(heir.wait_until, lambda: bool(heir.received))
         zombie.behaviour.deaf = zombie.behaviour.mute = False
         answer = (await answering).json()

@@ -41,7 +41,6 @@ class Door:
 
     rack: object
     tokenizer: object
-    step_s: float = 0.0
     refusal: Exception | None = None
     """Of the next fleets."""
     closed: list[str] = field(default_factory=list)
@@ -50,7 +49,7 @@ class Door:
         if self.refusal is not None and model.name.startswith("bad"):
             raise self.refusal
         text = f"I am {model.name}."
-        says = MockBehaviour(token=scripted_tokens(script(self.tokenizer, text, eos=EOS)), eos=EOS, step_s=self.step_s)
+        says = MockBehaviour(token=scripted_tokens(script(self.tokenizer, text, eos=EOS)), eos=EOS)
         engine = self.rack.add(f"{model.name}-{len(self.rack.engines)}", says)
         engine.model = model.name
         chooser = FakeChooser([engine.view])
@@ -111,7 +110,7 @@ def content(answer: httpx.Response) -> str:
 
 
 async def closed(live: Live, *names: str) -> None:
-    await until(lambda: live.door.closed == [*names], timeout_s=20, what=f"the end of {names}")
+    await until(lambda: live.door.closed == [*names], timeout_s=60, what=f"the end of {names}")
 
 
 def visits(live: Live, name: str) -> int:
@@ -121,11 +120,11 @@ def visits(live: Live, name: str) -> int:
 @pytest.fixture
 def serve(rack, tokenizer, tmp_path):
     @asynccontextmanager
-    async def serve(*names: str, step_s: float = 0.0):
+    async def serve(*names: str):
         path = tmp_path / "models.json"
         path.write_text(json.dumps({"models": [entry(name) for name in names]}))
         models = read_models(path, DEFAULTS)
-        door = Door(rack, tokenizer, step_s)
+        door = Door(rack, tokenizer)
         opened = [await door.open(model) for model in models]
         settings = GatewayConfig(models=models, ping_interval_s=5.0)
         fleets = [fleet.parts for fleet in opened]
@@ -154,17 +153,20 @@ async def test_a_model_that_the_file_adds_is_served_and_one_that_it_drops_is_not
         assert await live.metric('tandem_gateway_models_file_reloads_total{outcome="loaded"}') == 1
 
 
-async def test_a_stream_of_a_model_that_goes_is_finished_before_it_is_closed(serve):
-    async with serve("a", "b", step_s=0.05) as live:
+async def test_a_stream_of_a_model_that_goes_is_finished_before_it_is_closed(serve, rack):
+    async with serve("a", "b") as live:
+        [engine] = [each for each in rack.engines if each.model == "b"]
+        engine.behaviour.hold_at = 1
         streaming = asyncio.create_task(live.ask("b", stream=True))
-        await until(lambda: visits(live, "b") == 1, timeout_s=20, what="the request")
+        await until(lambda: visits(live, "b") == 1, timeout_s=60, what="the request")
         await live.say("a")
         assert (await live.ask("b")).status_code == 404
         assert (live.door.closed, live.models.retiring) == ([], 1)
+        engine.behaviour.hold_at = None
         text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events(await streaming))
         assert text == "I am b."
         await closed(live, "b")
-        await until(lambda: live.models.retiring == 0, timeout_s=20, what="the end of all that retires")
+        await until(lambda: live.models.retiring == 0, timeout_s=60, what="the end of all that retires")
 
 
 async def test_who_waits_in_the_queue_of_a_model_that_goes_is_answered(serve):
@@ -172,7 +174,7 @@ async def test_who_waits_in_the_queue_of_a_model_that_goes_is_answered(serve):
         chooser = live.models.fleets[1].chooser
         chooser.room = 0
         waiting = asyncio.create_task(live.ask("b"))
-        await until(lambda: len(chooser.queries) > 0, timeout_s=20, what="the request")
+        await until(lambda: len(chooser.queries) > 0, timeout_s=60, what="the request")
         await live.say("a")
         chooser.room = 1
         assert content(await waiting) == "I am b."
@@ -238,5 +240,5 @@ async def test_the_first_fleet_stays_open_whatever_its_model_is_called(serve):
     async with serve("a") as live:
         await live.say("renamed", cluster="a")
         assert await live.served() == ["renamed"]
-        await until(lambda: live.models.retiring == 0, timeout_s=20, what="the end of all that retires")
+        await until(lambda: live.models.retiring == 0, timeout_s=60, what="the end of all that retires")
         assert live.door.closed == []

@@ -237,7 +237,7 @@ async def test_requests_to_one_model_wait_while_the_others_are_served(both, rack
         gateway.qwen.chooser.room = 0
         waiting = asyncio.create_task(gateway.ask("qwen"))
         series = 'tandem_gateway_num_requests_waiting{model_name="qwen"}'
-        await until(lambda: _is(gateway, series, 1.0), 10.0, "qwen's request waits")
+        await until(lambda: _is(gateway, series, 1.0), 60.0, "qwen's request waits")
         assert (await gateway.ask("llama")).status_code == 200
         gateway.qwen.chooser.room = 1
         assert (await waiting).status_code == 200

@@ -106,7 +106,7 @@ async def settle(engine: Engine, index: IndexInMemory) -> None:
     """Run the feed until the index says what the engine has."""
     task = asyncio.create_task(engine.feed.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while index.blocks != set(engine.blocks) or index.revision != engine.feed.acknowledged:  # noqa: ASYNC110 (two states, no event)
                 await asyncio.sleep(0)
     finally:

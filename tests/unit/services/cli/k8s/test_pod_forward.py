@@ -102,7 +102,7 @@ def test_a_refused_port_forward_says_what_is_missing(connect, status, told):
 def test_a_pod_that_says_nothing_is_waited_for_no_longer_than_allowed(connect):
     with connect(SILENT) as (api, client):
         with pytest.raises(httpx.ReadTimeout):
-            client.get("/", timeout=0.2)
+            client.get("/", timeout=httpx.Timeout(60.0, read=0.2))
         wait_for(lambda: api.open == 0, 20.0, lambda: "the connection is still open")
 
 

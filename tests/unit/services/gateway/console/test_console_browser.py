@@ -12,7 +12,7 @@ import pytest_asyncio
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import CacheHits
 from tandem_services.router.registry import WorkerState
-from tandem_testing.browser import CHROMIUM, WatchedPage, chromium, watched_page
+from tandem_testing.browser import CHROMIUM, PATIENCE_MS, WatchedPage, chromium, watched_page
 from tandem_testing.console_builders import ScriptedFleet, link, member
 from tandem_testing.gateway_builders import LiveGateway, live_gateway, priced_options_of, script
 from tandem_testing.key_files import key_of, write_keys
@@ -58,7 +58,7 @@ class Sight:
             text = await self.text(selector)
             return all(each in text for each in wanted)
 
-        await until(there, 30.0, f"{selector} says {wanted}")
+        await until(there, PATIENCE_MS / 1000, f"{selector} says {wanted}")
 
     async def is_sound(self) -> None:
         """Nothing broke, nothing was fetched from elsewhere, and no text became markup."""
