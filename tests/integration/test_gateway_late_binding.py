@@ -20,7 +20,7 @@ from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
 from tandem_testing.redis_server import RedisServer
-from tandem_testing.router_builders import Fleet, make_load, make_record
+from tandem_testing.router_builders import PATIENT_S, Fleet, make_load, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
 from tandem_testing.waiting import until
 
@@ -30,17 +30,17 @@ ROOM = 2
 async def report(fleet: Fleet, engine: MockEngine, most: list[int]) -> None:
     """As its worker would, five times a second."""
     while True:
-        most.append(engine.running)
-        load = make_load(sequences=engine.running, max_sequences=ROOM)
-        record = make_record("solo", load=load)
+        running = engine.running
+        record = make_record("solo", load=make_load(sequences=running, max_sequences=ROOM))
         await fleet.beat(replace(record, view=replace(engine.view, model="m")))
+        most.append(running)
         await asyncio.sleep(0.2)
 
 
 @asynccontextmanager
 async def serving(server: RedisServer, rack: EngineRack, folder: Path):
     """An HTTP client of a gateway with two tenants."""
-    router = Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=5.0))
+    router = Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S))
     await router.start()
     keys = write_keys(folder, flood={}, calm={"requests_per_minute": 2})
     config = config_of(names=("m",), api_keys=keys)
@@ -79,7 +79,7 @@ async def test_a_flood_waits_at_the_gateway_and_lets_another_tenant_by(server, t
             return answer
 
         try:
-            await until(lambda: bool(most), 10.0, "the worker is registered")
+            await until(lambda: bool(most), 60.0, "the worker is registered")
             async with serving(server, rack, tmp_path) as client:
                 flood = [asyncio.create_task(ask(client, "flood")) for _ in range(16)]
                 await asyncio.to_thread(engine.wait_until, lambda: engine.running > 0)

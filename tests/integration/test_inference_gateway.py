@@ -28,21 +28,23 @@ from tandem_testing.ext_proc_builders import (
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
-from tandem_testing.router_builders import Fleet, make_load
+from tandem_testing.router_builders import LASTING, Fleet, make_load
 from tandem_testing.router_stack import ALIAS, MODEL, LiveRouter, live_gateway_of, live_router, report
 from tandem_testing.waiting import until
 
 DESTINATION = "x-gateway-destination-endpoint"
 RESERVATION = "x-tandem-reservation"
 PATH = "/v1/completions"
+PATIENCE_S = 60.0
 ANYWHERE = ["10.0.0.1:80"]
 """A subset where no gateway need be."""
 REQUEST = {"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 4, "ignore_eos": True, "seed": 1}
 
 
 @pytest.fixture
-async def fleet(server):
-    async with Fleet.of(server) as workers:
+async def fleet(server, monkeypatch):
+    monkeypatch.setattr("tandem_services.router.tickets.RESERVATION_MS", LASTING["RESERVATION_MS"])
+    async with Fleet.of(server, **LASTING) as workers:
         yield workers
 
 
@@ -63,7 +65,7 @@ class Stream:
 
     async def send(self, message: Any, answers: int = 1) -> list[Any]:
         await self.call.write(message)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             return [await self.call.read() for _ in range(answers)]
 
 
@@ -110,12 +112,12 @@ async def test_a_gateway_carries_out_what_was_picked_and_the_end_releases_it(ser
     async with live_gateway_of(server, engines, tmp_path / "gateway") as url:
         endpoint = url.removeprefix("http://")
         async with live_router(server, tmp_path / "router", gateways=(endpoint,)) as live:
-            await until(lambda: endpoint in live.server.endpoints.ready, 20.0, "the gateway is ready")
+            await until(lambda: endpoint in live.server.endpoints.ready, PATIENCE_S, "the gateway is ready")
             async with exchange(live) as stream:
                 headers = await picked(stream)
                 assert headers[DESTINATION] == endpoint
                 assert live.server.endpoints.running(endpoint) == 1
-                async with httpx.AsyncClient(base_url=url, timeout=20.0) as client:
+                async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
                     given = {RESERVATION: headers[RESERVATION]}
                     answer = await client.post(PATH, json=REQUEST, headers=given)
                     alone = await client.post(PATH, json=REQUEST)
@@ -129,7 +131,7 @@ async def test_a_gateway_carries_out_what_was_picked_and_the_end_releases_it(ser
                 assert len(live.server.desk.holds) == 1
                 await stream.send(answer_body(answer.content, end=False))
                 await stream.send(answer_trailers())
-                await until(lambda: not len(live.server.desk.holds), 20.0, "the choice is released")
+                await until(lambda: not len(live.server.desk.holds), PATIENCE_S, "the choice is released")
             assert live.server.endpoints.running(endpoint) == 0
 
 
@@ -145,7 +147,7 @@ async def test_chats_and_responses_are_read_as_the_gateway_reads_them(server, en
     async with (
         live_gateway_of(server, engines, tmp_path / "gateway") as url,
         live_router(server, tmp_path / "router") as live,
-        httpx.AsyncClient(timeout=20.0) as client,
+        httpx.AsyncClient(timeout=PATIENCE_S) as client,
     ):
         for path, request in requests.items():
             async with exchange(live) as stream:
@@ -169,7 +171,7 @@ async def test_a_request_is_its_tenants_and_nobody_elses(server, engines, tmp_pa
     async with (
         live_gateway_of(server, engines, tmp_path / "gateway", api_keys=keys) as url,
         live_router(server, tmp_path / "router", api_keys=keys) as live,
-        httpx.AsyncClient(timeout=20.0) as client,
+        httpx.AsyncClient(timeout=PATIENCE_S) as client,
     ):
         for wrong in ({}, {"authorization": "Bearer nobody"}):
             assert (await refused(live, subset=ANYWHERE, **wrong))[0] == 401
@@ -228,7 +230,7 @@ async def test_only_ready_gateways_of_the_subset_are_picked(server, engines, tmp
         endpoint = url.removeprefix("http://")
         dead = f"127.0.0.1:{free_port()}"
         async with live_router(server, tmp_path / "router", gateways=(endpoint, dead)) as live:
-            await until(lambda: bool(live.server.endpoints.ready), 20.0, "a gateway is ready")
+            await until(lambda: bool(live.server.endpoints.ready), PATIENCE_S, "a gateway is ready")
             for subset in (None, [endpoint], [endpoint, dead, "10.0.0.1:80"]):
                 async with exchange(live) as stream:
                     assert (await picked(stream, subset=subset))[DESTINATION] == endpoint
@@ -241,13 +243,13 @@ async def test_a_client_that_leaves_gives_back_what_was_reserved(server, engines
         async with exchange(live) as stream:
             await picked(stream, subset=ANYWHERE)
             assert (len(live.server.desk.holds), live.server.grpc.processor.places.taken) == (1, 1)
-        await until(lambda: not len(live.server.desk.holds), 20.0, "the choice is released")
-        await until(lambda: not live.server.grpc.processor.places.taken, 20.0, "the exchange has ended")
+        await until(lambda: not len(live.server.desk.holds), PATIENCE_S, "the choice is released")
+        await until(lambda: not live.server.grpc.processor.places.taken, PATIENCE_S, "the exchange has ended")
         async with exchange(live) as stream:
             await stream.send(head(), 0)
             await stream.send(body(b"x" * 1000, end=False), 0)
-            await until(lambda: live.server.grpc.processor.memory.taken == 1000, 20.0, "the body has arrived")
-        await until(lambda: not live.server.grpc.processor.memory.taken, 20.0, "the body is forgotten")
+            await until(lambda: live.server.grpc.processor.memory.taken == 1000, PATIENCE_S, "the body has arrived")
+        await until(lambda: not live.server.grpc.processor.memory.taken, PATIENCE_S, "the body is forgotten")
 
 
 async def test_buffered_bodies_get_their_destination_too(server, engines, tmp_path):
@@ -265,7 +267,7 @@ async def test_one_request_too_many_is_refused_and_what_makes_no_sense_is_an_err
             async with exchange(live) as second:
                 (answer,) = await second.send(head())
                 assert answer.immediate_response.status.code == 429
-        await until(lambda: not live.server.grpc.processor.places.taken, 20.0, "the exchange has ended")
+        await until(lambda: not live.server.grpc.processor.places.taken, PATIENCE_S, "the exchange has ended")
         async with exchange(live) as stream:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stream.send(answer_head())

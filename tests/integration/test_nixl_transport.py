@@ -92,7 +92,7 @@ def test_the_descriptor_is_readable_while_there_are_events_and_only_then(sender,
     sender.wait_for(PushDone, 0)
     assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
     sender.transport.push(make_push(receiver.name, (1,), (1,)))
-    assert select.select([sender.transport.fileno()], [], [], 20)[0] != []
+    assert select.select([sender.transport.fileno()], [], [], PATIENCE)[0] != []
     sender.wait_for(PushDone)
     assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
 

@@ -4,7 +4,7 @@ import pytest
 
 from tandem_services.router.cost import Demand
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
-from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
+from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, chain_of, make_load, make_record
 
 PROMPT = tuple(range(10 * PAGE + 5))
 CHAIN = chain_of(PROMPT)
@@ -13,7 +13,7 @@ CLEARED = IndexUpdate(UpdateKind.CLEARED)
 
 @pytest.fixture
 async def fleet(server):
-    async with Fleet.of(server) as workers:
+    async with Fleet.of(server, **LASTING) as workers:
         await workers.beat(make_record("w1"))
         yield workers
 

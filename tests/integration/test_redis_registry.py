@@ -14,21 +14,23 @@ from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import LeaseStatus, WorkerState
 from tandem_services.router.usage_board import UsageBoard
 from tandem_services.router.usage_windows import Ask, Refused, UsageLimits
-from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_load, make_record
+from tandem_testing.router_builders import HOUR_MS, LASTING, MODEL, PAGE, Fleet, chain_of, make_load, make_record
 
-SHORT = {"LEASE_MS": 400, "FENCE_AFTER_MS": 800, "SWEEP_EVERY_MS": 0}
-"""Lease and fencing periods that a test can wait for."""
+BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": HOUR_MS, "SWEEP_EVERY_MS": 0}
+"""A lease that a test can wait for, and nobody is fenced."""
+SHORT = {"LEASE_MS": 1_500, "FENCE_AFTER_MS": 3_000, "SWEEP_EVERY_MS": 0}
+"""A fencing period that a test can wait for, and longer than any machine takes for a few calls."""
 
 
 @pytest.fixture
 async def fleet(server):
-    async with Fleet.of(server) as workers:
+    async with Fleet.of(server, **LASTING) as workers:
         yield workers
 
 
 @pytest.fixture
 async def brief(server):
-    async with Fleet.of(server, **SHORT) as workers:
+    async with Fleet.of(server, **BRIEF) as workers:
         yield workers
 
 
@@ -81,7 +83,7 @@ async def test_a_lease_ends_without_heartbeats(brief):
 
 async def test_a_lapsed_incarnation_may_come_back_until_it_is_fenced(server):
     server.command("FLUSHALL")
-    workers = Fleet(server, LEASE_MS=50, FENCE_AFTER_MS=60_000, SWEEP_EVERY_MS=0)
+    workers = Fleet(server, **BRIEF)
     await workers.beat(make_record("w1"))
 
     async def lapsed() -> bool:
@@ -92,19 +94,20 @@ async def test_a_lapsed_incarnation_may_come_back_until_it_is_fenced(server):
     await workers.close()
 
 
-async def test_an_incarnation_that_was_silent_for_too_long_is_fenced_for_good(server, brief):  # RELIABILITY B3.10
-    await brief.beat(make_record("zombie"))
-    await brief.cache(make_record("zombie"), chain_of(tuple(range(64))))
+async def test_an_incarnation_that_was_silent_for_too_long_is_fenced_for_good(server):  # RELIABILITY B3.10
+    async with Fleet.of(server, **SHORT) as workers:
+        await workers.beat(make_record("zombie"))
+        await workers.cache(make_record("zombie"), chain_of(tuple(range(64))))
 
-    async def fenced() -> bool:
-        members = (await brief.beat(make_record("w2"))).members
-        return members is not None and "zombie@1" not in members
+        async def fenced() -> bool:
+            members = (await workers.beat(make_record("w2"))).members
+            return members is not None and "zombie@1" not in members
 
-    await until(fenced)
-    reply = await brief.beat(make_record("zombie"))
-    assert reply.status is LeaseStatus.FENCED
-    assert server.command("EXISTS", brief.keys.blocks("zombie@1")) == ":0\r\n"
-    assert (await brief.beat(make_record("zombie", number=2))).status is LeaseStatus.RENEWED
+        await until(fenced)
+        reply = await workers.beat(make_record("zombie"))
+        assert reply.status is LeaseStatus.FENCED
+        assert server.command("EXISTS", workers.keys.blocks("zombie@1")) == ":0\r\n"
+        assert (await workers.beat(make_record("zombie", number=2))).status is LeaseStatus.RENEWED
 
 
 async def test_nobody_is_fenced_because_redis_itself_hung(server):  # RELIABILITY B3.17
@@ -113,7 +116,7 @@ async def test_nobody_is_fenced_because_redis_itself_hung(server):  # RELIABILIT
     for name in ("w1", "w2"):
         await workers.beat(make_record(name))
     server.pause()
-    await asyncio.sleep(1.2)
+    await asyncio.sleep(SHORT["FENCE_AFTER_MS"] / 1000 + 0.4)
     server.resume()
     # The first heartbeat after the hang finds the other worker silent for longer than the fencing period.
     for name in ("w1", "w2", "w1"):

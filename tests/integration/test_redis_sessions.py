@@ -4,11 +4,9 @@ import pytest
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.choice import NoWorkersError, RouteQuery, Source
-from tandem_services.router.config import RouterConfig
 from tandem_services.router.keys import Keys
-from tandem_services.router.router import Router
 from tandem_services.router.session_bindings import SessionBinding, SessionBindings, SessionName
-from tandem_testing.router_builders import MODEL, PATIENT_S, Fleet, make_record
+from tandem_testing.router_builders import LASTING, MODEL, PATIENT_S, Fleet, make_record, patient_router
 from tandem_testing.waiting import until
 
 NAME = SessionName(id="s", cache_salt="mine")
@@ -66,9 +64,9 @@ async def test_rubbish_is_no_session(bindings, server, rubbish):  # RELIABILITY 
 
 async def test_a_router_stays_with_the_worker_that_is_asked_for(server):
     server.command("FLUSHALL")
-    fleet = Fleet(server)
+    fleet = Fleet(server, **LASTING)
     await fleet.beat(make_record("w1"))
-    router = Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S))
+    router = patient_router(server)
     await router.start()
     query = RouteQuery(request_id="r", model=MODEL, token_ids=(1, 2, 3))
     try:

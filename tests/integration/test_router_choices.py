@@ -3,25 +3,21 @@
 import asyncio
 from collections import Counter
 from functools import partial
-from random import Random
 
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import NoWorkersError, Placement, Source
-from tandem_services.router.config import RouterConfig
-from tandem_services.router.router import Router
-from tandem_testing.redis_server import RedisServer
 from tandem_testing.router_builders import (
+    LASTING,
     PAGE,
-    PATIENT_S,
     Fleet,
     chain_of,
     make_link,
     make_load,
     make_query,
     make_record,
+    patient_router,
 )
 
 PROMPT = tuple(range(20 * PAGE))
@@ -29,17 +25,13 @@ PROMPT = tuple(range(20 * PAGE))
 
 @pytest.fixture
 async def fleet(server):
-    async with Fleet.of(server) as workers:
+    async with Fleet.of(server, **LASTING) as workers:
         yield workers
-
-
-def make_router(server: RedisServer, seed: int = 1) -> Router:
-    return Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S), random=Random(seed))
 
 
 @pytest.fixture
 async def router(server):
-    gateway = make_router(server)
+    gateway = patient_router(server)
     await gateway.start()
     yield gateway
     await gateway.stop()
@@ -171,7 +163,7 @@ async def test_another_model_and_too_long_prompts_find_nobody(fleet, router):
 
 
 async def test_a_burst_spreads_over_equal_workers_across_gateways(server, fleet, router):  # llm-d-router 2515
-    second = make_router(server, seed=2)
+    second = patient_router(server, seed=2)
     await second.start()
     records = [make_record(f"p{n}", Role.PREFILL) for n in range(4)]
     records += [make_record(f"d{n}", Role.DECODE) for n in range(4)]

@@ -2,25 +2,22 @@
 
 from dataclasses import replace
 from functools import partial
-from random import Random
 
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import Source
-from tandem_services.router.config import RouterConfig
 from tandem_services.router.registry import WorkerState
-from tandem_services.router.router import Router
 from tandem_testing.router_builders import (
+    LASTING,
     PAGE,
-    PATIENT_S,
     Fleet,
     chain_of,
     make_link,
     make_load,
     make_query,
     make_record,
+    patient_router,
 )
 
 PROMPT = tuple(range(60 * PAGE))
@@ -31,14 +28,13 @@ BUSY = make_load(queue_tokens=100_000, prefill_rate=10_000)
 
 @pytest.fixture
 async def fleet(server):
-    async with Fleet.of(server) as workers:
+    async with Fleet.of(server, **LASTING) as workers:
         yield workers
 
 
 @pytest.fixture
 async def router(server):
-    config = RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S, local_prefill_tokens=0)
-    gateway = Router(config, random=Random(1))
+    gateway = patient_router(server, local_prefill_tokens=0)
     await gateway.start()
     yield gateway
     await gateway.stop()

@@ -1,17 +1,14 @@
 """Policies narrow what Redis chooses among; reservation, price and fallback stay."""
 
 from collections import Counter
-from random import Random
 
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import RouteQuery, Source
-from tandem_services.router.config import RouterConfig
 from tandem_services.router.policies.by_role import PolicyNames
 from tandem_services.router.router import Router
-from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, chain_of, make_record
+from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, chain_of, make_record, patient_router
 
 PROMPT = tuple(range(20 * PAGE))
 QUERY = RouteQuery(request_id="r", model=MODEL, token_ids=PROMPT, max_tokens=16)
@@ -19,7 +16,7 @@ QUERY = RouteQuery(request_id="r", model=MODEL, token_ids=PROMPT, max_tokens=16)
 
 @pytest.fixture
 async def fleet(server):
-    async with Fleet.of(server) as workers:
+    async with Fleet.of(server, **LASTING) as workers:
         for name in ("p1", "p2"):
             await workers.beat(make_record(name, Role.PREFILL))
         for name in ("d1", "d2"):
@@ -32,10 +29,7 @@ async def router_with(server):
     routers = []
 
     async def make(policies: str) -> Router:
-        config = RouterConfig(
-            redis=RedisAddress(url=server.url), policies=PolicyNames.parse(policies), routing_timeout_s=PATIENT_S
-        )
-        routers.append(Router(config, random=Random(1)))
+        routers.append(patient_router(server, policies=PolicyNames.parse(policies)))
         await routers[-1].start()
         return routers[-1]
 

@@ -27,7 +27,7 @@ def wait_until_live(process: "subprocess.Popen[str]", url: str) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
-            assert httpx.get(f"{url}/live").status_code == 200
+            assert httpx.get(f"{url}/live", timeout=60).status_code == 200
         except httpx.TransportError:
             assert process.poll() is None, "the router ended"
             time.sleep(0.1)
@@ -49,7 +49,8 @@ def test_it_serves_both_ports_and_a_signal_ends_it_cleanly(server, model):
     flags = ("--model", f"named={model}", "--port", str(http), "--grpc-port", str(rpc), "--drain-notice", "0")
     with start(server, *flags) as process:
         wait_until_live(process, f"http://127.0.0.1:{http}")
-        answer = httpx.post(f"http://127.0.0.1:{http}/v1/choose", json={"model": "named", "prompt": "hello"})
+        body = {"model": "named", "prompt": "hello"}
+        answer = httpx.post(f"http://127.0.0.1:{http}/v1/choose", json=body, timeout=60)
         assert answer.status_code == 503
         with grpc.insecure_channel(f"127.0.0.1:{rpc}") as channel:
             ask = health_pb2.HealthCheckRequest(service="liveness")

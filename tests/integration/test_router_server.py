@@ -8,7 +8,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem_engine.config import Role
 from tandem_services.router_server.protos import router_pb2 as pb
-from tandem_testing.router_builders import PAGE, Fleet, chain_of, make_load, make_record
+from tandem_testing.router_builders import LASTING, PAGE, Fleet, chain_of, make_load, make_record
 from tandem_testing.router_stack import MODEL, LiveRouter, live_router
 
 PROMPT = tuple(number % 300 for number in range(20 * PAGE))
@@ -16,8 +16,9 @@ OTHER = tuple((7 * number + 1) % 300 for number in range(20 * PAGE))
 
 
 @pytest.fixture
-async def fleet(server):
-    async with Fleet.of(server) as workers:
+async def fleet(server, monkeypatch):
+    monkeypatch.setattr("tandem_services.router.tickets.RESERVATION_MS", LASTING["RESERVATION_MS"])
+    async with Fleet.of(server, **LASTING) as workers:
         yield workers
 
 

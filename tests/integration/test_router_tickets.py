@@ -1,36 +1,29 @@
 """Tickets between two routers on a real Redis: one chooses, the other carries out."""
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import RouteQuery, Source
-from tandem_services.router.config import RouterConfig
 from tandem_services.router.router import Router
 from tandem_services.router.tickets import new_ticket_id
-from tandem_testing.redis_server import RedisServer
-from tandem_testing.router_builders import MODEL, PAGE, PATIENT_S, Fleet, make_record
+from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, make_record, patient_router
 
 QUERY = RouteQuery(request_id="r", model=MODEL, token_ids=tuple(range(20 * PAGE)), max_tokens=16)
 
 
 @pytest.fixture
 async def fleet(server):
-    async with Fleet.of(server) as workers:
+    async with Fleet.of(server, **LASTING) as workers:
         yield workers
 
 
-def make_router(server: RedisServer, seed: int) -> Router:
-    return Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S), random=Random(seed))
-
-
 @pytest.fixture
-async def routers(server, fleet):
+async def routers(server, fleet, monkeypatch):
     """The one that chooses and the one that carries out; a pair and a worker that does both."""
-    both = make_router(server, 1), make_router(server, 2)
+    monkeypatch.setattr("tandem_services.router.tickets.RESERVATION_MS", LASTING["RESERVATION_MS"])
+    both = patient_router(server), patient_router(server, seed=2)
     for record in (make_record("p", Role.PREFILL), make_record("d", Role.DECODE)):
         await fleet.beat(record)
     for router in both:

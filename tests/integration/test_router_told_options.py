@@ -1,16 +1,21 @@
 """What a decision was made from, as a real Redis and the last view tell it."""
 
 from functools import partial
-from random import Random
 
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.choice import TOLD_OPTIONS, Source
-from tandem_services.router.config import RouterConfig
-from tandem_services.router.router import Router
-from tandem_testing.router_builders import PAGE, PATIENT_S, Fleet, chain_of, make_load, make_query, make_record
+from tandem_testing.router_builders import (
+    LASTING,
+    PAGE,
+    Fleet,
+    chain_of,
+    make_load,
+    make_query,
+    make_record,
+    patient_router,
+)
 from tandem_testing.service_clock import ServiceClock
 
 PROMPT = tuple(range(20 * PAGE))
@@ -18,19 +23,13 @@ PROMPT = tuple(range(20 * PAGE))
 
 @pytest.fixture
 async def fleet(server):
-    async with Fleet.of(server) as workers:
+    async with Fleet.of(server, **LASTING) as workers:
         yield workers
 
 
 @pytest.fixture
 def make_router(server):
-    def make(told_per_second: int = 100, **options) -> Router:
-        config = RouterConfig(
-            redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S, told_per_second=told_per_second
-        )
-        return Router(config, random=Random(1), **options)
-
-    return make
+    return lambda told_per_second=100, **options: patient_router(server, told_per_second=told_per_second, **options)
 
 
 @pytest.fixture

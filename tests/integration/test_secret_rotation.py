@@ -41,7 +41,7 @@ class Heart:
     """What of a worker or a gateway talks to Redis: its client, used once a second for as long as it lives."""
 
     def __init__(self, address: RedisAddress) -> None:
-        self.client = RedisClient(address, timeout_s=2.0)
+        self.client = RedisClient(address, timeout_s=PATIENCE_S)
         self.registry = Registry(library=FunctionLibrary(self.client), keys=Keys("default"))
 
     async def beats(self) -> bool:

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 ONE_WORKER = ("--prefill", "0", "--decode", "0", "--both", "1", "--threads", "1", "--kv-cache-gib", "0.05")
-GONE_S = 20.0
+GONE_S = 60.0
 ENGINE_ONLY = ("torch", "numpy", "nixl", "transformers", "numba", "safetensors")
 
 

@@ -1,4 +1,7 @@
-"""A stand-alone router that listens on both of its ports, and gateways on mock engines that redeem its tickets."""
+"""A stand-alone router that listens on both of its ports, and gateways on mock engines that redeem its tickets.
+
+Workers report to a `Fleet` whose reports are `LASTING`.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,19 +17,17 @@ import httpx
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
-from tandem_services.common.redis_client import RedisAddress
 from tandem_services.gateway.app import api_app
 from tandem_services.gateway.composition import build_gateway
 from tandem_services.gateway.serve import http_server as gateway_http_server
 from tandem_services.gateway.serve import listen
-from tandem_services.router.config import RouterConfig
 from tandem_services.router.router import Router
 from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
 from tandem_services.router_server.serve import RouterServer, build_router_server, http_server
-from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of
+from tandem_testing.gateway_builders import PATIENCE_S, EngineRack, config_of, fleet_of
 from tandem_testing.mock_engine import MockEngine
 from tandem_testing.redis_server import RedisServer
-from tandem_testing.router_builders import PATIENT_S, Fleet, make_record
+from tandem_testing.router_builders import Fleet, make_record, patient_router
 from tandem_testing.tokenizer_builders import write_tokenizer
 
 MODEL = "m"
@@ -44,10 +45,6 @@ class LiveRouter:
     """Of the gRPC port."""
 
 
-def make_router(server: RedisServer) -> Router:
-    return Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S))
-
-
 async def report(fleet: Fleet, engine: MockEngine, **changes: Any) -> None:
     """One heartbeat of an engine's worker."""
     record = make_record(engine.view.worker_id, **changes)
@@ -61,7 +58,7 @@ async def serving(app_server: Any, health_path: str = "/live") -> AsyncIterator[
         host, port = listener.getsockname()
         task = asyncio.create_task(app_server.serve(sockets=[listener]))
         try:
-            async with httpx.AsyncClient(timeout=20.0) as client:
+            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 await client.get(f"http://{host}:{port}{health_path}")
             yield f"http://{host}:{port}"
         finally:
@@ -72,7 +69,7 @@ async def serving(app_server: Any, health_path: str = "/live") -> AsyncIterator[
 @asynccontextmanager
 async def live_router(redis: RedisServer, folder: Path, **config: Any) -> AsyncIterator[LiveRouter]:
     """With the tokenizer of `MODEL` in `folder`."""
-    router = make_router(redis)
+    router = patient_router(redis)
     await router.start()
     models = (TokenizedModel((MODEL, ALIAS), folder),)
     settings = RouterServerConfig(models=models, grpc_port=0, drain_notice_s=0.0, **config)
@@ -84,7 +81,7 @@ async def live_router(redis: RedisServer, folder: Path, **config: Any) -> AsyncI
     try:
         async with AsyncExitStack() as stack:
             url = await stack.enter_async_context(serving(http_server(server, settings)))
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20.0))
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE_S))
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc.port}"))
             yield LiveRouter(server=server, router=router, http=http, channel=channel)
     finally:
@@ -96,9 +93,9 @@ async def live_router(redis: RedisServer, folder: Path, **config: Any) -> AsyncI
 @asynccontextmanager
 async def live_gateway_of(redis: RedisServer, rack: EngineRack, folder: Path, **config: Any) -> AsyncIterator[str]:
     """A gateway with a router of its own on the same Redis. Yields its URL."""
-    router = make_router(redis)
+    router = patient_router(redis)
     await router.start()
-    settings = config_of(path=folder, names=(MODEL, ALIAS), ping_interval_s=5.0, **config)
+    settings = config_of(path=folder, names=(MODEL, ALIAS), **config)
     health = Health()
     boards = {"quarantine": router.quarantine, "fairness": router.fairness}
     tokenizer = TextTokenizer.load(write_tokenizer(folder))

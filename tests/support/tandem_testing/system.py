@@ -190,7 +190,7 @@ class CommandResult:
     seconds: float
 
 
-def run_tandem(*args: str, env: Mapping[str, str], cwd: Path, timeout_s: float = 60.0) -> CommandResult:
+def run_tandem(*args: str, env: Mapping[str, str], cwd: Path, timeout_s: float = START_TIMEOUT_S) -> CommandResult:
     """Run one `tandem` command to its end in exactly this environment; SIGINT after `timeout_s`."""
     began = time.monotonic()
     process = subprocess.Popen(
