@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ from tandem_testing.waiting import until, wait_for
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
 PATIENCE_S = 120.0
+get, post = partial(httpx.get, timeout=PATIENCE_S), partial(httpx.post, timeout=PATIENCE_S)
 LONG_NOTICE_S = 6.0
 """Of an end: long enough for what is asked meanwhile, however late it is asked."""
 PROGRAM = """
@@ -51,7 +53,7 @@ def start(folder, port: int, redis_url: str, *, notice_s: float = 1.0) -> "subpr
 def wait_until_live(url: str) -> None:
     def live() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{url}/live").status_code == 200
+            return get(f"{url}/live").status_code == 200
         return False
 
     wait_for(live, PATIENCE_S, lambda: "the gateway did not come up")
@@ -64,10 +66,10 @@ def test_a_signal_ends_an_idle_gateway_cleanly(redis, tmp_path, number):  # B3.3
     process = start(write_tokenizer(tmp_path), port, redis.url)
     try:
         wait_until_live(url)
-        answer = httpx.get(f"{url}/ready")
+        answer = get(f"{url}/ready")
         assert (answer.status_code, answer.json()["status"]) == (503, "unavailable")
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-        refused = httpx.post(f"{url}/v1/chat/completions", json=body)
+        refused = post(f"{url}/v1/chat/completions", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
         process.send_signal(number)
         assert process.wait(60) == 0
@@ -114,11 +116,14 @@ async def test_a_draining_gateway_is_not_ready_before_it_stops_listening_and_los
     try:
         with EngineRack() as rack:
             engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
-            async with registered(redis, engine), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            async with (
+                registered(redis, engine),
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client,
+            ):
                 await wait_until_ready(client)
 
                 async def stream() -> str:
-                    async with client.stream("POST", "/v1/completions", json=body, timeout=60) as response:
+                    async with client.stream("POST", "/v1/completions", json=body) as response:
                         lines = response.aiter_lines()
                         await anext(lines)
                         running.release()
@@ -153,7 +158,7 @@ async def test_the_console_shows_what_workers_have_told_redis_and_that_redis_is_
     try:
         with EngineRack() as rack:
             engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
                 async with registered(redis, engine, **told):
                     await wait_until_ready(client)
                     fleet = (await client.get("/console/data/fleet")).json()
@@ -199,17 +204,17 @@ def test_an_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_p
     try:
         wait_until_live(api)
         wait_until_live(administration)
-        assert httpx.get(f"{api}/v1/models").status_code == 401
-        assert httpx.get(f"{api}/v1/models", headers=bearer("ann")).status_code == 200
-        assert httpx.get(f"{api}/metrics", headers=bearer("root")).status_code == 404
-        assert "tandem_gateway_requests_total" in httpx.get(f"{administration}/metrics").text
-        assert httpx.get(f"{administration}/console").status_code == 200
-        assert httpx.get(f"{api}/console", headers=bearer("root")).status_code == 404
-        fleet = httpx.get(f"{administration}/console/data/fleet", headers=bearer("root")).json()
+        assert get(f"{api}/v1/models").status_code == 401
+        assert get(f"{api}/v1/models", headers=bearer("ann")).status_code == 200
+        assert get(f"{api}/metrics", headers=bearer("root")).status_code == 404
+        assert "tandem_gateway_requests_total" in get(f"{administration}/metrics").text
+        assert get(f"{administration}/console").status_code == 200
+        assert get(f"{api}/console", headers=bearer("root")).status_code == 404
+        fleet = get(f"{administration}/console/data/fleet", headers=bearer("root")).json()
         assert (fleet["workers"], fleet["redis"]) == ([], "answering")
-        assert httpx.post(f"{administration}/drain", headers=bearer("ann")).status_code == 403
-        assert httpx.post(f"{administration}/drain", headers=bearer("root")).status_code == 202
-        assert httpx.get(f"{api}/ready").json()["status"] == "draining"
+        assert post(f"{administration}/drain", headers=bearer("ann")).status_code == 403
+        assert post(f"{administration}/drain", headers=bearer("root")).status_code == 202
+        assert get(f"{api}/ready").json()["status"] == "draining"
         assert process.wait(60) == 0
         assert "Traceback" not in process.stderr.read()
     finally:

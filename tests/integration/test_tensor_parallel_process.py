@@ -22,7 +22,7 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.launch import launched_engine
 from tandem_engine.loaded_model import load
 from tandem_engine.messages.control import EngineFailed, EngineReady, EngineToWorker, WorkerToEngine
-from tandem_engine.messages.outputs import EngineReply, FinishReason, OutputBatch, Taken, TokenOutput
+from tandem_engine.messages.outputs import EngineReply, Finish, FinishReason, OutputBatch, Taken, TokenOutput
 from tandem_engine.messages.requests import EngineRequest
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 
 START_S = 240.0
 END_S = 60.0
+MANY = 16
 PROMPTS = [range(5, 25), range(40, 43), range(5, 60)]
 
 
@@ -58,6 +59,18 @@ class Served:
             if output.finish is not None:
                 return output
         raise AssertionError("outputs do not end by themselves")
+
+    def ask_much(self, name: str) -> None:
+        """One long request after the other: something runs for as long as a test looks at it."""
+        for number in range(MANY):
+            self.client.send(make_message(f"{name}-{number}", PROMPTS[1], max_tokens=400))
+
+    async def broken_off(self) -> Finish:
+        """How the first request ended that did not come to its own end."""
+        while True:
+            finish = (await self.last()).finish
+            if finish.reason is not FinishReason.LENGTH:
+                return finish
 
     async def ended(self) -> int:
         """Exit status of rank 0, once rank 1 has ended too."""
@@ -118,7 +131,7 @@ async def serving(checkpoint: Path, folder: Path) -> AsyncIterator[Served]:
     )
     try:
         (folder / "tmp").mkdir()
-        flags = ("--tensor-parallel-size", "2")
+        flags = ("--tensor-parallel-size", "2", "--max-running-requests", "1")
         async with engine_process(checkpoint, endpoint, *flags, temporary=folder / "tmp") as process:
             ready = await first_report(control)
             assert isinstance(ready, EngineReady), ready
@@ -143,10 +156,10 @@ async def test_a_lost_rank_ends_the_engine_and_its_clients_may_try_again(checkpo
         served.client.send(make_message("before", PROMPTS[0]))
         before = await served.last()
         assert before.finish.reason is FinishReason.LENGTH
-        served.client.send(make_message("during", PROMPTS[1], max_tokens=400))
-        assert (await served.first()).rid == "during"
+        served.ask_much("during")
+        assert (await served.first()).rid == "during-0"
         served.rank.send(signal.SIGKILL)
-        finish = (await served.last()).finish
+        finish = await served.broken_off()
         assert (finish.reason, finish.retryable) == (FinishReason.ERROR, True)
         assert await served.ended() == 3
 
@@ -159,15 +172,15 @@ async def test_an_idle_engine_notices_a_lost_rank_too(checkpoint, tmp_path):
 
 async def test_sigterm_ends_both_in_order_while_a_request_runs(checkpoint, tmp_path):
     async with serving(checkpoint, tmp_path) as served:
-        served.client.send(make_message("long", PROMPTS[1], max_tokens=400))
+        served.ask_much("long")
         # Before anything is computed it is said who would be the cause if that went wrong (B2.9).
-        assert await served.client.receive() == Taken(rid="long")
+        assert await served.client.receive() == Taken(rid="long-0")
         await served.first()
         # A service manager may signal every process of the group; the further rank leaves with rank 0 all the same.
         served.rank.send(signal.SIGTERM)
         served.rank.send(signal.SIGINT)
         served.process.terminate()
-        assert (await served.last()).finish.reason is FinishReason.ABORT
+        assert (await served.broken_off()).reason is FinishReason.ABORT
         assert await served.ended() == 0
 
 

@@ -19,7 +19,7 @@ from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import Peer
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.router.cost import Demand
+from tandem_services.router.cost import Demand, Load
 from tandem_services.router.registry import WorkerRecord, WorkerState
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.service import WorkerService
@@ -30,6 +30,7 @@ from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_re
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
 PROMPT = tuple(range(8 * PAGE))
 CHAIN = chain_of(PROMPT)
 
@@ -69,10 +70,14 @@ def config_for(server: RedisServer, remote: EngineRemote, *flags: str, **changes
         "redis": RedisAddress(url=server.url),
         "engine_command": (sys.executable, "-m", "tandem_testing.mock_engine_process"),
         "engine_flags": ("--remote", str(remote.path), *flags),
-        "redis_start_timeout_s": 0.0,
-        "drain_timeout_s": 10.0,
+        "redis_start_timeout_s": PATIENCE_S,
+        "drain_timeout_s": PATIENCE_S,
     }
     return WorkerConfig(**fields | changes)
+
+
+def http_client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S)
 
 
 class Running:
@@ -88,7 +93,7 @@ class Running:
         return self.service.health_endpoint
 
     async def get(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with http_client() as client:
             return await client.get(self.url + path)
 
     async def ready(self) -> bool:
@@ -119,7 +124,7 @@ async def worker(server, remote, tmp_path):
         yield service
 
 
-async def until(condition, *, seconds: float = 60.0):
+async def until(condition, *, seconds: float = PATIENCE_S):
     """The first true value of `condition()`."""
     deadline = time.monotonic() + seconds
     while not (value := await condition()):
@@ -175,8 +180,14 @@ async def test_a_worker_registers_when_its_engine_is_ready(fleet, worker):
     assert record.view.incarnation == worker.service.incarnation
     assert record.view.role is Role.DECODE
     assert record.state is WorkerState.READY
-    assert record.load.room_tokens == 99 * PAGE
-    assert (await worker.get("/ready")).status_code == 200
+
+    async def counted() -> bool:
+        """Its engine's first statistics come after it is ready."""
+        known = await find(fleet)
+        return known is not None and known.load.room_tokens == 99 * PAGE
+
+    await until(counted)
+    await until(worker.ready)
     assert (await worker.get("/live")).status_code == 200
 
 
@@ -216,12 +227,11 @@ async def test_a_redis_that_dies_and_returns_empty_does_not_stop_the_worker(serv
 async def test_load_and_progress_are_reported(fleet, worker):
     worker.remote.tell(stats={"waiting_tokens": 500, "running": 3, "free_pages": 10, "decode_step_s": 0.02})
 
-    async def reported() -> bool:
+    async def reported() -> Load | None:
         record = await find(fleet)
-        return record is not None and record.load.queue_tokens == 500
+        return record.load if record is not None and record.load.queue_tokens == 500 else None
 
-    await until(reported)
-    load = (await find(fleet)).load
+    load = await until(reported)
     assert (load.sequences, load.room_tokens, load.step_s) == (3, 10 * PAGE, 0.02)
 
 
@@ -280,7 +290,7 @@ async def test_the_engine_is_told_when_the_process_of_a_fenced_writer_has_ended(
         endpoint = f"tcp://127.0.0.1:{stopped.getsockname()[1]}"
         writer = Peer(worker_id="p1", incarnation="p1@1", endpoint=endpoint, compat_hash="h")
         worker.remote.tell(stats={"fenced_writers": [msgspec.to_builtins(writer)]})
-        stopped.settimeout(20.0)
+        stopped.settimeout(PATIENCE_S)
         line, _ = await asyncio.to_thread(stopped.accept)
         assert worker.remote.orders_of("peer_ended") == []
     line.close()
@@ -299,7 +309,7 @@ async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog)
         return record is not None and record.load.sequences == 2
 
     await until(busy)
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with http_client() as client:
         assert (await client.post(worker.url + "/drain")).status_code == 202
 
     async def draining() -> bool:
@@ -343,7 +353,7 @@ async def test_on_standby_it_is_registered_and_not_routed_to_until_it_is_offered
             return (await worker.get("/ready")).json()["status"] == "standby"
 
         await until(stands_by)
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with http_client() as client:
             assert (await client.post(worker.url + "/offer")).status_code == 200
         await until(worker.ready)
         await until(indexed(fleet, 0))
@@ -370,7 +380,7 @@ async def test_untried_it_is_offered_when_it_finds_another_of_its_revision(
 
 
 async def post_role(worker: Running, role: str) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with http_client() as client:
         return await client.post(worker.url + "/role", json={"role": role})
 
 
@@ -466,7 +476,8 @@ async def test_metrics_carry_the_engines_numbers(worker, fleet):
 
 
 async def test_a_worker_without_redis_says_so_and_does_not_start(remote, tmp_path, server):
-    config = config_for(server, remote, redis=RedisAddress(url="redis://:secret@127.0.0.1:1/0"))
+    address = RedisAddress(url="redis://:secret@127.0.0.1:1/0")
+    config = config_for(server, remote, redis=address, redis_start_timeout_s=0.0)
     context = IpcContext()
     service = WorkerService(config, context, tmp_path, MonotonicClock())
     with pytest.raises(RedisUnavailableError, match="TANDEM_REDIS_URL") as caught:

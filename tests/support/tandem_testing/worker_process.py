@@ -18,7 +18,7 @@ def worker_config(redis_url: str, remote: str) -> WorkerConfig:
         role=Role.DECODE,
         worker_id="w1",
         redis=RedisAddress(url=redis_url),
-        redis_start_timeout_s=0.0,
+        redis_start_timeout_s=60.0,
         engine_command=(sys.executable, "-m", "tandem_testing.mock_engine_process"),
         engine_flags=("--remote", remote),
     )
