@@ -11,7 +11,7 @@ from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
-TOLD_S = 60.0
+TOLD_S = 120.0
 """Within which the index knows what a worker has cached, and a figure of what it costs to fetch it."""
 WAVES_S = 150.0
 LARGEST = 2

@@ -19,7 +19,7 @@ from tandem_testing.system_streams import assert_unharmed
 from tandem_testing.tcp_proxy import TcpProxy
 from tandem_testing.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.xdist_group("system")]
 
 PATIENT_S = 60.0
 REDIS = ("--redis-url", "--redis-password-file")

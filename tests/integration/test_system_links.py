@@ -26,8 +26,8 @@ from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
-MEASURED_S = 90.0
-INDEXED_S = 60.0
+MEASURED_S = 150.0
+INDEXED_S = 120.0
 
 
 async def test_every_pair_is_measured_and_the_operator_sees_it(fleet, capsys):

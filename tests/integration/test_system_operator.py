@@ -61,7 +61,7 @@ async def another_gateway(fleet) -> AsyncIterator[tuple[PodSeen, str]]:
         yield seen_as_pod("g", "gateway", "admin", admin), url
     finally:
         process.terminate()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENT_S):
             await process.wait()
 
 

@@ -12,7 +12,7 @@ from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
-INDEXED_S = 30.0
+INDEXED_S = 120.0
 QUESTIONS = [
     [{"role": "user", "content": f"Tell me a story about {who} who lives near a river."}]
     for who in ("a fox", "a bear", "two cats", "an owl", "the baker", "a small boat", "Anna", "a lamp")

@@ -119,6 +119,6 @@ async def test_what_is_sampled_out_leaves_nothing_and_is_in_the_log(fleet, colle
         lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
         return {line["request_id"]: line for line in lines if line["message"] == "request finished"}
 
-    await until(lambda: {unsampled.request_id, trace.request_id} <= finished().keys(), 30.0, "both are in the log")
+    await until(lambda: {unsampled.request_id, trace.request_id} <= finished().keys(), 60.0, "both are in the log")
     for each in (unsampled, trace):
         assert finished()[each.request_id]["trace_id"] == each.trace_id

@@ -35,7 +35,7 @@ from tandem_engine.messages.requests import (
 )
 from tandem_services.router.choice import WorkerView
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def hash_tokens(first: int, count: int) -> Callable[[GenerateRequest, int], int]:
