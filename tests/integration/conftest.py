@@ -6,6 +6,7 @@ import pytest
 
 from tandem_testing.otlp_receiver import OtlpReceiver, otlp_receiver
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
+from tandem_testing.router_builders import PATIENT_S
 from tandem_testing.system import System
 from tandem_testing.system_client import Reference, SystemClient
 
@@ -20,6 +21,12 @@ SHORT_REST = "64"
 """Tokens up to which the fleet's decode workers may compute themselves; whatever is longer has two workers, at any
 rates of the moment."""
 SYSTEMS: pytest.StashKey[list[System]] = pytest.StashKey()
+
+
+@pytest.fixture(autouse=True)
+def _connections_open_however_late_the_event_loop_looks(monkeypatch) -> None:
+    """Theirs is a second, after which one command of a product that goes on without Redis fails."""
+    monkeypatch.setattr("tandem_services.common.redis_line.OPEN_S", PATIENT_S)
 
 
 @pytest.fixture(scope="module")
