@@ -106,6 +106,19 @@ async def test_without_workers(rack, tokenizer):
     assert (await failed(rack, tokenizer)).startswith("the router has nobody for it")
 
 
+async def test_workers_of_other_weights_or_layouts_fail_it_and_are_named(rack, tokenizer):
+    """RELIABILITY B3.51, 52: what of a version skew reaches a condition of the ModelService."""
+    rack.add("p", healthy(), Role.PREFILL)
+    rack.add("d", healthy(), Role.DECODE)
+    async with admin_port(rack, tokenizer) as (client, gateway):
+        [service] = gateway.models
+        service.chooser.fleet = [replace(view, compat_hash=view.worker_id) for view in service.chooser.fleet]
+        report = await canary(client, prefill="p", decode="d")
+    assert not report["passed"]
+    assert report["message"] == "p and d hold other weights or another layout of KV"
+    assert [engine.received for engine in rack.engines] == [[], []]
+
+
 async def test_a_worker_that_says_nothing_fails_it_in_time(rack, tokenizer):
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d", healthy(mute=True), Role.DECODE)
