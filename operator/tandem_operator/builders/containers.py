@@ -12,6 +12,10 @@ Manifest = dict[str, Any]
 
 TMP = "/tmp"  # noqa: S108 - a volume of the pod, mounted there
 
+_CONTAINERS = ("initContainers", "containers")
+_LAST_WORDS = {"terminationMessagePolicy": "FallbackToLogsOnError"}
+"""The end of the log of a container that failed stands in its pod's status: conditions quote it."""
+
 
 def container_security() -> Manifest:
     """securityContext of every container."""
@@ -99,7 +103,8 @@ def pod_template(
     notes = {**overrides.annotations, **(annotations or {})}
     if notes:
         metadata["annotations"] = notes
-    return {"metadata": metadata, "spec": {**_common(), **spec, **_placement(overrides, labels)}}
+    told = {kind: [{**_LAST_WORDS, **one} for one in spec[kind]] for kind in _CONTAINERS if kind in spec}
+    return {"metadata": metadata, "spec": {**_common(), **spec, **told, **_placement(overrides, labels)}}
 
 
 def _common() -> Manifest:

@@ -4,7 +4,7 @@ Only objects whose controller is the service itself count: what merely has the s
 business of ours, and is neither counted nor changed nor taken away.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -15,15 +15,9 @@ from tandem_operator.builders.worker_group import FOLLOWER
 from tandem_operator.controller.kinds import DEPLOYMENT, LEADER_WORKER_SET, POD, WORKER_POOL
 from tandem_operator.controller.objects import Seen
 from tandem_operator.planning.observed import DeploymentSeen, Ref
+from tandem_operator.planning.pod_trouble import pod_trouble
 from tandem_operator.telemetry.pods import COMPONENT_LABEL, PodSeen
 
-_BAD_WAITING = (
-    "CrashLoopBackOff",
-    "ImagePullBackOff",
-    "ErrImagePull",
-    "InvalidImageName",
-    "CreateContainerConfigError",
-)
 _ENDED = ("Succeeded", "Failed")
 MAX_TROUBLE = 500
 
@@ -128,7 +122,7 @@ def _ended(pod: Seen) -> bool:
 def _trouble(deployment: dict[str, Any], pods: list[Seen], failing: Mapping[str, str]) -> str:
     """The first pod's that has some, else what keeps the Deployment from making pods."""
     for pod in sorted(pods, key=lambda one: one.ref.name):
-        for text in _pod_trouble(pod.body["status"]):
+        for text in pod_trouble(pod.body["status"]):
             return text[:MAX_TROUBLE]
         if pod.ref.name in failing and not _ready(pod):
             return f"no canary passes through {pod.ref.name}: {failing[pod.ref.name]}"[:MAX_TROUBLE]
@@ -136,13 +130,3 @@ def _trouble(deployment: dict[str, Any], pods: list[Seen], failing: Mapping[str,
         if one["type"] == "ReplicaFailure" and one["status"] == "True":
             return str(one.get("message", one.get("reason", "")))[:MAX_TROUBLE]
     return ""
-
-
-def _pod_trouble(status: dict[str, Any]) -> Iterator[str]:
-    for one in status.get("conditions", ()):
-        if one["type"] == "PodScheduled" and one["status"] == "False" and one.get("message"):
-            yield one["message"]
-    for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        waiting = one.get("state", {}).get("waiting", {})
-        if waiting.get("reason") in _BAD_WAITING:
-            yield f"{one['name']}: {waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")

@@ -11,6 +11,7 @@ import httpx
 from tandem_engine.logs import quoted
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, SERVICE_LABEL
 from tandem_operator.builders.worker_group import FOLLOWER
+from tandem_operator.planning.pod_trouble import pod_trouble
 from tandem_services.cli.k8s.cluster import Access, Cluster, Object
 from tandem_services.cli.k8s.figures import GatewayFigures, WorkerFigures, gateway_figures, worker_figures
 from tandem_services.cli.k8s.forward import ANSWER_S, pod_client
@@ -151,12 +152,12 @@ def _state(pod: Object) -> tuple[str, str]:
         return "Terminating", ""
     if conditions.get("Ready", {}).get("status") == "True":
         return "Ready", ""
-    for container in status.get("containerStatuses", ()):
-        waiting = container.get("state", {}).get("waiting")
-        if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return waiting["reason"], quoted(waiting.get("message", ""))
-    scheduled = conditions.get("PodScheduled", {})
-    if scheduled.get("status") == "False":
-        return "Unschedulable", quoted(scheduled.get("message", ""))
+    trouble = quoted(next(pod_trouble(status), ""))
+    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        reason = container.get("state", {}).get("waiting", {}).get("reason")
+        if reason not in (None, "ContainerCreating", "PodInitializing"):
+            return reason, trouble
+    if conditions.get("PodScheduled", {}).get("status") == "False":
+        return "Unschedulable", trouble
     phase = status.get("phase", "Pending")
-    return ("Starting" if phase == "Running" else phase), ""
+    return ("Starting" if phase == "Running" else phase), trouble

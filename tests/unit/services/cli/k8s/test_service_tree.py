@@ -192,11 +192,27 @@ def test_a_pod_that_says_nothing_or_is_not_offered_is_marked():
             {
                 "conditions": [],
                 "containerStatuses": [
-                    {"restartCount": 4, "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}}}
+                    {
+                        "name": "worker",
+                        "restartCount": 4,
+                        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+                        "lastState": {"terminated": {"exitCode": 3, "message": "tandem: error: no config.json in /m"}},
+                    }
                 ],
             },
             "CrashLoopBackOff",
-            "back-off 40s",
+            "worker: ended with status 3: tandem: error: no config.json in /m",
+        ),
+        (
+            {
+                "conditions": [],
+                "phase": "Pending",
+                "initContainerStatuses": [
+                    {"name": "download", "state": {"waiting": {"reason": "ErrImagePull", "message": "not found"}}}
+                ],
+            },
+            "ErrImagePull",
+            "download: ErrImagePull: not found",
         ),
         (
             {

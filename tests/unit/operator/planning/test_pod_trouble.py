@@ -1,0 +1,130 @@
+"""Why a pod does not come up: in the words of whoever knows, and the same words at every restart."""
+
+import json
+
+import pytest
+
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.controller.facts import Parts
+from tandem_operator.planning.observed import Canary, Observed
+from tandem_operator.planning.plan import make_plan
+from tandem_operator.planning.pod_trouble import last_words, pod_trouble
+from tandem_operator.planning.status import health_of
+from tandem_operator.settings import OperatorSettings
+from tandem_testing.kube_cluster import service_of
+from tandem_testing.kube_objects import a_deployment, a_pod
+
+OWNER = "uid-of-the-service"
+REFUSED = "the engine cannot start (config_error): no config.json in /models: is --model the folder of a checkpoint?"
+LOG = "\n".join(
+    [
+        '"logger": "tandem_engine", "message": "a line whose beginning was cut off"}',
+        json.dumps({"level": "ERROR", "message": "no config.json in /models"}),
+        json.dumps({"level": "ERROR", "message": f"worker chat-decode-1@7353857864980089432 ends: {REFUSED}"}),
+        json.dumps({"level": "INFO", "message": "metrics are no longer served"}),
+    ]
+)
+FAILED = {"terminated": {"exitCode": 3, "reason": "Error", "message": LOG}}
+
+
+def troubles(**container):
+    return list(pod_trouble({"containerStatuses": [{"name": "worker", **container}]}))
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        {"state": FAILED},
+        {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}}, "lastState": FAILED},
+        {"state": {"running": {}}, "started": False, "ready": False, "lastState": FAILED},
+    ],
+    ids=["terminated", "waiting", "running"],
+)
+def test_a_container_that_keeps_failing_says_why_and_says_it_the_same_way(container):
+    assert troubles(**container) == [f"worker: ended with status 3: {REFUSED}"]
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        {"state": {"running": {}}, "started": True, "ready": False, "lastState": FAILED},
+        {"state": {"running": {}}, "ready": True, "lastState": FAILED},
+        {"state": {"waiting": {"reason": "ContainerCreating"}}, "lastState": FAILED},
+        {"state": {"waiting": {"reason": "PodInitializing"}}},
+        {"state": {"terminated": {"exitCode": 0, "message": LOG}}},
+        {"state": {"running": {}}, "lastState": {"terminated": {"exitCode": 0}}},
+        {},
+    ],
+    ids=["came up since", "ready", "being made", "init first", "drained", "drained before", "nothing known"],
+)
+def test_what_is_no_failure_is_no_trouble(container):
+    assert troubles(**container) == []
+
+
+def test_without_last_words_the_kubelet_is_quoted():
+    waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
+    assert troubles(state=waiting) == ["worker: CrashLoopBackOff: back-off 10s restarting failed container"]
+
+
+@pytest.mark.parametrize("reason", ["ErrImageNeverPull", "RunContainerError", "CreateContainerError"])
+def test_what_cannot_be_made_is_told_in_the_kubelets_words(reason):
+    waiting = {"waiting": {"reason": reason, "message": "why not"}}
+    assert troubles(state=waiting) == [f"worker: {reason}: why not"]
+    assert troubles(state=waiting, lastState=FAILED) == [f"worker: {reason}: why not"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ({"exitCode": 137, "reason": "OOMKilled"}, "OOMKilled: it took more memory than resources.limits.memory"),
+        ({"exitCode": 139, "reason": "Error"}, "ended with SIGSEGV"),
+        ({"exitCode": 1}, "ended with status 1"),
+        ({"exitCode": 128, "message": 'exec: "tandem": not found'}, 'ended with status 128: exec: "tandem": not found'),
+    ],
+)
+def test_an_end_is_told_by_its_signal_or_status(ended, said):
+    assert troubles(state={"terminated": ended}) == [f"worker: {said}"]
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (
+            "usage: tandem gateway\ntandem: error: --port must be at most 65535\n",
+            "tandem: error: --port must be at most 65535",
+        ),
+        ("Traceback (most recent call last):\nValueError: boom\n", "ValueError: boom"),
+        ("Fetching 9 files\nRepository not found\n", "Repository not found"),
+        ('{"level": "INFO", "message": "the last line"}', "the last line"),
+        (
+            '{"level": "ERROR", "message": "stops", "exception": "Traceback\\n  ...\\nKeyError: 1"}',
+            "stops: KeyError: 1",
+        ),
+        ("{not json\n", "{not json"),
+        ("\n \n", ""),
+    ],
+)
+def test_the_last_error_is_found_whoever_wrote_it(log, said):
+    assert last_words(log) == said
+
+
+def test_conditions_quote_the_engine_that_refuses_its_model():
+    """RELIABILITY E7.76, 77: what only the checkpoint can tell, such as heads that ranks do not divide."""
+    status = {"containerStatuses": [{"name": "worker", "state": FAILED}]}
+    pod = a_pod("chat-decode-1", role="decode", ready=False, status=status)
+    parts = Parts.of(OWNER, [a_deployment("chat-decode-r1", owner=OWNER, role="decode"), pod])
+    observed = Observed(now="2026-01-01T00:00:00Z", deployments=parts.deployments(), canaries={"": Canary(passed=True)})
+    conditions = {one.type: one for one in health_of(service_of(), observed, "r1", {"prefill": 0, "decode": 1})}
+    for kind in ("DecodeWorkersReady", "Degraded"):
+        assert conditions[kind].reason == "PodsFailing"
+        assert REFUSED in conditions[kind].message
+
+
+def test_every_container_of_ours_leaves_its_last_words():
+    service = service_of(model={"huggingFace": {"id": "Qwen/Qwen3-8B"}})
+    seen = Observed(now="2026-01-01T00:00:00Z")
+    plan = make_plan(service, seen, ModelServiceStatus(), 1, OperatorSettings())
+    pods = [one["spec"]["template"]["spec"] for one in plan.apply if one["kind"] == "Deployment"]
+    containers = [one for pod in pods for one in (*pod.get("initContainers", ()), *pod["containers"])]
+    assert {one["name"] for one in containers} == {"worker", "gateway", "redis", "download"}
+    assert {one["terminationMessagePolicy"] for one in containers} == {"FallbackToLogsOnError"}
