@@ -10,7 +10,7 @@ from tandem_operator.controller.election import ElectionConfig
 from tandem_operator.controller.logs import configure_logging
 from tandem_operator.controller.probes import PortTakenError
 from tandem_operator.controller.runtime import RuntimeOptions, fresh_identity, run
-from tandem_operator.settings import OperatorSettings, own_namespace
+from tandem_operator.settings import PRIVILEGES, OperatorSettings, Privilege, own_namespace
 
 EPILOG = """\
 It serves every ModelService of its namespaces: makes workers, gateway and Redis, rolls changes out pair by pair, scales
@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _scope(root.add_argument_group("what it looks after"))
+    _privileges(root.add_argument_group("what resources may ask for"))
     _images(root.add_argument_group("images that resources do not name"))
     _election(root.add_argument_group("leader election"))
     _process(root.add_argument_group("process"))
@@ -64,6 +65,17 @@ def _scope(group: argparse._ArgumentGroup) -> None:
         default="on",
         help="whether a request has to go through a new pair, and through the gateway, before they count as ready. "
         "off: ready pods are enough; for clusters whose pods the operator cannot reach (default: on)",
+    )
+
+
+def _privileges(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--allow",
+        type=_allowed,
+        default=frozenset(),
+        metavar="A,B",
+        help="what their pods may ask for beyond the Pod Security Standard restricted: service-accounts, host-paths, "
+        "privileged. Who may write a ModelService has it then (default: nothing)",
     )
 
 
@@ -142,6 +154,14 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _allowed(text: str) -> frozenset[Privilege]:
+    names = {name.strip() for name in text.split(",") if name.strip()}
+    unknown = sorted(names.difference(PRIVILEGES))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PRIVILEGES)}")
+    return frozenset(name for name in PRIVILEGES if name in names)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
@@ -157,6 +177,7 @@ def options_of(arguments: argparse.Namespace) -> RuntimeOptions:
         redis_image=arguments.redis_image,
         operator_namespace=arguments.operator_namespace,
         canaries=arguments.canary == "on",
+        allow=arguments.allow,
     )
     return RuntimeOptions(
         settings=settings,

@@ -1,9 +1,15 @@
 """What the operator itself was told, by flags and its environment; the same for all resources it looks after."""
 
 import os
+from collections.abc import Set
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 DEFAULT_REGISTRY = "ghcr.io/tandem-serving"
+
+Privilege = Literal["service-accounts", "host-paths", "privileged"]
+"""What no pod has unless the administrator of the operator allows resources to ask for it."""
+PRIVILEGES: tuple[Privilege, ...] = get_args(Privilege)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +42,8 @@ class OperatorSettings:
     canaries: bool = True
     """Whether a revision has to answer a request before it takes over. Without, ready pods count as answers: for
     clusters whose pods the operator cannot reach."""
+    allow: Set[Privilege] = frozenset()
+    """What of these resources may ask for."""
 
 
 def own_namespace() -> str:

@@ -12,7 +12,7 @@ from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStat
 from tandem_operator.builders.served import served
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
-from tandem_operator.settings import ClusterApis, OperatorSettings
+from tandem_operator.settings import PRIVILEGES, ClusterApis, OperatorSettings
 from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane
 from tandem_testing.waiting import wait_for
 
@@ -28,7 +28,7 @@ def plan_of(cluster: ControlPlane, namespace: str, path: Path) -> list[dict[str,
         # Image volumes came with 1.31: an older API server drops them, and refuses a volume without a source.
         example["spec"]["model"] = {"claim": {"claimName": "models"}}
     budgets = cluster.newest("policy/v1", "policy/v1beta1")
-    settings = OperatorSettings(apis=ClusterApis(pod_disruption_budget=budgets))
+    settings = OperatorSettings(apis=ClusterApis(pod_disruption_budget=budgets), allow=frozenset(PRIVILEGES))
     service = served(
         example["metadata"]["name"], namespace, msgspec.convert(example["spec"], ModelServiceSpec), settings
     )
@@ -185,3 +185,19 @@ def evict(cluster: ControlPlane, budget: dict[str, Any], pod: dict[str, Any]) ->
 
 def pod_path(pod: dict[str, Any]) -> str:
     return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
+
+
+def test_privileges_that_are_taken_back_are_gone(control_plane, namespace, tmp_path):
+    """Else a pod would keep what its resource may no longer ask for: fields that the API server has filled in."""
+    path = EXAMPLES[0].with_name("node-local.yaml")
+    example = yaml.safe_load(path.read_text())
+    for part in ("prefill", "decode", "gateway"):
+        del example["spec"][part]["pod"]
+    plain_path = tmp_path / "plain.yaml"
+    plain_path.write_text(yaml.safe_dump(example))
+    plain = named(plan_of(control_plane, namespace, plain_path), "Deployment")
+    for name, raised in named(plan_of(control_plane, namespace, path), "Deployment").items():
+        fresh = control_plane.apply(plain[name], manager="tandem-operator", dryRun="All").raise_for_status().json()
+        control_plane.apply(raised, manager="tandem-operator").raise_for_status()
+        after = control_plane.apply(plain[name], manager="tandem-operator").raise_for_status().json()
+        assert after["spec"]["template"] == fresh["spec"]["template"], name

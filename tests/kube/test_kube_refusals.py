@@ -144,10 +144,10 @@ def test_what_is_near_a_rule_but_right_is_accepted(control_plane, namespace, cha
     [
         ("prefill", "replica", 2),
         ("prefill", "hostNetwork", True),
-        ("decode", "serviceAccountName", "admin"),
+        ("decode", "automountServiceAccountToken", True),
         ("decode", "volumes", [{"name": "root", "hostPath": {"path": "/"}}]),
         ("gateway", "securityContext", {"privileged": True}),
-        ("gateway", "automountServiceAccountToken", True),
+        ("gateway", "hostPID", True),
     ],
 )
 def test_fields_that_do_not_exist_get_nowhere(control_plane, namespace, part, field, value):
@@ -202,7 +202,7 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     redis = {"resources": {"limits": {"memory": "1Gi"}}, "pod": {"priorityClassName": "serving"}}
     toleration = {"key": "dedicated", "value": "serving", "effect": "NoExecute", "tolerationSeconds": 60}
     secret = {"name": "TOKEN", "secretKeyRef": {"name": "hub", "key": "token"}}
-    prefill = {"pod": {"tolerations": [toleration], "env": [secret]}}
+    prefill = {"pod": {"tolerations": [toleration], "env": [secret], "serviceAccountName": "models"}}
     engine = {"kvCacheGib": 4}
     rest = model_service(namespace, redis={"managed": redis}, prefill=prefill, engine=engine)
     return [*manifests, rest, worker_pool(namespace, replicas=2)]

@@ -1,5 +1,6 @@
-"""What a resource may say of its pods. There is no way to name a host path, a service account or a privilege here:
-who may write these resources must not thereby get more than they have (RELIABILITY E7.81).
+"""What a resource may say of its pods. A host path, a service account or a privilege may be asked for, and is denied
+unless the operator's own flag allows it (`builders.privileges`): who may write these resources must not thereby get
+more than they have (RELIABILITY E7.81).
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -7,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from tandem_operator.api.markers import (
+    AbsolutePath,
     Api,
     DnsName,
     FileName,
@@ -71,6 +73,17 @@ class Toleration(Api, frozen=True, kw_only=True):
     """How long a NoExecute taint is borne."""
 
 
+class HostPath(Api, frozen=True, kw_only=True):
+    """A folder of the node in the main container."""
+
+    path: AbsolutePath
+    """Folder of the node. It must be there."""
+    mount_path: AbsolutePath
+    """Where the container has it."""
+    read_only: bool = True
+    """Whether the container may not write there."""
+
+
 class PodOverrides(Api, frozen=True, kw_only=True):
     """What may be changed about the pods of one part."""
 
@@ -102,6 +115,16 @@ class PodOverrides(Api, frozen=True, kw_only=True):
     """Another scheduler than the cluster's default."""
     env: Annotated[list[EnvVar], msgspec.Meta(max_length=64)] = []
     """More environment variables of the main container."""
+    service_account_name: DnsName | None = None
+    """ServiceAccount of the pods, such as a cloud's workload identity; no token is mounted. Denied unless the operator
+    runs with `--allow service-accounts`.
+    """
+    host_paths: Annotated[list[HostPath], msgspec.Meta(max_length=8)] = []
+    """Folders of the node in the main container. Denied unless the operator runs with `--allow host-paths`."""
+    privileged: bool | None = None
+    """The main container is root and privileged, as RDMA wants where pods may lock little memory. Denied unless the
+    operator runs with `--allow privileged`.
+    """
 
     RULES: ClassVar = (
         Rule(

@@ -1,4 +1,6 @@
-"""What all pods have in common: they meet the Pod Security Standard "restricted" and get nothing they do not need."""
+"""What all pods have in common: they meet the Pod Security Standard "restricted" and get nothing they do not need, but
+for what `privileges` adds where it is allowed.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +9,7 @@ import msgspec
 
 from tandem_operator.api.pods import EnvVar, PodOverrides, Resources
 from tandem_operator.builders.naming import Labels
+from tandem_operator.builders.privileges import with_privileges
 
 Manifest = dict[str, Any]
 
@@ -104,7 +107,8 @@ def pod_template(
     if notes:
         metadata["annotations"] = notes
     told = {kind: [{**_LAST_WORDS, **one} for one in spec[kind]] for kind in _CONTAINERS if kind in spec}
-    return {"metadata": metadata, "spec": {**_common(), **spec, **told, **_placement(overrides, labels)}}
+    pod = {**_common(), **spec, **told, **_placement(overrides, labels)}
+    return {"metadata": metadata, "spec": with_privileges(pod, overrides)}
 
 
 def _common() -> Manifest:

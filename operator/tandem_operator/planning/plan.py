@@ -76,7 +76,7 @@ def make_plan(
     service: Served, observed: Observed, before: ModelServiceStatus, generation: int, settings: OperatorSettings
 ) -> Plan:
     """`before`: the status as it is, for what time does not change."""
-    problems = problems_of(service, settings.apis)
+    problems = problems_of(service, settings.apis, settings.allow)
     if problems:
         return refused(problems, observed, before, generation)
     if observed.foreign:

@@ -3,26 +3,46 @@
 RELIABILITY E7: each problem names the field, its value and what to do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.builders.devices import OTHER_GPUS, SHARED_GPU, gpus_of, nvidia_gpus_of, shares_gpu
+from tandem_operator.builders.privileges import FIELDS, privileges_of
 from tandem_operator.builders.quantities import parse_quantity
 from tandem_operator.builders.served import Served
-from tandem_operator.settings import ClusterApis
+from tandem_operator.settings import ClusterApis, Privilege
 
 LONGEST_GROUPED_NAME = 32
 """StatefulSets have names of at most 52 characters, to which a label adds a hash; ours add role, revision and group."""
 
 
-def problems_of(service: Served, apis: ClusterApis) -> list[str]:
-    """One sentence each; empty when the spec can be served by a cluster that has `apis`."""
+def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = frozenset()) -> list[str]:
+    """One sentence each; empty when the spec can be served by a cluster that has `apis`, with no more than what the
+    administrator of the operator allows.
+    """
     return [
+        *_privileges(service, allow),
         *_names(service),
         *_quantities(service),
         *(text for role in ROLES for text in (*_device(service, role), *_ranks(service, role, apis))),
         *_devices(service),
     ]
+
+
+def _privileges(service: Served, allow: Set[Privilege]) -> Iterator[str]:
+    spec = service.spec
+    pods = {"prefill": spec.prefill.pod, "decode": spec.decode.pod, "gateway": spec.gateway.pod}
+    if spec.gateway.inference_pool is not None:
+        pods["gateway.inferencePool"] = spec.gateway.inference_pool.pod
+    if spec.redis.managed is not None:
+        pods["redis.managed"] = spec.redis.managed.pod
+    for path, overrides in pods.items():
+        for asked in privileges_of(overrides):
+            if asked not in allow:
+                yield (
+                    f"spec.{path}.pod.{FIELDS[asked]}: this operator allows no {asked}; take it out, or have the "
+                    f"operator started with --allow {asked}"
+                )
 
 
 def _names(service: Served) -> Iterator[str]:

@@ -89,7 +89,10 @@ def test_a_setting_is_carried_out_within_the_revision_one_pod_at_a_time(served, 
 
 
 def test_definitions_with_another_field_leave_what_serves_alone(release, services, start):
-    """As docs/install.md has it: the definitions first, then the operator that knows them; models as before."""
+    """As docs/install.md has it: the definitions first, then the operator that knows them; models as before.
+
+    RELIABILITY E7.84.
+    """
     (service, _) = definitions = list(yaml.safe_load_all(CRD_FILE.read_text()))
     assert service["spec"]["names"]["kind"] == "ModelService"
     changed = copy.deepcopy(service)

@@ -32,6 +32,8 @@ def test_flags_reach_what_they_are_about(monkeypatch):
     assert options("--cuda-engine-image", "local/engine:2").settings.cuda_engine_image == "local/engine:2"
     assert found.settings.operator_namespace == found.election.namespace == "serving"
     assert options("--no-leader-elect").election is None
+    assert options("--allow", "privileged, host-paths").settings.allow == {"host-paths", "privileged"}
+    assert options().settings.allow == frozenset()
 
 
 def test_two_processes_are_never_the_same_candidate():
@@ -43,6 +45,7 @@ def test_two_processes_are_never_the_same_candidate():
     [
         (("--namespaces", ","), "name at least one namespace"),
         (("--workers", "0"), "'0' is not a number above 0"),
+        (("--allow", "root"), "'root' is none of service-accounts, host-paths, privileged"),
         (("--renew-deadline", "20"), "lease duration 15 s must be above the renew deadline 20 s"),
     ],
 )

@@ -1,6 +1,7 @@
 """The CRDs say what the classes say, and the examples are what both accept."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from tandem_operator.api.crds import crds, to_yaml
 from tandem_operator.api.model_service import ModelService
 from tandem_operator.api.reference import reference
 from tandem_operator.api.schema import docstrings_of, schema_of
+from tandem_testing.schema_walk import fields_below
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -104,7 +106,36 @@ def test_the_full_example_has_every_field():
         "spec.model.huggingFace",
         "spec.redis.managed",
         "spec.engine.kvCacheGib",
+        *(f"spec.{role}.pod.{name}" for role in ("prefill", "decode") for name in PRIVILEGED),
     }
+
+
+PRIVILEGED = ("serviceAccountName", "hostPaths", "privileged")
+"""Not for the pods of most: `node-local.yaml` has them."""
+
+
+def test_every_field_is_in_some_example():
+    """What the same class has in one place need not stand in all of them."""
+    specs = [yaml.safe_load(file.read_text())["spec"] for file in EXAMPLES]
+    given = {of_its_class(path) for spec in specs for path in paths_in(spec)}
+    wanted = {of_its_class(path) for path, _ in fields_below(schema(SERVICE)["properties"]["spec"])}
+    assert wanted - given == set()
+
+
+def paths_in(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, list):
+        for one in value:
+            yield from paths_in(one, f"{path}[0]")
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield f"{path}.{name}"
+            yield from paths_in(one, f"{path}.{name}")
+
+
+def of_its_class(path: str) -> str:
+    return re.sub(
+        r"^.*\.(pod|resources|scaling)\.", r".\1.", re.sub(r"^\.(prefill|decode)\.engine\.", ".engine.", path)
+    )
 
 
 def missing(part: dict[str, Any], given: Any, path: str) -> set[str]:
@@ -136,7 +167,8 @@ def missing(part: dict[str, Any], given: Any, path: str) -> set[str]:
         ({"model": {"claim": {"claimName": "m", "path": "../etc"}}}, "claim.path"),
         ({"decode": {"scaling": {"targetQueueSeconds": 0}}}, "targetQueueSeconds"),
         ({"prefill": {"pod": {"hostNetwork": True}}}, "hostNetwork"),
-        ({"prefill": {"pod": {"serviceAccountName": "admin"}}}, "serviceAccountName"),
+        ({"prefill": {"pod": {"securityContext": {"runAsUser": 0}}}}, "securityContext"),
+        ({"prefill": {"pod": {"hostPaths": [{"path": "data", "mountPath": "/data"}]}}}, "hostPaths"),
         ({"prefill": {"pod": {"volumes": []}}}, "volumes"),
         ({"security": {"runAsUser": 0}}, "runAsUser"),
     ],

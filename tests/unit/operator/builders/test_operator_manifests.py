@@ -28,7 +28,8 @@ from tandem_testing.kube_cluster import service_of
 from tandem_testing.pod_security import violations
 
 ROOT = Path(__file__).parents[4]
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.yaml") if path.stem != "node-local")
+"""But the one whose pods are more than restricted (`test_privileges`)."""
 VERSIONS = ("1.30", "1.33", "1.36")
 """Oldest and newest that are supported, and one between. The API server of tests/kube knows fewer fields than these."""
 OF_OTHERS = {"WorkerPool", "HTTPRoute", "InferencePool", "PodMonitor", "LeaderWorkerSet"}
@@ -120,6 +121,28 @@ def test_selectors_find_their_own_pods_alone(path):
             assert found == [one["metadata"]["name"]]
         else:
             assert found, one["metadata"]["name"]
+
+
+def test_services_whose_names_are_alike_share_no_object_and_no_pod():
+    """RELIABILITY E7.83: nobody can claim what another one has, though its name is as names of its objects are."""
+    spec = yaml.safe_load((ROOT / "examples/full.yaml").read_text())["spec"] | {"redis": {"managed": {}}}
+    apis = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True)
+    made: dict[str, list[Manifest]] = {}
+    for name in ("chat", "chat-decode", "chat-gateway", "chat-prefill", "chat-redis", "chat-router", "chat-worker"):
+        service = service_of(spec, name=name)
+        seen, settings = Observed(now="2026-01-01T00:00:00Z"), OperatorSettings(apis=apis)
+        made[name] = list(make_plan(service, seen, ModelServiceStatus(), 1, settings).apply)
+    refs = [(one["kind"], one["metadata"]["name"]) for objects in made.values() for one in objects]
+    assert len(refs) == len(set(refs)) > len(made)
+    for name, objects in made.items():
+        pods = [one["spec"]["template"]["metadata"]["labels"] for one in objects if one["kind"] == "Deployment"]
+        assert pods
+        for other, theirs in made.items():
+            for one in theirs:
+                selector = one["spec"].get("selector", one["spec"].get("podSelector"))
+                if other != name and isinstance(selector, dict):
+                    wanted = selector.get("matchLabels", selector)
+                    assert not any(wanted.items() <= labels.items() for labels in pods), one["metadata"]["name"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

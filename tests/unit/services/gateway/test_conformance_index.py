@@ -1,4 +1,5 @@
-"""Every rule and every row about HTTP or Redis has a test that names it, or a line here that says why it has none.
+"""Every rule and every row about HTTP, Redis or custom resources has a test that names it, or a line here that says why
+it has none.
 
 A test names what it proves in a comment behind its `def`, its table or its docstring: `# A2.14`, `# E1 #4–6, C1`.
 """
@@ -17,6 +18,7 @@ ROWS = {
     *(("E4", number) for number in range(60, 65)),
     *(("E5", number) for number in range(65, 70)),
     *(("E6", number) for number in range(70, 75)),
+    *(("E7", number) for number in range(75, 85)),
 }
 OPEN: dict[tuple[str, int], str] = {}
 """What no test proves, and why."""
@@ -71,7 +73,7 @@ ADVISORIES = {
 }
 """C1's rows about HTTP, and the tests of each."""
 
-_MENTION = re.compile(r"\b(A2|E[1-6])((?:[\s,.#]+\d+(?:\s*[–-]\s*\d+)?)+)")
+_MENTION = re.compile(r"\b(A2|E[1-7])((?:[\s,.#]+\d+(?:\s*[–-]\s*\d+)?)+)")
 _NUMBERS = re.compile(r"(\d+)(?:\s*[–-]\s*(\d+))?")
 
 

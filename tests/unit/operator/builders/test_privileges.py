@@ -1,0 +1,103 @@
+"""What pods may have beyond "restricted": nothing, unless resource and administrator both say so.
+
+RELIABILITY E7.81.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.planning.observed import Observed
+from tandem_operator.planning.plan import Plan, make_plan
+from tandem_operator.settings import PRIVILEGES, ClusterApis, OperatorSettings
+from tandem_testing.kube_cluster import service_of
+from tandem_testing.pod_security import violations
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "node-local.yaml"
+ASKED: dict[str, dict[str, Any]] = {
+    "service-accounts": {"serviceAccountName": "admin"},
+    "host-paths": {"hostPaths": [{"path": "/mnt/models", "mountPath": "/nvme"}]},
+    "privileged": {"privileged": True},
+}
+PARTS = {
+    "prefill": lambda pod: {"prefill": {"pod": pod}},
+    "decode": lambda pod: {"decode": {"pod": pod}},
+    "gateway": lambda pod: {"gateway": {"pod": pod}},
+    "gateway.inferencePool": lambda pod: {"gateway": {"inferencePool": {"pod": pod}}},
+    "redis.managed": lambda pod: {"redis": {"managed": {"pod": pod}}},
+}
+WORKLOADS = {
+    "prefill": "prefill-",
+    "decode": "decode-",
+    "gateway": "gateway",
+    "gateway.inferencePool": "router",
+    "redis.managed": "redis",
+}
+
+
+def plan_of(spec: dict[str, Any], *allow: Any) -> Plan:
+    settings = OperatorSettings(apis=ClusterApis(inference_pools=True), allow=frozenset(allow))
+    return make_plan(service_of(**spec), Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
+
+
+def pods_of(plan: Plan) -> dict[str, dict[str, Any]]:
+    made = {one["metadata"]["name"]: one for one in plan.apply if one["kind"] == "Deployment"}
+    return {name.removeprefix("chat-"): one["spec"]["template"]["spec"] for name, one in made.items()}
+
+
+def pod_of(plan: Plan, part: str) -> dict[str, Any]:
+    return next(pod for name, pod in pods_of(plan).items() if name.startswith(WORKLOADS[part]))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("asked", PRIVILEGES)
+def test_each_is_denied_by_name_unless_it_is_allowed_itself(part, asked):
+    spec = PARTS[part](ASKED[asked])
+    for allow in ([], [other for other in PRIVILEGES if other != asked]):
+        plan = plan_of(spec, *allow)
+        assert (plan.apply, plan.delete, plan.scale) == ((), (), ()), "what runs is not touched"
+        (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
+        (field,) = ASKED[asked]
+        assert (valid.status, valid.reason) == ("False", "InvalidSpec")
+        assert f"spec.{part}.pod.{field}: " in valid.message
+        assert f"--allow {asked}" in valid.message
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_allowed_reaches_the_pods_of_its_part_alone(part):
+    plain = PARTS[part]({})
+    before, after = (
+        plan_of(plain),
+        plan_of(PARTS[part]({k: v for one in ASKED.values() for k, v in one.items()}), *ASKED),
+    )
+    pod = pod_of(after, part)
+    (container,) = pod["containers"]
+    assert pod["serviceAccountName"] == "admin"
+    assert pod["automountServiceAccountToken"] is False
+    assert {"name": "host-0", "hostPath": {"path": "/mnt/models", "type": "Directory"}} in pod["volumes"]
+    assert {"name": "host-0", "mountPath": "/nvme", "readOnly": True} in container["volumeMounts"]
+    security = container["securityContext"]
+    assert (security["privileged"], security["runAsUser"], security["readOnlyRootFilesystem"]) == (True, 0, True)
+    others = {name: one for name, one in pods_of(after).items() if not name.startswith(WORKLOADS[part])}
+    assert others == {name: one for name, one in pods_of(before).items() if name in others}
+    for one in after.apply:
+        if one["kind"] in ("Deployment", "Service", "NetworkPolicy"):
+            kubernetes_validate.validate(one, "1.33", strict=True)
+
+
+def test_to_be_allowed_changes_nothing_of_who_does_not_ask():
+    assert plan_of({}, *PRIVILEGES).apply == plan_of({}).apply
+    assert plan_of({"prefill": {"pod": {"privileged": False, "hostPaths": []}}}).apply == plan_of({}).apply
+
+
+def test_the_example_of_a_nodes_own_files_needs_what_it_says():
+    spec = yaml.safe_load(EXAMPLE.read_text())["spec"]
+    assert plan_of(spec).apply == ()
+    plan = plan_of(spec, "host-paths", "privileged", "service-accounts")
+    assert any("hostPath" in found for found in violations({"spec": pod_of(plan, "prefill")}))
+    assert pod_of(plan, "gateway")["serviceAccountName"] == "models-reader"
+    assert violations({"spec": pod_of(plan, "redis.managed")}) == []
