@@ -24,31 +24,23 @@ lives on: without an address it can do no harm, and with its address back it soo
 is not asks for its own departure, as only a new process can move KV again.
 """
 
-import contextlib
 import logging
 import math
-import os
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.agent import NixlAgent, Write
+from tandem_engine.disaggregation.nixl.commands import Command, Connect, Expect, Forget, StartPush, Stop, Wake
 from tandem_engine.disaggregation.nixl.interfaces import Interfaces
 from tandem_engine.disaggregation.nixl.layout import Region, describe
-from tandem_engine.disaggregation.transport import (
-    DigestOrder,
-    Push,
-    PushDone,
-    PushFailed,
-    PushKey,
-    TransportEvent,
-)
+from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.transport import DigestOrder, Push, PushDone, PushFailed, PushKey
 from tandem_engine.errors import TransferError
 from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.transfer import Hello
@@ -82,63 +74,6 @@ IDLE_PAUSE = 50e-3
 LEAVE_AFTER = 5.0
 """Seconds for which a network interface has been back, as another one, when this process asks to leave: several
 heartbeats, by which a fenced one has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    hello: Hello
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class StartPush:
-    push: Push
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    transfers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Look at outstanding pushes now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    pass
-
-
-Command: TypeAlias = Connect | Forget | StartPush | DigestOrder | Expect | Wake | Stop
-
-
-class Outbox:
-    """Events on their way to the scheduler thread, with a descriptor that is readable while there are any."""
-
-    def __init__(self) -> None:
-        self._events: deque[TransportEvent] = deque()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def put(self, event: TransportEvent) -> None:
-        self._events.append(event)
-        os.eventfd_write(self._wakeup, 1)
-
-    def take(self) -> list[TransportEvent]:
-        """Everything so far. Clears the descriptor first: an event put meanwhile makes it readable again."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
-        return [self._events.popleft() for _ in range(len(self._events))]
-
-    def fileno(self) -> int:
-        return self._wakeup
-
-    def close(self) -> None:
-        os.close(self._wakeup)
 
 
 @dataclass(kw_only=True, slots=True)

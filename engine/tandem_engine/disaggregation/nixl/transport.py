@@ -12,18 +12,11 @@ from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.link_transport import machine_name, rdma_is_up, usable_transports
 from tandem_engine.disaggregation.nixl.agent import NixlAgent
+from tandem_engine.disaggregation.nixl.commands import Command, Connect, Expect, Forget, StartPush, Stop
 from tandem_engine.disaggregation.nixl.interfaces import Interfaces, watched
 from tandem_engine.disaggregation.nixl.layout import Region, warm_up
-from tandem_engine.disaggregation.nixl.thread import (
-    Command,
-    Connect,
-    Expect,
-    Forget,
-    Outbox,
-    StartPush,
-    Stop,
-    TransferThread,
-)
+from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.thread import TransferThread
 from tandem_engine.disaggregation.transport import DigestOrder, PagePool, Push, TransportEvent
 from tandem_engine.environment import read_environment
 from tandem_engine.messages.requests import Peer

@@ -7,9 +7,11 @@ import pytest
 
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl import interfaces
+from tandem_engine.disaggregation.nixl.commands import Stop
 from tandem_engine.disaggregation.nixl.interfaces import Interfaces, watched
 from tandem_engine.disaggregation.nixl.layout import Region
-from tandem_engine.disaggregation.nixl.thread import LEAVE_AFTER, Outbox, Stop, TransferThread
+from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.thread import LEAVE_AFTER, TransferThread
 from tandem_testing.digest_pools import digest_pool
 from tandem_testing.scheduler_builders import ManualClock
 

@@ -4,16 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.nixl.commands import Command, Connect, StartPush, Stop
 from tandem_engine.disaggregation.nixl.layout import Region
-from tandem_engine.disaggregation.nixl.thread import (
-    STUCK_S,
-    Command,
-    Connect,
-    Outbox,
-    StartPush,
-    Stop,
-    TransferThread,
-)
+from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.thread import STUCK_S, TransferThread
 from tandem_engine.disaggregation.transport import Push, PushDone, PushFailed, PushKey, TransportEvent
 from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import PageId
