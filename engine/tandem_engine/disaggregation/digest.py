@@ -96,6 +96,11 @@ class PageDigester:
         return Digests(room=order.room, generation=order.generation, digests=digests)
 
 
+def unproved(order: DigestOrder) -> Digests:
+    """The answer to `order` when it cannot be carried out: no page counts as what its writer sent."""
+    return Digests(room=order.room, generation=order.generation, digests=(0,) * len(order.pages))
+
+
 def _on_cpu(signed_words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:
     words = signed_words.numpy().view(f"u{signed_words.dtype.itemsize}")
     row_words = words.shape[1] // layout.rows

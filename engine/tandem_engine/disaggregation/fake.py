@@ -207,6 +207,10 @@ class FakeTransport:
     def alone(self) -> bool:
         return True
 
+    @property
+    def mishaps(self) -> int:
+        return 0
+
     def fileno(self) -> int:
         """Nothing to wait for: events come only from `FakeFabric.advance`."""
         return -1

@@ -174,6 +174,11 @@ class KvTransport(Protocol):
         call it in the same moment."""
         ...
 
+    @property
+    def mishaps(self) -> int:
+        """Errors that nobody foresaw, since start. Each is in the log, and has failed what it concerned."""
+        ...
+
     def fileno(self) -> int:
         """Readable when `poll` has something: lets the scheduler sleep while idle."""
         ...

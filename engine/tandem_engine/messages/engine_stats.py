@@ -120,6 +120,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     output_tokens_per_s: float
     """Over the time since the report before."""
     paused: bool
+    transfer_mishaps_total: int = 0
+    """Errors that nobody foresaw where KV is moved."""
     handed_over_total: int = 0
     """Prompts computed here whose KV went to a peer."""
     transfer_exposed_s: float = 0.0

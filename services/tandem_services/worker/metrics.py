@@ -73,6 +73,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("swap_misses", "Swapped requests that were computed again.", lambda s: s.swap_misses_total),
     ("kv_transfers", "KV transfers committed.", lambda s: s.transfers_total),
     ("kv_transfer_failures", "KV transfers that failed.", lambda s: s.transfer_failures_total),
+    ("kv_transfer_mishaps", "Errors nobody foresaw where KV is moved.", lambda s: s.transfer_mishaps_total),
     ("kv_transfer_bytes", "Bytes of committed KV transfers.", lambda s: s.transfer_bytes_total),
     ("kv_handovers", "Prompts computed here whose KV went to a peer.", lambda s: s.handed_over_total),
     ("kv_exposed_seconds", "Time that handovers took after their prompts.", lambda s: s.transfer_exposed_s),

@@ -73,15 +73,17 @@ class NixlAgent:
             loaded = self._agent.add_remote_agent(metadata)
         except self._errors as error:
             raise TransferError(f"metadata of {name} refused: {error}") from error
-        loaded_name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
-        if loaded_name != name:
-            self.remove_peer(loaded_name)
-            raise TransferError(f"metadata of {name} belongs to agent {loaded_name}")
+        if loaded not in (name, name.encode()):
+            # By the name that NIXL has given, which may be no text: others wrote it.
+            self._remove(loaded)
+            raise TransferError(f"metadata of {name} belongs to agent {loaded!r}")
 
     def remove_peer(self, name: str) -> None:
         """Drop a peer and its mappings. Unknown names are ignored."""
-        if not self._interfaces.same():
-            return
+        if self._interfaces.same():
+            self._remove(name)
+
+    def _remove(self, name: str | bytes) -> None:
         try:
             self._agent.remove_remote_agent(name)
         except self._errors as error:
@@ -102,9 +104,11 @@ class NixlAgent:
                 peer,
             )
             state = self._agent.transfer(handle)
-        except self._errors as error:
+        except Exception as error:
             if handle is not None:
                 self.release(Write(handle))
+            if not isinstance(error, self._errors):
+                raise
             raise TransferError(f"WRITE to {peer} failed: {error}") from error
         if state == "ERR":
             self.release(Write(handle))
@@ -149,7 +153,8 @@ class NixlAgent:
             self._agent.deregister_memory(self._registered)
         except self._errors as error:
             logger.warning("deregistering KV memory failed: %s", error)
-        del self._agent
+        finally:
+            del self._agent
 
     def _enter(self) -> None:
         """Raises `TransferError` once nothing may enter UCX any more."""

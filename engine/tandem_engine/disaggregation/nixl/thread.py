@@ -18,12 +18,15 @@ the sender waiting until the receiver has looked twice, and the sender has somet
 An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
 B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`. So does a WRITE that does not end: a
 connection of which only the other side knows that it is over says nothing, and pages of both sides wait for the push.
+An error that nobody foresaw (`mishaps`) costs what it concerns and nothing else: the command has its answer, a push
+fails, and its peer is lost where NIXL may be writing to it; other commands and pushes go on.
 
 Once the agent is cut off from its network (`agent`), pushes fail and nothing is written here any more. The process
 lives on: without an address it can do no harm, and with its address back it soon learns whether it is fenced. One that
 is not asks for its own departure, as only a new process can move KV again.
 """
 
+import contextlib
 import logging
 import math
 import queue
@@ -34,11 +37,12 @@ from functools import partial
 from typing import TypeVar
 
 from tandem_engine.clock import Clock
-from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.digest import PageDigester, unproved
 from tandem_engine.disaggregation.nixl.agent import NixlAgent, Write
 from tandem_engine.disaggregation.nixl.commands import Command, Connect, Expect, Forget, StartPush, Stop, Wake
 from tandem_engine.disaggregation.nixl.interfaces import Interfaces
 from tandem_engine.disaggregation.nixl.layout import Region, describe
+from tandem_engine.disaggregation.nixl.mishaps import Mishaps
 from tandem_engine.disaggregation.nixl.outbox import Outbox
 from tandem_engine.disaggregation.transport import DigestOrder, Push, PushDone, PushFailed, PushKey
 from tandem_engine.errors import TransferError
@@ -70,6 +74,9 @@ SLOWEST_RATE = 10e6
 stands still is fenced before: what lies in its sockets may not reach pages that it uses again (T60)."""
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
+
+UNEXPECTED = "unexpected error in the transfer thread"
+"""Why a push fails that an error nobody foresaw concerns."""
 
 LEAVE_AFTER = 5.0
 """Seconds for which a network interface has been back, as another one, when this process asks to leave: several
@@ -104,6 +111,7 @@ class TransferThread:
     """Those of the agent."""
     leave: Callable[[str], None] = lambda _: None
     """Says that this process should make way for a new one, and why."""
+    mishaps: Mishaps = field(init=False)
     _peers: dict[str, Region] = field(default_factory=dict)
     _outstanding: dict[PushKey, _Outstanding] = field(default_factory=dict)
     _expected: int = 0
@@ -114,6 +122,9 @@ class TransferThread:
     """When the interface that was lost was seen again first."""
     _stopped: bool = False
 
+    def __post_init__(self) -> None:
+        self.mishaps = Mishaps(clock=self.clock)
+
     def start(self) -> threading.Thread:
         thread = threading.Thread(target=self.run, name="nixl", daemon=True)
         thread.start()
@@ -122,30 +133,51 @@ class TransferThread:
     def run(self) -> None:
         use_device(self.region.torch_device)
         while not self._stopped:
-            try:
-                self._turn()
-            except Exception:
-                # A bug, not a peer: give up what was under way rather than the worker's transfers for good.
-                logger.exception("transfer thread: unexpected error; outstanding pushes fail")
-                for outstanding in [*self._outstanding.values()]:
-                    self._fail(outstanding, "unexpected error in the transfer thread", peer_lost=False)
+            self._turn()
         for peer in [*self._peers]:
             self._lose(peer, "the transport is closing")
-        self.agent.close()
+        self._tidy("closing NIXL", self.agent.close)
 
     def _turn(self) -> None:
-        try:
-            self._carry_out(self.inbox.get(timeout=self._patience()))
-        except queue.Empty:
-            pass
-        else:
+        """Each part of it for itself: what fails in one costs no other its turn."""
+        with contextlib.suppress(queue.Empty):
+            command = self.inbox.get(timeout=self._patience())
             self._pause = FIRST_PAUSE
+            self._obey(command)
         self._busy = False
         for outstanding in [*self._outstanding.values()]:
-            self._progress(outstanding)
-        self._looked(self.agent.attend)
+            with self.mishaps.attempt("writing a push", outstanding.push.peer) as writing:
+                self._progress(outstanding)
+            if writing.failed:
+                # NIXL may have been told to write: its connection goes before the receiver hears of it (T60).
+                self._lose(outstanding.push.peer, UNEXPECTED)
+        self._tidy("attending to peers", partial(self._looked, self.agent.attend))
         if self.interfaces.lost:
-            self._leave_when_back()
+            self._tidy("asking to leave", self._leave_when_back)
+
+    def _obey(self, command: Command) -> None:
+        with self.mishaps.attempt(f"carrying out {type(command).__name__}") as attempt:
+            self._carry_out(command)
+        if attempt.failed:
+            self._answer(command)
+
+    def _answer(self, command: Command) -> None:
+        """Nobody waits for ever for what could not be carried out."""
+        match command:
+            case StartPush(push) if push.key in self._outstanding:
+                self._fail(self._outstanding[push.key], UNEXPECTED, peer_lost=False)
+            case DigestOrder():
+                self.outbox.put(unproved(command))
+            case Connect(hello):
+                self._lose(hello.sender.incarnation, UNEXPECTED)
+            case _:
+                pass
+
+    def _tidy(self, during: str, call: Callable[[], object], peer: str = "") -> bool:
+        """Whether a `call` has succeeded that nobody waits for."""
+        with self.mishaps.attempt(during, peer) as attempt:
+            call()
+        return not attempt.failed
 
     def _leave_when_back(self) -> None:
         if not self.interfaces.back:
@@ -237,19 +269,20 @@ class TransferThread:
         for outstanding in ended:
             self._release(outstanding)
         # Before anybody hears of it: the receiver uses its pages again once it is told (T60).
-        self.agent.remove_peer(peer)
+        self._tidy("removing a peer", partial(self.agent.remove_peer, peer), peer)
         for outstanding in ended:
             self._fail(outstanding, reason, peer_lost=True)
 
     # Pushes
 
     def _start(self, push: Push) -> None:
+        # First, so that it ends whatever happens.
+        self._outstanding[push.key] = _Outstanding(push=push)
         refusal = self._refusal(push)
         if refusal is not None:
+            del self._outstanding[push.key]
             self.outbox.put(refusal)
-            return
-        self._outstanding[push.key] = _Outstanding(push=push)
-        if push.progress is not None:
+        elif push.progress is not None:
             push.progress.on_end(lambda: self.inbox.put(Wake()))
 
     def _refusal(self, push: Push) -> PushFailed | None:
@@ -314,28 +347,37 @@ class TransferThread:
             self._lose(outstanding.push.peer, str(error))
             return False
         if done:
-            self._release(outstanding)
-            outstanding.seconds += self.clock.now() - outstanding.began
-            if outstanding.layers == self.region.layers:
-                self._done(outstanding)
+            self._wrote(outstanding)
         elif self.clock.now() >= outstanding.give_up:
             self._lose(outstanding.push.peer, f"a WRITE has not ended in {self.clock.now() - outstanding.began:.0f} s")
         return done
 
+    def _wrote(self, outstanding: _Outstanding) -> None:
+        released = self._release(outstanding)
+        outstanding.seconds += self.clock.now() - outstanding.began
+        if outstanding.layers == self.region.layers:
+            self._done(outstanding)
+        if not released:
+            self._lose(outstanding.push.peer, UNEXPECTED)
+
     def _done(self, outstanding: _Outstanding) -> None:
         push = outstanding.push
-        del self._outstanding[push.key]
-        # Once they are written: on a CPU the write has brought the pages into its cache.
-        digests = self.digester.sent(push)
-        self.outbox.put(PushDone(key=push.key, digests=digests, seconds=outstanding.seconds))
+        with self.mishaps.attempt("digesting what was sent", push.peer) as attempt:
+            # Once they are written: on a CPU the write has brought the pages into its cache.
+            done = PushDone(key=push.key, digests=self.digester.sent(push), seconds=outstanding.seconds)
+            del self._outstanding[push.key]
+            self.outbox.put(done)
+        if attempt.failed:
+            self._fail(outstanding, "its pages could not be digested", peer_lost=False)
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:
         del self._outstanding[outstanding.push.key]
         self._release(outstanding)
         self.outbox.put(PushFailed(key=outstanding.push.key, reason=reason, peer_lost=peer_lost))
 
-    def _release(self, outstanding: _Outstanding) -> None:
-        """Give the write under way back, which cancels it unless it is done. Idempotent."""
-        if outstanding.write is not None:
-            self.agent.release(outstanding.write)
-            outstanding.write = None
+    def _release(self, outstanding: _Outstanding) -> bool:
+        """Give the write under way back, which cancels it unless it is done. Idempotent. False: an error nobody
+        foresaw."""
+        write, outstanding.write = outstanding.write, None
+        peer = outstanding.push.peer
+        return write is None or self._tidy("giving back a write", partial(self.agent.release, write), peer)

@@ -63,7 +63,7 @@ class NixlTransport:
         self._expected = 0
         self._closed = False
         self._digester = PageDigester(pool)
-        self._thread = TransferThread(
+        thread = TransferThread(
             agent=agent,
             digester=self._digester,
             region=self._region,
@@ -72,7 +72,9 @@ class NixlTransport:
             outbox=self._outbox,
             interfaces=interfaces,
             leave=leave,
-        ).start()
+        )
+        self._mishaps = thread.mishaps
+        self._thread = thread.start()
 
     def hello(self) -> Hello:
         return self._hello
@@ -108,6 +110,10 @@ class NixlTransport:
     @property
     def alone(self) -> bool:
         return True
+
+    @property
+    def mishaps(self) -> int:
+        return self._mishaps.count
 
     def fileno(self) -> int:
         return self._outbox.fileno()

@@ -208,6 +208,10 @@ class RankedTransport:
     def alone(self) -> bool:
         return self.place.size == 1
 
+    @property
+    def mishaps(self) -> int:
+        return self.local.mishaps
+
     def fileno(self) -> int:
         return self.local.fileno()
 

@@ -9,10 +9,10 @@ from tandem_engine.disaggregation.nixl.layout import Region
 from tandem_engine.disaggregation.nixl.outbox import Outbox
 from tandem_engine.disaggregation.nixl.thread import STUCK_S, TransferThread
 from tandem_engine.disaggregation.transport import Push, PushDone, PushFailed, PushKey, TransportEvent
-from tandem_engine.messages.transfer import Hello
 from tandem_engine.names import PageId
 from tandem_testing.digest_pools import digest_pool
 from tandem_testing.disagg_network import make_peer
+from tandem_testing.nixl_hello import hello_like
 from tandem_testing.scheduler_builders import ManualClock
 
 THERE = make_peer("there")
@@ -65,33 +65,19 @@ class Hours:
         return command
 
 
-def hello(region: Region) -> Hello:
-    return Hello(
-        sender=THERE,
-        nixl_metadata=b"",
-        pool_address=1 << 41,
-        page_bytes=region.page_bytes,
-        num_pages=region.num_pages,
-        heads=region.heads,
-        device="DRAM",
-        device_id=0,
-        machine="m",
-        transports=(),
-    )
-
-
 def pushed(seconds: float, *, done: bool) -> tuple[list[str], TransportEvent]:
     """What NIXL was told, and what became of a push, when the first look at it after `seconds` finds it `done`."""
     pool, clock, outbox = digest_pool(num_pages=8), ManualClock(), Outbox()
     region = Region(pool.address, pool.page_bytes, pool.num_pages, "DRAM", 0, layers=pool.layout.layers)
     agent = SlowAgent(outbox=outbox, ends=lambda: done and clock.time > 0.0)
+    met = Connect(hello_like(region, THERE))
     push = Push(key=KEY, peer=THERE.incarnation, source=(PageId(1), PageId(2)), target=(PageId(3), PageId(4)))
     TransferThread(
         agent=agent,
         digester=PageDigester(pool),
         region=region,
         clock=clock,
-        inbox=Hours(clock=clock, commands=[(0.0, Connect(hello(region))), (0.0, StartPush(push)), (seconds, Stop())]),
+        inbox=Hours(clock=clock, commands=[(0.0, met), (0.0, StartPush(push)), (seconds, Stop())]),
         outbox=outbox,
     ).run()
     (event,) = [*agent.heard_before_removal, *outbox.take()]

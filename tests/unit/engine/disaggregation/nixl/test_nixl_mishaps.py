@@ -1,0 +1,261 @@
+"""Errors that nobody foresaw: every command has its answer, pushes end, and no page counts as free while written to."""
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.nixl.commands import Command, Connect, Forget, StartPush, Stop
+from tandem_engine.disaggregation.nixl.layout import Region
+from tandem_engine.disaggregation.nixl.mishaps import AGAIN_AFTER, Mishaps
+from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.thread import UNEXPECTED, TransferThread
+from tandem_engine.disaggregation.transport import (
+    DigestOrder,
+    Digests,
+    Push,
+    PushDone,
+    PushFailed,
+    PushKey,
+    TransportEvent,
+)
+from tandem_engine.messages.requests import Peer
+from tandem_engine.names import DigestKind, PageId
+from tandem_testing.digest_pools import digest_pool
+from tandem_testing.disagg_network import make_peer
+from tandem_testing.nixl_hello import hello_like
+from tandem_testing.scheduler_builders import ManualClock
+
+THERE, ELSEWHERE = make_peer("there"), make_peer("elsewhere")
+POOL = digest_pool(num_pages=8)
+REGION = Region(POOL.address, POOL.page_bytes, POOL.num_pages, "DRAM", 0, layers=POOL.layout.layers)
+FOR_EVER = 1 << 30
+MOST_TURNS = 10
+"""Fewer than there are seconds until a WRITE is given up."""
+PAGES = (PageId(1), PageId(2))
+
+
+def push(room: str, to: Peer = THERE, *, target: tuple[int, ...] = (3, 4)) -> Push:
+    return Push(
+        key=PushKey(room=room, generation=1, first=0, count=2),
+        peer=to.incarnation,
+        source=PAGES,
+        target=tuple(map(PageId, target)),
+    )
+
+
+def order(room: str) -> DigestOrder:
+    return DigestOrder(room=room, generation=1, pages=PAGES, kind=DigestKind.SAMPLED, tail=0)
+
+
+@dataclass(kw_only=True)
+class Nixl:
+    """NIXL whose WRITEs are done at the look `ends_at`, and the inbox of its thread.
+
+    `fails` names calls that raise what nobody foresaw. The thread finds a command whenever it asks, while any are left.
+    """
+
+    commands: list[Command]
+    ends_at: int
+    fails: frozenset[str]
+    clock: ManualClock = field(default_factory=ManualClock)
+    outbox: Outbox = field(default_factory=Outbox)
+    happened: list[object] = field(default_factory=list)
+    """Calls of NIXL and events of the transport, in order."""
+    looks: int = 0
+    turns: int = 0
+    mishaps: int = 0
+
+    def get(self, timeout: float) -> Command:
+        self.listen()
+        self.turns += 1
+        if self.commands:
+            return self.commands.pop(0)
+        if self.turns > MOST_TURNS:
+            return Stop()
+        raise queue.Empty
+
+    def listen(self) -> None:
+        self.happened += self.outbox.take()
+
+    def heard(self) -> list[TransportEvent]:
+        return [event for event in self.happened if isinstance(event, PushDone | PushFailed | Digests)]
+
+    def told(self, call: str) -> None:
+        self.listen()
+        self.happened.append(call)
+        if call in self.fails:
+            raise TypeError(f"nobody foresaw that {call} fails")
+
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        self.told(f"add {name}")
+
+    def write(self, peer: str, descriptors: object, device: str) -> object:
+        self.told("write")
+        return object()
+
+    def progress(self, write: object) -> bool:
+        self.clock.time += 1.0
+        self.looks += 1
+        self.told("look")
+        return self.looks >= self.ends_at
+
+    def release(self, write: object) -> None:
+        self.told("release")
+
+    def remove_peer(self, name: str) -> None:
+        self.told(f"remove {name}")
+
+    def attend(self) -> None:
+        self.told("attend")
+
+    def close(self) -> None:
+        self.told("close")
+
+
+class ScriptedDigester(PageDigester):
+    """Does something before it makes digests."""
+
+    before: Callable[[], None]
+
+    def digest(self, *args: object, **kwargs: object) -> tuple[int, ...]:
+        self.before()
+        return super().digest(*args, **kwargs)
+
+
+def ran(
+    *commands: Command,
+    ends_at: int = 1,
+    fails: frozenset[str] = frozenset(),
+    before_digests: Callable[[], None] = lambda: None,
+) -> Nixl:
+    """All that happened when these were asked for in turn, after both peers had greeted."""
+    greetings = [Connect(hello_like(REGION, peer)) for peer in (THERE, ELSEWHERE)]
+    nixl = Nixl(commands=[*greetings, *commands], ends_at=ends_at, fails=fails)
+    digester = ScriptedDigester(POOL)
+    digester.before = before_digests
+    thread = TransferThread(
+        agent=nixl, digester=digester, region=REGION, clock=nixl.clock, inbox=nixl, outbox=nixl.outbox
+    )
+    thread.run()
+    nixl.listen()
+    nixl.outbox.close()
+    nixl.mishaps = thread.mishaps.count
+    assert nixl.happened[-1] == "close", "the thread ends by its command alone"
+    return nixl
+
+
+def cannot_digest() -> None:
+    raise MemoryError("nobody foresaw that digests fail")
+
+
+def failed(one: Push, *, peer_lost: bool, reason: str = UNEXPECTED) -> PushFailed:
+    return PushFailed(key=one.key, reason=reason, peer_lost=peer_lost)
+
+
+def test_pushes_end_well_though_nobody_can_attend_to_peers(caplog):
+    nixl = ran(StartPush(push("first")), StartPush(push("second")), fails=frozenset({"attend"}))
+    assert [type(event) for event in nixl.heard()] == [PushDone, PushDone]
+    assert "unexpected error while attending to peers" in caplog.text
+    assert nixl.mishaps == nixl.happened.count("attend") > MOST_TURNS
+
+
+def test_what_was_written_is_told_though_its_write_is_not_given_back_and_the_peer_goes():
+    """The other peer's pushes go on, and the command after it is carried out."""
+    first, second = push("first"), push("second", ELSEWHERE)
+    nixl = ran(StartPush(first), StartPush(second), fails=frozenset({"release"}))
+    assert [(type(event), event.key) for event in nixl.heard()] == [(PushDone, first.key), (PushDone, second.key)]
+    assert nixl.happened.count(f"remove {THERE.incarnation}") == 1
+    assert nixl.happened.count("release") == 2, "each is given back once, whether NIXL takes it or not"
+    assert nixl.mishaps == 2
+
+
+@pytest.mark.parametrize("call", ["release", f"remove {THERE.incarnation}"])
+def test_a_peer_that_is_forgotten_takes_its_pushes_along_whatever_fails(call):
+    one = push("one")
+    nixl = ran(StartPush(one), Forget(THERE.incarnation), StartPush(push("late")), ends_at=FOR_EVER, fails={call})
+    gone, late = nixl.heard()
+    assert gone == failed(one, peer_lost=True, reason="the peer was forgotten")
+    assert late.reason == f"not connected to {THERE.incarnation}"
+    gone_at, told_at = nixl.happened.index(f"remove {THERE.incarnation}"), nixl.happened.index(gone)
+    assert nixl.happened.index("release") < gone_at < told_at
+
+
+def test_stop_is_obeyed_though_nothing_can_be_given_back():
+    one = push("one")
+    fails = frozenset({"release", f"remove {THERE.incarnation}", f"remove {ELSEWHERE.incarnation}", "close"})
+    nixl = ran(StartPush(one), ends_at=FOR_EVER, fails=fails)
+    assert nixl.heard() == [failed(one, peer_lost=True, reason="the transport is closing")]
+    assert nixl.mishaps == len(fails)
+
+
+@pytest.mark.parametrize("call", ["write", "look"])
+def test_an_error_while_nixl_writes_costs_that_peer_and_no_other(call):  # T60
+    """Its connection is gone before the receiver hears that its pages are free."""
+    one = push("one")
+    nixl = ran(StartPush(one), Connect(hello_like(REGION, THERE)), ends_at=FOR_EVER, fails=frozenset({call}))
+    assert nixl.heard() == [failed(one, peer_lost=True)]
+    gone, told = (nixl.happened.index(event) for event in (f"remove {THERE.incarnation}", failed(one, peer_lost=True)))
+    assert gone < told
+    assert nixl.happened.index(f"remove {ELSEWHERE.incarnation}") > told
+    assert nixl.happened.count(f"add {THERE.incarnation}") == 2, "it is met again when it greets again"
+
+
+def test_a_push_that_cannot_be_looked_through_fails_alone():
+    odd, following = push("odd", target=()), push("next")
+    nixl = ran(StartPush(odd), StartPush(following))
+    assert nixl.heard()[0] == failed(odd, peer_lost=False)
+    assert isinstance(nixl.heard()[1], PushDone)
+
+
+def test_a_push_fails_alone_when_its_pages_cannot_be_digested():
+    pushes = [push("one"), push("two")]
+    nixl = ran(*map(StartPush, pushes), before_digests=cannot_digest)
+    reason = "its pages could not be digested"
+    assert nixl.heard() == [failed(one, peer_lost=False, reason=reason) for one in pushes]
+    assert nixl.happened.index(nixl.heard()[-1]) < nixl.happened.index(f"remove {THERE.incarnation}")
+
+
+def test_pages_that_cannot_be_digested_count_as_damaged():
+    """Whoever waits for the answer would wait for ever, and the one after it is made."""
+    errors = [MemoryError("nobody foresaw this")]
+
+    def fail_once() -> None:
+        if errors:
+            raise errors.pop()
+
+    nixl = ran(order("torn"), order("whole"), before_digests=fail_once)
+    torn, whole = nixl.heard()
+    assert torn == Digests(room="torn", generation=1, digests=(0, 0))
+    assert whole.digests == PageDigester(POOL).digest(PAGES, room="whole", generation=1, first=0)
+    assert 0 not in whole.digests
+
+
+def test_a_peer_that_could_not_be_added_is_a_stranger():
+    one = push("one")
+    nixl = ran(StartPush(one), fails=frozenset({f"add {THERE.incarnation}"}))
+    assert nixl.heard() == [failed(one, peer_lost=True, reason=f"not connected to {THERE.incarnation}")]
+    assert f"remove {THERE.incarnation}" in nixl.happened, "NIXL may know it"
+
+
+def test_the_same_mishap_is_logged_once_in_a_while_and_counted_each_time(caplog):
+    mishaps = Mishaps(clock=(clock := ManualClock()))
+
+    def happen(during: str) -> None:
+        with mishaps.attempt(during, "p@1") as attempt:
+            raise ValueError(during)
+        assert attempt.failed
+
+    for _ in range(3):
+        happen("writing")
+    happen("reading")
+    clock.time += AGAIN_AFTER
+    happen("writing")
+    assert [record.message.rpartition("while ")[2] for record in caplog.records] == [
+        "writing (peer p@1)",
+        "reading (peer p@1)",
+        "writing (peer p@1)",
+    ]
+    assert mishaps.count == 5
