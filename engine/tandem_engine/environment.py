@@ -1,7 +1,9 @@
 """The only place of the engine that reads the process environment; read once at start."""
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -13,8 +15,8 @@ class Environment:
     """TANDEM_LOG_LEVEL: debug, info (default), warning, error."""
     ucx_tls: str
     """UCX_TLS: the transports that UCX may use (default all)."""
-    ucx_net_devices: str = "all"
-    """UCX_NET_DEVICES: the network interfaces and devices that UCX may use (default all)."""
+    ucx_net_devices: str = ""
+    """UCX_NET_DEVICES: the network interfaces and devices that UCX may use; "" when nobody has said."""
 
     @property
     def level(self) -> int:
@@ -27,10 +29,23 @@ def read_environment() -> Environment:
     return Environment(
         log_level=os.environ.get("TANDEM_LOG_LEVEL", "info").lower(),
         ucx_tls=os.environ.get("UCX_TLS", "all"),
-        ucx_net_devices=os.environ.get("UCX_NET_DEVICES", "all"),
+        ucx_net_devices=os.environ.get("UCX_NET_DEVICES", ""),
     )
 
 
 def set_default(name: str, value: str) -> None:
     """Give a third-party library (UCX, NIXL, OpenMP) a default that the user's environment overrides."""
     os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def default_while(name: str, value: str) -> Iterator[None]:
+    """The same for as long as the library reads it: processes that are started later inherit nothing."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -56,6 +56,11 @@ def rdma_is_up(folder: Path = INFINIBAND) -> bool:
         return False
 
 
+def rdma_ports(folder: Path = INFINIBAND) -> tuple[str, ...]:
+    """All of this machine that this process sees, as UCX names them, e.g. mlx5_0:1."""
+    return tuple(sorted(f"{port.parent.parent.name}:{port.name}" for port in folder.glob("*/ports/*")))
+
+
 def machine_name() -> str:
     """The same for processes that can share memory, and for no others; "" when the kernel does not tell."""
     try:

@@ -39,8 +39,11 @@ class Write:
 class NixlAgent:
     """One nixl_agent with the UCX backend."""
 
-    def __init__(self, name: str, region: Region, interfaces: Interfaces) -> None:
-        """Raises `TransportUnavailableError` when NIXL is not installed or cannot start here."""
+    def __init__(self, name: str, region: Region, interfaces: Interfaces, *, net_devices: str = "all") -> None:
+        """`net_devices`: as UCX_NET_DEVICES, which counts instead where the user has set it.
+
+        Raises `TransportUnavailableError` when NIXL is not installed or cannot start here.
+        """
         # Both libraries log every start and every lost peer on the terminal; what matters is logged here.
         environment.set_default("UCX_LOG_LEVEL", "fatal")
         environment.set_default("NIXL_LOG_LEVEL", "FATAL")
@@ -55,7 +58,9 @@ class NixlAgent:
         self._region = region
         self._interfaces = interfaces
         try:
-            self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
+            with environment.default_while("UCX_NET_DEVICES", net_devices):
+                config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
+                self._agent = api.nixl_agent(name, config)
             self._registered = self._agent.register_memory(
                 [(region.address, region.num_pages * region.page_bytes, region.device_id, "")], region.device
             )

@@ -10,13 +10,15 @@ whose interface has come back as another one should make way for a new one (`thr
     same ──── an interface is gone or another ────▶ lost, for good ◀──── it is there again, as another one: `back`
 
 Watched are the interface with this engine's own address and those that UCX_NET_DEVICES names. Others may come and go,
-as they do on the host of other pods.
+as they do on the host of other pods: UCX would use them all the same, and one that is there for a moment as soon as any
+other, so it is given none of them (`own_devices`).
 """
 
 import fcntl
 import ipaddress
 import logging
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ REQUEST_BYTES = 40
 ADDRESS = slice(20, 24)
 """Of an IPv4 address in the answer."""
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+INTERFACES = Path("/sys/class/net")
 
 
 class Interfaces:
@@ -53,6 +56,20 @@ class Interfaces:
         return bool(self.lost) and all(map(_index, self._first))
 
 
+def own_devices(endpoint: str, rdma_ports: Iterable[str], folder: Path = INTERFACES) -> str:
+    """UCX_NET_DEVICES for a process that nobody has told: the interface with this engine's own address, and RDMA.
+
+    "all" where none has it, as on a further node of an engine or behind a name, and where it is a bridge, which UCX
+    leaves out.
+
+    `endpoint`: of this engine, as peers know it, e.g. tcp://10.0.0.7:5601. `rdma_ports`: e.g. mlx5_0:1.
+    """
+    own = _with_address(_host(endpoint))
+    if not own or (folder / own / "bridge").is_dir():
+        return "all"
+    return ",".join((own, *rdma_ports))
+
+
 def watched(endpoint: str, net_devices: str) -> frozenset[str]:
     """Names to watch.
 
@@ -62,7 +79,11 @@ def watched(endpoint: str, net_devices: str) -> frozenset[str]:
     """
     named = () if net_devices.startswith("^") else (part.partition(":")[0].strip() for part in net_devices.split(","))
     there = {name for _, name in socket.if_nameindex()}
-    return frozenset(there & {*named, _with_address(endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]"))})
+    return frozenset(there & {*named, _with_address(_host(endpoint))})
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _with_address(host: str) -> str:

@@ -16,13 +16,14 @@ Shared memory knows no network namespace. So UCX is told to use TCP alone, and p
 Needs root, iproute2, and a kernel with veth, bridges and token buckets.
 """
 
+import contextlib
 import functools
 import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -118,6 +119,22 @@ class Namespace:
             self._carried = self.carried()
             self._switch.run(f"ip link delete {self._port}")
             self._plugged = False
+
+    def route_all(self) -> None:
+        """Every address is worth a try by eth0, as by a pod's."""
+        self._holder.run("ip route add default dev eth0")
+
+    @contextlib.contextmanager
+    def guest(self, name: str, address: str) -> Iterator[None]:
+        """One more interface, for as long as it is wanted."""
+        self._holder.run(
+            f"ip link add {name} type veth peer name {name}-end\nip address add {address}/24 dev {name}\n"
+            f"ip link set {name} up\nip link set {name}-end up"
+        )
+        try:
+            yield
+        finally:
+            self._holder.run(f"ip link delete {name}")
 
     def slow_down(self, bits_per_s: int) -> None:
         """What it sends from now on leaves no faster, until it is unplugged."""

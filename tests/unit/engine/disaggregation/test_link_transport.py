@@ -7,6 +7,7 @@ from tandem_engine.disaggregation.link_transport import (
     condition_of,
     machine_name,
     rdma_is_up,
+    rdma_ports,
     transport_between,
     usable_transports,
 )
@@ -97,3 +98,10 @@ def test_an_rdma_port_counts_when_it_is_active(tmp_path):
 
 def test_this_machine_has_the_same_name_each_time():
     assert machine_name() == machine_name() != ""
+
+
+def test_rdma_ports_are_named_as_ucx_does(tmp_path):
+    assert rdma_ports(tmp_path / "absent") == ()
+    for port in ("mlx5_1/ports/1", "mlx5_0/ports/2", "mlx5_0/ports/1"):
+        (tmp_path / port).mkdir(parents=True)
+    assert rdma_ports(tmp_path) == ("mlx5_0:1", "mlx5_0:2", "mlx5_1:1")

@@ -2,6 +2,7 @@
 keeps nothing else from being given back."""
 
 import contextlib
+import os
 import socket
 import sys
 import types
@@ -32,6 +33,7 @@ class RefusingNixl:
     """nixl_agent that others have connected to, and whose calls raise what they are told to."""
 
     def __init__(self, name: str, config: object) -> None:
+        self.net_devices = os.environ.get("UCX_NET_DEVICES")
         self.calls: list[str] = []
         self.raises: dict[str, Exception] = {}
 
@@ -110,3 +112,16 @@ def test_the_agent_goes_though_its_memory_is_not_deregistered(refusing, error):
     with contextlib.suppress(TypeError):
         refusing.close()
     assert not hasattr(refusing, "_agent")
+
+
+@pytest.mark.parametrize(("users", "seen"), [(None, "eth0,mlx5_0:1"), ("eth9", "eth9")], ids=["nobody", "the user"])
+def test_ucx_is_told_its_devices_unless_the_user_has_and_processes_started_later_are_not(
+    refusing, monkeypatch, users, seen
+):
+    if users is None:
+        monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("UCX_NET_DEVICES", users)
+    started = NixlAgent("w@2", REGION, Interfaces(), net_devices="eth0,mlx5_0:1")
+    assert started._agent.net_devices == seen
+    assert os.environ.get("UCX_NET_DEVICES") == users

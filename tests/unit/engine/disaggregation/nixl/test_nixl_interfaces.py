@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl import interfaces
 from tandem_engine.disaggregation.nixl.commands import Stop
-from tandem_engine.disaggregation.nixl.interfaces import Interfaces, watched
+from tandem_engine.disaggregation.nixl.interfaces import Interfaces, own_devices, watched
 from tandem_engine.disaggregation.nixl.layout import Region
 from tandem_engine.disaggregation.nixl.outbox import Outbox
 from tandem_engine.disaggregation.nixl.thread import LEAVE_AFTER, TransferThread
@@ -58,6 +58,38 @@ def test_an_interface_with_an_ipv6_address_is_found(machine, monkeypatch, tmp_pa
 )
 def test_interfaces_that_ucx_was_told_to_use_are_watched(machine, net_devices, names):
     assert watched("tcp://worker.example:5601", net_devices) == names
+
+
+@pytest.fixture
+def addresses(monkeypatch) -> dict[str, str]:
+    """IPv4 addresses of this machine's interfaces."""
+    found = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "cali7": "10.0.0.8"}
+    monkeypatch.setattr(interfaces, "_ipv4", lambda _, name: socket.inet_aton(found.get(name, "0.0.0.0")))
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(found, start=1)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "devices"),
+    [
+        ("tcp://10.0.0.7:5601", "eth0,mlx5_0:1,mlx5_1:1"),
+        ("tcp://127.0.0.1:5601", "lo,mlx5_0:1,mlx5_1:1"),
+        ("tcp://10.0.0.9:5601", "all"),
+        ("tcp://worker.example:5601", "all"),
+    ],
+    ids=["a pod's", "of one machine", "another node's", "a name"],
+)
+def test_kv_goes_over_the_interface_with_this_engines_address_and_rdma(addresses, tmp_path, endpoint, devices):
+    assert own_devices(endpoint, ("mlx5_0:1", "mlx5_1:1"), tmp_path) == devices
+
+
+def test_ucx_leaves_bridges_out_so_it_may_choose(addresses, tmp_path):
+    (tmp_path / "eth0" / "bridge").mkdir(parents=True)
+    assert own_devices("tcp://10.0.0.7:5601", (), tmp_path) == "all"
+
+
+def test_what_ucx_may_use_is_watched(addresses):
+    assert watched("tcp://10.0.0.7:5601", own_devices("tcp://10.0.0.7:5601", ("mlx5_0:1",))) == {"eth0"}
 
 
 @pytest.mark.parametrize("now", [0, 7])
