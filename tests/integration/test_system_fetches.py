@@ -16,6 +16,8 @@ TOLD_S = 120.0
 WAVES_S = 150.0
 LARGEST = 2
 """Waves after which they grow no more; each is twice the one before."""
+PUBLISHED = 1024
+"""Tokens of two chunks of a prompt: workers tell the index of each when it is computed, and are not waited for."""
 QUESTION = 2200
 """Tokens: more than a decode worker may compute itself, so that somebody else has to."""
 
@@ -91,7 +93,8 @@ async def test_an_idle_prefill_worker_fetches_what_a_busy_one_has(fleet, referen
     for seen in came:
         (attempt,) = seen["attempts"]
         assert seen["fetch"]["peer"] != attempt["prefill"], "those that wait for one prefix share a fetch"
-        assert seen["cached_tokens"] >= 1200
+        # All of the prefix but what its worker computed last, of which the index may not have heard.
+        assert seen["cached_tokens"] >= PUBLISHED
     computed_on = {attempt["prefill"] for seen in waves[-1] for attempt in seen["attempts"]}
     assert len(computed_on) == 2
     await fleet.settled()
