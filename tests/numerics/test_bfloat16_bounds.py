@@ -1,6 +1,7 @@
 """bfloat16 on every kind of path: each token is as likely as transformers in float32 says, within a stated bound."""
 
 from dataclasses import replace
+from math import nan
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.verify.compare import Comparison
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.reference import ReferenceOutput, Scored, TransformersReference
 from tandem_engine.verify.rounded import LOGPROB_BOUND, RememberedScores, compare_scored
@@ -110,6 +112,14 @@ def test_the_first_token_out_of_bounds_is_found_and_named(made, behind, request_
 
     found = compare_scored([request_], [made], [PLAIN], score).difference
     assert (found is None) if difference is None else (difference in found)
+
+
+def test_a_logprob_that_is_no_number_is_out_of_bounds():
+    """A comparison with it is never true, and so it was within any bound."""
+    broken = output(logprobs=(-1.0, nan, -3.0))
+    scored = Scored(logprobs=(-1.0, -2.0, -3.0), behind=LIKELIEST)
+    found = compare_scored([REQUEST], [broken], [PLAIN], lambda *_: scored)
+    assert found == Comparison(difference="r: logprob nan at output 1, reference -2.0000", max_logprob_difference=0.0)
 
 
 def test_edited_logits_choose_by_another_rule():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 
 import msgspec
@@ -101,6 +102,19 @@ def generation(tokens=(5, 6, 7), logprobs=(-1.0, -2.0, -3.0)) -> Generation:
 def test_the_first_difference_is_found_and_named(output, difference) -> None:
     found = compare([REQUEST], [output], [REFERENCE]).difference
     assert (found is None) if difference is None else (difference in found)
+
+
+def test_a_logprob_that_is_no_number_is_a_difference() -> None:
+    """A comparison with it is never true, and so it was within any tolerance."""
+    found = compare([REQUEST], [generation(logprobs=(-1.0, nan, -3.0))], [REFERENCE])
+    assert (found.difference, found.max_logprob_difference) == ("r: logprob nan at output 1, reference -2.000000", 0.0)
+
+
+def test_a_prompt_logprob_that_is_no_number_is_a_difference() -> None:
+    request = msgspec.structs.replace(REQUEST, sampling=msgspec.structs.replace(REQUEST.sampling, prompt_logprobs=0))
+    output = replace(generation(), prompt_logprobs=(None, TokenLogprob(logprob=nan)))
+    found = compare([request], [output], [replace(REFERENCE, prompt_logprobs=(-1.0,))])
+    assert found.difference == "r: logprob nan of prompt token 1, reference -1.000000"
 
 
 def test_a_path_that_did_not_do_what_it_is_named_after_fails(checkpoint) -> None:

@@ -104,8 +104,9 @@ def compare(
             text = f"{request.rid}: {len(output.logprobs)} logprobs for {len(output.token_ids)} tokens"
             return Comparison(difference=text, max_logprob_difference=worst)
         for i, (mine, truth) in enumerate(zip(output.logprobs, reference.logprobs[start:end], strict=end is None)):
-            worst = max(worst, abs(mine.logprob - truth))
-            if worst > tolerance:
+            apart = abs(mine.logprob - truth)
+            worst = max(worst, apart)
+            if not apart <= tolerance:  # as of what is no number
                 text = f"{request.rid}: logprob {mine.logprob:.6f} at output {start + i}, reference {truth:.6f}"
                 return Comparison(difference=text, max_logprob_difference=worst)
     return Comparison(difference=None, max_logprob_difference=worst)
@@ -138,7 +139,7 @@ def prompt_difference(
     if first is not None or len(mine) != len(reference.prompt_logprobs):
         return f"{request.rid}: {len(mine)} prompt logprobs for {len(reference.prompt) - 1} predicted tokens"
     for at, (value, truth) in enumerate(zip(mine, reference.prompt_logprobs, strict=True), 1):
-        if abs(value - truth) > tolerance:
+        if not abs(value - truth) <= tolerance:  # as of what is no number
             return f"{request.rid}: logprob {value:.6f} of prompt token {at}, reference {truth:.6f}"
     return None
 

@@ -56,8 +56,9 @@ def compare_scored(
         for place, (mine, truth, behind) in enumerate(
             zip(output.logprobs, found.logprobs, found.behind, strict=True), len(request.resume_ids)
         ):
-            worst = max(worst, abs(mine.logprob - truth))
-            if worst > LOGPROB_BOUND:
+            apart = abs(mine.logprob - truth)
+            worst = max(worst, apart)
+            if not apart <= LOGPROB_BOUND:  # as of what is no number
                 text = f"{request.rid}: logprob {mine.logprob:.4f} at output {place}, reference {truth:.4f}"
                 return Comparison(difference=text, max_logprob_difference=worst)
             if chosen_freely and behind > 2 * LOGPROB_BOUND:
