@@ -27,7 +27,7 @@ PROGRAMS = 32
 WORD = 8
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sources", "targets"])
 def gather_pages_kernel(
     source,
     target,

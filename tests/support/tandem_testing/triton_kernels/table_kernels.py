@@ -120,7 +120,13 @@ def compile_tables_and_pages() -> None:
         compile_kernel(
             page_copy.copy_pages_kernel, pages | strides, constants, arch=arch, num_warps=page_copy.WARPS
         ).assert_fits()
-        pages = dict.fromkeys(("source", "target", "sources", "targets"), INTS) | {"count": "i32"}
+        pages = dict.fromkeys(("source", "target"), INTS) | {"sources": "*i64", "targets": "*i64", "count": "i32"}
         strides = dict.fromkeys(("source_stride", "target_stride", "page_words"), "i32:16")
         constants = {"BLOCK": page_gather.BLOCK}
         compile_kernel(page_gather.gather_pages_kernel, pages | strides, constants, arch=arch).assert_fits()
+
+
+def compile_indices_of_pages_may_lie_anywhere() -> None:
+    """Two rows of one tensor, the second 16 bytes apart or 8: every other copy waited for a program of its own."""
+    params = page_gather.gather_pages_kernel.params
+    assert {"sources", "targets"} <= {each.name for each in params if each.do_not_specialize_on_alignment}
