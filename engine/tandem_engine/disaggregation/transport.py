@@ -176,7 +176,8 @@ class KvTransport(Protocol):
 
     @property
     def mishaps(self) -> int:
-        """Errors that nobody foresaw, since start. Each is in the log, and has failed what it concerned."""
+        """Errors of this rank that nobody foresaw, since start. Each has failed what it concerned; of those that repeat
+        themselves, the log has one a second."""
         ...
 
     def fileno(self) -> int:

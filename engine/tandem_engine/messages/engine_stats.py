@@ -121,7 +121,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Over the time since the report before."""
     paused: bool
     transfer_mishaps_total: int = 0
-    """Errors that nobody foresaw where KV is moved."""
+    """Errors that nobody foresaw where KV is moved, on rank 0; those of other ranks are in the log alone."""
     handed_over_total: int = 0
     """Prompts computed here whose KV went to a peer."""
     transfer_exposed_s: float = 0.0

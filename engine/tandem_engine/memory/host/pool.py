@@ -2,7 +2,7 @@
 
     data   uint8 [num_pages, page_bytes]     a page is laid out as in `KvPool`, so copies move whole rows
 
-Every page can be used; there is no dummy page, for nothing on the device ever reads here.
+Every page can be used; there is no dummy page, for what reads here names the pages that it copies.
 """
 
 import os
