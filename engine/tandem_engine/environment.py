@@ -3,8 +3,12 @@
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+_lending = threading.Lock()
+"""To another thread a default that is lent would look like the user's, and be gone before a library has read it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +29,13 @@ class Environment:
 
 
 def read_environment() -> Environment:
-    """Read the environment of this process."""
-    return Environment(
-        log_level=os.environ.get("TANDEM_LOG_LEVEL", "info").lower(),
-        ucx_tls=os.environ.get("UCX_TLS", "all"),
-        ucx_net_devices=os.environ.get("UCX_NET_DEVICES", ""),
-    )
+    """Read the environment of this process, as its user has set it."""
+    with _lending:
+        return Environment(
+            log_level=os.environ.get("TANDEM_LOG_LEVEL", "info").lower(),
+            ucx_tls=os.environ.get("UCX_TLS", "all"),
+            ucx_net_devices=os.environ.get("UCX_NET_DEVICES", ""),
+        )
 
 
 def set_default(name: str, value: str) -> None:
@@ -40,12 +45,16 @@ def set_default(name: str, value: str) -> None:
 
 @contextlib.contextmanager
 def default_while(name: str, value: str) -> Iterator[None]:
-    """The same for as long as the library reads it: processes that are started later inherit nothing."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
+    """The same for as long as the library reads it: processes that are started later inherit nothing.
+
+    One thread at a time: others wait, with `read_environment` too.
+    """
+    with _lending:
+        if name in os.environ:
+            yield
+            return
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            del os.environ[name]
