@@ -1,5 +1,7 @@
 """What a step costs the scheduler: bytecodes of Python, which no machine has a part in."""
 
+import gc
+
 import pytest
 
 from tandem_testing.fake_executors import EagerExecutor
@@ -54,3 +56,24 @@ def test_a_decode_step_does_no_more_python_work_behind_a_long_context(overlap):
 def test_python_work_of_a_decode_step_grows_with_requests_as_a_line_does():
     few, some, many = (work_of_steps(SHORT, count) for count in (2, 4, 8))
     assert many - some <= 2.1 * (some - few)
+
+
+def test_garbage_that_others_have_left_does_not_count():
+    """It is found whenever so many objects have been made, and its finalizers may be Python."""
+    found = []
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            found.append(self)
+
+    def work() -> list[list[int]]:
+        return [[] for _ in range(2 * gc.get_threshold()[0])]
+
+    opcodes_of(work)  # the first time an interpreter may adapt to it
+    alone = opcodes_of(work)
+    Garbage()
+    assert opcodes_of(work) == alone
+    assert found
