@@ -109,7 +109,8 @@ class RankProcess:
             return None
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         said = self.order.last_words
-        return f"rank {self.order.rank} {ending}" + (f": {said.read_text('utf-8')}" if said.is_file() else "")
+        words = f": {said.read_text('utf-8', 'replace')}" if said.is_file() else ""
+        return f"rank {self.order.rank} {ending}{words}"
 
     def end(self, *, deadline: float) -> None:
         """Wait until `deadline` (monotonic seconds) for it to end; then end it."""
@@ -148,8 +149,11 @@ class RankProcesses:
             if self.failure.error is not None:
                 deadline = deadline or time.monotonic() + LAST_WORDS_S
                 if self.cause is not None or time.monotonic() > deadline:
-                    self.end(grace_s=0.0)
-                    self.failed.set()
+                    try:
+                        self.end(grace_s=0.0)
+                    finally:
+                        # Rank 0 waits for it without a bound.
+                        self.failed.set()
                     return
 
     def end(self, *, grace_s: float) -> None:

@@ -53,6 +53,19 @@ def test_a_rank_that_was_killed_is_reported_by_its_signal(monkeypatch):
         pass
 
 
+def test_last_words_that_were_cut_off_are_reported_as_they_are(monkeypatch):
+    """They could not be read, and the engine waited for ever for whoever had tried."""
+    become(
+        monkeypatch,
+        READ_ORDER + "(folder / f\"rank-{order['rank']}.error\").write_bytes(b'no memory \\xe2\\x80'); sys.exit(3)",
+    )
+    with (
+        pytest.raises(RankLostError, match="rank 1 ended with status 3: no memory \ufffd"),
+        other_ranks(CONFIG, self_test=False),
+    ):
+        pass
+
+
 def test_a_rank_that_has_ended_before_it_is_told_anything_is_reported(monkeypatch):
     """Its order could not be written, and closing the pipe failed over it: the engine waited for ever."""
     become(monkeypatch, "import os; os.kill(os.getpid(), 9)")
