@@ -23,6 +23,9 @@ _BAD_WAITING = (
     "ErrImagePull",
     "InvalidImageName",
     "ErrImageNeverPull",
+    "ImageInspectError",
+    "RegistryUnavailable",
+    "SignatureValidationFailed",
     "CreateContainerConfigError",
     "CreateContainerError",
     "RunContainerError",
@@ -34,14 +37,17 @@ _SIGNALLED = 128
 
 
 def pod_trouble(status: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a pod of this status, the most telling first; nothing while all goes its way."""
+    """What is wrong with a pod of this status, the most telling first; nothing while all goes its way.
+
+    Each on one line, without control characters, whoever wrote it.
+    """
     for one in status.get("conditions", ()):
         if one["type"] == "PodScheduled" and one["status"] == "False" and one.get("message"):
-            yield one["message"]
+            yield _on_one_line(one["message"])
     for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         trouble = _container_trouble(one)
         if trouble:
-            yield f"{one['name']}: {trouble}"
+            yield _on_one_line(f"{one['name']}: {trouble}")
 
 
 def _container_trouble(container: Mapping[str, Any]) -> str:
@@ -81,13 +87,14 @@ def _status(code: int) -> str:
 def last_words(log: str) -> str:
     """The error that a container ended with, from the end of its log; its last line where none is an error's.
 
-    Lines are JSON records of ours, sentences of a command (`tandem: error: …`), or anybody's.
+    Lines are JSON records of ours, sentences of a command (`tandem: error: …`), or anybody's. The kubelet keeps the end of
+    a log alone, so that the first of them may be the end of a record.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for line in reversed(lines):
         record = _record(line)
         if record is None and "error:" in line.lower():
-            return line
+            return _raised_in_rest(line)
         if record is not None and record.get("level") in _ERRORS:
             return _message(record)
     if not lines:
@@ -101,13 +108,25 @@ def _record(line: str) -> dict[str, Any] | None:
         return None
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
 def _message(record: Mapping[str, Any]) -> str:
     """With the last line of a traceback, which says what was raised."""
-    message, raised = str(record.get("message", "")), str(record.get("exception", "")).strip()
+    message, raised = str(record.get("message") or ""), str(record.get("exception") or "").strip()
     # A process's own name differs from start to start: "worker NAME@NUMBER ends: why".
     _, ends, why = message.partition(" ends: ")
     return ": ".join(filter(None, (why if ends else message, raised.splitlines()[-1] if raised else "")))
+
+
+def _raised_in_rest(line: str) -> str:
+    """Of the end of a record with a traceback: what was raised. Any other line as it is."""
+    if not line.endswith('"}'):
+        return line
+    _, _, raised = line.removesuffix('"}').rpartition(r"\n")
+    return raised
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())

@@ -24,6 +24,9 @@ LOG = "\n".join(
         json.dumps({"level": "INFO", "message": "metrics are no longer served"}),
     ]
 )
+CUT_OFF = r'weights.py\", line 9, in load\n    raise RuntimeError(why)\nRuntimeError: no memory"}'
+"""A record with a traceback, without its beginning: the kubelet keeps 2048 bytes."""
+NESTED = '{"a": ' + 2000 * "["
 FAILED = {"terminated": {"exitCode": 3, "reason": "Error", "message": LOG}}
 
 
@@ -66,7 +69,17 @@ def test_without_last_words_the_kubelet_is_quoted():
     assert troubles(state=waiting) == ["worker: CrashLoopBackOff: back-off 10s restarting failed container"]
 
 
-@pytest.mark.parametrize("reason", ["ErrImageNeverPull", "RunContainerError", "CreateContainerError"])
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "ErrImageNeverPull",
+        "ImageInspectError",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+        "RunContainerError",
+        "CreateContainerError",
+    ],
+)
 def test_what_cannot_be_made_is_told_in_the_kubelets_words(reason):
     waiting = {"waiting": {"reason": reason, "message": "why not"}}
     assert troubles(state=waiting) == [f"worker: {reason}: why not"]
@@ -100,12 +113,25 @@ def test_an_end_is_told_by_its_signal_or_status(ended, said):
             '{"level": "ERROR", "message": "stops", "exception": "Traceback\\n  ...\\nKeyError: 1"}',
             "stops: KeyError: 1",
         ),
+        ('{"level": "ERROR", "message": "stops", "exception": null}', "stops"),
+        (CUT_OFF + '\n{"level": "INFO", "message": "metrics are no longer served"}', "RuntimeError: no memory"),
         ("{not json\n", "{not json"),
+        pytest.param(NESTED, NESTED, id="nested too deep to be read"),
         ("\n \n", ""),
     ],
 )
 def test_the_last_error_is_found_whoever_wrote_it(log, said):
     assert last_words(log) == said
+
+
+def test_whatever_was_logged_is_one_line_without_control_characters():
+    """Records escape what a client has sent; `kubectl describe` writes a condition to the terminal as it is."""
+    log = json.dumps({"level": "ERROR", "message": "no model 'a\x1b[2J'\nat\u2028all"})
+    assert troubles(state={"terminated": {"exitCode": 1, "message": log}}) == [
+        "worker: ended with status 1: no model 'a [2J' at all"
+    ]
+    waiting = {"waiting": {"reason": "ErrImagePull", "message": "rpc error:\n\tnot found\n"}}
+    assert troubles(state=waiting) == ["worker: ErrImagePull: rpc error: not found"]
 
 
 def test_conditions_quote_the_engine_that_refuses_its_model():
