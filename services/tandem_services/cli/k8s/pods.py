@@ -154,9 +154,10 @@ def _state(pod: Object) -> tuple[str, str]:
         return "Ready", ""
     trouble = quoted(next(pod_trouble(status), ""))
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        reason = container.get("state", {}).get("waiting", {}).get("reason")
+        waiting = container.get("state", {}).get("waiting", {})
+        reason = waiting.get("reason")
         if reason not in (None, "ContainerCreating", "PodInitializing"):
-            return reason, trouble
+            return reason, trouble or quoted(waiting.get("message", ""))
     if conditions.get("PodScheduled", {}).get("status") == "False":
         return "Unschedulable", trouble
     phase = status.get("phase", "Pending")

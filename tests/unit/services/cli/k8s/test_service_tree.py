@@ -217,6 +217,16 @@ def test_a_pod_that_says_nothing_or_is_not_offered_is_marked():
         (
             {
                 "conditions": [],
+                "containerStatuses": [
+                    {"name": "worker", "state": {"waiting": {"reason": "PreStartHookError", "message": "why not"}}}
+                ],
+            },
+            "PreStartHookError",
+            "why not",
+        ),
+        (
+            {
+                "conditions": [],
                 "phase": "Pending",
                 "containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}],
             },
