@@ -71,6 +71,11 @@ class AsyncDealerChannel(Generic[In, Out]):
     async def receive(self) -> In:
         """Raises `WireError` for an undecodable message. One receiver at a time."""
         while True:
+            if self._taken >= MAX_PER_RECEIVE:
+                # Others must have their turn, however many messages are there. No message is held meanwhile: who reads
+                # what is `waiting` would miss it.
+                self._taken = 0
+                await asyncio.sleep(0)
             try:
                 data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -78,10 +83,6 @@ class AsyncDealerChannel(Generic[In, Out]):
                 await self._readable.wait()
                 continue
             self._taken += 1
-            if self._taken >= MAX_PER_RECEIVE:
-                # Others must have their turn, however many messages are there.
-                self._taken = 0
-                await asyncio.sleep(0)
             return self._inbound.decode(data)
 
     def waiting(self) -> Iterator[In]:

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from tandem_engine.errors import ConfigError
-from tandem_engine.ipc import channels
+from tandem_engine.ipc import async_channels, channels
 from tandem_engine.ipc.async_channels import AsyncDealerChannel, AsyncPairServer
 from tandem_engine.ipc.channels import (
     IpcContext,
@@ -184,6 +184,27 @@ async def test_what_the_server_said_before_its_end_can_still_be_received(context
     await asyncio.wait_for(dealer.disconnected(), WAIT)
     assert list(dealer.waiting()) == pongs[1:]
     assert list(dealer.waiting()) == []
+    dealer.close()
+
+
+async def test_who_lets_others_have_their_turn_holds_no_message_meanwhile(context, monkeypatch) -> None:
+    """It was missing among those that are `waiting`, which came without it."""
+    monkeypatch.setattr(async_channels, "MAX_PER_RECEIVE", 1)
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    dealer.send(Ping(nonce=0))
+    [(client, _)] = await asyncio.to_thread(received, router)
+    pongs = [Pong(nonce=nonce, incarnation="w@1") for nonce in range(3)]
+    for pong in pongs:
+        assert router.send(client, pong)
+    router.drain(WAIT)
+    await asyncio.wait_for(dealer.disconnected(), WAIT)
+    assert await dealer.receive() == pongs[0]
+    receiving = asyncio.create_task(dealer.receive())
+    await asyncio.sleep(0)
+    assert list(dealer.waiting()) == pongs[1:]
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
     dealer.close()
 
 
