@@ -23,6 +23,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "host-paths": {"hostPaths": [{"path": "/mnt/models", "mountPath": "/nvme"}]},
     "privileged": {"privileged": True},
 }
+EVERYTHING = {field: value for one in ASKED.values() for field, value in one.items()}
 PARTS = {
     "prefill": lambda pod: {"prefill": {"pod": pod}},
     "decode": lambda pod: {"decode": {"pod": pod}},
@@ -40,7 +41,7 @@ WORKLOADS = {
 
 
 def plan_of(spec: dict[str, Any], *allow: Any) -> Plan:
-    settings = OperatorSettings(apis=ClusterApis(inference_pools=True), allow=frozenset(allow))
+    settings = OperatorSettings(apis=ClusterApis(inference_pools=True, leader_worker_sets=True), allow=frozenset(allow))
     return make_plan(service_of(**spec), Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
 
 
@@ -70,10 +71,7 @@ def test_each_is_denied_by_name_unless_it_is_allowed_itself(part, asked):
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_allowed_reaches_the_pods_of_its_part_alone(part):
     plain = PARTS[part]({})
-    before, after = (
-        plan_of(plain),
-        plan_of(PARTS[part]({k: v for one in ASKED.values() for k, v in one.items()}), *ASKED),
-    )
+    before, after = plan_of(plain), plan_of(PARTS[part](EVERYTHING), *ASKED)
     pod = pod_of(after, part)
     (container,) = pod["containers"]
     assert pod["serviceAccountName"] == "admin"
@@ -87,6 +85,18 @@ def test_what_is_allowed_reaches_the_pods_of_its_part_alone(part):
     for one in after.apply:
         if one["kind"] in ("Deployment", "Service", "NetworkPolicy"):
             kubernetes_validate.validate(one, "1.33", strict=True)
+
+
+def test_all_pods_of_a_worker_of_several_pods_have_what_is_allowed_and_nothing_is_made_without():
+    spec = {"engine": {"tensorParallelSize": 2}, "prefill": {"engine": {"nodes": 2}, "pod": EVERYTHING}}
+    assert plan_of(spec).apply == ()
+    (group,) = [one for one in plan_of(spec, *ASKED).apply if one["kind"] == "LeaderWorkerSet"]
+    for name in ("leaderTemplate", "workerTemplate"):
+        pod = group["spec"]["leaderWorkerTemplate"][name]["spec"]
+        (container,) = pod["containers"]
+        assert pod["serviceAccountName"] == "admin"
+        assert {"name": "host-0", "hostPath": {"path": "/mnt/models", "type": "Directory"}} in pod["volumes"]
+        assert container["securityContext"]["privileged"] is True
 
 
 def test_to_be_allowed_changes_nothing_of_who_does_not_ask():
