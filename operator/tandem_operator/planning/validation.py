@@ -5,6 +5,7 @@ RELIABILITY E7: each problem names the field, its value and what to do.
 
 from collections.abc import Iterator, Set
 
+from tandem_operator.api.pods import PodOverrides
 from tandem_operator.api.roles import ROLES, RoleName
 from tandem_operator.builders.devices import OTHER_GPUS, SHARED_GPU, gpus_of, nvidia_gpus_of, shares_gpu
 from tandem_operator.builders.privileges import FIELDS, privileges_of
@@ -22,6 +23,7 @@ def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = froz
     """
     return [
         *_privileges(service, allow),
+        *_host_paths(service),
         *_names(service),
         *_quantities(service),
         *(text for role in ROLES for text in (*_device(service, role), *_ranks(service, role, apis))),
@@ -30,19 +32,37 @@ def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = froz
 
 
 def _privileges(service: Served, allow: Set[Privilege]) -> Iterator[str]:
-    spec = service.spec
-    pods = {"prefill": spec.prefill.pod, "decode": spec.decode.pod, "gateway": spec.gateway.pod}
-    if spec.gateway.inference_pool is not None:
-        pods["gateway.inferencePool"] = spec.gateway.inference_pool.pod
-    if spec.redis.managed is not None:
-        pods["redis.managed"] = spec.redis.managed.pod
-    for path, overrides in pods.items():
+    for path, overrides in _pods(service).items():
         for asked in privileges_of(overrides):
             if asked not in allow:
                 yield (
                     f"spec.{path}.pod.{FIELDS[asked]}: this operator allows no {asked}; take it out, or have the "
                     f"operator started with --allow {asked}"
                 )
+
+
+def _host_paths(service: Served) -> Iterator[str]:
+    """What the API server would refuse in the middle of a plan."""
+    for path, overrides in _pods(service).items():
+        taken: set[str] = set()
+        for number, one in enumerate(overrides.host_paths):
+            field = f"spec.{path}.pod.hostPaths[{number}]"
+            if ".." in one.path.split("/"):
+                yield f"{field}.path: {one.path!r} goes back by '..'; name the folder itself"
+            if one.mount_path in taken:
+                yield f"{field}.mountPath: {one.mount_path!r} is another one's already; give each its own"
+            taken.add(one.mount_path)
+
+
+def _pods(service: Served) -> dict[str, PodOverrides]:
+    """What is said of the pods of each part, by its place below `spec`."""
+    spec = service.spec
+    pods = {"prefill": spec.prefill.pod, "decode": spec.decode.pod, "gateway": spec.gateway.pod}
+    if spec.gateway.inference_pool is not None:
+        pods["gateway.inferencePool"] = spec.gateway.inference_pool.pod
+    if spec.redis.managed is not None:
+        pods["redis.managed"] = spec.redis.managed.pod
+    return pods
 
 
 def _names(service: Served) -> Iterator[str]:

@@ -99,6 +99,23 @@ def test_all_pods_of_a_worker_of_several_pods_have_what_is_allowed_and_nothing_i
         assert container["securityContext"]["privileged"] is True
 
 
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        ([("/mnt/../etc", "/a")], "hostPaths[0].path: '/mnt/../etc' goes back by '..'"),
+        ([("/mnt/a", "/a"), ("/mnt/b", "/a")], "hostPaths[1].mountPath: '/a' is another one's already"),
+    ],
+)
+def test_folders_that_no_pod_could_have_are_named_before_anything_is_made(part, paths, said):
+    """The API server refused the pods of one part, when others had been made."""
+    folders = [{"path": path, "mountPath": mount} for path, mount in paths]
+    plan = plan_of(PARTS[part]({"hostPaths": folders}), "host-paths")
+    assert plan.apply == ()
+    (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
+    assert f"spec.{part}.pod.{said}" in valid.message
+
+
 def test_to_be_allowed_changes_nothing_of_who_does_not_ask():
     assert plan_of({}, *PRIVILEGES).apply == plan_of({}).apply
     assert plan_of({"prefill": {"pod": {"privileged": False, "hostPaths": []}}}).apply == plan_of({}).apply
