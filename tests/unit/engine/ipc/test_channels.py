@@ -199,7 +199,7 @@ async def test_who_lets_others_have_their_turn_holds_no_message_meanwhile(contex
         assert router.send(client, pong)
     router.drain(WAIT)
     await asyncio.wait_for(dealer.disconnected(), WAIT)
-    assert await dealer.receive() == pongs[0]
+    assert await asyncio.wait_for(dealer.receive(), WAIT) == pongs[0]
     receiving = asyncio.create_task(dealer.receive())
     await asyncio.sleep(0)
     assert list(dealer.waiting()) == pongs[1:]
