@@ -49,6 +49,20 @@ def received(router: RouterChannel[EngineRequest, EngineReply]) -> list[tuple[by
     return list(router.receive())
 
 
+async def said(
+    context: IpcContext, count: int
+) -> tuple[RouterChannel[EngineRequest, EngineReply], AsyncDealerChannel[EngineReply, EngineRequest], list[Pong]]:
+    """A server, a client, and so many replies that the server has sent it."""
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    dealer.send(Ping(nonce=0))
+    [(client, _)] = await asyncio.to_thread(received, router)
+    pongs = [Pong(nonce=nonce, incarnation="w@1") for nonce in range(count)]
+    for pong in pongs:
+        assert router.send(client, pong)
+    return router, dealer, pongs
+
+
 async def test_a_request_goes_down_and_its_reply_comes_back(context) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)
@@ -172,13 +186,7 @@ async def test_the_end_of_the_server_is_noticed_at_once(context) -> None:
 
 async def test_what_the_server_said_before_its_end_can_still_be_received(context) -> None:
     """A client that hears of the end first must not lose what came before it."""
-    router = open_router(context)
-    dealer = open_dealer(context, router.endpoint)
-    dealer.send(Ping(nonce=0))
-    [(client, _)] = await asyncio.to_thread(received, router)
-    pongs = [Pong(nonce=nonce, incarnation="w@1") for nonce in range(9)]
-    for pong in pongs:
-        assert router.send(client, pong)
+    router, dealer, pongs = await said(context, 9)
     assert await asyncio.wait_for(dealer.receive(), WAIT) == pongs[0]
     router.drain(WAIT)
     await asyncio.wait_for(dealer.disconnected(), WAIT)
@@ -190,13 +198,7 @@ async def test_what_the_server_said_before_its_end_can_still_be_received(context
 async def test_who_lets_others_have_their_turn_holds_no_message_meanwhile(context, monkeypatch) -> None:
     """It was missing among those that are `waiting`, which came without it."""
     monkeypatch.setattr(async_channels, "MAX_PER_RECEIVE", 1)
-    router = open_router(context)
-    dealer = open_dealer(context, router.endpoint)
-    dealer.send(Ping(nonce=0))
-    [(client, _)] = await asyncio.to_thread(received, router)
-    pongs = [Pong(nonce=nonce, incarnation="w@1") for nonce in range(3)]
-    for pong in pongs:
-        assert router.send(client, pong)
+    router, dealer, pongs = await said(context, 3)
     router.drain(WAIT)
     await asyncio.wait_for(dealer.disconnected(), WAIT)
     assert await asyncio.wait_for(dealer.receive(), WAIT) == pongs[0]
