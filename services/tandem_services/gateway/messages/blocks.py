@@ -40,13 +40,17 @@ class _OpenBlock:
         return kind
 
     def whole(self, *, cut: bool) -> dict[str, Any] | None:
-        """None for a call that was cut in the middle of its input: nobody should run it."""
+        """None for a call that was cut in the middle of its input: no client should execute it.
+
+        `input` must be an object. Other text becomes {"INVALID_JSON": text}, the form that Anthropic's documentation
+        of fine-grained tool streaming gives to input that is not valid.
+        """
         text = "".join(self.pieces)
         if self.kind != "tool_use":
             return {**self.head, self.kind: text}
         arguments = _json_object(text)
         if arguments is None:
-            return None if cut else self.head
+            return None if cut else {**self.head, "input": {"INVALID_JSON": text}}
         return {**self.head, "input": arguments}
 
 
@@ -57,6 +61,8 @@ class OutputBlocks:
         self._answer_id = answer_id
         self._call_id_characters = call_id_characters
         self._open: _OpenBlock | None = None
+        self._call: dict[str, Any] | None = None
+        """A call of which no input has arrived. Clients take a block without input for one with `{}`."""
         self._begun = 0
         self.done: list[dict[str, Any]] = []
 
@@ -77,9 +83,12 @@ class OutputBlocks:
             case CallBegin(index, name):
                 call = call_id(self._answer_id, 0, index, self._call_id_characters)
                 head = {"type": "tool_use", "id": call.replace("call_", "toolu_"), "name": name, "input": {}}
-                return [*self._stop(cut=False), self._start(head)]
+                events = self._stop(cut=False)
+                self._call = head
+                return events
             case CallArguments(_, text):
-                return [self._delta(text)]
+                begun, self._call = self._call, None
+                return [*([] if begun is None else [self._start(begun)]), self._delta(text)]
 
     def _continue(self, head: dict[str, Any]) -> list[Event]:
         if self._open is not None and self._open.kind == head["type"]:
@@ -99,7 +108,7 @@ class OutputBlocks:
         return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
 
     def _stop(self, *, cut: bool) -> list[Event]:
-        block, self._open = self._open, None
+        block, self._open, self._call = self._open, None, None
         if block is None:
             return []
         whole = block.whole(cut=cut)

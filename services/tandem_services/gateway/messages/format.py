@@ -75,6 +75,9 @@ class MessagesFormat:
         reason, stop = self._finish.reason, self._finish.stop
         if reason == "stop" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        if reason == "tool_calls" and not any(block["type"] == "tool_use" for block in self._blocks.done):
+            # No call had input that could be read, so the message has no block to execute.
+            return {"stop_reason": "end_turn", "stop_sequence": None}
         return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
 
 

@@ -1,10 +1,13 @@
 """A tool call written as one JSON object: {"name": …, "arguments": {…}}.
 
-The name is reported as soon as it is complete and arguments as they come. Arguments in front of the name wait for
-it. Until there is a name the text may turn out to be something else; `raw` then gives it back unchanged.
+The name is reported as soon as it is complete, arguments as they arrive. Arguments in front of the name wait for it.
+Until there is a name the text may turn out to be something else; `raw` then returns it unchanged.
+
+The reader takes every spelling that JSON allows: any whitespace between tokens, keys with escapes, members in any
+order. Of members with the same key the first counts. Arguments of `{}` are reported only for an object that is
+complete and has no arguments, or whose arguments are null or an empty string; what was not read is never `{}`.
 """
 
-import re
 from collections.abc import Collection
 
 import msgspec
@@ -14,15 +17,25 @@ from tandem_services.gateway.tool_parsers.json_span import JsonSpan
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", "function", *ARGUMENT_KEYS})
-_KEY = re.compile(r'"((?:[^"\\]|\\.){0,128})"\s{0,32}:\s{0,32}(?=\S)', re.DOTALL)
-_LONGEST_KEY = 2 * 128 + 2 * 32 + 4
-"""Characters that `_KEY` looks at: what does not match by then never will."""
+_ANY = ""
+_FOLLOWING: dict[str, dict[str, str]] = {
+    "open": {"{": "first"},
+    "first": {'"': "key", "}": "end"},
+    "member": {'"': "key"},
+    "colon": {":": "blank"},
+    "blank": {_ANY: "value"},
+    "next": {",": "member", "}": "end"},
+}
+"""State → next state by the next character that is not whitespace."""
+_MAX_KEY_CHARACTERS = 6 * max(map(len, _KEYS)) + 2
+"""Of a key above in quotes, each character written as an escape."""
+_EMPTY_ARGUMENTS = frozenset({"null", '""'})
 
 
 class JsonCall:
     """Reads from the opening brace on. `names`: only these are tools; None takes any."""
 
-    __slots__ = ("_at", "_buffer", "_given", "_index", "_key", "_names", "_span", "_value", "_waiting", "begun", "raw")
+    __slots__ = ("_at", "_buffer", "_given", "_index", "_key", "_names", "_raw", "_span", "_value", "_waiting", "begun")
 
     def __init__(self, index: int, names: Collection[str] | None = None) -> None:
         self._index = index
@@ -34,19 +47,24 @@ class JsonCall:
         self._value: list[str] = []
         self._waiting: list[str] = []
         self._given = False
-        self.raw = ""
-        """All text since the opening brace, until there is a name."""
+        """The member with the arguments has been read or is being read."""
+        self._raw: list[str] = []
         self.begun = False
 
     @property
     def ended(self) -> bool:
-        """Nothing more is taken; `begun` tells whether it was a call."""
+        """Nothing more is taken; `begun` states whether it was a call."""
         return self._at == "end"
 
+    @property
+    def raw(self) -> str:
+        """All text since the opening brace, until there is a name."""
+        return "".join(self._raw)
+
     def feed(self, text: str) -> tuple[list[Part], str]:
-        """The parts that `text` decides, and what comes behind the object."""
+        """The parts that `text` decides, and the text behind the object."""
         if not self.begun:
-            self.raw += text
+            self._raw.append(text)
         self._buffer += text
         parts: list[Part] = []
         while not self.ended and self._step(parts):
@@ -55,82 +73,89 @@ class JsonCall:
             return parts, ""
         rest, self._buffer = self._buffer, ""
         if not self.begun:
-            self.raw = self.raw[: len(self.raw) - len(rest)]
+            self._raw = [self.raw.removesuffix(rest)]
         return parts, rest
 
-    def close(self) -> list[Part]:
-        """The end of the output, or of the object: a call without arguments has none."""
-        missing = self.begun and not self._given
-        self._given = True
-        return [CallArguments(self._index, "{}")] if missing else []
-
     def _step(self, parts: list[Part]) -> bool:
-        """One step on; False when it needs more text."""
+        """One step forward; False when it needs more text."""
         match self._at:
-            case "open":
-                return self._expect({"{": "key"})
             case "key":
                 return self._read_key()
             case "value":
                 return self._read_value(parts)
-            case "next":
-                return self._expect({",": "key", "}": "end"}, parts)
-            case at:
-                raise AssertionError(f"no step from {at}")
+            case _:
+                return self._expect(parts)
 
-    def _expect(self, following: dict[str, str], parts: list[Part] | None = None) -> bool:
+    def _expect(self, parts: list[Part]) -> bool:
+        """Whitespace and one character; a character that JSON does not allow here ends the reading."""
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
-        goal = following.get(self._buffer[0])
-        if goal is not None:
+        following, character = _FOLLOWING[self._at], self._buffer[0]
+        self._at = following.get(character, following.get(_ANY, "end"))
+        if self._at in ("key", "value"):
+            # The character is the first of the JSON value that comes next.
+            self._span, self._value = JsonSpan(), []
+        elif character in following:
             self._buffer = self._buffer[1:]
-        self._at = goal or "end"
-        if self.ended and parts is not None:
-            parts += self.close()
+            if self.ended and self.begun and not self._given:
+                # The object is complete: a call without a member for arguments has none.
+                self._give("{}", parts)
         return True
 
     def _read_key(self) -> bool:
-        self._buffer = self._buffer.lstrip()
-        found = _KEY.match(self._buffer)
-        if found is None:
-            hopeless = self._buffer[:1] not in ('"', "") or len(self._buffer) > _LONGEST_KEY
-            self._at = "end" if hopeless else self._at
-            return hopeless
-        self._key = found[1]
-        self._buffer = self._buffer[found.end() :]
-        self._span, self._value = JsonSpan(), []
-        # Whatever else may be in such an object, one that begins otherwise is not a call.
-        self._at = "value" if self.begun or self._key in _KEYS else "end"
+        if not self._read_span():
+            if not self.begun and sum(map(len, self._value)) > _MAX_KEY_CHARACTERS:
+                self._at = "end"
+                return True
+            return False
+        self._key = _text("".join(self._value)) or ""
+        # An object whose first key is any other is not a call, whatever else it contains.
+        self._at = "colon" if self.begun or self._key in _KEYS else "end"
         return True
 
     def _read_value(self, parts: list[Part]) -> bool:
-        end = self._span.feed(self._buffer)
-        piece, self._buffer = self._buffer[:end], self._buffer[end:]
-        if self._key in ARGUMENT_KEYS and self._span.is_nested:
-            self._give(piece, parts)
-        elif self._key == "name" or self._key in ARGUMENT_KEYS:
-            self._value.append(piece)
-        if not self._span.done:
+        if self._key in ARGUMENT_KEYS and not self._given:
+            return self._read_arguments(parts)
+        if not self._read_span():
             return False
         self._at = "next"
-        self._end_value(parts)
+        if self._key == "name" and not self.begun:
+            self._begin(_text("".join(self._value)), parts)
         return True
 
-    def _end_value(self, parts: list[Part]) -> None:
+    def _read_arguments(self, parts: list[Part]) -> bool:
+        before = len(self._value)
+        done = self._read_span()
+        if self._span.is_nested:
+            self._give("".join(self._value[before:]), parts)
+        if not done:
+            return False
+        self._at, self._given = "next", True
         value = "".join(self._value)
-        if self._key == "name" and not self.begun:
-            self._begin(_text(value), parts)
-        elif self._key in ARGUMENT_KEYS and self._span.is_string:
+        if value in _EMPTY_ARGUMENTS:
+            self._give("{}", parts)
+        elif self._span.is_string:
             # Some models write the arguments as a string that holds JSON.
-            self._give(_text(value) or "{}", parts)
+            decoded = _text(value)
+            self._give(value if decoded is None else decoded, parts)
+        elif not self._span.is_nested:
+            self._give(value, parts)
+        return True
+
+    def _read_span(self) -> bool:
+        """Whether the JSON value at the beginning of the buffer is complete; `_value` has what there is of it."""
+        end = self._span.feed(self._buffer)
+        self._value.append(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        return self._span.done
 
     def _begin(self, name: str | None, parts: list[Part]) -> None:
         if not name or (self._names is not None and name not in self._names):
             self._at = "end"
             return
         self.begun = True
-        self.raw = ""
+        self._raw.clear()
         parts.append(CallBegin(self._index, name))
         if self._waiting:
             parts.append(CallArguments(self._index, "".join(self._waiting)))
@@ -139,7 +164,6 @@ class JsonCall:
     def _give(self, piece: str, parts: list[Part]) -> None:
         if not piece:
             return
-        self._given = True
         if self.begun:
             parts.append(CallArguments(self._index, piece))
         else:

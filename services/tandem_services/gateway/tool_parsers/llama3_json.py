@@ -24,7 +24,7 @@ class Llama3JsonParser(StepParser):
 
     def finish(self) -> list[Part]:
         if self._call is not None and self._call.begun:
-            return self._call.close()
+            return []
         undecided = self._separator + (self._buffer if self._call is None else self._call.raw)
         self._buffer = ""
         return self._gate.add(undecided) + self._gate.finish()

@@ -8,10 +8,10 @@ from tandem_services.gateway.tool_parsers.json_span import JsonSpan
 from tandem_services.gateway.tool_parsers.parser import Schemas, StepParser, find_marker
 
 BEGIN = "[TOOL_CALLS]"
-_HEAD = re.compile(r"([\w.-]{1,64})\s{0,8}(?:\[CALL_ID\]\w{0,64}\s{0,8})?(?:\[ARGS\]\s{0,8})?(?=\{)")
-_LONGEST_HEAD = 192
-"""Characters that `_HEAD` looks at: what does not match by then never will."""
-_ENDS_OF_HEADS = [end[cut:] for end in ("[CALL_ID]{", "[ARGS]{") for cut in range(len(end))]
+_HEAD = re.compile(r"([\w.-]{1,64}) ?(?:\[CALL_ID\]\w{0,64} ?)?(?:\[ARGS\] ?)?")
+"""What stands between the marker and the arguments, with each run of whitespace as one space."""
+_MAX_HEAD_CHARACTERS = 192
+_ENDS_OF_HEADS = [end[cut:] for end in ("[CALL_ID]", "[ARGS]") for cut in range(len(end) + 1)]
 """One of these is what the beginning of a head lacks."""
 
 
@@ -23,6 +23,10 @@ class MistralParser(StepParser):
         self._at = "content"
         self._array = CallArray()
         self._span = JsonSpan()
+        self._head: list[str] = []
+        """The text since the marker that is, or may become, the head of a call."""
+        self._spaced = ""
+        """The same with each run of whitespace as one space."""
 
     def finish(self) -> list[Part]:
         match self._at:
@@ -52,25 +56,28 @@ class MistralParser(StepParser):
         return marker is not None
 
     def _read_head(self, parts: list[Part]) -> bool:
-        solid = self._buffer.lstrip()
-        if not solid:
-            return False
-        if solid[0] == "[":
+        if not self._spaced and self._buffer.lstrip()[:1] == "[":
+            self._buffer, self._head = "".join(self._head) + self._buffer, []
             self._array = CallArray(first=self._calls)
             self._at = "array"
             return True
-        head = _HEAD.match(solid)
-        if head is not None:
-            self._gate.call()
-            parts.append(CallBegin(self._calls, head[1]))
-            self._calls += 1
-            self._buffer, self._at, self._span = solid[head.end() :], "arguments", JsonSpan()
-            return True
-        hopeless = not _may_become_head(solid)
-        if hopeless:
+        text, brace, _ = self._buffer.partition("{")
+        self._head.append(text)
+        self._spaced = re.sub(r"\s+", " ", self._spaced + text).lstrip()
+        self._buffer = self._buffer[len(text) :]
+        head = _HEAD.fullmatch(self._spaced) if brace else None
+        if not brace and (not self._spaced or _may_become_head(self._spaced)):
+            return False
+        before, self._head, self._spaced = "".join(self._head), [], ""
+        if head is None:
             parts += self._gate.add(BEGIN)
-            self._at = "content"
-        return hopeless
+            self._buffer, self._at = before + self._buffer, "content"
+            return True
+        self._gate.call()
+        parts.append(CallBegin(self._calls, head[1]))
+        self._calls += 1
+        self._at, self._span = "arguments", JsonSpan()
+        return True
 
     def _read_array(self, parts: list[Part]) -> bool:
         calls = self._array.feed(self._buffer)
@@ -95,4 +102,4 @@ class MistralParser(StepParser):
 
 
 def _may_become_head(text: str) -> bool:
-    return len(text) <= _LONGEST_HEAD and any(_HEAD.match(text + end) for end in _ENDS_OF_HEADS)
+    return len(text) <= _MAX_HEAD_CHARACTERS and any(_HEAD.fullmatch(text + end) for end in _ENDS_OF_HEADS)

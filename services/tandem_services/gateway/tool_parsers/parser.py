@@ -23,7 +23,8 @@ class ToolParser(Protocol):
         ...
 
     def finish(self) -> list[Part]:
-        """The rest, when the output has ended. A call that has a name is closed as it is; one without is left out."""
+        """The rest, when the output has ended. A call that has a name keeps the arguments it has; one without a name
+        is left out."""
         ...
 
 

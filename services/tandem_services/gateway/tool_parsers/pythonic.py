@@ -11,9 +11,9 @@ from tandem_services.gateway.tool_parsers.literals import json_string, python_li
 from tandem_services.gateway.tool_parsers.parser import Schemas, StepParser, half_marker
 
 TAG = "<|python_start|>"
-_HEAD = re.compile(r"\s{0,8}([A-Za-z_][\w.-]{0,63})\(")
-_HALF_HEAD = re.compile(r"\s{0,8}(?:[A-Za-z_][\w.-]{0,63})?")
-_KEY = re.compile(r"\s*([A-Za-z_]\w{0,127})\s*=(?!=)")
+_HEAD = re.compile(r"([A-Za-z_][\w.-]{0,63})\(")
+_HALF_HEAD = re.compile(r"(?:[A-Za-z_][\w.-]{0,63})?")
+_KEY = re.compile(r"\s*([^\W\d]\w*)\s*=(?!=)")
 _PLAIN = re.compile(r"""[^"'\\()\[\]{},]+""")
 
 
@@ -23,6 +23,8 @@ class PythonicParser(StepParser):
     def __init__(self, schemas: Schemas) -> None:
         super().__init__(schemas)
         self._at = "start"
+        self._before = ""
+        """What stands in front of a head: content, if there is no call behind it."""
         self._name = ""
         self._argument: list[str] = []
         self._depth = 0
@@ -32,7 +34,7 @@ class PythonicParser(StepParser):
 
     def finish(self) -> list[Part]:
         if self._at in ("start", "content") or (self._at == "head" and not self._calls):
-            return self._gate.add(self._opening() + self._buffer) + self._gate.finish()
+            return self._gate.add(self._before + self._buffer) + self._gate.finish()
         return []
 
     def _step(self, parts: list[Part]) -> bool:
@@ -50,9 +52,6 @@ class PythonicParser(StepParser):
                 self._buffer = ""
                 return False
 
-    def _opening(self) -> str:
-        return "[" if self._at == "head" and not self._calls else ""
-
     def _start(self) -> bool:
         solid = self._buffer.lstrip()
         if solid.startswith(TAG):
@@ -61,24 +60,30 @@ class PythonicParser(StepParser):
         if half_marker(solid, (TAG,)) == len(solid):
             return False
         if solid[0] == "[":
-            self._buffer, self._at = solid[1:], "head"
+            self._before, self._buffer, self._at = "[", solid[1:], "head"
         else:
             self._at = "content"
         return True
 
     def _read_head(self, parts: list[Part]) -> bool:
-        head = _HEAD.match(self._buffer)
+        solid = self._buffer.lstrip()
+        self._before += self._buffer[: len(self._buffer) - len(solid)]
+        self._buffer = solid
+        head = _HEAD.match(solid)
         if head is not None and (self._calls or head[1] in self._schemas):
             self._gate.call()
             self._name = head[1]
             parts.append(CallBegin(self._calls, self._name))
             self._calls += 1
             self._given = 0
-            self._buffer, self._at = self._buffer[head.end() :], "arguments"
+            self._before, self._buffer, self._at = "", solid[head.end() :], "arguments"
             return True
-        if head is None and _HALF_HEAD.fullmatch(self._buffer):
+        if head is None and _HALF_HEAD.fullmatch(solid):
             return False
-        self._buffer, self._at = self._opening() + self._buffer, "content"
+        if self._calls and solid[:1] == "]":
+            # Python allows a comma behind the last call.
+            self._before, solid = "", solid[1:]
+        self._before, self._buffer, self._at = "", self._before + solid, "content"
         return True
 
     def _read_arguments(self, parts: list[Part]) -> bool:

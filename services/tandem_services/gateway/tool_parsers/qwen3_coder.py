@@ -35,13 +35,9 @@ class Qwen3CoderParser(StepParser):
         """Parameters of this call so far."""
 
     def finish(self) -> list[Part]:
-        match self._at:
-            case "content":
-                return self._gate.add(self._buffer) + self._gate.finish()
-            case "body":
-                return [self._piece("}" if self._given else "{}")]
-            case _:
-                return []
+        if self._at == "content":
+            return self._gate.add(self._buffer) + self._gate.finish()
+        return []
 
     def _step(self, parts: list[Part]) -> bool:
         return _STEPS[self._at](self, parts)

@@ -118,6 +118,28 @@ async def test_a_call_that_was_cut_is_not_there_to_be_run(says):
     assert [block["type"] for block in answer["content"]] == ["text"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_call_without_readable_input_has_no_block(says, stream):
+    text = 'Hm.<tool_call>{"name": "weather" oops</tool_call>'
+    async with says(text) as gateway:
+        response = await ask(gateway, tools=[WEATHER], stream=stream)
+    if stream:
+        found = named_events(response)
+        kinds = {event["content_block"]["type"] for event in found if event["type"] == "content_block_start"}
+        reason = found[-2]["delta"]["stop_reason"]
+    else:
+        answer = response.json()
+        kinds, reason = {block["type"] for block in answer["content"]}, answer["stop_reason"]
+    assert (kinds, reason) == ({"text"}, "end_turn")
+
+
+async def test_input_that_is_not_json_is_never_an_empty_object(says):
+    text = 'Hm.<tool_call>{"name": "weather", "arguments": {"city": Bern}}</tool_call>'
+    async with says(text) as gateway:
+        block = (await ask(gateway, tools=[WEATHER])).json()["content"][-1]
+    assert block["input"] == {"INVALID_JSON": '{"city": Bern}'}
+
+
 # Streams
 
 

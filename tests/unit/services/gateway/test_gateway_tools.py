@@ -67,6 +67,24 @@ def _add_call(calls: list[dict], delta: dict) -> None:
     calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_forced_call_with_long_whitespace_keeps_arguments(says, stream):
+    text = '[{"name": "weather", "arguments"' + " " * 40 + ":" + "\n" * 40 + '{"city": "Bern"}}]'
+    async with says(text) as gateway:
+        response = await gateway.chat(tools=[WEATHER], tool_choice="required", stream=stream)
+    message = collected(events(response)) if stream else response.json()["choices"][0]["message"]
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "weather", "arguments": '{"city": "Bern"}'}
+    ]
+
+
+@pytest.mark.parametrize("cut", ['{"name": "weather"', '{"name": "weather", "argu', '{"name": "weather", oops}'])
+async def test_call_without_readable_arguments_is_not_empty_object(says, cut):
+    async with says(f"<tool_call>{cut}") as gateway:
+        [call] = (await gateway.chat(tools=[WEATHER])).json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": ""}
+
+
 # auto
 
 
