@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import KvCacheDtype, ModelImpl, Quantization, Role
 from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
@@ -25,6 +26,7 @@ from tandem_engine.flags import (
     add_kv_cache_dtype_flag,
     add_model_impl_flag,
     engine_config,
+    host_address,
     non_negative_int,
     positive_int,
 )
@@ -59,7 +61,9 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_process_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="address that gateways, peers and other nodes reach")
+    parser.add_argument(
+        "--host", type=host_address, default=LOOPBACK, help="address that gateways, peers and other nodes reach"
+    )
     parser.add_argument("--control", metavar="ENDPOINT", help="ipc:// endpoint of the worker service")
     parser.add_argument("--curve-keys", type=Path, metavar="FILE", help="key file of the deployment")
     _add_log_format(parser)
@@ -118,6 +122,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add_kv_cache_dtype_flag(parser)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=positive_int, metavar="N")
+    parser.add_argument("--host", type=host_address, default=LOOPBACK)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_verify)
 
@@ -134,6 +139,7 @@ def _verify(args: argparse.Namespace) -> int:
         quick=args.quick,
         as_json=args.json,
         tp_size=args.tensor_parallel_size,
+        host=args.host,
     )
 
 

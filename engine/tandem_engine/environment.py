@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _lending = threading.Lock()
@@ -44,17 +44,16 @@ def set_default(name: str, value: str) -> None:
 
 
 @contextlib.contextmanager
-def default_while(name: str, value: str) -> Iterator[None]:
-    """The same for as long as the library reads it: processes that are started later inherit nothing.
+def defaults_while(defaults: Mapping[str, str]) -> Iterator[None]:
+    """The same for as long as the library reads them: processes that are started later inherit nothing.
 
     One thread at a time: others wait, with `read_environment` too.
     """
     with _lending:
-        if name in os.environ:
-            yield
-            return
-        os.environ[name] = value
+        missing = {name: value for name, value in defaults.items() if name not in os.environ}
+        os.environ.update(missing)
         try:
             yield
         finally:
-            del os.environ[name]
+            for name in missing:
+                del os.environ[name]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem_engine.addresses import Address
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import DrainWanted, Shutdown
 from tandem_engine.messages.outputs import FinishReason
@@ -52,16 +53,18 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @asynccontextmanager
-async def two_nodes(checkpoint: Path, folder: Path, keys: Path) -> AsyncIterator[TwoNodes]:
-    together = ("--nnodes", "2", "--dist-init-addr", f"{LEADER}:{free_port(LEADER)}", "--curve-keys", str(keys))
+async def two_nodes(
+    checkpoint: Path, folder: Path, keys: Path, leader: str = LEADER, node_host: str = NODE
+) -> AsyncIterator[TwoNodes]:
+    together = ("--nnodes", "2", "--dist-init-addr", str(Address(leader, free_port(leader))), "--curve-keys", str(keys))
     node = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tandem_engine.cli", "follow", "--model", str(checkpoint), "--dtype", "float32"),
         *("--threads", "1", "--num-pages", "256", "--chunked-prefill-size", "32", "--tensor-parallel-size", "2"),
         *("--grant-timeout", str(GRANT_S), "--hold-timeout", str(HOLD_S), "--dist-timeout", str(PATIENCE_S)),
-        *("--host", NODE, "--node-rank", "1", *together),
+        *("--host", node_host, "--node-rank", "1", *together),
     )
     try:
-        async with serving(checkpoint, folder, "n", 2, "--host", LEADER, *together, keys=keys) as engine:
+        async with serving(checkpoint, folder, "n", 2, "--host", leader, *together, keys=keys) as engine:
             yield TwoNodes(engine=engine, node=node)
     finally:
         if node.returncode is None:
@@ -99,6 +102,23 @@ async def test_two_nodes_serve_as_one_hand_over_both_ways_and_leave_in_order(che
         assert (await report_of(engine, DrainWanted)).reason == "node 1 is to leave"
         assert await alone(engine, "meanwhile", PROMPTS[1]) == await alone(single, "still", PROMPTS[1])
         await engine.control.send(Shutdown())
+        assert await both.ended() == (0, 0)
+
+
+async def test_two_nodes_on_ipv6_addresses_serve_and_hand_over(checkpoint, tmp_path):
+    keys = key_file(tmp_path)
+    async with (
+        serving(checkpoint, tmp_path, "s", 1, "--host", "::1", "--curve-keys", str(keys), keys=keys) as single,
+        two_nodes(checkpoint, tmp_path, keys, "::1", "::1") as both,
+    ):
+        assert both.engine.ready.peer_endpoint.startswith("tcp://[::1]:")
+        expected = await alone(single, "one", PROMPTS[0])
+        assert await alone(both.engine, "two", PROMPTS[0]) == expected
+        hand_over("r", PROMPTS[0], both.engine, single, max_tokens=8)
+        assert (await single.until("r")).tokens == expected
+        both.node.terminate()
+        assert await report_of(both.engine, DrainWanted)
+        await both.engine.control.send(Shutdown())
         assert await both.ended() == (0, 0)
 
 

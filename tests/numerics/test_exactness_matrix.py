@@ -20,7 +20,17 @@ from tandem_engine.verify.compare import compare
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.reference import ReferenceOutput
 from tandem_engine.verify.verification import Verification
-from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, SHARED, UNEQUAL, run_paths
+from tandem_testing.exactness import (
+    CACHED,
+    CHUNKED,
+    DISAGGREGATED,
+    MIXED,
+    RETRACTED,
+    SHARED,
+    UNEQUAL,
+    run_paths,
+    run_paths_of,
+)
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
 FAMILIES = ["qwen3", "gemma2"]
@@ -72,6 +82,17 @@ def test_the_other_families_take_the_paths_on_which_pages_meet(name, tmp_path) -
     checkpoint = write_tiny_checkpoint(name, tmp_path)
     results = run_paths(checkpoint, [CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SHARED, *UNEQUAL])
     assert [result.difference for result in results] == [None] * 8
+
+
+@pytest.mark.parametrize("transports", ["all", "tcp"])
+def test_engines_on_ipv6_addresses_hand_over_exactly(transports, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("UCX_TLS", transports)
+    model = load(
+        EngineConfig(model_path=str(write_tiny_checkpoint("qwen3", tmp_path)), dtype="float32"), progress=False
+    )
+    (result,) = run_paths_of(model, [DISAGGREGATED], every=5, host="::1")
+    assert result.difference is None
+    assert result.requests > 0
 
 
 REFERENCE = ReferenceOutput(prompt=(1, 2), token_ids=(5, 6, 7), logprobs=(-1.0, -2.0, -3.0), ignore_eos=False)

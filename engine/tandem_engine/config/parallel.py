@@ -1,12 +1,9 @@
 """The ranks of an engine, and the machines that they run on."""
 
-import re
 from dataclasses import dataclass
 
+from tandem_engine.addresses import Address, AddressError
 from tandem_engine.errors import ConfigError
-
-INIT_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
-"""What `--dist-init-addr` takes: HOST:PORT, an IPv6 address in brackets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,10 +39,14 @@ class ParallelConfig:
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"--node-rank must be below --nnodes {self.nnodes}, from 0 upwards, got {self.node_rank}")
-        if self.nnodes > 1 and not INIT_ADDRESS.fullmatch(self.dist_init_addr):
-            raise ConfigError(
-                f"--dist-init-addr must be HOST:PORT of node 0 with --nnodes {self.nnodes}, got {self.dist_init_addr!r}"
-            )
+        if self.nnodes > 1:
+            try:
+                Address.parse(self.dist_init_addr)
+            except AddressError as error:
+                raise ConfigError(
+                    f"--dist-init-addr must be HOST:PORT of node 0 with --nnodes {self.nnodes}, "
+                    f"got {self.dist_init_addr!r}: {error}"
+                ) from error
         if self.nnodes == 1 and self.dist_init_addr:
             raise ConfigError(f"--dist-init-addr {self.dist_init_addr} needs --nnodes above 1")
 
@@ -63,6 +64,6 @@ class ParallelConfig:
         return range(node_rank * self.local_size, (node_rank + 1) * self.local_size)
 
     @property
-    def init_port(self) -> int:
-        """Of `dist_init_addr`."""
-        return int(self.dist_init_addr.rpartition(":")[2])
+    def init_address(self) -> Address:
+        """`dist_init_addr`, with several nodes."""
+        return Address.parse(self.dist_init_addr)

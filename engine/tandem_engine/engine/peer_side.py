@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
@@ -38,7 +39,7 @@ class EnginePort:
     worker_id: str
     incarnation: str
     context: IpcContext
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     peer_port: int = 0
 
 

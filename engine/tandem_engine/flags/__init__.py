@@ -19,7 +19,7 @@ from tandem_engine.flags.shared import (
     add_kv_cache_dtype_flag,
     add_model_impl_flag,
 )
-from tandem_engine.flags.values import non_negative_int, positive_int
+from tandem_engine.flags.values import host_address, non_negative_int, positive_int
 
 __all__ = [
     "AUTO_AFFINITY",
@@ -32,6 +32,7 @@ __all__ = [
     "add_model_impl_flag",
     "engine_argv",
     "engine_config",
+    "host_address",
     "non_negative_int",
     "positive_int",
 ]

@@ -3,6 +3,7 @@
 import argparse
 import math
 
+from tandem_engine.addresses import AddressError, bare_host
 from tandem_engine.errors import ConfigError
 
 GIB = 1 << 30
@@ -21,6 +22,14 @@ def non_negative_int(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(text)
+
+
+def host_address(text: str) -> str:
+    """argparse type: a name or an IP address; brackets around an IPv6 address are taken off."""
+    try:
+        return bare_host(text)
+    except AddressError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def positive_float(text: str) -> float:

@@ -10,7 +10,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from tandem_engine.errors import WireError
-from tandem_engine.ipc.channels import MAX_PER_RECEIVE, In, IpcContext, Out, configure
+from tandem_engine.ipc.channels import MAX_PER_RECEIVE, In, IpcContext, Out, configure, connect
 from tandem_engine.ipc.readable import SocketReadable
 from tandem_engine.messages.codec import Codec
 
@@ -63,10 +63,10 @@ class AsyncDealerChannel(Generic[In, Out]):
         self._monitor_readable = SocketReadable(self._monitor)
         self._taken = 0
         try:
-            self.socket.connect(endpoint)
-        except zmq.ZMQError as error:
+            connect(self.socket, endpoint)
+        except WireError:
             self.close()
-            raise WireError(f"cannot connect to {endpoint!r}: {error}") from error
+            raise
 
     async def receive(self) -> In:
         """Raises `WireError` for an undecodable message. One receiver at a time."""

@@ -14,7 +14,6 @@ or made by `tandem up`). A server accepts exactly that public key; without keys 
 must be bound to loopback.
 """
 
-import ipaddress
 import logging
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -24,6 +23,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
+from tandem_engine.addresses import LOOPBACK, Address, AddressError, ip_of, is_ipv6, is_loopback
 from tandem_engine.errors import ConfigError, WireError
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.codec import MAX_MESSAGE_BYTES, Codec
@@ -95,10 +95,10 @@ class IpcContext:
 
     def require_keys_off_loopback(self, host: str) -> None:
         """Raise `ConfigError` when others could connect to `host` and nothing would keep them out."""
-        if self.keys is None and not _is_loopback(host):
+        if self.keys is None and not is_loopback(host):
             raise ConfigError(
                 f"refusing to listen on {host} without keys, where anybody could connect: "
-                "give every process of the deployment the same --curve-keys file, or use 127.0.0.1"
+                f"give every process of the deployment the same --curve-keys file, or use {LOOPBACK}"
             )
 
     def secure_server(self, socket: "zmq.Socket[Any]") -> None:
@@ -114,13 +114,6 @@ class IpcContext:
             socket.curve_serverkey = self.keys.public
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def configure(socket: "zmq.Socket[Any]") -> None:
     """Bounds and heartbeats of every socket."""
     socket.linger = 0
@@ -134,14 +127,35 @@ def configure(socket: "zmq.Socket[Any]") -> None:
 def bind(socket: "zmq.Socket[bytes]", host: str, port: int = 0) -> str:
     """Bind to tcp `host:port`, a free port when 0, and return the endpoint. Raises `ConfigError` when taken."""
     try:
-        if port == 0:
-            port = socket.bind_to_random_port(f"tcp://{host}")
-        else:
-            socket.bind(f"tcp://{host}:{port}")
+        address = Address(host, port)
+    except AddressError as error:
+        socket.close()
+        raise ConfigError(f"cannot listen: {error}. Choose another port or address") from error
+    try:
+        _choose_family(socket, address.host)
+        socket.bind(address.endpoint)
+        bound = Address.of_endpoint(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)))
     except zmq.ZMQError as error:
         socket.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}. Choose another port or address") from error
-    return f"tcp://{host}:{port}"
+        raise ConfigError(f"cannot listen on {address}: {error}. Choose another port or address") from error
+    return Address(address.host, bound.port).endpoint
+
+
+def connect(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Connect to a tcp endpoint, which came in a message or from the registry. Raises `WireError` when it is none."""
+    try:
+        _choose_family(socket, Address.of_endpoint(endpoint).host)
+        socket.connect(endpoint)
+    except (zmq.ZMQError, AddressError) as error:
+        raise WireError(f"cannot connect to {endpoint[:200]!r}: {error}") from error
+
+
+def _choose_family(socket: "zmq.Socket[bytes]", host: str) -> None:
+    """Let the socket speak IPv6, unless `host` is an IPv4 address: a name may have addresses of either family.
+
+    ZMQ goes back to IPv4 by itself where the kernel has no IPv6.
+    """
+    socket.ipv6 = is_ipv6(host) or ip_of(host) is None
 
 
 class RouterChannel(Generic[In, Out]):
@@ -204,10 +218,10 @@ class DealerChannel(Generic[Out]):
         context.secure_client(self.socket)
         self.endpoint = endpoint
         try:
-            self.socket.connect(endpoint)
-        except zmq.ZMQError as error:
+            connect(self.socket, endpoint)
+        except WireError:
             self.socket.close()
-            raise WireError(f"cannot connect to {endpoint!r}: {error}") from error
+            raise
 
     def send(self, message: Out) -> bool:
         """False when the queue to the peer is full. Messages to a peer that never answers are lost by design."""

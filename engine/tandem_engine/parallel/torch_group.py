@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from tandem_engine.addresses import LOOPBACK, is_ipv6
 from tandem_engine.environment import set_default
 from tandem_engine.errors import ConfigError, RankLostError
 from tandem_engine.parallel.devices import use_device
@@ -29,7 +30,6 @@ from tandem_engine.parallel.group import Parallel
 from tandem_engine.parallel.nodes.interfaces import interface_of
 from tandem_engine.parallel.nodes.proof import require_proofs
 
-LOOPBACK = "127.0.0.1"
 NO_TIMEOUT_S = 365 * 24 * 3600.0
 """An engine may have nothing to do for days; the scheduler's ranks notice each other's end by their connections."""
 
@@ -224,6 +224,8 @@ def _make_nccl(
     if host is not None:
         # Else NCCL may listen on another network of the machine.
         set_default("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
+        if is_ipv6(host):
+            set_default("NCCL_SOCKET_FAMILY", "AF_INET6")
     use_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

@@ -13,6 +13,7 @@ from pathlib import Path as Folder
 
 import msgspec
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import CacheConfig, EngineConfig, KvCacheDtype, ModelConfig, ModelImpl, SchedulerConfig
 from tandem_engine.errors import ConfigError
 from tandem_engine.loaded_model import load
@@ -43,6 +44,7 @@ def run_verify(
     quick: bool,
     as_json: bool,
     tp_size: int | None = None,
+    host: str = LOOPBACK,
 ) -> int:
     """Entry point of the command; returns the exit status. Raises `EngineError`.
 
@@ -52,6 +54,7 @@ def run_verify(
         kv_dtype: of pages. Unless it is the model's, paths are compared with the first of them.
         tp_size: how many ranks share the model in the tensor-parallel paths; 1 leaves these out, None takes
             `DEFAULT_RANKS` where the model can be shared by so many.
+        host: loopback address for engines that exchange KV.
     """
     import torch
     import transformers
@@ -94,6 +97,7 @@ def run_verify(
         max_tokens=prompts.max_tokens,
         edited=references.edited,
         kv_dtype=kv_dtype,
+        host=host,
         score=RememberedScores(reference.score) if rounds else None,
     )
     if kv_dtype is not KvCacheDtype.AUTO:

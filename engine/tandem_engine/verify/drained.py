@@ -12,6 +12,7 @@ from typing import Self
 
 import msgspec
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine
 from tandem_engine.generation import Generation, Generations
@@ -46,10 +47,12 @@ class Drained:
 
     @classmethod
     @contextmanager
-    def build(cls, leaver: EngineMaker, taker: EngineMaker, config: EngineConfig) -> Iterator[Self]:
+    def build(
+        cls, leaver: EngineMaker, taker: EngineMaker, config: EngineConfig, *, host: str = LOOPBACK
+    ) -> Iterator[Self]:
         """Raises `TransportUnavailableError` when NIXL cannot be loaded."""
         askers = Askers()
-        with Pair.build(leaver, taker, config, sink=askers) as pair:
+        with Pair.build(leaver, taker, config, host=host, sink=askers) as pair:
             drained = cls(pair=pair, askers=askers)
             drained.leaver.decode_elsewhere(wanted=True)
             yield drained

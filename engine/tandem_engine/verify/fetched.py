@@ -12,6 +12,7 @@ from typing import Self
 
 import msgspec
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine
 from tandem_engine.generation import Generation
@@ -31,9 +32,11 @@ class Fetched:
 
     @classmethod
     @contextmanager
-    def build(cls, lender: EngineMaker, asker: EngineMaker, config: EngineConfig) -> Iterator[Self]:
+    def build(
+        cls, lender: EngineMaker, asker: EngineMaker, config: EngineConfig, *, host: str = LOOPBACK
+    ) -> Iterator[Self]:
         """Raises `TransportUnavailableError` when NIXL cannot be loaded."""
-        with Pair.build(lender, asker, config) as pair:
+        with Pair.build(lender, asker, config, host=host) as pair:
             yield cls(pair=pair)
 
     @property

@@ -10,6 +10,7 @@ from typing import Self
 
 import msgspec
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.generation import Generation, Generations
@@ -32,9 +33,15 @@ class Pair:
     @classmethod
     @contextmanager
     def build(
-        cls, prefill: EngineMaker, decode: EngineMaker, config: EngineConfig, *, sink: Sink | None = None
+        cls,
+        prefill: EngineMaker,
+        decode: EngineMaker,
+        config: EngineConfig,
+        *,
+        sink: Sink | None = None,
+        host: str = LOOPBACK,
     ) -> Iterator[Self]:
-        """With `sink`, outputs go there, and `generate` is not for use.
+        """With `sink`, outputs go there, and `generate` is not for use. `host`: of both engines' sockets.
 
         Raises `TransportUnavailableError` when NIXL cannot be loaded.
         """
@@ -47,7 +54,7 @@ class Pair:
                     maker.engine(
                         config,
                         sink=sink or generations,
-                        port=EnginePort(worker_id=name, incarnation=f"{name}@1", context=context),
+                        port=EnginePort(worker_id=name, incarnation=f"{name}@1", context=context, host=host),
                     )
                 )
                 for maker, name in ((prefill, "verify-prefill"), (decode, "verify-decode"))

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import CacheConfig, EngineConfig, GraphConfig, KvCacheDtype
 from tandem_engine.engine import Engine
 from tandem_engine.generation import Generation
@@ -54,6 +55,8 @@ class Verification:
     """Of the pages of all paths."""
     score: Score | None = None
     """What the truth says of tokens, where the model's dtype rounds too much for them to be equal (`rounded`)."""
+    host: str = LOOPBACK
+    """Address of this machine for engines that exchange KV."""
     ranks: dict[tuple[str, int], ThreadRanks] = field(default_factory=dict)
     """For paths on several ranks, by side and number; loaded when the first of them runs."""
 
@@ -95,13 +98,13 @@ class Verification:
         sides = self._sides(path)
         config = replace(config, disagg=replace(config.disagg, grant_timeout=LEASE_S, hold_timeout=LEASE_S))
         if path.drained:
-            with Drained.build(*sides, config) as drained:
+            with Drained.build(*sides, config, host=self.host) as drained:
                 return self._drained(path, drained, began)
         if path.fetched:
-            with Fetched.build(*sides, config) as fetched:
+            with Fetched.build(*sides, config, host=self.host) as fetched:
                 return self._fetched(path, fetched, began)
         config = replace(config, disagg=replace(config.disagg, kv_push_layers=path.push_layers))
-        with Pair.build(*sides, config) as pair:
+        with Pair.build(*sides, config, host=self.host) as pair:
             return self._compare(path, pair.generate, (pair.prefill, pair.decode), began)
 
     def _drained(self, path: Path, drained: Drained, began: float) -> PathResult:

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from tandem_engine.addresses import EVERY_ADDRESS
 from tandem_operator.api.model_service import ModelServiceSpec
 from tandem_operator.builders.containers import Manifest, container_port, from_pod
 from tandem_operator.builders.model_mount import ModelMount, model_mount
@@ -106,8 +107,8 @@ def _template(service: Served, labels: dict[str, str]) -> Manifest:
 def _arguments(service: Served, mount: ModelMount) -> list[str]:
     spec = service.spec
     words = ["--model", mount.folder, "--served-model-name", service.model_name, *spec.aliases]
-    words += ["--host", "0.0.0.0", "--port", str(PORT)]  # noqa: S104 - of the pod
-    words += ["--admin-host", "0.0.0.0", "--admin-port", str(ADMIN_PORT)]  # noqa: S104 - of the pod
+    words += ["--host", EVERY_ADDRESS, "--port", str(PORT)]
+    words += ["--admin-host", EVERY_ADDRESS, "--admin-port", str(ADMIN_PORT)]
     words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}", "--log-format", "json"]
     words += ["--drain-notice", str(DRAIN_NOTICE_S), "--drain-timeout", str(spec.drain_seconds)]

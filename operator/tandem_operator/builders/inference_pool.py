@@ -5,6 +5,7 @@
 docs/routing.md ("Inference Gateways") has the protocol; docs/adr/0020 says why the endpoints are gateways.
 """
 
+from tandem_engine.addresses import EVERY_ADDRESS, Address
 from tandem_operator.api.gateway import InferencePool
 from tandem_operator.builders.containers import Manifest, container_port
 from tandem_operator.builders.gateway import INFERENCE_GROUP, gateway_labels
@@ -108,10 +109,10 @@ def _template(service: Served, wanted: InferencePool, labels: Labels) -> Manifes
 
 def _arguments(service: Served, mount: ModelMount) -> list[str]:
     spec = service.spec
-    gateways = f"{gateways_name(service.name)}.{service.namespace}.svc:{GATEWAY_PORT}"
+    gateways = str(Address(f"{gateways_name(service.name)}.{service.namespace}.svc", GATEWAY_PORT))
     names = ",".join((service.model_name, *spec.aliases))
     words = ["--model", f"{names}={mount.folder}", "--gateway", gateways]
-    words += ["--host", "0.0.0.0", "--port", str(PORT), "--grpc-port", str(GRPC_PORT)]  # noqa: S104 - of the pod
+    words += ["--host", EVERY_ADDRESS, "--port", str(PORT), "--grpc-port", str(GRPC_PORT)]
     words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}", "--log-format", "json"]
     words += ["--drain-notice", str(DRAIN_NOTICE_S)]

@@ -3,6 +3,7 @@
 Kubelets renew the files when their Secrets change, and both are read at each connect.
 """
 
+from tandem_engine.addresses import Address
 from tandem_operator.api.redis import Redis
 from tandem_operator.builders.containers import Manifest, secret_volume
 from tandem_operator.builders.naming import redis_name, redis_secret_name
@@ -33,7 +34,7 @@ def redis_volumes(redis: Redis, service: str) -> list[tuple[Manifest, Manifest]]
 
 def _url(redis: Redis, service: str) -> str:
     if redis.external is None:
-        return f"redis://{redis_name(service)}:{PORT}/0"
+        return Address(redis_name(service), PORT).url("/0", scheme="redis")
     authority = f"?ssl_ca_certs={CA_FOLDER}/{CA_FILE}" if redis.external.ca_secret is not None else ""
     return redis.external.url + authority
 

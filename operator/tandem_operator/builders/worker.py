@@ -2,6 +2,7 @@
 
 import msgspec
 
+from tandem_engine.addresses import EVERY_ADDRESS
 from tandem_operator.api.model_service import ModelServiceSpec, Role
 from tandem_operator.api.observability import Observability
 from tandem_operator.api.roles import RoleName
@@ -121,7 +122,7 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
     words = ["--role", role, "--model", mount.folder, "--served-model-name", service.model_name]
     words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}"]
-    words += ["--health-host", "0.0.0.0", "--health-port", str(HEALTH_PORT)]  # noqa: S104 - of the pod
+    words += ["--health-host", EVERY_ADDRESS, "--health-port", str(HEALTH_PORT)]
     words += ["--drain-timeout", str(spec.drain_seconds), "--await-links", str(AWAIT_LINKS_S), "--log-format", "json"]
     words += traced(spec.observability)
     nodes = service.nodes(role)

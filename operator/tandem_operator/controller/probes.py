@@ -1,10 +1,13 @@
 """The operator's own HTTP port: /livez, /readyz, /metrics, and /scaling/NAMESPACE/SERVICE/ROLE for KEDA."""
 
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from tandem_engine.addresses import EVERY_ADDRESS, Address, AddressError, family_of
 
 
 class PortTakenError(Exception):
@@ -54,11 +57,23 @@ async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[i
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
         try:
-            await site.start()
+            address = Address(host, port)
+            listener = _listener(address)
+        except AddressError as error:
+            raise PortTakenError(f"{error}; choose another --http-host") from error
         except OSError as error:
-            raise PortTakenError(f"{host}:{port}: {error.strerror}; choose another --http-port") from error
-        yield runner.addresses[0][1]
+            raise PortTakenError(f"{address}: {error.strerror}; choose another --http-port") from error
+        await web.SockSite(runner, listener).start()
+        yield listener.getsockname()[1]
     finally:
         await runner.cleanup()
+
+
+def _listener(address: Address) -> socket.socket:
+    """At all addresses of both families for `EVERY_ADDRESS`, where the kernel has IPv6. Raises `OSError`."""
+    host = address.host
+    both = host == EVERY_ADDRESS and socket.has_dualstack_ipv6()
+    if host == EVERY_ADDRESS and not both:
+        host = "0.0.0.0"  # noqa: S104 - as the user has asked
+    return socket.create_server((host, address.port), family=family_of(host), dualstack_ipv6=both)

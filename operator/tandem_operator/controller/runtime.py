@@ -23,6 +23,7 @@ import httpx
 import kopf
 from kubernetes.aio.client.api_client import ApiClient
 
+from tandem_engine.addresses import EVERY_ADDRESS
 from tandem_operator.controller.canaries import Ask, CanaryBook
 from tandem_operator.controller.carry_out import Executor
 from tandem_operator.controller.cluster import ApiError, Cluster, connected
@@ -68,7 +69,7 @@ class RuntimeOptions:
     """Services that are looked at at the same time."""
     election: ElectionConfig | None = None
     """None: this operator is the only one."""
-    http_host: str = "0.0.0.0"  # noqa: S104 - of the pod
+    http_host: str = EVERY_ADDRESS
     http_port: int = 8080
 
 

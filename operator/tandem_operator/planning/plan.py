@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tandem_engine.addresses import Address
 from tandem_operator.api.conditions import Condition
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceStatus, RevisionStatus, RoleStatus
 from tandem_operator.api.roles import ROLES, RoleName
@@ -219,7 +220,7 @@ def _with_workers(
     return msgspec.structs.replace(
         status,
         ready=" ".join(f"{total[role]}/{wanted[role]}{role[0].upper()}" for role in ROLES),
-        endpoint=f"http://{host}" + ("" if port == 80 else f":{port}"),
+        endpoint=Address(host, port).url().removesuffix(":80"),
         revision=target,
         history=list(dict.fromkeys(history))[: service.spec.rollout.history],
         revisions=_revision_statuses(observed, step),

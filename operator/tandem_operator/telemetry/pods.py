@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tandem_engine.addresses import Address
 from tandem_operator.api.roles import RoleName
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
 
@@ -71,8 +72,7 @@ class PodSeen:
         number = self.ports.get(port)
         if not self.ip or number is None:
             return None
-        host = f"[{self.ip}]" if ":" in self.ip else self.ip
-        return f"http://{host}:{number}{path}"
+        return Address(self.ip, number).url(path)
 
 
 def _role(labels: Mapping[str, str]) -> PodRole | None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tandem_engine.addresses import Address, AddressError
 from tandem_engine.config import Role
 from tandem_engine.flags import positive_int
 from tandem_services.cli.link_table import links_table
@@ -93,7 +94,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     import httpx
 
-    url = args.worker if "://" in args.worker else f"http://{args.worker}"
+    url = _url(args.worker)
     try:
         headers = {} if args.curve_keys is None else _authorization(args.curve_keys)
         with httpx.Client(base_url=url, timeout=ORDER_TIMEOUT, trust_env=False, headers=headers) as client:
@@ -109,6 +110,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(json.dumps(answer), file=sys.stdout if response.is_success else sys.stderr)
     return 0 if response.is_success else 1
+
+
+def _url(worker: str) -> str:
+    """Of the worker's health port. Raises `StartupError` for what is neither HOST:PORT nor a URL."""
+    if "://" in worker:
+        return worker
+    try:
+        return Address.parse(worker).url()
+    except AddressError as error:
+        raise StartupError(f"{error}: give the HOST:PORT of its --health-port") from error
 
 
 def _authorization(keys: Path) -> dict[str, str]:

@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.errors import ConfigError
-from tandem_engine.flags import non_negative_int
+from tandem_engine.flags import host_address, non_negative_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import (
@@ -51,7 +52,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="JSON or TOML file of several model services, instead of --model; followed while it changes; what its "
         "entries leave out is as the other flags say (docs/multi-model.md)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument(
+        "--host",
+        type=host_address,
+        default=LOOPBACK,
+        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default %(default)s)",
+    )
     parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default 8000)")
     parser.add_argument(
         "--drain-notice",
@@ -78,7 +84,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "(default: none)",
     )
     parser.add_argument(
-        "--admin-host", default="127.0.0.1", metavar="HOST", help="address of that port (default 127.0.0.1)"
+        "--admin-host",
+        type=host_address,
+        default=LOOPBACK,
+        metavar="HOST",
+        help="address of that port (default %(default)s)",
     )
     add_console(parser)
     add_local_prefill(parser)

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandem_engine.addresses import Address, is_loopback, loopback_beside
+
 
 def greeting(args: argparse.Namespace, *, url: str, model: str, workers: Mapping[str, int], run_dir: Path) -> str:
     """`url`: of the API, as this machine reaches it; `workers`: health port by name."""
@@ -11,6 +13,7 @@ def greeting(args: argparse.Namespace, *, url: str, model: str, workers: Mapping
     header = " -H 'Authorization: Bearer KEY'" if keyed else ""
     chat = f"{'TANDEM_API_KEY=KEY ' if keyed else ''}tandem chat{'' if url.endswith(':8000') else f' --url {url}'}"
     name, port = next(iter(workers.items()))
+    address = Address(loopback_beside(args.host), port)
     return f"""
 Tandem serves {model} at {url}
 
@@ -19,7 +22,7 @@ Tandem serves {model} at {url}
 
   {chat}          a conversation in the terminal
   {url}/metrics   numbers; GET /v1/requests/ID/explain tells where a request ran
-{_console_line(args, url)}  tandem ctl 127.0.0.1:{port} links   orders to {name}{_others(workers)}
+{_console_line(args, url)}  tandem ctl {address} links   orders to {name}{_others(workers)}
   {run_dir}   logs
 
 Ctrl-C stops everything.
@@ -27,8 +30,6 @@ Ctrl-C stops everything.
 
 
 def _console_line(args: argparse.Namespace, url: str) -> str:
-    from tandem_services.gateway.config import is_loopback
-
     guarded = args.api_keys is not None or is_loopback(args.host)
     served = guarded if args.console is None else args.console
     return f"  {url}/console   the fleet, requests' timelines and a playground, in a browser\n" if served else ""

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem_engine.addresses import LOOPBACK, Address
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.common.errors import StartupError
 from tandem_services.common.ports import free_port
@@ -39,7 +40,7 @@ def start_redis(supervisor: Supervisor, run_dir: Path) -> str:
     ]
     supervisor.start(Child(name="redis", argv=argv, log=run_dir / "redis.log", outlives_others=True))
     _wait_for_port(supervisor, port)
-    return f"redis://127.0.0.1:{port}/0"
+    return Address(LOOPBACK, port).url("/0", scheme="redis")
 
 
 def require_redis(address: "RedisAddress") -> None:

@@ -5,7 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.errors import ConfigError
+from tandem_engine.flags import host_address
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_router_policy
@@ -58,7 +60,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="checkpoint folder whose tokenizer reads prompts, and the names clients use (default: the folder's); may "
         "be given several times (default: the bundled model). Token ids are taken for any model",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument(
+        "--host",
+        type=host_address,
+        default=LOOPBACK,
+        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default %(default)s)",
+    )
     parser.add_argument("--port", type=port_number, default=8100, help="port of the HTTP API (default 8100)")
     parser.add_argument(
         "--grpc-port",

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem_engine.addresses import Address, loopback_beside, reachable_here
 from tandem_engine.cpu_list import allowed_cpus
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import AUTO_AFFINITY, NO_AFFINITY, add_engine_flags, engine_argv, engine_config
@@ -22,7 +23,7 @@ from tandem_services.cli.redis_process import python_command, require_redis, sta
 from tandem_services.cli.shared_flags import served_names, tracing_argv, tracing_of
 from tandem_services.cli.up_flags import add_up_flags
 from tandem_services.common.errors import StartupError
-from tandem_services.common.listening import http_url, listen
+from tandem_services.common.listening import listen
 from tandem_services.common.ports import free_port
 from tandem_services.common.tracing import require_opentelemetry
 
@@ -96,7 +97,9 @@ def plan(args: argparse.Namespace) -> Plan:
     port = args.port or free_port(args.host)
     listen(args.host, port).close()
     names = [("prefill", args.prefill), ("decode", args.decode), ("both", args.both)]
-    workers = tuple((f"{role}-{i}", role, free_port()) for role, count in names for i in range(count))
+    workers = tuple(
+        (f"{role}-{i}", role, free_port(loopback_beside(args.host))) for role, count in names for i in range(count)
+    )
     return Plan(
         model=model,
         model_names=served_names(args, model),
@@ -179,6 +182,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
     for number, (name, role, health_port) in enumerate(todo.workers):
         args.cpu_affinity = cores.flag(number) or args.cpu_affinity
         argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
+        argv += ["--host", loopback_beside(args.host), "--health-host", loopback_beside(args.host)]
         supervisor.start(_child(todo, name, [*argv, *engine_argv(args)]))
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
     # Nobody but this machine has to learn that it ends.
@@ -215,7 +219,8 @@ def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervis
     from rich.console import Console
 
     console = Console(stderr=True)
-    waiting = {f"{name} ({role})": f"http://127.0.0.1:{port}/ready" for name, role, port in todo.workers}
+    inner = loopback_beside(args.host)
+    waiting = {f"{name} ({role})": Address(inner, port).url("/ready") for name, role, port in todo.workers}
     waiting["gateway"] = f"{_url(args, todo)}/ready"
     began = time.monotonic()
     with console.status("starting") as status:
@@ -244,8 +249,7 @@ def answers(url: str) -> bool:
 
 def _url(args: argparse.Namespace, todo: Plan) -> str:
     """Of the API, as this machine reaches it."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)  # noqa: S104  replaced, not bound
-    return http_url(reachable, todo.port)
+    return Address(reachable_here(args.host), todo.port).url()
 
 
 def greeting_of(args: argparse.Namespace, todo: Plan) -> str:

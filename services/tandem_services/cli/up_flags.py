@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from tandem_engine.flags import non_negative_int
+from tandem_engine.addresses import LOOPBACK
+from tandem_engine.flags import host_address, non_negative_int
 from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.shared_flags import (
     add_api_keys,
@@ -49,7 +50,12 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_api(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address of the API (default 127.0.0.1)")
+    group.add_argument(
+        "--host",
+        type=host_address,
+        default=LOOPBACK,
+        help="address of the API; workers use the loopback address of its family (default %(default)s)",
+    )
     group.add_argument(
         "--port", type=port_number, default=8000, help="port of the API; 0 picks a free one (default 8000)"
     )

@@ -4,8 +4,15 @@ import argparse
 import subprocess
 import sys
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.environment import set_default
-from tandem_engine.flags import add_device_flag, add_kv_cache_dtype_flag, add_model_impl_flag, positive_int
+from tandem_engine.flags import (
+    add_device_flag,
+    add_kv_cache_dtype_flag,
+    add_model_impl_flag,
+    host_address,
+    positive_int,
+)
 from tandem_services.cli.bundled import model_folder
 
 EXAMPLES = """\
@@ -49,6 +56,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="ranks that share the model in the tensor-parallel paths; 1 leaves these out (default: 2 where the model "
         "can be shared by 2)",
     )
+    parser.add_argument(
+        "--host",
+        type=host_address,
+        default=LOOPBACK,
+        help="loopback address for engines that exchange KV; ::1 for IPv6 (default %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 
@@ -58,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     argv += ["--model-impl", args.model_impl, "--device", args.device]
     argv += ["--dtype", args.dtype, "--kv-cache-dtype", args.kv_cache_dtype]
     argv += ["--tensor-parallel-size", str(args.tensor_parallel_size)] if args.tensor_parallel_size else []
+    argv += ["--host", args.host]
     argv += ["--quick"] if args.quick else []
     argv += ["--json"] if args.json else []
     # Steps are made to fail and memory to run short on purpose: what an engine says of it is nobody's concern here.

@@ -4,8 +4,9 @@ import argparse
 import os
 import platform
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import Role
-from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
+from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, host_address
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import add_deployment, add_model, add_tracing, served_names, tracing_of
@@ -44,8 +45,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--host",
-        default=settings.host or "127.0.0.1",
-        help="address that gateways and peers reach (TANDEM_HOST; default 127.0.0.1)",
+        type=host_address,
+        default=settings.host or LOOPBACK,
+        help="IPv4 or IPv6 address that gateways and peers reach (TANDEM_HOST; default 127.0.0.1)",
     )
     for name, whom in (("request", "gateways"), ("peer", "other workers")):
         parser.add_argument(
@@ -64,10 +66,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--health-host",
-        default=settings.health_host or "127.0.0.1",
+        type=host_address,
+        default=settings.health_host or LOOPBACK,
         metavar="HOST",
-        help="address of that port; 0.0.0.0 where probes and Prometheus come from elsewhere (TANDEM_HEALTH_HOST; "
-        "default 127.0.0.1)",
+        help="address of that port; 0.0.0.0 (IPv4) or :: (IPv6 and IPv4) where probes and Prometheus come from "
+        "elsewhere (TANDEM_HEALTH_HOST; default 127.0.0.1)",
     )
     parser.add_argument(
         "--allow-remote-orders",

@@ -9,8 +9,8 @@ from secrets import compare_digest
 
 from starlette.requests import HTTPConnection
 
+from tandem_engine.addresses import is_loopback
 from tandem_engine.ipc.keys import KeyPair
-from tandem_services.common.listening import is_loopback
 
 
 def order_token(keys: KeyPair) -> str:

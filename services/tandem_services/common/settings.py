@@ -28,7 +28,7 @@ KNOWN = {
     "TANDEM_WORKER_ID": "stable name of this worker; the pod name",
     "TANDEM_HOST": "address that other pods reach this process at; the pod IP",
     "TANDEM_API_KEY": "key that `tandem chat` and `tandem bench serve` send; without it OPENAI_API_KEY",
-    "TANDEM_HEALTH_HOST": "address of a worker's port for probes and Prometheus; 0.0.0.0 in a pod",
+    "TANDEM_HEALTH_HOST": "address of a worker's port for probes and Prometheus; :: in a pod",
     "TANDEM_PEER_GROUP": "group of workers that this one exchanges KV with; the revision",
     "TANDEM_STANDBY": "1: a worker takes only requests that name it until it is offered",
     "TANDEM_LOG_LEVEL": "debug, info, warning or error",

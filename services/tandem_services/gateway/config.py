@@ -3,9 +3,9 @@
 import logging
 import math
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 
+from tandem_engine.addresses import LOOPBACK, is_loopback
 from tandem_engine.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.tracing import TracingConfig
@@ -81,14 +81,14 @@ class GatewayConfig:
     their limits where the first one's fleet is."""
     models_file: ModelsSource | None = None
     """Where `models` come from; None: they never change."""
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 8000
     strict_fields: bool = False
     """Refuse requests with fields that nobody knows, as OpenAI does; otherwise they are ignored."""
     request_timeout_s: float = 600.0
     api_keys: Path | None = None
     """File or folder that says who may use the gateway; None: everybody."""
-    admin_host: str = "127.0.0.1"
+    admin_host: str = LOOPBACK
     admin_port: int | None = None
     """Where administrators' routes are; None: /metrics is on the API's port, and there is no other."""
     console: bool | None = None
@@ -118,10 +118,3 @@ class GatewayConfig:
     @property
     def serves_console(self) -> bool:
         return self.guarded if self.console is None else self.console
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -10,7 +10,6 @@
 What is read back is untrusted: a record that does not make sense is counted and left out.
 """
 
-import re
 import secrets
 import struct
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from tandem_engine.addresses import Address
 from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS
 from tandem_engine.messages.engine_stats import LinkReport
@@ -34,9 +34,6 @@ from tandem_services.router.library import FunctionLibrary
 
 ROW = struct.Struct("<BBII8s16s7d")
 """The routing row after its Redis times; its fields are documented in scripts/fleet_row.lua."""
-
-_ENDPOINT = re.compile(r"tcp://(?:[A-Za-z0-9._-]{1,253}|\[[A-Za-z0-9:.%_-]{2,64}\]):([0-9]{1,5})")
-"""What an engine says it listens at. Anything else would reach ZMQ, which knows more transports than this one."""
 
 _ROLE_BITS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 3}
 
@@ -248,9 +245,9 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
 
 
 def _endpoint(text: str) -> str:
-    match = _ENDPOINT.fullmatch(text)
-    if match is None or not 1 <= int(match[1]) <= 65535:
-        raise ValueError(f"{text[:200]!r} is no tcp://host:port")
+    """`text`, which an engine says that it listens at. Anything else would reach ZMQ, which has more transports."""
+    if not Address.of_endpoint(text).port:
+        raise ValueError(f"{text[:200]!r} has no port")
     return text
 
 

@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.policies.by_role import PolicyNames
@@ -25,7 +26,7 @@ class RouterServerConfig:
 
     models: tuple[TokenizedModel, ...]
     """No two with a name in common. Token ids are routed for any model."""
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 8100
     grpc_port: int = 9002
     gateways: tuple[str, ...] = ()

@@ -9,7 +9,6 @@ Without --gateway everything that the data plane says is eligible counts as read
 """
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections import Counter
@@ -19,6 +18,7 @@ from random import Random
 
 import httpx
 
+from tandem_engine.addresses import Address, AddressError, ip_of, is_wildcard
 from tandem_engine.clock import Clock
 from tandem_engine.errors import ConfigError
 from tandem_services.common.errors import unavailable
@@ -36,54 +36,42 @@ NAMED_AT_ONCE = 3
 NO_GATEWAY_RETRY_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class HostPort:
-    """One --gateway."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> "HostPort":
-        """Raises `ConfigError`."""
-        host, colon, port = text.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not (host and colon and port.isascii() and port.isdecimal() and 1 <= int(port[:6]) <= 65535):
-            raise ConfigError(f"--gateway must be HOST:PORT, e.g. tandem-gateway:8000, got {text[:200]!r}")
-        return cls(host, int(port))
-
-
-def endpoint_of(address: str, port: int) -> str:
-    """As the endpoint-picker protocol writes it: `ip:port`, IPv6 in brackets."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+def gateway_address(text: str) -> Address:
+    """One --gateway. Raises `ConfigError`."""
+    try:
+        address = Address.parse(text)
+    except AddressError as error:
+        raise ConfigError(f"--gateway must be HOST:PORT, such as tandem-gateway:8000: {error}") from error
+    if not address.port or is_wildcard(address.host):
+        raise ConfigError(f"--gateway must be HOST:PORT, such as tandem-gateway:8000, got {text[:200]!r}")
+    return address
 
 
 def is_endpoint(text: str) -> bool:
-    """Whether `text` is an `ip:port`."""
-    host, _, port = text.rpartition(":")
+    """Whether `text` is an `ip:port` as the endpoint-picker protocol writes it, IPv6 in brackets."""
     try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
+        address = Address.parse(text)
+    except AddressError:
         return False
-    return port.isascii() and port.isdecimal() and 1 <= int(port[:6]) <= 65535
+    return address.port > 0 and ip_of(address.host) is not None
 
 
-async def addresses_of(place: HostPort) -> set[str]:
-    """All endpoints that a name stands for now. Raises `OSError`."""
+async def addresses_of(place: Address) -> set[str]:
+    """All endpoints that a name stands for now, as `ip:port`. Raises `OSError`."""
     found = await asyncio.get_running_loop().getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-    return {endpoint_of(str(address[0]), place.port) for *_, address in found}
+    return {str(Address(str(address[0]), place.port)) for *_, address in found}
 
 
 @dataclass(kw_only=True, slots=True)
 class GatewayEndpoints:
     """All that one router knows."""
 
-    places: tuple[HostPort, ...]
+    places: tuple[Address, ...]
     clock: Clock
     random: Random
     metrics: RouterMetrics
     ready: frozenset[str] = frozenset()
-    _resolved: dict[HostPort, set[str]] = field(default_factory=dict)
+    _resolved: dict[Address, set[str]] = field(default_factory=dict)
     _resolved_at: float = float("-inf")
     _running: Counter[str] = field(default_factory=Counter)
 
@@ -142,11 +130,11 @@ class GatewayEndpoints:
             try:
                 self._resolved[place] = await addresses_of(place)
             except OSError as error:
-                logger.warning("--gateway %s:%d cannot be resolved: %s", place.host, place.port, error)
+                logger.warning("--gateway %s cannot be resolved: %s", place, error)
 
 
 async def _is_ready(client: httpx.AsyncClient, endpoint: str) -> bool:
     try:
-        return (await client.get(f"http://{endpoint}/ready")).status_code == 200
+        return (await client.get(Address.parse(endpoint).url("/ready"))).status_code == 200
     except httpx.HTTPError:
         return False

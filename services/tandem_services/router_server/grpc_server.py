@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 from grpc_reflection.v1alpha import reflection
 
+from tandem_engine.addresses import EVERY_ADDRESS, Address
 from tandem_engine.errors import ConfigError
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
@@ -62,7 +63,8 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._reporter, server)
         names = (ext_proc.SERVICE, grpc_api.SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-        address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        # gRPC takes :: as `common.listening.listen` does.
+        address = str(Address(self.host or EVERY_ADDRESS, self.port))
         try:
             if self.credentials is None:
                 self.port = server.add_insecure_port(address)

@@ -39,7 +39,7 @@ from tandem_services.router.config import RouterConfig
 from tandem_services.router.router import Router
 from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
 from tandem_services.router_server.desk import Chooser, RoutingDesk
-from tandem_services.router_server.endpoints import GatewayEndpoints, HostPort
+from tandem_services.router_server.endpoints import GatewayEndpoints, gateway_address
 from tandem_services.router_server.ext_proc import MAX_BODIES_BYTES, ExternalProcessor
 from tandem_services.router_server.grpc_api import RouterService
 from tandem_services.router_server.grpc_server import GrpcServer, tls_credentials
@@ -126,7 +126,7 @@ def build_router_server(
         token=None if config.token_file is None else BearerToken(path=config.token_file),
     )
     endpoints = GatewayEndpoints(
-        places=tuple(HostPort.parse(text) for text in config.gateways), clock=clock, random=Random(), metrics=metrics
+        places=tuple(map(gateway_address, config.gateways)), clock=clock, random=Random(), metrics=metrics
     )
     access_metrics = AccessMetrics(registry)
     picker = EndpointPicker(

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import Role
 from tandem_engine.errors import ConfigError
 from tandem_engine.logs import LogFormat
@@ -29,12 +30,12 @@ class WorkerConfig:
     """Stable name, unique in the deployment: the pod name."""
     redis: RedisAddress
     cluster: str = "default"
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     """Address that gateways and other workers reach the engine at."""
     request_port: int = 0
     peer_port: int = 0
     curve_keys: Path | None = None
-    health_host: str = "127.0.0.1"
+    health_host: str = LOOPBACK
     health_port: int = 0
     """0 picks a free one."""
     remote_orders: bool = False

@@ -27,10 +27,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tandem_engine.addresses import LOOPBACK, Address, is_wildcard
 from tandem_engine.messages.control import AuditReport
 from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.common.health import Health
-from tandem_services.common.listening import http_url, is_wildcard, listen
+from tandem_services.common.listening import listen
 from tandem_services.common.metrics import CONTENT_TYPE, render
 from tandem_services.worker.operator_routes import BUSY, Operate, SetRole, json_response, operator_routes
 from tandem_services.worker.order_access import OrderAccess
@@ -132,7 +133,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
 class HealthServer(uvicorn.Server):
     """Serves the probes on a port of its own. Signals are the worker's business."""
 
-    def __init__(self, app: Starlette, host: str, port: int, *, advertised: str = "127.0.0.1") -> None:
+    def __init__(self, app: Starlette, host: str, port: int, *, advertised: str = LOOPBACK) -> None:
         """Serves `app`. Binds at once. `advertised` is where others find it when `host` stands for all addresses.
 
         Raises `StartupError` when the address is taken or not ours.
@@ -152,7 +153,7 @@ class HealthServer(uvicorn.Server):
         )
         self._serving = False
         self._listener = listen(host, port, flags="--health-host or --health-port")
-        self.endpoint = http_url(advertised if is_wildcard(host) else host, self._listener.getsockname()[1])
+        self.endpoint = Address(advertised if is_wildcard(host) else host, self._listener.getsockname()[1]).url()
 
     async def run_until_closed(self) -> None:
         self._serving = True

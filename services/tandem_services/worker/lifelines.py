@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
-from urllib.parse import urlsplit
 
+from tandem_engine.addresses import Address
 from tandem_engine.clock import Clock
 from tandem_engine.messages.control import PeerEnded
 from tandem_engine.messages.requests import Peer
@@ -101,9 +101,9 @@ class Lifelines:
 
     async def _knock(self, peer: Peer) -> _Line:
         try:
-            address = urlsplit(peer.endpoint)
+            address = Address.of_endpoint(peer.endpoint)
             async with asyncio.timeout(KNOCK_S):
-                reader, writer = await asyncio.open_connection(address.hostname, address.port)
+                reader, writer = await asyncio.open_connection(address.host, address.port)
         except ConnectionRefusedError:
             return _Line.REFUSED
         except (OSError, ValueError):  # a gateway named the endpoint, and it may be none

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import EngineConfig, KvCacheDtype, ModelImpl
 from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.verify.compare import PathResult
@@ -27,10 +28,12 @@ SHARED = "mixed, staggered, 2 ranks"
 UNEQUAL = ("disaggregated over NIXL, 1 to 2 ranks", "disaggregated over NIXL, 2 to 1 ranks")
 
 
-def run_paths(checkpoint: Path, names: Sequence[str], *, impl: ModelImpl = ModelImpl.AUTO) -> list[PathResult]:
+def run_paths(
+    checkpoint: Path, names: Sequence[str], *, impl: ModelImpl = ModelImpl.AUTO, host: str = LOOPBACK
+) -> list[PathResult]:
     """Results of the named paths, in their order; prompts are some tokens to some ninety."""
     model = load(EngineConfig(model_path=str(checkpoint), model_impl=impl, dtype="float32"), progress=False)
-    return run_paths_of(model, names)
+    return run_paths_of(model, names, host=host)
 
 
 def run_paths_of(
@@ -43,11 +46,13 @@ def run_paths_of(
     worth: Path | None = None,
     kv_dtype: KvCacheDtype = KvCacheDtype.AUTO,
     ranks: Mapping[tuple[str, int], ThreadRanks] | None = None,
+    host: str = LOOPBACK,
 ) -> list[PathResult]:
     """As `run_paths`, of a model that is loaded, on engines of `platform`, with one prompt in `every` so many.
 
     `worth`: a checkpoint with the plain numbers that a quantized one stands for, which transformers is to compute.
     `ranks`: what paths on several use, where that is not the same on any device.
+    `host`: of engines that exchange KV.
     With a `kv_dtype` they are compared with the first of all paths, a model in bfloat16 within its bounds.
     """
     checkpoint, facts = model.config.model_path, model.model_config
@@ -81,6 +86,7 @@ def run_paths_of(
         platform=platform,
         kv_dtype=kv_dtype,
         ranks={**(ranks or {})},
+        host=host,
         score=None if model.dtype is torch.float32 else RememberedScores(reference.score),
     )
     if kv_dtype is not KvCacheDtype.AUTO:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tandem_engine.addresses import Address
 from tandem_services.common.ports import free_port
 
 REDIS_SERVER = shutil.which("redis-server")
@@ -37,14 +38,14 @@ class RedisServer:
         cls, *extra: str, host: str = "127.0.0.1", before_exec: Callable[[], None] | None = None
     ) -> "RedisServer":
         for _ in range(TRIES):
-            server = cls(port=free_port(), host=host, extra=extra, before_exec=before_exec)
+            server = cls(port=free_port(host), host=host, extra=extra, before_exec=before_exec)
             if server._comes_up():
                 return server
         raise AssertionError(f"redis-server ended {TRIES} times when it was started")
 
     @property
     def url(self) -> str:
-        return f"redis://{self.host}:{self.port}/0"
+        return Address(self.host, self.port).url("/0", scheme="redis")
 
     def restart(self) -> None:
         """Start again on the same port, empty."""

@@ -64,9 +64,9 @@ class TcpProxy:
     _random: random.Random = field(default_factory=lambda: random.Random(1))
 
     @classmethod
-    async def open(cls, target: Callable[[], Address], *, port: int = 0) -> "TcpProxy":
+    async def open(cls, target: Callable[[], Address], *, host: str = "127.0.0.1", port: int = 0) -> "TcpProxy":
         proxy = cls(target=target)
-        proxy._server = await asyncio.start_server(proxy._accept, "127.0.0.1", port, limit=PIECE)
+        proxy._server = await asyncio.start_server(proxy._accept, host, port, limit=PIECE)
         return proxy
 
     @property

@@ -8,7 +8,7 @@ from types import TracebackType
 import pytest
 
 from tandem_engine import environment
-from tandem_engine.environment import default_while, read_environment
+from tandem_engine.environment import defaults_while, read_environment
 
 NAME = "UCX_NET_DEVICES"
 PATIENCE_S = 60.0
@@ -39,7 +39,7 @@ def door(monkeypatch) -> Door:
 
 
 def seen_by_its_own_default() -> str:
-    with default_while(NAME, "eth1"):
+    with defaults_while({NAME: "eth1"}):
         return os.environ[NAME]
 
 
@@ -52,7 +52,7 @@ def test_what_one_thread_lends_is_not_the_users_to_another(door, look: Callable[
     """An engine of the same process took it for its user's, and then its library read nothing, for it was gone."""
     found: list[str] = []
     other = threading.Thread(target=lambda: found.append(look()), daemon=True)
-    with default_while(NAME, "eth0"):
+    with defaults_while({NAME: "eth0"}):
         other.start()
         assert door.knocked.wait(PATIENCE_S)
         assert os.environ[NAME] == "eth0"

@@ -18,6 +18,7 @@ bytes, so a large write stalls that thread alone.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,10 @@ class Write:
 class NixlAgent:
     """One nixl_agent with the UCX backend."""
 
-    def __init__(self, name: str, region: Region, interfaces: Interfaces, *, net_devices: str = "all") -> None:
-        """`net_devices`: as UCX_NET_DEVICES, which counts instead where the user has set it.
+    def __init__(
+        self, name: str, region: Region, interfaces: Interfaces, *, network: Mapping[str, str] | None = None
+    ) -> None:
+        """`network`: variables of UCX (`interfaces.ucx_network`); those that the user has set count instead.
 
         Raises `TransportUnavailableError` when NIXL is not installed or cannot start here.
         """
@@ -58,7 +61,7 @@ class NixlAgent:
         self._region = region
         self._interfaces = interfaces
         try:
-            with environment.default_while("UCX_NET_DEVICES", net_devices):
+            with environment.defaults_while(network or {}):
                 config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
                 self._agent = api.nixl_agent(name, config)
             self._registered = self._agent.register_memory(

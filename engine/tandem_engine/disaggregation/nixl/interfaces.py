@@ -15,11 +15,12 @@ other, so it is given none of them (`own_devices`).
 """
 
 import fcntl
-import ipaddress
 import logging
 import socket
 from collections.abc import Iterable
 from pathlib import Path
+
+from tandem_engine.addresses import Address, ip_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,23 @@ def own_devices(endpoint: str, rdma_ports: Iterable[str], folder: Path = INTERFA
 
     `endpoint`: of this engine, as peers know it, e.g. tcp://10.0.0.7:5601. `rdma_ports`: e.g. mlx5_0:1.
     """
-    own = _with_address(_host(endpoint))
+    own = _with_address(Address.of_endpoint(endpoint).host)
     if not own or (folder / own / "bridge").is_dir():
         return "all"
     return ",".join((own, *rdma_ports))
+
+
+def ucx_network(endpoint: str, net_devices: str) -> dict[str, str]:
+    """Variables of UCX: the interfaces that it may use, and the family of addresses that it takes first.
+
+    An interface may have addresses of both families. UCX takes IPv4 first, which peers need not reach where they reach
+    this engine by an IPv6 address.
+
+    `endpoint`: of this engine, as peers know it, e.g. tcp://[fd00::7]:5601. `net_devices`: for UCX_NET_DEVICES.
+    """
+    address = ip_of(Address.of_endpoint(endpoint).host)
+    ipv6_first = address is not None and address.version == 6
+    return {"UCX_NET_DEVICES": net_devices} | ({"UCX_TCP_AF_PRIO": "inet6,inet"} if ipv6_first else {})
 
 
 def watched(endpoint: str, net_devices: str) -> frozenset[str]:
@@ -79,21 +93,17 @@ def watched(endpoint: str, net_devices: str) -> frozenset[str]:
     """
     named = () if net_devices.startswith("^") else (part.partition(":")[0].strip() for part in net_devices.split(","))
     there = {name for _, name in socket.if_nameindex()}
-    return frozenset(there & {*named, _with_address(_host(endpoint))})
-
-
-def _host(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return frozenset(there & {*named, _with_address(Address.of_endpoint(endpoint).host)})
 
 
 def _with_address(host: str) -> str:
     """The interface whose (first) address `host` is; "" when none has it, or it is a name."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    address = ip_of(host)
+    if address is None:
         return ""
     if address.version == 6:
-        return _with_ipv6(address.packed.hex())
+        # A link-local address may be on several interfaces: its zone names the one.
+        return address.scope_id or _with_ipv6(address.packed.hex())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         names = (name for _, name in socket.if_nameindex())
         return next((name for name in names if _ipv4(any_socket, name) == address.packed), "")

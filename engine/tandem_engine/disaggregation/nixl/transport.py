@@ -13,7 +13,7 @@ from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.link_transport import machine_name, rdma_is_up, rdma_ports, usable_transports
 from tandem_engine.disaggregation.nixl.agent import NixlAgent
 from tandem_engine.disaggregation.nixl.commands import Command, Connect, Expect, Forget, StartPush, Stop
-from tandem_engine.disaggregation.nixl.interfaces import Interfaces, own_devices, watched
+from tandem_engine.disaggregation.nixl.interfaces import Interfaces, own_devices, ucx_network, watched
 from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.outbox import Outbox
 from tandem_engine.disaggregation.nixl.thread import TransferThread
@@ -46,7 +46,7 @@ class NixlTransport:
         environment = read_environment()
         net_devices = environment.ucx_net_devices or own_devices(me.endpoint, rdma_ports())
         interfaces = Interfaces(watched(me.endpoint, net_devices))
-        agent = NixlAgent(me.incarnation, self._region, interfaces, net_devices=net_devices)
+        agent = NixlAgent(me.incarnation, self._region, interfaces, network=ucx_network(me.endpoint, net_devices))
         self._hello = Hello(
             sender=me,
             nixl_metadata=agent.metadata,

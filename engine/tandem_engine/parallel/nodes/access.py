@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 
@@ -18,7 +19,7 @@ from tandem_engine.ipc.keys import KeyPair
 class NodeAccess:
     """Of this node."""
 
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     """Address that the other nodes reach this one at: its groups listen there and nowhere else."""
     curve_keys: Path | None = None
     """Key file of the deployment."""

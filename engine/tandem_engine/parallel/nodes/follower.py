@@ -64,7 +64,7 @@ class Follower:
         context = self.access.open()
         try:
             channel: CallChannel[LeaderToNode, NodeToLeader] = CallChannel(
-                context, f"tcp://{parallel.dist_init_addr}", inbound=LeaderToNode, outbound=NodeToLeader
+                context, parallel.init_address.endpoint, inbound=LeaderToNode, outbound=NodeToLeader
             )
             try:
                 joined = self._join(channel)
@@ -105,7 +105,7 @@ class Follower:
         parallel = self.config.parallel
         keys = self.access.curve_keys
         meeting = Meeting(
-            endpoint=f"tcp://{parallel.dist_init_addr}",
+            endpoint=parallel.init_address.endpoint,
             session=joined.session,
             host=self.access.host,
             curve_keys=None if keys is None else str(keys),

@@ -6,6 +6,7 @@ import socket
 import struct
 from pathlib import Path
 
+from tandem_engine.addresses import ip_of
 from tandem_engine.errors import ConfigError
 
 SIOCGIFADDR = 0x8915
@@ -23,10 +24,9 @@ def interface_of(host: str) -> str:
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    try:
-        return ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        pass
+    given = ip_of(host)
+    if given is not None:
+        return given
     try:
         return ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
     except OSError as error:

@@ -201,7 +201,7 @@ class LeaderDesk:
         context = access.open()
         try:
             channel: RouterChannel[NodeToLeader, LeaderToNode] = RouterChannel(
-                context, access.host, leader.parallel.init_port, inbound=NodeToLeader, outbound=LeaderToNode
+                context, access.host, leader.parallel.init_address.port, inbound=NodeToLeader, outbound=LeaderToNode
             )
         except Exception:
             context.close()

@@ -146,7 +146,7 @@ def pod_client(access: Access, pod: Object, port: str, *, headers: dict[str, str
     metadata = pod["metadata"]
     network = PodNetwork(access, metadata["namespace"], metadata["name"], port_number(pod, port))
     return httpx.Client(
-        base_url=f"http://{metadata['name']}",
+        base_url="http://localhost",
         transport=PodTransport(network),
         headers=headers,
         timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),

@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
+from tandem_engine.addresses import LOOPBACK
+from tandem_engine.flags import host_address
 from tandem_testing.chaos.catalogue import PROMISES, promise
 from tandem_testing.chaos.report import json_line, print_outcome, stall_table, summary_line, summary_table
 from tandem_testing.chaos.runner import Outcome, Progress, Runner
@@ -53,6 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=1.0, metavar="M", help="length of scenario 56, random faults (default 1)"
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep logs here (default: a temporary folder)")
+    parser.add_argument(
+        "--host", type=host_address, default=LOOPBACK, help="loopback address of all processes; ::1 for IPv6"
+    )
     parser.add_argument("--repeat", type=_positive, default=1, metavar="N", help="run the chosen scenarios N times")
     return parser
 
@@ -107,7 +112,9 @@ async def run(args: argparse.Namespace, numbers: Sequence[int], console: Console
     if not args.only:
         wanted = by_shape(wanted)
     with console.status("starting") as status:
-        async with Runner(folder=folder, scale=scale, progress=_progress(status, wanted, outcomes)) as runner:
+        async with Runner(
+            folder=folder, scale=scale, host=args.host, progress=_progress(status, wanted, outcomes)
+        ) as runner:
             for scenario in wanted:
                 outcomes.append(await runner.run(scenario))
                 print_outcome(console, outcomes[-1])

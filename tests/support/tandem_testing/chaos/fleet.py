@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from tandem_engine.addresses import LOOPBACK, Address
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.cli.bundled import bundled_model
@@ -83,6 +84,8 @@ class Fleet:
     folder: Path
     shape: Shape
     redis: RedisServer
+    host: str = LOOPBACK
+    """Loopback address of every process of a fleet that is not wired."""
     switch: Switch | None = None
     """Of a wired fleet."""
     redis_line: TcpProxy | None = None
@@ -95,11 +98,11 @@ class Fleet:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def running(cls, folder: Path, shape: Shape) -> "AsyncIterator[Fleet]":
+    async def running(cls, folder: Path, shape: Shape, host: str = LOOPBACK) -> "AsyncIterator[Fleet]":
         """Raises `AssertionError` with the logs when it does not come up."""
         # From the main thread, like all that shall die with it, and with no moment at which it could be forgotten.
         with contextlib.closing(Switch.open()) if shape.wired else contextlib.nullcontext() as switch:
-            fleet = cls(folder=folder, shape=shape, redis=_redis(switch), switch=switch)
+            fleet = cls(folder=folder, shape=shape, redis=_redis(switch, host), host=host, switch=switch)
             try:
                 await fleet.launch()
                 await fleet.all_ready(START_TIMEOUT_S)
@@ -114,7 +117,7 @@ class Fleet:
             self.names.start()
             self.names.point(REDIS_NAME, self.redis.host)
         if self.shape.proxied:
-            self.redis_line = await TcpProxy.open(lambda: ("127.0.0.1", self.redis.port))
+            self.redis_line = await TcpProxy.open(lambda: (self.host, self.redis.port), host=self.host)
         for role in ("prefill", "decode", "both"):
             for number in range(getattr(self.shape, role)):
                 await self.add_worker(f"{role}-{number}", role)
@@ -135,9 +138,10 @@ class Fleet:
             redis_url=self.redis_url,
             cluster="chaos",
             curve_keys=str(self._keys),
-            health_port=free_port(),
-            request_port=free_port(),
-            peer_port=free_port(),
+            host=self.host,
+            health_port=free_port(self.host),
+            request_port=free_port(self.host),
+            peer_port=free_port(self.host),
             engine_flags=(*ENGINE_FLAGS, *self.shape.engine_flags, "--crash-dump-folder", str(self.folder)),
             knobs=str(knobs.path),
             clock_file=str(self.clock_file),
@@ -147,8 +151,8 @@ class Fleet:
             settings |= {"host": place.address}
         request_line, peer_line = None, None
         if self.shape.proxied:
-            request_line = await TcpProxy.open(lambda: ("127.0.0.1", configured.request_port))
-            peer_line = await TcpProxy.open(lambda: ("127.0.0.1", configured.peer_port))
+            request_line = await TcpProxy.open(lambda: (self.host, configured.request_port), host=self.host)
+            peer_line = await TcpProxy.open(lambda: (self.host, configured.peer_port), host=self.host)
             settings |= {"request_proxy": request_line.port, "peer_proxy": peer_line.port}
         configured = msgspec.structs.replace(configured, **settings)
         file = knobs.path.with_suffix(".json")
@@ -159,7 +163,7 @@ class Fleet:
         worker = Worker(
             part=part,
             role=role,
-            url=f"http://{configured.host}:{configured.health_port}",
+            url=Address(configured.host, configured.health_port).url(),
             knobs=knobs,
             settings=configured,
             request_line=request_line,
@@ -171,15 +175,15 @@ class Fleet:
         return worker
 
     def add_gateway(self, name: str, *, before_exec: Callable[[], None] = die_with_parent) -> Gateway:
-        port = free_port()
+        port = free_port(self.host)
         argv = tandem_command(
-            *("gateway", "--port", str(port), "--redis-url", self.redis_url, "--cluster", "chaos"),
+            *("gateway", "--host", self.host, "--port", str(port), "--redis-url", self.redis_url, "--cluster", "chaos"),
             *("--curve-keys", str(self._keys), "--model", str(bundled_model()), "--served-model-name", self.model),
             *("--local-prefill-tokens", SHORT_REST),
         )
         part = Part(name=name, argv=self._placed(argv), log=self.folder / f"{name}.log", before_exec=before_exec)
         part.start()
-        gateway = Gateway(part=part, url=f"http://127.0.0.1:{port}")
+        gateway = Gateway(part=part, url=Address(self.host, port).url())
         self.gateways.append(gateway)
         return gateway
 
@@ -200,7 +204,8 @@ class Fleet:
     @property
     def redis_url(self) -> str:
         port = self.redis.port if self.redis_line is None else self.redis_line.port
-        return f"redis://{REDIS_NAME if self.shape.named else self.redis.host}:{port}/0"
+        host = REDIS_NAME if self.shape.named else self.redis.host
+        return Address(host, port).url("/0", scheme="redis")
 
     @property
     def names(self) -> NameService:
@@ -310,8 +315,8 @@ class Fleet:
                     part.start()
 
 
-def _redis(switch: Switch | None) -> RedisServer:
+def _redis(switch: Switch | None, host: str) -> RedisServer:
     """Where the workers of the fleet reach it."""
     if switch is None:
-        return RedisServer.start(before_exec=die_with_parent)
+        return RedisServer.start(host=host, before_exec=die_with_parent)
     return RedisServer.start("--protected-mode", "no", host=switch.home, before_exec=die_with_parent)

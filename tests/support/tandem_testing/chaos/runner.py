@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from tandem_engine.addresses import LOOPBACK
 from tandem_testing.chaos import machine
 from tandem_testing.chaos.catalogue import Promise
 from tandem_testing.chaos.compare import Damage
@@ -64,6 +65,8 @@ class Runner:
     folder: Path
     scale: Scale
     progress: Progress = lambda _: None
+    host: str = LOOPBACK
+    """Loopback address of fleets that are not wired."""
     quiet_s: float = 0.0
     """Longest silence without a fault, learned from scenario 0."""
     patience_s: float = 0.0
@@ -77,7 +80,7 @@ class Runner:
 
     async def __aenter__(self) -> Self:
         self.progress("starting the reference")
-        alone = Fleet.running(new_folder(self.folder / "reference"), REFERENCE)
+        alone = Fleet.running(new_folder(self.folder / "reference"), REFERENCE, self.host)
         self._reference = Reference(fleet=await self._always.enter_async_context(alone))
         return self
 
@@ -139,7 +142,7 @@ class Runner:
             await self._drop_fleet()
             self._fleets += 1
             folder = new_folder(self.folder / f"fleet-{self._fleets}")
-            self._current = await self._stack.enter_async_context(Fleet.running(folder, shape))
+            self._current = await self._stack.enter_async_context(Fleet.running(folder, shape, self.host))
         return self._current
 
     async def _drop_fleet(self) -> None:

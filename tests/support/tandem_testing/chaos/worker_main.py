@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem_engine.addresses import Address, is_loopback
 from tandem_engine.config import Role
 from tandem_engine.logs import LogFormat, configure_logging
 from tandem_engine.messages.control import EngineReady
@@ -62,7 +63,7 @@ def config_of(settings: WorkerSettings) -> WorkerConfig:
         curve_keys=Path(settings.curve_keys),
         host=settings.host,
         health_host=settings.host,
-        remote_orders=settings.host != "127.0.0.1",
+        remote_orders=not is_loopback(settings.host),
         health_port=settings.health_port,
         request_port=settings.request_port,
         peer_port=settings.peer_port,
@@ -81,8 +82,8 @@ def advertise_proxies(settings: WorkerSettings) -> None:
     ) -> WorkerRecord:
         told = msgspec.structs.replace(
             ready,
-            request_endpoint=f"tcp://127.0.0.1:{settings.request_proxy}",
-            peer_endpoint=f"tcp://127.0.0.1:{settings.peer_proxy}",
+            request_endpoint=Address(settings.host, settings.request_proxy).endpoint,
+            peer_endpoint=Address(settings.host, settings.peer_proxy).endpoint,
         )
         return describe(config, told, monitor, health_endpoint=health_endpoint)
 

@@ -167,7 +167,7 @@ def test_nodes_that_cannot_share_an_engine_are_refused(fields, message):
 def test_each_node_has_its_share_of_the_ranks():
     parallel = ParallelConfig(tp_size=6, nnodes=3, node_rank=1, dist_init_addr="[fd00::7]:5757")
     assert (parallel.local_size, list(parallel.ranks_of(1)), parallel.local_rank(3)) == (2, [2, 3], 1)
-    assert parallel.init_port == 5757
+    assert parallel.init_address.port == 5757
 
 
 def test_where_nobody_can_reach_this_process_all_ranks_are_on_its_machine(monkeypatch):

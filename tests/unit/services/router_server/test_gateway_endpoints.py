@@ -6,9 +6,10 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem_engine.addresses import Address
 from tandem_engine.errors import ConfigError
 from tandem_services.common.errors import ApiError
-from tandem_services.router_server.endpoints import RESOLVE_EVERY_S, GatewayEndpoints, HostPort
+from tandem_services.router_server.endpoints import RESOLVE_EVERY_S, GatewayEndpoints, gateway_address
 from tandem_services.router_server.metrics import RouterMetrics
 from tandem_testing.service_clock import ServiceClock
 
@@ -17,7 +18,7 @@ ONE, TWO, THREE, FOUR = (f"10.0.0.{number}:8000" for number in range(1, 5))
 
 def make(*places: str, ready: tuple[str, ...] = ()) -> GatewayEndpoints:
     return GatewayEndpoints(
-        places=tuple(HostPort.parse(place) for place in places),
+        places=tuple(map(gateway_address, places)),
         clock=ServiceClock(),
         random=Random(1),
         metrics=RouterMetrics(CollectorRegistry()),
@@ -28,11 +29,11 @@ def make(*places: str, ready: tuple[str, ...] = ()) -> GatewayEndpoints:
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:70000", "host:x", "host:٣"])
 def test_a_gateway_that_is_no_host_and_port_is_refused(text):
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        HostPort.parse(text)
+        gateway_address(text)
 
 
 def test_ipv6_addresses_are_written_in_brackets():
-    assert HostPort.parse("[::1]:8000") == HostPort("::1", 8000)
+    assert gateway_address("[::1]:8000") == Address("::1", 8000)
 
 
 def test_the_one_with_least_to_do_comes_first_and_two_more_after_it():
@@ -92,7 +93,7 @@ async def test_ready_are_those_that_say_so():
 async def test_what_a_name_stood_for_holds_while_it_cannot_be_resolved(monkeypatch):
     answers = [{ONE, TWO}, OSError("no such name"), {THREE}]
 
-    async def addresses(place: HostPort) -> set[str]:
+    async def addresses(place: Address) -> set[str]:
         answer = answers.pop(0)
         if isinstance(answer, OSError):
             raise answer

@@ -122,6 +122,6 @@ def test_ucx_is_told_its_devices_unless_the_user_has_and_processes_started_later
         monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     else:
         monkeypatch.setenv("UCX_NET_DEVICES", users)
-    started = NixlAgent("w@2", REGION, Interfaces(), net_devices="eth0,mlx5_0:1")
+    started = NixlAgent("w@2", REGION, Interfaces(), network={"UCX_NET_DEVICES": "eth0,mlx5_0:1"})
     assert started._agent.net_devices == seen
     assert os.environ.get("UCX_NET_DEVICES") == users

@@ -75,7 +75,7 @@ class Agent:
 def agent(monkeypatch) -> list[Agent]:
     made: list[Agent] = []
 
-    def make(name: str, region: object, _: object, *, net_devices: str) -> Agent:
+    def make(name: str, region: object, _: object, *, network: dict[str, str]) -> Agent:
         made.append(Agent(name, region))
         return made[-1]
 

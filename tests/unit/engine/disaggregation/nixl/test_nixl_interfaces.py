@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl import interfaces
 from tandem_engine.disaggregation.nixl.commands import Stop
-from tandem_engine.disaggregation.nixl.interfaces import Interfaces, own_devices, watched
+from tandem_engine.disaggregation.nixl.interfaces import Interfaces, own_devices, ucx_network, watched
 from tandem_engine.disaggregation.nixl.layout import Region
 from tandem_engine.disaggregation.nixl.outbox import Outbox
 from tandem_engine.disaggregation.nixl.thread import LEAVE_AFTER, TransferThread
@@ -81,6 +81,20 @@ def addresses(monkeypatch) -> dict[str, str]:
 )
 def test_kv_goes_over_the_interface_with_this_engines_address_and_rdma(addresses, tmp_path, endpoint, devices):
     assert own_devices(endpoint, ("mlx5_0:1", "mlx5_1:1"), tmp_path) == devices
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "first"),
+    [("tcp://10.0.0.7:5601", None), ("tcp://worker.example:5601", None), ("tcp://[fd00::7]:5601", "inet6,inet")],
+)
+def test_ucx_prefers_the_family_of_this_engines_address(endpoint, first):
+    network = ucx_network(endpoint, "eth0")
+    assert network["UCX_NET_DEVICES"] == "eth0"
+    assert network.get("UCX_TCP_AF_PRIO") == first
+
+
+def test_link_local_address_names_its_interface_by_zone(machine):
+    assert watched("tcp://[fe80::1%eth0]:5601", "all") == {"eth0"}
 
 
 def test_ucx_leaves_bridges_out_so_it_may_choose(addresses, tmp_path):

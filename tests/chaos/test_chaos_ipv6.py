@@ -1,0 +1,30 @@
+"""A fleet whose processes, Redis included, listen on an IPv6 address alone keeps what it promises."""
+
+import pytest
+
+from tandem_testing.chaos.runner import Runner
+from tandem_testing.chaos.scenario import Result, Scale
+from tandem_testing.chaos.suite import scenarios
+from tandem_testing.redis_server import REDIS_SERVER
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("system"),
+    pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
+]
+
+PATIENCE_S = 5.0
+KILLED_DECODE, KILLED_PREFILL = 1, 6
+
+
+async def test_ipv6_fleet_keeps_its_promises(tmp_path):
+    available = scenarios()
+    scale = Scale(streams=8, tokens=128)
+    async with Runner(folder=tmp_path, scale=scale, patience_s=PATIENCE_S, host="::1") as runner:
+        for number in (KILLED_DECODE, KILLED_PREFILL):
+            outcome = await runner.run(available[number])
+            assert outcome.problems == ()
+            assert not outcome.damage
+            assert outcome.result is Result.KEPT
+            assert outcome.requests > 0
