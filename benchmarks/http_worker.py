@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
@@ -66,6 +67,7 @@ class RequestReader(asyncio.Protocol):
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -102,7 +104,7 @@ class WorkerConnection(RequestReader):
         choices = [{"index": 0, "message": message, "finish_reason": "length"}]
         self._transport.write(whole({**COMMON, "object": "chat.completion", "choices": choices, "usage": usage}))
 
-    def _next(self, left: "object") -> None:
+    def _next(self, left: Iterator[str]) -> None:
         letter = next(left, None)
         if self._transport.is_closing():
             return

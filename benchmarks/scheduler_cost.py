@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import quantiles
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from line_plot import draw
@@ -39,7 +39,9 @@ from tandem_engine.clock import MonotonicClock
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult, SampledLogprobs
 from tandem_engine.memory.allocator import PageAllocator
+from tandem_engine.memory.copies import CopyQueue
 from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.page_copy import CopyReport, PageCopy
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.rows import ReqToTokenPool
 from tandem_engine.messages.outputs import TokenOutput
@@ -47,10 +49,7 @@ from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.loop import Loop
 from tandem_engine.scheduler.model_facts import ModelFacts
-from tandem_engine.scheduler.planner import Hold, Planner, StepPlan
-from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
 from tandem_engine.scheduler.scheduler import Scheduler
-from tandem_engine.scheduler.settle import Settlement
 
 SIZES = (1, 8, 64, 128, 256, 384, 512)
 LIMITS = {64: 200.0, 256: 600.0}
@@ -79,6 +78,9 @@ class Instant:
         )
         return future
 
+    def copy(self, copy: PageCopy) -> Future[CopyReport]:
+        raise AssertionError(f"no workload has a host tier, so nothing copies pages: {copy}")
+
     def shutdown(self) -> None:
         """Nothing runs."""
 
@@ -97,36 +99,21 @@ class Stopwatch:
 
     def attach(self, loop: Loop) -> None:
         """Put a timer around the three parts of `loop`."""
-        loop.planner = TimedPlanner(loop.planner, self)
-        loop.builder = TimedBuilder(loop.builder, self)
-        loop.settlement = TimedSettlement(loop.settlement, self)
+        for part, method in (("planner", "plan"), ("builder", "build"), ("settlement", "settle")):
+            setattr(loop, part, Timed(getattr(loop, part), method, self))
 
 
-@dataclass
-class TimedPlanner:
-    inner: Planner
-    watch: Stopwatch
+class Timed:
+    """A part of the loop, all of it, with a timer around one of its methods."""
 
-    def plan(self, *, in_flight: bool) -> StepPlan | Hold:
-        return self.watch.call("plan", lambda: self.inner.plan(in_flight=in_flight))
+    def __init__(self, inner: object, method: str, watch: Stopwatch) -> None:
+        self._inner, self._method, self._watch = inner, method, watch
 
-
-@dataclass
-class TimedBuilder:
-    inner: BatchBuilder
-    watch: Stopwatch
-
-    def build(self, batch: ScheduleBatch) -> ForwardBatch:
-        return self.watch.call("build", lambda: self.inner.build(batch))
-
-
-@dataclass
-class TimedSettlement:
-    inner: Settlement
-    watch: Stopwatch
-
-    def settle(self, batch: ScheduleBatch, result: ForwardResult) -> None:
-        self.watch.call("settle", lambda: self.inner.settle(batch, result))
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._inner, name)
+        if name != self._method:
+            return attribute
+        return lambda *args, **kwargs: self._watch.call(name, lambda: attribute(*args, **kwargs))
 
 
 def plain(_: int) -> SamplingParams:
@@ -170,15 +157,18 @@ class Bench:
         self.names = count()
         self.watch = Stopwatch()
         pages = (running + 8) * (CONTEXT // PAGE_SIZE // 4) + 1
+        executor = Instant()
+        copies = CopyQueue(submit=executor.copy)
         memory = KvMemory(
             rows=ReqToTokenPool(2 * running + 8, CONTEXT // PAGE_SIZE + 1),
-            allocator=PageAllocator(pages),
+            allocator=PageAllocator(pages, copies),
             cache=RadixCache(PAGE_SIZE),
             page_size=PAGE_SIZE,
+            copies=copies,
         )
         self.scheduler = Scheduler(
             memory=memory,
-            executor=Instant(),
+            executor=executor,
             config=SchedulerConfig(
                 context_length=CONTEXT,
                 max_running_requests=running + 1,
@@ -222,14 +212,14 @@ class Bench:
         return {phase: seconds * 1e6 for phase, seconds in {"total": total, **self.watch.spent}.items()}
 
 
-def cost(workload: str, running: int) -> dict[str, float]:
+def cost(workload: str, running: int, measured_steps: int = STEPS) -> dict[str, float]:
     """Microseconds of a step, in all and by phase."""
     bench = Bench(workload, running)
     bench.watch.attach(bench.scheduler._loop)
     gc.collect()
     gc.freeze()  # as the engine process does
     steps = []
-    for _ in range(WARM_UP + STEPS):
+    for _ in range(WARM_UP + measured_steps):
         if workload == "mixed":
             bench.replace_one()
         steps.append(bench.time_step())

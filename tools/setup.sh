@@ -37,10 +37,14 @@ if [ ${#missing[@]} -gt 0 ]; then
     command -v apt-get >/dev/null || fail "missing ${missing[*]} and no apt-get: install them and try again"
     apt-get update -q
     # Tandem starts a redis-server of its own on a free port: keep Debian's service from being started.
-    printf '#!/bin/sh\nexit 101\n' >/tmp/tandem-policy-rc.d && chmod +x /tmp/tandem-policy-rc.d
-    kept_policy=; [ -e /usr/sbin/policy-rc.d ] && kept_policy=yes || mv /tmp/tandem-policy-rc.d /usr/sbin/policy-rc.d
+    policy=/usr/sbin/policy-rc.d
+    if [ ! -e "$policy" ]; then
+        # Removed at the end, however the installation ends.
+        trap 'rm -f "$policy"' EXIT
+        install -m 755 /dev/stdin "$policy" <<<$'#!/bin/sh\nexit 101'
+    fi
     DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"
-    [ -n "$kept_policy" ] || rm -f /usr/sbin/policy-rc.d
+    if [ -n "$(trap -p EXIT)" ]; then rm -f "$policy"; trap - EXIT; fi
 else
     echo "nothing to install"
 fi

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem_engine.addresses import Address, loopback_beside, reachable_here
 from tandem_engine.cpu_list import allowed_cpus
@@ -20,6 +21,7 @@ from tandem_services.cli.cores import Cores, claim
 from tandem_services.cli.greeting import greeting
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import python_command, require_redis, start_redis
+from tandem_services.cli.run_dir import prepare_run_dir
 from tandem_services.cli.shared_flags import served_names, tracing_argv, tracing_of
 from tandem_services.cli.up_flags import add_up_flags
 from tandem_services.common.errors import StartupError
@@ -27,9 +29,14 @@ from tandem_services.common.listening import listen
 from tandem_services.common.ports import free_port
 from tandem_services.common.tracing import require_opentelemetry
 
+if TYPE_CHECKING:
+    import httpx
+
 STOP_GRACE = 5.0
 """Running requests may take this long to finish after Ctrl-C."""
 POLL_SECONDS = 0.1
+KEYS_FILE = "keys.json"
+REDIS_LOGIN_FILE = "redis-password"
 
 EXAMPLES = """\
 examples:
@@ -104,7 +111,11 @@ def plan(args: argparse.Namespace) -> Plan:
         model=model,
         model_names=served_names(args, model),
         port=port,
-        run_dir=_make_run_dir(args.run_dir or Path(".tandem") / str(port)),
+        run_dir=prepare_run_dir(
+            args.run_dir or Path(".tandem") / str(port),
+            files=(KEYS_FILE, REDIS_LOGIN_FILE),
+            logs=[f"{name}.log" for name in ("redis", "gateway", *(name for name, _, _ in workers))],
+        ),
         workers=workers,
         # Two engines with as many threads as cores each fight over them: OpenMP spins.
         threads=args.threads or max(1, len(allowed_cpus()) // len(workers)),
@@ -130,18 +141,6 @@ def claim_cores(args: argparse.Namespace, todo: Plan) -> Cores:
     if args.cpu_affinity == NO_AFFINITY or args.device != "cpu":
         return Cores()
     return claim(allowed_cpus(), workers=len(todo.workers), threads=todo.threads)
-
-
-def _make_run_dir(path: Path) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for log in path.glob("*.log"):
-            log.unlink()
-    except OSError as error:
-        raise StartupError(
-            f"cannot write to {path} ({error.strerror}): choose another folder with --run-dir"
-        ) from error
-    return path.resolve()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -172,7 +171,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
     """Start Redis, workers and gateway, in this order, without waiting for models to load."""
     from tandem_engine.ipc.keys import KeyPair
 
-    keys = todo.run_dir / "keys.json"
+    keys = todo.run_dir / KEYS_FILE
     KeyPair.generate().save(keys)
     shared = [*_redis_flags(args, todo, supervisor), "--cluster", args.cluster, "--curve-keys", str(keys)]
     shared += ["--log-format", args.log_format]
@@ -205,7 +204,7 @@ def _redis_flags(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -
         return ["--redis-url", start_redis(supervisor, todo.run_dir)]
     given = RedisAddress(url=args.redis_url, password_file=args.redis_password_file)
     require_redis(given)
-    address = given.with_password_in(todo.run_dir / "redis-password")
+    address = given.with_password_in(todo.run_dir / REDIS_LOGIN_FILE)
     flags = ["--redis-url", address.url]
     return flags if address.password_file is None else [*flags, "--redis-password-file", str(address.password_file)]
 
@@ -216,6 +215,7 @@ def _child(todo: Plan, name: str, argv: list[str]) -> Child:
 
 def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
     """Poll health endpoints, showing what is still missing. Raises `StartupError`."""
+    import httpx
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -223,7 +223,8 @@ def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervis
     waiting = {f"{name} ({role})": Address(inner, port).url("/ready") for name, role, port in todo.workers}
     waiting["gateway"] = f"{_url(args, todo)}/ready"
     began = time.monotonic()
-    with console.status("starting") as status:
+    # One client for all polls: each new one builds a TLS context, which takes milliseconds of a core.
+    with httpx.Client(timeout=1.0, trust_env=False, verify=False) as client, console.status("starting") as status:  # noqa: S501  plain HTTP to our own processes
         while waiting:
             supervisor.require_alive()
             if time.monotonic() - began > args.ready_timeout:
@@ -231,19 +232,19 @@ def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervis
                     f"not ready after {args.ready_timeout:g} s: {', '.join(waiting)}; logs are in {todo.run_dir}. "
                     "Where a large model takes longer to load, say so with --ready-timeout"
                 )
-            for name in [name for name, url in waiting.items() if answers(url)]:
+            for name in [name for name, url in waiting.items() if is_ready(client, url)]:
                 del waiting[name]
                 console.print(f"[green]ready[/] {name} after {time.monotonic() - began:.1f} s", highlight=False)
             status.update(f"waiting for {', '.join(waiting)}")
             time.sleep(POLL_SECONDS)
 
 
-def answers(url: str) -> bool:
-    import httpx
+def is_ready(client: "httpx.Client", url: str) -> bool:
+    from httpx import HTTPError
 
     try:
-        return httpx.get(url, timeout=1.0, trust_env=False).status_code == 200
-    except httpx.HTTPError:
+        return client.get(url).status_code == 200
+    except HTTPError:
         return False
 
 

@@ -7,6 +7,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
+import httpx
 import pytest
 
 from tandem_engine.errors import ConfigError
@@ -17,7 +18,7 @@ from tandem_services.cli.gateway import models_of
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import start_redis
-from tandem_services.cli.up import answers, greeting_of, plan, start
+from tandem_services.cli.up import greeting_of, is_ready, plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.ports import free_port
 from tandem_testing.waiting import wait_for
@@ -235,7 +236,7 @@ def test_the_greeting_names_the_console_where_the_gateway_serves_it(
 def test_keys_of_clients_reach_the_gateway_and_the_greeting(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tandem_services.cli.up.require_redis", lambda _: None)
     monkeypatch.setattr(Child, "start", lambda _: None)
-    keys = tmp_path / "keys.json"
+    keys = tmp_path / "clients.json"
     assert main(["keys", "create", "search", "--file", str(keys)]) == 0
     parsed = args("--port", "0", "--run-dir", str(tmp_path), "--redis-url", "redis://h", "--api-keys", str(keys))
     todo, supervisor = plan(parsed), Supervisor()
@@ -274,7 +275,8 @@ def test_no_proxy_is_asked_whether_our_own_processes_are_ready(monkeypatch) -> N
         server.timeout = UP_S
         thread = Thread(target=server.handle_request)
         thread.start()
-        assert answers(f"http://127.0.0.1:{server.server_port}/ready")
+        with httpx.Client(trust_env=False) as client:
+            assert is_ready(client, f"http://127.0.0.1:{server.server_port}/ready")
         thread.join(UP_S)
 
 

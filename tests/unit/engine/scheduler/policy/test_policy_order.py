@@ -5,7 +5,8 @@ import pytest
 from tandem_engine.config import SchedulePolicy
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
-FCFS, LPM, DFS, PRIORITY, SRF = SchedulePolicy
+FCFS, LPM, DFS = SchedulePolicy.FCFS, SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT
+PRIORITY, SRF = SchedulePolicy.PRIORITY, SchedulePolicy.SRF
 
 
 def engine_of(policy: SchedulePolicy, **settings: object) -> Engine:
