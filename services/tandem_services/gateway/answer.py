@@ -139,7 +139,7 @@ class Answer:
 
     async def whole(self) -> None:
         """Gather everything, then answer once."""
-        choices = [WholeChoice(index=c.index, texts=[c.echo]) for c in self._job.plan.choices]
+        choices = [WholeChoice(index=c.index, texts=[c.echo or ""]) for c in self._job.plan.choices]
         async with time_limit(self._remaining()):
             await self._gather(choices)
             share_prompt_logprobs(choices, self._job.plan.n)

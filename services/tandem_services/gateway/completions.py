@@ -127,7 +127,7 @@ async def _choice(
         index=0,
         input_ids=input_ids,
         sampling=fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size),
-        echo=await _echo(prompt if truncation is None else input_ids, prompts) if request.echo else "",
+        echo=await _echo(prompt if truncation is None else input_ids, prompts) if request.echo else None,
     )
 
 
@@ -170,7 +170,7 @@ class CompletionFormat:
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         if self._plan.tells_ids:
             self._owes_prompt.add(choice.index)
-        if not choice.echo:
+        if choice.echo is None:
             return b""
         echoed = CompletionChoice(
             index=choice.index,
@@ -245,12 +245,12 @@ class CompletionFormat:
     def _logprobs(self, index: int, scored: list[ScoredToken]) -> CompletionLogprobs | None:
         if self._top is None:
             return None
-        echo = len(self._planned(index).echo)
+        echo = len(self._planned(index).echo or "")
         return logprobs.completion_logprobs(scored, self._names, self._top, after=echo)
 
     def _echoed(self, index: int, prompt: Sequence[TokenLogprob | None] | None) -> CompletionLogprobs | None:
         planned = self._planned(index)
-        if self._top is None or prompt is None or not planned.echo:
+        if self._top is None or prompt is None or planned.echo is None:
             return None
         return logprobs.echoed_logprobs(planned.input_ids, prompt, self._names, planned.sampling.logprobs or 0)
 

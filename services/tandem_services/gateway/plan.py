@@ -21,8 +21,9 @@ class PlannedChoice:
     index: int
     input_ids: tuple[int, ...]
     sampling: SamplingParams
-    echo: str = ""
-    """Text that the answer begins with."""
+    echo: str | None = None
+    """Text that the answer begins with; None when the request does not echo its prompt. The text of a prompt can be
+    empty, for example when it consists of special tokens alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.healthy_engines import TOKEN, healthy
+from tandem_testing.tokenizer_builders import EOS
 
 PROMPT = "the quick brown"
 
@@ -171,6 +172,20 @@ async def test_echo_puts_the_prompts_logprobs_before_the_outputs(gateway, tokeni
         assert text[offset : offset + len(token)] == token or "\ufffd" in token
     if not stream:
         assert chunks[0]["usage"]["completion_tokens"] == max_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+async def test_echo_of_prompt_without_text_has_its_logprobs(gateway, stream, max_tokens):
+    fields = {"max_tokens": max_tokens, "echo": True, "logprobs": 1, "seed": 1, "stream": stream, "ignore_eos": True}
+    answer = await gateway.complete([EOS, EOS, EOS], return_tokens_as_token_ids=True, **fields)
+    chunks = events(answer) if stream else [answer.json()]
+    parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    names = [name for part in parts for name in part["tokens"]]
+    logprobs = [value for part in parts for value in part["token_logprobs"]]
+    assert names[:3] == [f"token_id:{EOS}"] * 3
+    assert logprobs == [None, -1.0, -2.0, *[-0.5] * max_tokens]
+    assert [offset for part in parts for offset in part["text_offset"]][:3] == [0, 0, 0]
 
 
 async def test_scoring_a_prompt_computes_one_token_for_nobody(gateway, rack):
