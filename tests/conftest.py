@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tandem_services.common import ports
+from tandem_testing.inherited_signals import give_children_default_signals
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,6 +26,8 @@ settings.load_profile("patient")
 # Tests that run side by side look for free ports side by side.
 _worker, _workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 ports.PORTS = ports.PORTS[int(_worker.removeprefix("gw")) % _workers :: _workers]
+
+give_children_default_signals()
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 

@@ -19,6 +19,7 @@ from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import KvCacheDtype, ModelImpl, Quantization, Role
 from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
+from tandem_engine.extras import full_disk, missing_extra
 from tandem_engine.flags import (
     add_accuracy_flags,
     add_device_flag,
@@ -226,6 +227,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except EngineError as error:
         print(f"tandem-engine: error: {error}", file=sys.stderr)
+        return 3
+    except (ModuleNotFoundError, OSError) as error:
+        sentence = missing_extra(error) if isinstance(error, ModuleNotFoundError) else full_disk(error)
+        if sentence is None:
+            raise
+        print(f"tandem-engine: error: {sentence}", file=sys.stderr)
         return 3
 
 

@@ -113,7 +113,14 @@ def make_answer(request_id: str, prompt: Encoded, params: SamplingParams, servin
         sampling = params.of_choice(index, seed=seed, room=room, text=serving.text, prompt=prompt.token_ids)
         group = request_id if params.generated > 1 else ""
         requests.append(
-            GenerateRequest(rid=rid, input_ids=prompt.token_ids, sampling=sampling, group=group, session=session)
+            GenerateRequest(
+                rid=rid,
+                input_ids=prompt.token_ids,
+                sampling=sampling,
+                group=group,
+                session=session,
+                cache_salt=prompt.cache_salt,
+            )
         )
         completions[rid] = Completion(index, params, sampling, vocabulary)
     return Answer(

@@ -60,5 +60,11 @@ class EmbeddingAnswer:
 
 def make_embedding_answer(request_id: str, prompt: Encoded, params: PoolingParams) -> EmbeddingAnswer:
     """Ready to be asked."""
-    request = GenerateRequest(rid=request_id, input_ids=prompt.token_ids, sampling=NO_TEXT, pooling=params)
+    request = GenerateRequest(
+        rid=request_id,
+        input_ids=prompt.token_ids,
+        sampling=NO_TEXT,
+        pooling=params,
+        cache_salt=prompt.cache_salt,
+    )
     return EmbeddingAnswer(request_id=request_id, prompt=prompt, requests=(request,))

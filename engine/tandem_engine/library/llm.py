@@ -83,8 +83,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """One `RequestOutput` per prompt, in order, when all have ended.
 
-        A prompt is text or a list of token ids. A request that the engine gives up on has `finish_reason`
-        "error" and the reason in `error`; the others go on.
+        A prompt is text, a list of token ids, or a dict with either, as vLLM takes it. A request that fails has
+        `finish_reason` "error" and the reason in `error`; the other requests continue.
 
         With a `session`, or one for each prompt, a prompt is only the new turn of its conversation: it is appended
         to what was said before. Text gets no special tokens then, such as BOS.

@@ -4,7 +4,7 @@ A prompt may continue a `Session`. Then it is the new turn alone, and text gets 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from tandem_engine.errors import InvalidRequestError
@@ -12,11 +12,12 @@ from tandem_engine.library.sampling_params import SamplingParams
 from tandem_engine.library.session import Session
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
-Prompt: TypeAlias = str | Sequence[int]
-"""Text, or token ids."""
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's form of either: {"prompt": text} or {"prompt_token_ids": ids}, and `cache_salt`."""
 Message: TypeAlias = Mapping[str, Any]
 """`role`, `content`, and what else the model's chat template knows."""
 Conversation: TypeAlias = Sequence[Message]
+_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,8 @@ class Encoded:
     token_ids: tuple[int, ...]
     session: Session | None = None
     """The conversation that it continues."""
+    cache_salt: str = ""
+    """Prefixes are shared only between prompts with the same one."""
 
 
 def encode_prompts(
@@ -39,7 +42,7 @@ def encode_prompts(
     Raises `InvalidRequestError` naming the first that is neither text nor token ids, or when sessions and prompts
     do not go together.
     """
-    if isinstance(prompts, str) or (len(prompts) > 0 and _is_token_id(prompts[0])):
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and _is_token_id(prompts[0])):
         [only] = _sessions_for(session, 1)
         return [encode_prompt(prompts, tokenizer, only)]  # type: ignore[arg-type] # a str, or ids judging by the first
     encoded = []
@@ -53,6 +56,8 @@ def encode_prompts(
 
 def encode_prompt(prompt: Prompt, tokenizer: TextTokenizer | None, session: Session | None = None) -> Encoded:
     """One prompt. Raises `InvalidRequestError` when it is none."""
+    if isinstance(prompt, Mapping):
+        return _encode_mapping(prompt, tokenizer, session)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequestError("text needs a tokenizer and this model has none: pass token ids", param="prompts")
@@ -61,8 +66,33 @@ def encode_prompt(prompt: Prompt, tokenizer: TextTokenizer | None, session: Sess
         return Encoded(text=prompt, token_ids=tuple(token_ids), session=session)
     ids = _token_ids(prompt)
     if ids is None:
-        raise InvalidRequestError("a prompt must be a string or a list of token ids", param="prompts")
+        raise InvalidRequestError(
+            "a prompt must be a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`",
+            param="prompts",
+        )
     return Encoded(text=None, token_ids=ids, session=session)
+
+
+def _encode_mapping(prompt: Mapping[str, Any], tokenizer: TextTokenizer | None, session: Session | None) -> Encoded:
+    """vLLM's `TextPrompt` and `TokensPrompt`. With ids, the text is only repeated in the output."""
+    refused = [key for key, value in prompt.items() if key not in _FIELDS and value is not None]
+    if refused:
+        raise InvalidRequestError(
+            f"a prompt takes {', '.join(_FIELDS)}; not supported here: {', '.join(map(str, refused))}", param="prompts"
+        )
+    text, ids, salt = (prompt.get(field) for field in _FIELDS)
+    if not isinstance(text, str | None) or not isinstance(salt, str | None):
+        raise InvalidRequestError("prompt and cache_salt of a prompt must be strings", param="prompts")
+    if salt is not None and session is not None:
+        raise InvalidRequestError("a session has the prefix of its own turns: leave cache_salt out", param="prompts")
+    given = text if ids is None else _token_ids(ids)
+    if given is None:
+        raise InvalidRequestError(
+            "a prompt that is a dict needs `prompt`, a string, or `prompt_token_ids`, a list of token ids",
+            param="prompts",
+        )
+    encoded = encode_prompt(given, tokenizer, session)
+    return replace(encoded, text=text, cache_salt=salt or "")
 
 
 def encode_conversations(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tandem_engine.errors import ConfigError, EngineError
+from tandem_engine.extras import full_disk, missing_extra
 from tandem_services.common.errors import ServiceError
 from tandem_services.common.settings import read_settings
 
@@ -69,6 +70,12 @@ def run_command(build: Callable[[], argparse.ArgumentParser], argv: Sequence[str
         return 2
     except (EngineError, ServiceError) as error:
         print(f"tandem: error: {error}", file=sys.stderr)
+        return 3
+    except (ModuleNotFoundError, OSError) as error:
+        sentence = missing_extra(error) if isinstance(error, ModuleNotFoundError) else full_disk(error)
+        if sentence is None:
+            raise
+        print(f"tandem: error: {sentence}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         return 130

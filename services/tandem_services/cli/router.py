@@ -1,7 +1,6 @@
 """`tandem router`: the gateway's router on its own, for other front ends and for Inference Gateways. Needs no torch."""
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +39,6 @@ examples:
 
 docs/routing.md ("Other front ends") describes fields, protocol and limits.
 """
-
-INSTALL = "tandem router needs gRPC: pip install 'tandem[router]'"
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -118,8 +115,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    if find_spec("grpc") is None:
-        raise ConfigError(INSTALL)
     from tandem_engine.logs import LogFormat
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.router.policies.by_role import PolicyNames

@@ -67,11 +67,9 @@ class Access:
 
 def access_of(kubeconfig: Path | None, context: str | None, namespace: str | None) -> Access:
     """By kubeconfig or, in a pod without one, by its service account. Raises `ConfigError`."""
-    try:
-        from kubernetes import config
-        from kubernetes.client import Configuration
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'tandem[operator]'") from error
+    from kubernetes import config
+    from kubernetes.client import Configuration
+
     credentials = Configuration()
     try:
         own = _load(config, credentials, kubeconfig, context)

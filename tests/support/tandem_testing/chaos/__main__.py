@@ -19,6 +19,7 @@ from tandem_testing.chaos.report import json_line, print_outcome, stall_table, s
 from tandem_testing.chaos.runner import Outcome, Progress, Runner
 from tandem_testing.chaos.scenario import Result, Scale, Scenario
 from tandem_testing.chaos.suite import scenarios
+from tandem_testing.inherited_signals import give_children_default_signals
 from tandem_testing.redis_server import REDIS_SERVER
 
 EPILOG = """\
@@ -160,6 +161,7 @@ def _absent(number: int, reason: str) -> Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    give_children_default_signals()
     console = Console(stderr=True) if args.json else Console()
     available = scenarios()
     if args.list:

@@ -196,6 +196,28 @@ def test_a_conversation_goes_through_the_chat_template(llm):
     assert texts(two) == texts([output]) * 2
 
 
+def test_prompt_dicts_of_vllm_equal_plain_prompts(llm):
+    [plain] = llm.generate("The fox", GREEDY, use_tqdm=False)
+    ids = list(plain.prompt_token_ids)
+    prompts = [
+        {"prompt": "The fox", "multi_modal_data": None},
+        {"prompt_token_ids": ids},
+        {"prompt_token_ids": ids, "prompt": "The fox", "cache_salt": "a"},
+    ]
+    assert texts(llm.generate(prompts, GREEDY, use_tqdm=False)) == texts([plain]) * 3
+    for prompt in prompts:
+        assert texts(llm.generate(prompt, GREEDY, use_tqdm=False)) == texts([plain])
+
+
+def test_prompts_with_other_cache_salt_share_no_prefix(llm):
+    ids = [*range(300, 364)]
+    [first] = llm.generate({"prompt_token_ids": ids, "cache_salt": "tenant-a"}, GREEDY, use_tqdm=False)
+    [other] = llm.generate({"prompt_token_ids": ids, "cache_salt": "tenant-b"}, GREEDY, use_tqdm=False)
+    [same] = llm.generate({"prompt_token_ids": ids, "cache_salt": "tenant-a"}, GREEDY, use_tqdm=False)
+    assert (other.metrics.cached_tokens, first.metrics.cached_tokens) == (0, 0)
+    assert same.metrics.cached_tokens > 0
+
+
 def test_no_max_tokens_means_the_rest_of_the_context(llm):
     long = [7] * 4090
     [output] = llm.generate([long], SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
@@ -207,8 +229,13 @@ def test_no_max_tokens_means_the_rest_of_the_context(llm):
     ("prompts", "params", "text"),
     [
         (["good", ""], None, "prompt 1: the prompt is empty"),
-        (["good", [1, "x"]], None, "prompt 1: a prompt must be a string or a list of token ids"),
+        (["good", [1, "x"]], None, "prompt 1: a prompt must be a string, a list of token ids, or a dict"),
         (["good", 5], None, "prompt 1: a prompt must be"),
+        ({}, None, "a prompt that is a dict needs `prompt`"),
+        ([{"prompt_token_ids": "x"}], None, "prompt 0: a prompt that is a dict needs"),
+        ([{"prompt": 5}], None, "prompt 0: prompt and cache_salt of a prompt must be strings"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, None, "not supported here: multi_modal_data"),
+        ({"prompt_embeds": [0.5]}, None, "not supported here: prompt_embeds"),
         ([[1, 10**9]], None, "prompt 0: input_ids has token id 1000000000"),
         ([[1] * 5000], None, "prompt 0: the prompt has 5000 tokens"),
         ("good", SamplingParams(temperature=-1.0), "temperature must be between"),

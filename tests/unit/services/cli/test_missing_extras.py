@@ -1,0 +1,112 @@
+"""Commands without the extra they need, on a full disk, and interrupted while they load: a sentence, no traceback."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+import pytest
+
+from tandem_engine.extras import EXTRAS, full_disk, missing_extra
+from tandem_services.cli import entry
+from tandem_testing.import_blocker import write_import_blocker
+
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+current-context: c
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}]
+contexts: [{name: c, context: {cluster: c, user: u}}]
+users: [{name: u, user: {token: t}}]
+"""
+
+
+def run(folder: Path, script: str, *argv: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    module, _, function = script.partition(":")
+    code = f"import sys; from {module} import {function}; sys.argv[0] = 'x'; sys.exit({function}())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        env=os.environ | env | {"PYTHONPATH": ":".join([str(folder), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "extra"),
+    [
+        ("tandem_services.cli.start:tandem", ["verify", "--quick"], "engine"),
+        ("tandem_services.cli.start:tandem", ["bench", "offline"], "engine"),
+        ("tandem_services.cli.start:tandem", ["accuracy"], "engine"),
+        ("tandem_engine.cli:main", ["verify", "--model", "models/tandem-mini"], "engine"),
+        ("tandem_services.cli.start:tandem", ["k8s", "status"], "operator"),
+        ("tandem_services.cli.start:kubectl_tandem", ["status"], "operator"),
+        ("tandem_services.cli.start:tandem", ["router", "--redis-url", "redis://127.0.0.1:1"], "router"),
+        ("tandem_operator.start:main", ["--namespace", "x"], "operator"),
+    ],
+)
+def test_command_without_its_extra_names_the_extra(tmp_path, script, argv, extra):
+    folder = write_import_blocker(tmp_path / "site", *EXTRAS[extra])
+    (tmp_path / "kubeconfig").write_text(KUBECONFIG)
+    done = run(folder, script, *argv, env={"KUBECONFIG": str(tmp_path / "kubeconfig")})
+    assert done.returncode not in (0, None)
+    assert f"is not installed: pip install 'tandem[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_table_of_extras_covers_every_distribution():
+    distributions = packages_distributions()
+    for line in requires("tandem") or ():
+        found = re.match(r"([\w.-]+)(?:\[[^]]*\])?[^;]*;.*extra == ['\"](\w+)['\"]", line)
+        if found is None or found[2] not in EXTRAS:
+            continue
+        name, extra = found.groups()
+        modules = {module for module, owners in distributions.items() if name.lower() in map(str.lower, owners)}
+        assert modules & {*EXTRAS[extra]}, f"{name} of the extra {extra}: none of {sorted(modules)} is in EXTRAS"
+
+
+def test_module_of_no_extra_is_not_explained():
+    assert missing_extra(ModuleNotFoundError("x", name="tandem_engine.nope")) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_is_one_sentence(monkeypatch, capsys, number):
+    def build():
+        raise OSError(number, os.strerror(number), "/data/keys.json")
+
+    assert entry.run_command(build, []) == 3
+    assert capsys.readouterr().err == (
+        "tandem: error: no space left on the disk for /data/keys.json: free some, or use a folder on another disk\n"
+    )
+
+
+def test_other_os_errors_are_not_explained():
+    assert full_disk(OSError(errno.EACCES, "denied", "x")) is None
+
+
+@pytest.mark.parametrize("module", ["tandem_services.cli.main", "rich", "tandem_services.cli.verify", "argparse"])
+def test_ctrl_c_while_a_command_loads_leaves_no_traceback(tmp_path, module):
+    """The process interrupts itself when it imports `module`."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import os, signal, sys
+
+class Interrupt:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == {module!r} and "tandem_services.cli.start" in sys.modules:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.modules.pop({module!r}, None)
+sys.meta_path.insert(0, Interrupt)
+"""
+    )
+    done = run(tmp_path, "tandem_services.cli.start:tandem", "chat", "--url", "http://127.0.0.1:1", env={})
+    assert done.stderr == ""
+    assert done.returncode in (130, -signal.SIGINT)
