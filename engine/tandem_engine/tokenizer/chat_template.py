@@ -2,26 +2,41 @@
 
 A template comes from a checkpoint, which is somebody else's code: it runs in Jinja's immutable sandbox
 with the functions Hugging Face templates expect and nothing else (CVE-2026-5760). Clients never supply one.
+
+`render` is what transformers renders. `render_traced` renders the same text a second time and records which characters
+the template wrote itself (`TracedText`); it costs several times as much.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.environment import Template
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem_engine.errors import CheckpointError, InvalidRequestError
+from tandem_engine.tokenizer.template_functions import RefusedMessagesError, clock, plain_json, raise_exception
+from tandem_engine.tokenizer.traced_environment import TracedEnvironment
+from tandem_engine.tokenizer.traced_text import CONTENT, TEMPLATE, TracedText, origin_of, traced
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
-
-
-class _RefusedMessagesError(Exception):
-    """A template called `raise_exception`: it cannot express these messages."""
+_ROLES = frozenset(("assistant", "developer", "function", "ipython", "observation", "system", "tool", "user"))
+"""Roles of messages that a template may write into its control literals, as in `"<|" + message.role + "|>"`."""
+_RENDERING_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_CASE_CHANGES = frozenset(("capitalize", "casefold", "lower", "swapcase", "title", "translate", "upper"))
 
 
 class _GenerationTag(Extension):
@@ -52,9 +67,13 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.text = template
         """As the checkpoint has it."""
-        self.variables = frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+        parsed = _environment().parse(template)
+        self.variables = frozenset(meta.find_undeclared_variables(parsed))
         """Names of what it has a place for."""
         self.knows_tools = "tools" in self.variables
+        self.constants = frozenset({*_constants(parsed), *special_tokens.values()})
+        """All text that it can write of its own."""
+        self.changes_case = not _CASE_CHANGES.isdisjoint(_operations(parsed))
 
     def render(
         self,
@@ -65,52 +84,109 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Prompt text. Raises `InvalidRequestError` when the template refuses these messages."""
-        try:
-            return self._template.render(
-                {
-                    "documents": None,
-                    **self._special_tokens,
-                    **(variables or {}),
-                    "tools": tools or None,
-                    "messages": messages,
-                    "add_generation_prompt": add_generation_prompt,
-                }
+        return self._text_of(self._template, self._context(messages, tools, variables, add_generation_prompt))
+
+    def render_traced(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> TracedText:
+        """As `render`, with the origin of each character.
+
+        Raises `InvalidRequestError` as well when the template does something with its text that cannot be followed.
+        """
+        context = self._context(messages, tools, variables, add_generation_prompt)
+        text = self._text_of(self._template, context)
+        followed = self._text_of(self._traced_template, self._traced_context(context, given=variables or {}))
+        if followed != text:
+            raise InvalidRequestError(
+                "the model's chat template rewrites text in a way that hides where it comes from, and these messages "
+                "hold characters of special tokens: leave out texts such as <|...|>",
+                param="messages",
             )
-        except _RefusedMessagesError as error:
+        return TracedText(text, origin_of(followed))
+
+    @cached_property
+    def _traced_template(self) -> Template:
+        return _environment(traced=True).from_string(self.text)
+
+    def _context(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
+    ) -> dict[str, Any]:
+        return {
+            "strftime_now": clock(datetime.now().astimezone()),
+            "documents": None,
+            **self._special_tokens,
+            **(variables or {}),
+            "tools": tools or None,
+            "messages": [_prepared(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def _traced_context(self, context: Mapping[str, Any], *, given: Mapping[str, Any]) -> dict[str, Any]:
+        own = {name: traced(text, TEMPLATE) for name, text in self._special_tokens.items() if name not in given}
+        messages = [{**traced(message, CONTENT), **_own_role(message)} for message in context["messages"]]
+        return {**traced(context, CONTENT), **own, "messages": messages}
+
+    def _text_of(self, template: Template, context: Mapping[str, Any]) -> str:
+        try:
+            return template.render(context)
+        except RefusedMessagesError as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except _RENDERING_ERRORS as error:
             # Whatever a template trips over, it was the messages that led it there.
             raise InvalidRequestError(
                 "the model's chat template cannot render these messages", param="messages"
             ) from error
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+def _prepared(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As transformers gives messages to templates: without fields that are null, and reasoning under all the names that
+    templates read it by."""
+    given = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((given[name] for name in ("reasoning_content", "thinking", "reasoning") if name in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _own_role(message: Mapping[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    return {"role": traced(role, TEMPLATE)} if isinstance(role, str) and role in _ROLES else {}
+
+
+def _constants(parsed: nodes.Template) -> Iterator[str]:
+    for data in parsed.find_all(nodes.TemplateData):
+        yield data.data
+    for constant in parsed.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            yield constant.value
+
+
+def _operations(parsed: nodes.Template) -> Iterator[str]:
+    """Names of the filters and methods it uses, those that it gives to `map` included."""
+    for used in parsed.find_all(nodes.Filter):
+        yield used.name
+        if used.name == "map":
+            yield from (each.value for each in used.args if isinstance(each, nodes.Const))
+    for call in parsed.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr):
+            yield call.node.attr
+        elif isinstance(call.node, nodes.Getitem) and isinstance(call.node.arg, nodes.Const):
+            yield call.node.arg.value
+
+
+def _environment(*, traced: bool = False) -> ImmutableSandboxedEnvironment:
+    kind = TracedEnvironment if traced else ImmutableSandboxedEnvironment
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    if not traced:
+        environment.filters["tojson"] = plain_json
+    environment.globals["raise_exception"] = raise_exception
     return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which prompts do not want."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise _RefusedMessagesError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)

@@ -1,86 +1,47 @@
-"""Keeping control tokens out of user text while the chat template's own stay real.
+"""The texts of one tokenizer's special tokens, and whether a rendering has to follow where its text comes from.
 
-    1. mark     every control literal inside a user string is wrapped in two marks drawn at random
-    2. render   the template sees the user's strings otherwise unchanged
-    3. split    the text between marks is encoded as plain text, all the rest with control tokens
+A control token in a prompt must come from the chat template, never from what a client sent. Following the origin of
+every character (`TracedText`) costs more than rendering, so it is done only where text of a client could be part of a
+control literal:
 
-Only strings that contain a control literal differ from what Hugging Face would encode, and templates that
-look into contents (`startswith`, `trim`, …) work as written. A string's end that could be completed to a
-literal by what the template puts next to it is marked too. The marks cannot be guessed, so they cannot be
-forged.
+    contents    a string of the client's has the first or last character of a literal, such as "<" or ">"
+    template    the template writes literals in pieces (`"<|" + message.role + "|>"`) or changes the case of text
+
+Without either, a literal in the rendered text begins and ends in the template's own text, in one piece.
 """
 
 import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-
-class Segment(NamedTuple):
-    """A run of rendered text. `plain`: it must not yield control tokens."""
-
-    text: str
-    plain: bool
-
-
-class Marks(NamedTuple):
-    """Begin and end of plain text in one rendering. Noncharacters survive trimming and JSON."""
-
-    begin: str
-    end: str
-
-
-def draw_marks() -> Marks:
-    nonce = secrets.token_hex(8)
-    return Marks(f"\ufdd0{nonce}\ufdd1", f"\ufdd2{nonce}\ufdd3")
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class ControlLiterals:
-    """Finds the literals of one tokenizer in text. Immutable."""
+    """Immutable."""
 
     def __init__(self, literals: Sequence[str]) -> None:
-        ordered = sorted(literals, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-        self._heads = frozenset(text[:i] for text in literals for i in range(1, len(text)))
-        self._tails = frozenset(text[i:] for text in literals for i in range(1, len(text)))
-        self._longest = max(map(len, literals), default=0)
+        self._literals = tuple(literals)
+        edges = {edge for text in literals for edge in (text[0], text[-1])}
+        self._edge = re.compile(f"[{re.escape(''.join(sorted(edges)))}]" if edges else r"(?!)")
 
-    def mark(self, value: Any, marks: Marks) -> Any:
-        """A copy of a JSON-like value with the literals of all its strings marked, keys included: those of a tool's
-        schema are a user's text as well. Keys that templates look up hold no literal and stay as they are."""
+    def may_begin_in(self, value: Any) -> bool:
+        """Whether any string in a JSON-like value, keys included, has the first or last character of a literal."""
         if isinstance(value, str):
-            return self._mark_text(value, marks)
+            return self._edge.search(value) is not None
         if isinstance(value, Mapping):
-            return {self.mark(key, marks): self.mark(item, marks) for key, item in value.items()}
+            return any(self.may_begin_in(key) or self.may_begin_in(item) for key, item in value.items())
         if isinstance(value, (list, tuple)):
-            return [self.mark(item, marks) for item in value]
-        return value
+            return any(map(self.may_begin_in, value))
+        return False
 
-    def _mark_text(self, text: str, marks: Marks) -> str:
-        start, stop = self._completable_start(text), len(text) - self._completable_end(text)
-        if start >= stop:
-            return f"{marks.begin}{text}{marks.end}" if start or stop < len(text) else text
-        inner = self._pattern.sub(lambda match: f"{marks.begin}{match[0]}{marks.end}", text[start:stop])
-        head = f"{marks.begin}{text[:start]}{marks.end}" if start else ""
-        tail = f"{marks.begin}{text[stop:]}{marks.end}" if stop < len(text) else ""
-        return head + inner + tail
-
-    def _completable_start(self, text: str) -> int:
-        lengths = range(min(len(text), self._longest - 1), 0, -1)
-        return next((length for length in lengths if text[:length] in self._tails), 0)
-
-    def _completable_end(self, text: str) -> int:
-        lengths = range(min(len(text), self._longest - 1), 0, -1)
-        return next((length for length in lengths if text[-length:] in self._heads), 0)
+    def pieced_together(self, constants: Iterable[str]) -> bool:
+        """Whether one of `constants` ends with the beginning of a literal, and one begins with its end, so that text
+        between them completes it."""
+        constants = list(constants)
+        return any(_is_completed(literal, constants) for literal in self._literals)
 
 
-def split_marked(text: str, marks: Marks) -> Iterator[Segment]:
-    """Segments of a rendered text, without its marks. What is marked is never empty."""
-    while text:
-        before, begin, rest = text.partition(marks.begin)
-        inside, _, after = rest.partition(marks.end)
-        if before:
-            yield Segment(before, plain=False)
-        if begin:
-            yield Segment(inside, plain=True)
-        text = after
+def _is_completed(literal: str, constants: Sequence[str]) -> bool:
+    lengths = range(1, len(literal))
+    head = next((n for n in lengths if any(text.endswith(literal[:n]) for text in constants)), None)
+    tail = next((n for n in lengths if any(text.startswith(literal[-n:]) for text in constants)), None)
+    return head is not None and tail is not None and head + tail < len(literal)

@@ -45,6 +45,18 @@ def special_token_text(value: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
+def named_special_tokens(tokenizer_config: dict[str, Any]) -> frozenset[str]:
+    """Texts that `tokenizer_config.json` makes special, or control tokens of chats; `tokenizer.json` has others."""
+    named = [value for name, value in tokenizer_config.items() if name.endswith("_token")]
+    for name in ("additional_special_tokens", "extra_special_tokens", "chat_control_tokens"):
+        more = tokenizer_config.get(name) or ()
+        named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+    decoder = tokenizer_config.get("added_tokens_decoder")
+    entries = decoder.values() if isinstance(decoder, dict) else ()
+    named += [entry for entry in entries if isinstance(entry, dict) and entry.get("special")]
+    return frozenset(text for text in map(special_token_text, named) if text)
+
+
 def chat_template_text(folder: Path, tokenizer_config: dict[str, Any]) -> tuple[str, Path] | None:
     """The template and its file: `chat_template.jinja`, else `tokenizer_config.json` (its `default` of several)."""
     jinja_file = folder / "chat_template.jinja"

@@ -1,17 +1,19 @@
 """TextTokenizer: a checkpoint's tokenizer without transformers and without torch.
 
-Text becomes ids in two ways, and never otherwise:
+Text becomes ids in two ways:
 
-    encode       text of a user: control literals in it (`<|im_start|>`) are plain text
-    encode_chat  messages through the chat template: the template's control literals are control tokens,
-                 those inside the messages are plain text (see `control_literals`)
+    encode       a text prompt: special tokens in it (`<|im_start|>`) become control tokens, as transformers and vLLM
+                 do, unless `parse_special_tokens` is false; then they are plain text
+    encode_chat  messages through the chat template: special tokens that the template writes become control tokens,
+                 those inside messages, tools and variables are plain text (see `chat_encoding`)
 
-A client that wants control tokens in a prompt of its own sends token ids. All methods are thread-safe and
-release the GIL while they encode, so that long texts can be encoded beside an event loop.
+Added tokens that are not special, such as `<think>` in many checkpoints, are parsed in both. All methods are
+thread-safe and release the GIL while they encode, so that long texts can be encoded beside an event loop.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,19 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tandem_engine.errors import CheckpointError, InvalidRequestError
+from tandem_engine.tokenizer.chat_encoding import ChatEncoder
 from tandem_engine.tokenizer.chat_template import ChatTemplate
-from tandem_engine.tokenizer.control_literals import ControlLiterals, Marks, draw_marks, split_marked
+from tandem_engine.tokenizer.control_literals import ControlLiterals
 from tandem_engine.tokenizer.files import (
     chat_template_text,
     eos_token_ids,
+    named_special_tokens,
     read_json,
     read_optional_json,
     special_token_text,
 )
 from tandem_engine.tokenizer.truncation import Truncation
-from tandem_engine.tokenizer.vocabulary import Vocabulary, is_control_literal, read_vocabulary
+from tandem_engine.tokenizer.vocabulary import Vocabulary, read_vocabulary
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -43,7 +47,10 @@ class TextTokenizer:
     chat_template: ChatTemplate | None
     _with_controls: Tokenizer
     _without_controls: Tokenizer
+    _chats: ChatEncoder
     _literals: ControlLiterals
+    _follows_all: bool
+    """Every rendering follows where its text comes from: see `control_literals`."""
 
     @staticmethod
     def load(folder: Path) -> "TextTokenizer":
@@ -51,29 +58,47 @@ class TextTokenizer:
         source = folder / "tokenizer.json"
         document = read_json(source)
         with_controls = _build(document, str(source))
-        vocabulary = read_vocabulary(with_controls, document, str(source))
         config = read_optional_json(folder / "tokenizer_config.json")
-        tokenizer = TextTokenizer(
+        vocabulary = read_vocabulary(with_controls, document, str(source), also_special=named_special_tokens(config))
+        literals = vocabulary.control_literals
+        without_controls = _build(_without_added(document, literals), str(source))
+        template = _chat_template(folder, config)
+        eos = _eos_token_ids(folder, config, with_controls, vocabulary)
+        unknown = document["model"].get("unk_token")
+        _require_plain_controls(with_controls, without_controls, set(literals) - {unknown}, str(source))
+        control_literals = ControlLiterals(literals)
+        resembling = _matches_normalized(document, literals)
+        return TextTokenizer(
             vocabulary=vocabulary,
-            eos_token_ids=_eos_token_ids(folder, config, with_controls, vocabulary),
-            chat_template=_chat_template(folder, config),
+            eos_token_ids=eos,
+            chat_template=template,
             _with_controls=with_controls,
-            _without_controls=_build(_without_control_literals(document), str(source)),
-            _literals=ControlLiterals(vocabulary.control_literals),
+            _without_controls=without_controls,
+            _chats=ChatEncoder.of(with_controls, without_controls, literals, unknown=unknown, resembling=resembling),
+            _literals=control_literals,
+            _follows_all=template is not None
+            and (template.changes_case or control_literals.pieced_together(template.constants) or resembling),
         )
-        tokenizer._require_plain_controls(document, str(source))
-        return tokenizer
 
     @property
     def vocab_size(self) -> int:
         return self.vocabulary.size
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
-        """Ids of user text. `add_special_tokens` adds what the tokenizer puts around a text, such as BOS; a text that
-        is cut keeps it, within the length that is asked for."""
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        parse_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> list[int]:
+        """Ids of a text prompt. `add_special_tokens` adds what the tokenizer puts around a text, such as BOS; a text
+        that is cut keeps it, within the length that is asked for. `parse_special_tokens`: special tokens in the text
+        become control tokens; otherwise they are plain text."""
+        tokenizer = self._with_controls if parse_special_tokens else self._without_controls
         if truncation is None:
-            return _encode(self._without_controls, text, add_special_tokens=add_special_tokens)
-        return _encode_truncated(self._without_controls, text, truncation, add_special_tokens=add_special_tokens)
+            return _encode(tokenizer, text, add_special_tokens=add_special_tokens)
+        return _encode_truncated(tokenizer, text, truncation, add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
@@ -90,21 +115,14 @@ class TextTokenizer:
 
         Raises `InvalidRequestError` without a chat template and when the template refuses the messages.
         """
-        marks, end = draw_marks(), draw_marks().begin
+        mark = f"{_draw_mark()} "
         if continue_final:
             *before, last = messages
-            messages = [*before, {**last, "content": last["content"] + end}]
-        text = self._render(
-            messages, marks, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
-        )
+            messages = [*before, {**last, "content": last["content"] + mark}]
+        text = self._render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
         if continue_final:
-            text, found, _ = text.rpartition(end)
-            if not found:
-                raise InvalidRequestError(
-                    "this model's chat template rewrites the last message, so it cannot be continued",
-                    param="continue_final_message",
-                )
-        return self._encode_marked(text, marks, add_special_tokens=add_special_tokens)
+            text = _before_mark(text, mark)
+        return self._chats.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat_turn(
         self,
@@ -122,10 +140,10 @@ class TextTokenizer:
 
         Raises `InvalidRequestError` as `encode_chat`, and for a template that does not write answers as they are.
         """
-        marks, answer = draw_marks(), draw_marks().begin
+        answer = _draw_mark()
         before = ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer})
         text = self._render(
-            [*before, *messages], marks, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+            [*before, *messages], add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
         _, found, rest = text.partition(answer)
         if not found:
@@ -134,48 +152,55 @@ class TextTokenizer:
                 "new messages alone: send all of them",
                 param="messages",
             )
-        ids = self._encode_marked(rest, marks, add_special_tokens=False)
+        ids = self._chats.encode(rest, add_special_tokens=False)
         return ids[1:] if ids[:1] == [last_token] else ids
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        marks: Marks,
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None,
     ) -> str:
+        """The prompt text; `TracedText` where text of the client could be part of a control literal."""
         if self.chat_template is None:
             raise InvalidRequestError("this model has no chat template", param="messages")
-        return self.chat_template.render(
-            self._literals.mark(messages, marks),
-            add_generation_prompt=add_generation_prompt,
-            tools=self._literals.mark(tools, marks),
-            variables=self._literals.mark(variables, marks),
-        )
-
-    def _encode_marked(self, text: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = []
-        for segment in split_marked(text, marks):
-            tokenizer = self._without_controls if segment.plain else self._with_controls
-            # The template writes BOS itself; whoever asks for more wants it once, at the very beginning.
-            ids += _encode(tokenizer, segment.text, add_special_tokens=add_special_tokens and not ids)
-        return ids
+        follow = self._follows_all or self._literals.may_begin_in((messages, tools, variables))
+        render = self.chat_template.render_traced if follow else self.chat_template.render
+        return render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.vocabulary.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def _require_plain_controls(self, document: Mapping[str, Any], source: str) -> None:
-        # Characters outside the vocabulary become the unknown token, which controls nothing.
-        unknown = document["model"].get("unk_token")
-        literals = [text for text in self.vocabulary.control_literals if text != unknown]
-        controls = {self._with_controls.token_to_id(text) for text in literals}
-        for text in literals:
-            if controls.intersection(self.encode(text, add_special_tokens=False)):
-                raise CheckpointError(
-                    f"{source}: the text {text!r} always becomes a control token, so any user could forge it"
-                )
+
+def _require_plain_controls(
+    with_controls: Tokenizer, without_controls: Tokenizer, literals: Collection[str], source: str
+) -> None:
+    # The unknown token is not among them: characters outside the vocabulary become it, and it controls nothing.
+    controls = {with_controls.token_to_id(text) for text in literals}
+    for text in literals:
+        if controls.intersection(_encode(without_controls, text, add_special_tokens=False)):
+            raise CheckpointError(
+                f"{source}: the text {text!r} always becomes a control token, so any user could forge it"
+            )
+
+
+def _draw_mark() -> str:
+    """Text that no client can guess. It begins and ends with noncharacters, which survive trimming and JSON."""
+    return f"\ufdd0{secrets.token_hex(8)}\ufdd1"
+
+
+def _before_mark(text: str, mark: str) -> str:
+    """What stands before the last `mark`, which ends with a space. A template that trimmed the space has trimmed the
+    content that the mark was appended to."""
+    before, found, after = text.rpartition(mark.rstrip())
+    if not found:
+        raise InvalidRequestError(
+            "this model's chat template rewrites the last message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _build(document: Mapping[str, Any], source: str) -> Tokenizer:
@@ -189,9 +214,17 @@ def _build(document: Mapping[str, Any], source: str) -> Tokenizer:
     return tokenizer
 
 
-def _without_control_literals(document: Mapping[str, Any]) -> dict[str, Any]:
+def _without_added(document: Mapping[str, Any], contents: Collection[str]) -> dict[str, Any]:
     added = document.get("added_tokens") or []
-    return {**document, "added_tokens": [token for token in added if not is_control_literal(token["content"])]}
+    return {**document, "added_tokens": [token for token in added if token["content"] not in contents]}
+
+
+def _matches_normalized(document: Mapping[str, Any], contents: Collection[str]) -> bool:
+    """Whether text that only resembles a special token can become it."""
+    added = document.get("added_tokens") or []
+    return document.get("normalizer") is not None and any(
+        token["content"] in contents and token.get("normalized") for token in added
+    )
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -9,13 +9,13 @@ Two ways of spelling bytes cover the supported families:
     byte-level      each character of a token stands for one byte (GPT-2 alphabet; qwen2, qwen3, llama 3)
     sentencepiece   "▁" stands for a space and "<0xE4>" for a byte (llama 1 and 2)
 
-Added tokens that carry visible text (`<|im_start|>`, `<think>`, …) are *control literals*: only the chat
-template may produce them, so user text that contains one is encoded as plain text (CVE-2026-44222). Added
-tokens of white space alone are ordinary vocabulary.
+Texts of special tokens (`<|im_start|>`, …) are *control literals*: in a conversation only the chat template may produce
+them, so a message that contains one is encoded as plain text (CVE-2026-44222). Other added tokens (`<think>` in many
+checkpoints, `<b>`) are ordinary vocabulary.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Vocabulary:
     special_ids: frozenset[int]
     """Ids that `skip_special_tokens` leaves out of text."""
     control_literals: tuple[str, ...]
-    """Texts of the added tokens that user text must never turn into."""
+    """Texts of the special tokens, which messages of a conversation never turn into."""
     strips_first_space: bool
     """Sentencepiece writes a space before the first word of a text and takes it away again."""
 
@@ -57,8 +57,11 @@ class Vocabulary:
         return text.removeprefix(" ") if self.strips_first_space else text
 
 
-def read_vocabulary(tokenizer: Tokenizer, document: Mapping[str, Any], source: str) -> Vocabulary:
-    """Build the table from a tokenizer and the JSON it was read from.
+def read_vocabulary(
+    tokenizer: Tokenizer, document: Mapping[str, Any], source: str, *, also_special: Collection[str] = ()
+) -> Vocabulary:
+    """Build the table from a tokenizer and the JSON it was read from. `also_special`: texts of added tokens that are
+    special although that JSON does not say so.
 
     Raises `CheckpointError` for a decoder that spells bytes in neither of the two ways, and for absurd ids.
     """
@@ -74,13 +77,13 @@ def read_vocabulary(tokenizer: Tokenizer, document: Mapping[str, Any], source: s
     return Vocabulary(
         token_bytes=tuple(table),
         special_ids=frozenset(i for i, token in added.items() if token.special),
-        control_literals=tuple(token.content for token in added.values() if is_control_literal(token.content)),
+        control_literals=tuple(
+            token.content
+            for token in added.values()
+            if (token.special or token.content in also_special) and token.content.strip()
+        ),
         strips_first_space=spelling is _sentencepiece_bytes,
     )
-
-
-def is_control_literal(text: str) -> bool:
-    return bool(text.strip())
 
 
 def _spelling(decoder: Any, source: str) -> Callable[[str], bytes]:

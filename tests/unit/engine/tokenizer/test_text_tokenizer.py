@@ -36,9 +36,13 @@ def test_decoding_agrees_with_the_reference_for_any_ids(ids, tmp_path_factory):
 
 
 @given(text=st.lists(st.sampled_from([*SPECIALS, "<think>", "a", " ", "<|", "|>"])).map("".join))
-def test_user_text_never_becomes_a_control_token(text, tmp_path_factory):  # E3 #55
+def test_special_tokens_in_a_text_prompt_parse_unless_forbidden(text, tmp_path_factory):  # E3 #55
     tokenizer = shared(tmp_path_factory)
-    assert not {ENDOFTEXT, IM_START, IM_END, REFERENCE.token_to_id("<think>")} & set(tokenizer.encode(text))
+    assert tokenizer.encode(text) == REFERENCE.encode(text).ids
+    plain = tokenizer.encode(text, parse_special_tokens=False)
+    assert not {ENDOFTEXT, IM_START, IM_END} & set(plain)
+    assert plain.count(REFERENCE.token_to_id("<think>")) == text.count("<think>"), "this token is not special"
+    assert tokenizer.decode(plain) == text
 
 
 def test_a_final_message_is_continued_where_it_ends(tokenizer):
