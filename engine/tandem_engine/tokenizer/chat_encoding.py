@@ -76,16 +76,15 @@ class ChatEncoder:
             resembling,
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of a rendered text; without origins, all of it is the template's.
+    def encode(self, text: TracedText, *, add_special_tokens: bool) -> list[int]:
+        """Ids of a rendered text.
 
         Raises `InvalidRequestError` where it cannot be decided whether a literal is the template's.
         """
         judged = _Judged(str.__add__(text, ""), origin_of(text), [])
         for _ in range(MAX_PASSES):
-            # The batch call gives the GIL up for its whole duration; the single one keeps it for long stretches.
             [fast] = self.with_controls.encode_batch_fast([judged.text], add_special_tokens=add_special_tokens)
-            if not isinstance(text, TracedText) or self._is_all_of_the_template(fast.ids, judged):
+            if self._is_all_of_the_template(fast.ids, judged):
                 return self._filled_in(fast.ids, judged.forged)
             [encoding] = self.with_controls.encode_batch([judged.text], add_special_tokens=add_special_tokens)
             replaced = self._judge(encoding, judged)

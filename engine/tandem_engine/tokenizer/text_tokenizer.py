@@ -32,6 +32,7 @@ from tandem_engine.tokenizer.files import (
     read_optional_json,
     special_token_text,
 )
+from tandem_engine.tokenizer.traced_text import TracedText
 from tandem_engine.tokenizer.truncation import Truncation
 from tandem_engine.tokenizer.vocabulary import Vocabulary, read_vocabulary
 
@@ -122,7 +123,7 @@ class TextTokenizer:
         text = self._render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
         if continue_final:
             text = _before_mark(text, mark)
-        return self._chats.encode(text, add_special_tokens=add_special_tokens)
+        return self._encode_rendered(text, add_special_tokens=add_special_tokens)
 
     def encode_chat_turn(
         self,
@@ -152,7 +153,7 @@ class TextTokenizer:
                 "new messages alone: send all of them",
                 param="messages",
             )
-        ids = self._chats.encode(rest, add_special_tokens=False)
+        ids = self._encode_rendered(rest, add_special_tokens=False)
         return ids[1:] if ids[:1] == [last_token] else ids
 
     def _render(
@@ -169,6 +170,11 @@ class TextTokenizer:
         follow = self._follows_all or self._literals.may_begin_in((messages, tools, variables))
         render = self.chat_template.render_traced if follow else self.chat_template.render
         return render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+
+    def _encode_rendered(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if isinstance(text, TracedText):
+            return self._chats.encode(text, add_special_tokens=add_special_tokens)
+        return _encode(self._with_controls, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.vocabulary.decode(token_ids, skip_special_tokens=skip_special_tokens)
