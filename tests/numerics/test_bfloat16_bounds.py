@@ -18,7 +18,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.verify.compare import Comparison
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.reference import ReferenceOutput, Scored, TransformersReference
-from tandem_engine.verify.rounded import LOGPROB_BOUND, RememberedScores, compare_scored
+from tandem_engine.verify.rounded import MIN_BOUND, RememberedScores, compare_scored, logprob_bound
 from tandem_engine.verify.verification import Verification
 from tandem_testing.exactness import (
     CACHED,
@@ -55,7 +55,7 @@ def rounded(checkpoint):
 def test_every_path_is_within_the_bound(family, tmp_path):
     results = run_paths_of(rounded(write_tiny_checkpoint(family, tmp_path)), PATHS)
     assert [(result.path, result.difference) for result in results] == [(path, None) for path in PATHS]
-    assert 0 < max(result.max_logprob_difference for result in results) <= LOGPROB_BOUND
+    assert max(result.max_logprob_difference for result in results) > 0
 
 
 def test_another_model_is_out_of_bounds(tmp_path):
@@ -75,7 +75,8 @@ MASKED = msgspec.structs.replace(
     REQUEST,
     sampling=msgspec.structs.replace(REQUEST.sampling, grammar=GrammarSpec(kind=GrammarKind.REGEX, source="a*")),
 )
-LIKELIEST, UNLIKELY = (0.0, 0.0, 0.0), (0.0, 3 * LOGPROB_BOUND, 0.0)
+BOUND = 0.2
+LIKELIEST, UNLIKELY = (0.0, 0.0, 0.0), (0.0, 3 * BOUND, 0.0)
 
 
 def output(tokens=(5, 9, 7), logprobs=(-1.0, -2.0, -3.0), reason=FinishReason.LENGTH) -> Generation:
@@ -110,7 +111,7 @@ def test_the_first_token_out_of_bounds_is_found_and_named(made, behind, request_
         assert before == (1, 2)
         return Scored(logprobs=(-1.0, -2.0, -3.0)[: len(tokens)], behind=behind[: len(tokens)])
 
-    found = compare_scored([request_], [made], [PLAIN], score).difference
+    found = compare_scored([request_], [made], [PLAIN], score, BOUND).difference
     assert (found is None) if difference is None else (difference in found)
 
 
@@ -118,8 +119,21 @@ def test_a_logprob_that_is_no_number_is_out_of_bounds():
     """A comparison with it is never true, and so it was within any bound."""
     broken = output(logprobs=(-1.0, nan, -3.0))
     scored = Scored(logprobs=(-1.0, -2.0, -3.0), behind=LIKELIEST)
-    found = compare_scored([REQUEST], [broken], [PLAIN], lambda *_: scored)
+    found = compare_scored([REQUEST], [broken], [PLAIN], lambda *_: scored, BOUND)
     assert found == Comparison(difference="r: logprob nan at output 1, reference -2.0000", max_logprob_difference=0.0)
+
+
+@pytest.mark.parametrize(("error", "bound"), [(0.0, MIN_BOUND), (0.004, MIN_BOUND), (0.3, 0.6)])
+def test_bound_is_twice_the_error_of_transformers(error, bound):
+    """Of the largest error of all tokens, in either direction."""
+
+    def truth(before, tokens):
+        return Scored(logprobs=(-1.0, -2.0, -3.0), behind=LIKELIEST)
+
+    def rounded_scores(before, tokens):
+        return Scored(logprobs=(-1.0, -2.0 - error, -3.0 + error / 2), behind=LIKELIEST)
+
+    assert logprob_bound(truth, rounded_scores, [PLAIN, PLAIN]) == pytest.approx(bound)
 
 
 def test_edited_logits_choose_by_another_rule():
@@ -128,7 +142,7 @@ def test_edited_logits_choose_by_another_rule():
     def score(before, tokens):
         return Scored(logprobs=(-1.0, -2.0, -3.0), behind=UNLIKELY)
 
-    assert compare_scored([REQUEST], [output()], [edited], score).difference is None
+    assert compare_scored([REQUEST], [output()], [edited], score, BOUND).difference is None
 
 
 def test_what_is_asked_for_again_is_remembered():

@@ -16,7 +16,7 @@ from tandem_engine.loaded_model import load
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.verify.compare import compare
+from tandem_engine.verify.compare import PathResult, compare
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.reference import ReferenceOutput
 from tandem_engine.verify.verification import Verification
@@ -138,7 +138,7 @@ def test_a_prompt_logprob_that_is_no_number_is_a_difference() -> None:
     assert found.difference == "r: logprob nan of prompt token 1, reference -1.000000"
 
 
-def test_a_path_that_did_not_do_what_it_is_named_after_fails(checkpoint) -> None:
+def test_path_without_its_effect_is_not_exercised(checkpoint) -> None:
     config = EngineConfig(model_path=str(checkpoint), dtype="float32")
     reference = ReferenceOutput(prompt=(1, 2, 3), token_ids=(), logprobs=(), ignore_eos=True)
     verification = Verification(model=load(config, progress=False), references=[reference], max_tokens=1)
@@ -146,7 +146,35 @@ def test_a_path_that_did_not_do_what_it_is_named_after_fails(checkpoint) -> None
     # One token leaves no decode step in which anybody could be retracted.
     with torch.inference_mode():
         result = verification.run(path)
-    assert not result.equal
+    assert result.not_exercised == "no request was retracted"
+
+
+PLAIN_PATHS = make_paths(context_length=16, longest=8, num_prompts=1, quick=True)[:3]
+
+
+@pytest.mark.parametrize(("second", "status"), [(None, 4), ("r: output 0 is 1, reference 2", 1)])
+def test_paths_after_one_not_exercised_still_run(second, status, tmp_path, monkeypatch, capsys) -> None:
+    row = PathResult(
+        path="p",
+        requests=1,
+        tokens=1,
+        cached_tokens=0,
+        retractions=0,
+        accepted_drafts=0,
+        max_logprob_difference=0.0,
+        seconds=0.1,
+        difference=None,
+    )
+    rows = [msgspec.structs.replace(row, not_exercised="no draft was accepted")]
+    rows += [msgspec.structs.replace(row, difference=second), row]
+    monkeypatch.setattr(Verification, "run", lambda *_: rows.pop(0))
+    checkpoint = write_tiny_checkpoint("qwen3", tmp_path)
+    monkeypatch.setattr("tandem_engine.verify.command.make_paths", lambda **_: PLAIN_PATHS)
+    monkeypatch.setattr("tandem_engine.verify.command.on_ranks", lambda *_, **__: [])
+    assert main(["verify", "--model", str(checkpoint), "--quick"]) == status
+    shown = capsys.readouterr().out
+    assert "not exercised: no draft was accepted" in shown
+    assert (len(rows), "NOT EXERCISED" in shown) == ((0, True) if second is None else (1, False))
 
 
 def test_a_report_can_be_read_back(checkpoint, capsys) -> None:

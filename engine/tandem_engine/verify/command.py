@@ -5,11 +5,13 @@
    differ, and transformers says instead how likely each token of ours is (`rounded`)
 2. the checkpoint is loaded once by Tandem; each path builds an engine (or a pair) around it
 3. each path's outputs are compared; the table grows as paths finish
-4. the first difference ends the run with exit status 1
+4. the first difference ends the run with exit status 1. A path that did not do what it is named after, such as one
+   without a prefix to fetch, proves nothing: the other paths run, and the exit status is 4
 """
 
 from collections.abc import Sequence
 from pathlib import Path as Folder
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,13 +27,18 @@ from tandem_engine.verify.path import Path
 from tandem_engine.verify.paths import make_paths
 from tandem_engine.verify.prompts import make_prompts
 from tandem_engine.verify.rank_paths import on_ranks
-from tandem_engine.verify.reference import TransformersReference
+from tandem_engine.verify.reference import ReferenceOutput, TransformersReference
 from tandem_engine.verify.references import generate_references
 from tandem_engine.verify.report import VerifyReport, print_head, print_row
-from tandem_engine.verify.rounded import RememberedScores
+from tandem_engine.verify.rounded import MIN_BOUND, RememberedScores, Score, logprob_bound
 from tandem_engine.verify.verification import Verification
 
+if TYPE_CHECKING:
+    import torch
+
 DEFAULT_RANKS = 2
+DIFFERENT, NOT_EXERCISED = 1, 4
+"""Exit statuses."""
 
 
 def run_verify(
@@ -91,6 +98,7 @@ def run_verify(
     if rounds:
         # The second turn of a session follows the first's tokens, which need not be the reference's.
         paths = [path for path in paths if not path.sessions]
+    score = RememberedScores(reference.score) if rounds else None
     verification = Verification(
         model=model,
         references=references.outputs,
@@ -98,13 +106,15 @@ def run_verify(
         edited=references.edited,
         kv_dtype=kv_dtype,
         host=host,
-        score=RememberedScores(reference.score) if rounds else None,
+        score=score,
+        bound=MIN_BOUND if score is None else _bound(model_path, model.dtype, score, references.outputs),
     )
     if kv_dtype is not KvCacheDtype.AUTO:
         verification = verification.with_references_of(paths[0])
     results = _run_paths(verification, paths, as_json=as_json)
     bound = verification.logprob_bound
-    equal = len(results) == len(paths) and all(result.equal for result in results)
+    different = any(not result.equal for result in results)
+    idle = sum(result.not_exercised is not None for result in results)
     if as_json:
         report = VerifyReport(
             model=model_path,
@@ -115,22 +125,30 @@ def run_verify(
             torch=str(torch.__version__),
             transformers=transformers.__version__,
             prompts=len(references.outputs),
-            equal=equal,
+            equal=not different and not idle,
+            not_exercised=idle,
             paths=tuple(results),
         )
         print(msgspec.json.encode(report).decode())
     else:
         print(
-            f"\n{_verdict(bound, equal=equal, rounds=rounds)}: {len(references.outputs)} prompts, "
+            f"\n{_verdict(bound, different=different, idle=idle, rounds=rounds)}: {len(references.outputs)} prompts, "
             f"{len(results)} of {len(paths)} paths run"
         )
-    return 0 if equal else 1
+    return DIFFERENT if different else NOT_EXERCISED if idle else 0
 
 
-def _verdict(bound: float, *, equal: bool, rounds: bool) -> str:
-    if not equal:
+def _verdict(bound: float, *, different: bool, idle: int, rounds: bool) -> str:
+    if different:
         return "DIFFERENT"
-    return f"all logprobs within {bound:g}" if rounds else "all equal"
+    verdict = f"all logprobs within {bound:.3g}" if rounds else "all equal"
+    return f"{verdict}, but {idle} paths NOT EXERCISED" if idle else verdict
+
+
+def _bound(model_path: str, dtype: "torch.dtype", truth: Score, references: Sequence[ReferenceOutput]) -> float:
+    """By what transformers loses when it computes in `dtype`."""
+    rounded = TransformersReference(model_path, weights=dtype, computes=dtype)
+    return logprob_bound(truth, rounded.score, references)
 
 
 def _ranks(facts: ModelConfig, device: str) -> int:

@@ -39,10 +39,19 @@ class PathResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     difference: str | None
     """The first thing that differs, in words; None when all is equal."""
+    not_exercised: str | None = None
+    """What the path did not do although it is named after it; None when it did. Then equal outputs prove nothing."""
 
     @property
     def equal(self) -> bool:
         return self.difference is None
+
+    @property
+    def result(self) -> str:
+        """One of its own words for a table."""
+        if self.difference is not None:
+            return self.difference
+        return "equal" if self.not_exercised is None else f"not exercised: {self.not_exercised}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

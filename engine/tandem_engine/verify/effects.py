@@ -9,18 +9,25 @@ from tandem_engine.verify.path import Path
 
 def missing_effect(path: Path, cached_tokens: int, stats: Sequence[SchedulerStats]) -> str | None:
     """What `path` should have done and its engines, of which these are the `stats`, have not; None when all was."""
-    faults = sum(one.engine_errors_total for one in stats)
     if path.expects_cached and cached_tokens == 0:
         return "no prompt token came from the prefix cache"
     if path.expects_retraction and not any(one.retracted_total for one in stats):
         return "no request was retracted"
     if path.expects_accepted and accepted_drafts(stats) == 0:
         return "no draft was accepted"
-    if path.expects_faults and faults == 0:
+    if path.expects_faults and _faults(stats) == 0:
         return "no step raised"
-    if faults and not path.expects_faults:
-        return f"{faults} steps raised; the log says what"
     return _stayed(path, stats)
+
+
+def unexpected_faults(path: Path, stats: Sequence[SchedulerStats]) -> str | None:
+    """Steps that raised on a path without faults; None when there were none."""
+    faults = _faults(stats)
+    return f"{faults} steps raised; the log has the errors" if faults and not path.expects_faults else None
+
+
+def _faults(stats: Sequence[SchedulerStats]) -> int:
+    return sum(one.engine_errors_total for one in stats)
 
 
 def accepted_drafts(stats: Sequence[SchedulerStats]) -> int:

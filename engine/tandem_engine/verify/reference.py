@@ -41,10 +41,12 @@ class ReferenceOutput:
 
 
 class TransformersReference:
-    """`AutoModelForCausalLM` in float32, eager attention, one prompt at a time."""
+    """`AutoModelForCausalLM`, in float32 unless told otherwise, eager attention, one prompt at a time."""
 
-    def __init__(self, model_path: str, *, weights: torch.dtype = torch.float32) -> None:
-        """`weights`: of the numbers that it computes with."""
+    def __init__(
+        self, model_path: str, *, weights: torch.dtype = torch.float32, computes: torch.dtype = torch.float32
+    ) -> None:
+        """`weights`: of the numbers that it computes with; `computes`: of activations."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -53,7 +55,7 @@ class TransformersReference:
             model_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
         for parameter in self._model.parameters():
-            parameter.data = parameter.data.to(weights).float()
+            parameter.data = parameter.data.to(weights).to(computes)
 
     @torch.inference_mode()
     def generate(

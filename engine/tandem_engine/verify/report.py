@@ -20,6 +20,9 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     transformers: str
     prompts: int
     equal: bool
+    """Every path ran, did what it is named after, and equals the reference."""
+    not_exercised: int
+    """Paths that did not do what they are named after."""
     paths: tuple[PathResult, ...]
 
 
@@ -35,6 +38,6 @@ def print_row(result: PathResult) -> None:
         f"{result.path:<34} {result.requests:>8} {result.tokens:>7} {result.cached_tokens:>7} "
         f"{result.retractions:>9} {result.accepted_drafts:>7} "
         f"{result.max_logprob_difference:>12.1e} {result.seconds:>6.1f}  "
-        f"{result.difference or 'equal'}",
+        f"{result.result}",
         flush=True,
     )

@@ -24,13 +24,13 @@ from tandem_engine.verify.compare import (
 )
 from tandem_engine.verify.conversation import in_turns
 from tandem_engine.verify.drained import Drained
-from tandem_engine.verify.effects import accepted_drafts, missing_effect
+from tandem_engine.verify.effects import accepted_drafts, missing_effect, unexpected_faults
 from tandem_engine.verify.fetched import Fetched
 from tandem_engine.verify.pair import Pair
 from tandem_engine.verify.path import Path
 from tandem_engine.verify.ranks import Alone, EngineMaker, PlatformMaker, ThreadRanks, platform_of_device
 from tandem_engine.verify.reference import ReferenceOutput
-from tandem_engine.verify.rounded import LOGPROB_BOUND, Score, compare_scored
+from tandem_engine.verify.rounded import MIN_BOUND, Score, compare_scored
 from tandem_engine.verify.threaded import Threaded
 
 STAGGER_STEPS = 3
@@ -55,6 +55,8 @@ class Verification:
     """Of the pages of all paths."""
     score: Score | None = None
     """What the truth says of tokens, where the model's dtype rounds too much for them to be equal (`rounded`)."""
+    bound: float = MIN_BOUND
+    """How far logprobs may be from the truth of `score`."""
     host: str = LOOPBACK
     """Address of this machine for engines that exchange KV."""
     ranks: dict[tuple[str, int], ThreadRanks] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Verification:
     @property
     def logprob_bound(self) -> float:
         """How far a logprob may be from the reference's."""
-        return LOGPROB_BOUND if self.score is not None else tolerance_of(rounded_kv=self.rounded_kv)
+        return self.bound if self.score is not None else tolerance_of(rounded_kv=self.rounded_kv)
 
     def run(self, path: Path) -> PathResult:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
@@ -110,13 +112,13 @@ class Verification:
     def _drained(self, path: Path, drained: Drained, began: float) -> PathResult:
         result = self._compare(path, drained.generate, (drained.leaver, drained.taker), began)
         if result.equal and not drained.leaver.stats().moved_total:
-            return msgspec.structs.replace(result, difference="no request moved with its KV")
+            return msgspec.structs.replace(result, not_exercised="no request moved with its KV")
         return result
 
     def _fetched(self, path: Path, fetched: Fetched, began: float) -> PathResult:
         result = self._compare(path, fetched.generate, (fetched.asker, fetched.lender), began)
         if result.equal and not fetched.asker.stats().prefix_fetch.fetched_total:
-            return msgspec.structs.replace(result, difference="no prefix was fetched")
+            return msgspec.structs.replace(result, not_exercised="no prefix was fetched")
         return result
 
     def _sides(self, path: Path) -> tuple[EngineMaker, EngineMaker]:
@@ -167,7 +169,7 @@ class Verification:
         if self.score is None:
             found = compare(requests, outputs, references, rounded_kv=self.rounded_kv)
         else:
-            found = compare_scored(requests, outputs, references, self.score)
+            found = compare_scored(requests, outputs, references, self.score, self.bound)
         again = outputs
         if path.twice:
             tag = f"{path.name}, again"
@@ -185,9 +187,9 @@ class Verification:
             seconds=time.perf_counter() - began,
             difference=found.difference
             or _difference_of_bits(outputs, again)
-            or missing_effect(path, cached, stats)
-            or (self._without_effect() if path.edited else None)
+            or unexpected_faults(path, stats)
             or _audit(engines),
+            not_exercised=missing_effect(path, cached, stats) or (self._without_effect() if path.edited else None),
         )
 
     def _without_effect(self) -> str | None:

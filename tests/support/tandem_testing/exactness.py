@@ -16,7 +16,7 @@ from tandem_engine.verify.prompts import PromptSet, make_prompts
 from tandem_engine.verify.rank_paths import on_ranks
 from tandem_engine.verify.ranks import PlatformMaker, ThreadRanks, platform_of_device
 from tandem_engine.verify.reference import TransformersReference
-from tandem_engine.verify.rounded import RememberedScores
+from tandem_engine.verify.rounded import MIN_BOUND, RememberedScores, Score, logprob_bound
 from tandem_engine.verify.verification import Verification
 
 CHUNKED, CACHED, MIXED, RETRACTED = "chunked by 7, overlap", "prefix-cached", "mixed, staggered", "retracted (forced)"
@@ -78,6 +78,7 @@ def run_paths_of(
         for each in references
         if any(by_name[name].edited for name in names)
     ]
+    score = None if model.dtype is torch.float32 else RememberedScores(reference.score)
     verification = Verification(
         model=model,
         references=references,
@@ -87,8 +88,17 @@ def run_paths_of(
         kv_dtype=kv_dtype,
         ranks={**(ranks or {})},
         host=host,
-        score=None if model.dtype is torch.float32 else RememberedScores(reference.score),
+        score=score,
+        bound=MIN_BOUND if score is None else logprob_bound(score, _rounded(model, worth), references),
     )
     if kv_dtype is not KvCacheDtype.AUTO:
         verification = verification.with_references_of(paths[0])
-    return [verification.run(by_name[name]) for name in names]
+    results = [verification.run(by_name[name]) for name in names]
+    assert [result.not_exercised for result in results] == [None] * len(results)
+    return results
+
+
+def _rounded(model: LoadedModel, worth: Path | None) -> Score:
+    """What transformers makes of tokens when it computes in the model's dtype, too."""
+    dtype = model.dtype
+    return TransformersReference(str(worth or model.config.model_path), weights=dtype, computes=dtype).score
