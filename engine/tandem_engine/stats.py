@@ -87,6 +87,7 @@ def engine_stats(
         host_pages_used=0 if host is None else host.pool.num_pages - host.tier.pages.available,
         host_load_pages_per_s=memory.copies.pages_per_s(CopyKind.HOST_TO_DEVICE) or 0.0,
         stored_blocks=0 if host is None else host.stored_blocks,
+        blocks_not_stored_total=0 if host is None else host.not_stored_blocks,
         swapped=stats.swapped,
         swapped_out_total=stats.swapped_out_total,
         swapped_in_total=stats.swapped_in_total,

@@ -145,6 +145,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Recent rate at which pages come back from host memory; 0 before any has."""
     stored_blocks: int = 0
     """Blocks in files."""
+    blocks_not_stored_total: int = 0
+    """Blocks that were not written to files: the disk is full, fails or is slower than the traffic."""
     swapped: int = 0
     """Requests whose KV is in host memory."""
     swapped_out_total: int = 0

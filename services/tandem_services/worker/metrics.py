@@ -71,6 +71,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("swapped_out", "Retracted requests whose KV went to host memory.", lambda s: s.swapped_out_total),
     ("swapped_in", "Swapped requests whose KV came back from host memory.", lambda s: s.swapped_in_total),
     ("swap_misses", "Swapped requests that were computed again.", lambda s: s.swap_misses_total),
+    ("kv_blocks_not_stored", "KV blocks that storage did not take.", lambda s: s.blocks_not_stored_total),
     ("kv_transfers", "KV transfers committed.", lambda s: s.transfers_total),
     ("kv_transfer_failures", "KV transfers that failed.", lambda s: s.transfer_failures_total),
     ("kv_transfer_mishaps", "Errors nobody foresaw where KV is moved.", lambda s: s.transfer_mishaps_total),

@@ -59,6 +59,8 @@ class DiskStorage:
         """Files of this geometry among them."""
         self._epoch = 0
         """Grows with each `clear`: what was offered before is not stored after it."""
+        self._failures = 0
+        """Blocks that could not be written since the last one that was. I/O thread only."""
         if max_bytes < self._file_bytes:
             raise ConfigError(
                 f"--hicache-storage-size {max_bytes / (1 << 30):g} GiB does not hold one block of "
@@ -149,10 +151,25 @@ class DiskStorage:
                 raise OSError(28, f"wrote {written} of {self._file_bytes} bytes")
             partial.replace(self._directory / name)
         except OSError as error:
-            logger.warning("KV block not stored in %s: %s", self._directory, error.strerror)
+            self._note_failure(error)
             self._remove([partial.name])
             return False
+        if self._failures:
+            logger.warning(
+                "KV blocks are stored in %s again; %d were not stored in between", self._directory, self._failures
+            )
+            self._failures = 0
         return True
+
+    def _note_failure(self, error: OSError) -> None:
+        """One line for a disk that takes nothing, not one per block; the metric counts the blocks."""
+        self._failures += 1
+        if self._failures == 1:
+            logger.warning(
+                "KV blocks are not stored in %s: %s; further failures are counted in kv_blocks_not_stored_total",
+                self._directory,
+                error.strerror,
+            )
 
     def _get(self, key: bytes, page: memoryview) -> Fetched:
         name = self._name(key)

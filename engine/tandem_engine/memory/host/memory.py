@@ -75,6 +75,11 @@ class HostMemory:
         """Blocks in storage."""
         return 0 if self.tier.traffic is None else len(self.tier.traffic.storage)
 
+    @property
+    def not_stored_blocks(self) -> int:
+        """Blocks that storage did not take."""
+        return 0 if self.tier.traffic is None else self.tier.traffic.not_stored
+
     def audit(self, swapped: Iterable[SwappedKv]) -> HostReport:
         """Collect the four sets of host pages from their owners; `swapped` of every live request. Changes nothing."""
         claims = {

@@ -186,6 +186,24 @@ def test_a_disk_that_takes_nothing_stores_nothing(opened, monkeypatch, tmp_path)
     assert [*tmp_path.iterdir()] == []
 
 
+def test_full_disk_logs_one_warning_until_it_recovers(opened, monkeypatch, caplog):
+    storage = opened()
+    write = os.writev
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", full)
+    for number in range(1, 6):
+        storage.put(key(number), page(number)).result()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "No space left on device" in line
+    monkeypatch.setattr(os, "writev", write)
+    assert storage.put(key(1), page(1)).result().stored
+    assert "5 were not stored in between" in caplog.records[-1].getMessage()
+    assert len(caplog.records) == 2
+
+
 def test_a_directory_that_cannot_be_used_is_refused(opened, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--hicache-storage-dir .*name a directory"):
