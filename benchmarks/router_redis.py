@@ -88,7 +88,7 @@ def links_of(number: int, workers: int) -> tuple[LinkReport, ...]:
 
 class Bench:
     def __init__(self, server: RedisServer, workers: int, *, told: bool = False) -> None:
-        self.server, self.told = server, told
+        self.server, self.told, self.cold = server, told, False
         self.client = RedisClient(RedisAddress(url=server.url), timeout_s=5)
         library = FunctionLibrary(self.client)
         self.index = BlockIndex(library=library, keys=Keys("bench"))
@@ -106,6 +106,7 @@ class Bench:
 
     async def fill(self, state: str, chain: list[bytes]) -> None:
         """Every worker holds 2000 foreign blocks beside its share of the prompt."""
+        self.cold = state == "cold"
         for number, each in enumerate(self.records):
             if state == "cold":
                 held = 0
@@ -194,7 +195,8 @@ async def redis_us(bench: Bench, chain: bytes, tokens: int, at_once: int, each: 
 async def callers(bench: Bench, chain: bytes, tokens: int, at_once: int, each: int) -> None:
     async def caller() -> None:
         for _ in range(each):
-            await bench.decide(chain, tokens)
+            # A prompt in flight counts as cached: a cold one has to be another each time.
+            await bench.decide(os.urandom(len(chain)) if bench.cold else chain, tokens)
 
     await asyncio.gather(*(caller() for _ in range(at_once)))
 

@@ -1,7 +1,7 @@
 """Where requests go: our router beside sglang-router's `cache_aware` and round robin, on a trace, by block hit rate.
 
     python benchmarks/routing_peers.py --trace conversation_trace.jsonl [--peers-venv DIR] [--workers 8]
-                                       [--cache-share 0.1] [--num-prompts N] [--out r.json]
+                                       [--cache-share 0.1] [--num-prompts N] [--speed 1.0] [--doubled] [--out r.json]
 
 All in the simulator (`tandem simulate`, docs/simulate.md): modelled workers, service times and caches are the same,
 and so is the report; only who chooses differs. sglang-router is the real program, from the virtual environment that
@@ -13,6 +13,9 @@ router sees the loads of the simulation. A prompt's text is a few characters for
     cache_aware_bounded  the record of a worker is as large as its cache (--max-tree-size), trimmed each second
     round_robin          ours, by name
 
+`--doubled`: each prompt arrives a second time within two seconds, as from agents, retries and evaluations. With
+`--num-prompts 2500 --speed 0.55` workers are as busy as with the trace as it is.
+
 It sees requests and answers; our router sees what workers say is cached, as it would in a deployment. Requests that no
 worker has room for wait in our gateway's queue, and sglang-router's at the worker that it names.
 """
@@ -23,8 +26,12 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from types import TracebackType
 
@@ -40,7 +47,7 @@ from tandem_services.cli.processes import Supervisor  # noqa: E402
 from tandem_services.cli.redis_process import start_redis  # noqa: E402
 from tandem_services.common.ports import free_port  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress  # noqa: E402
-from tandem_services.common.traces import TRACE_BLOCK, read_trace  # noqa: E402
+from tandem_services.common.traces import TRACE_BLOCK, TraceRow, read_trace  # noqa: E402
 from tandem_services.router.choice import (  # noqa: E402
     Choice,
     Placement,
@@ -62,6 +69,7 @@ from tandem_services.simulate.run import Simulation, distinct_blocks  # noqa: E4
 BLOCK_CHARACTERS = 16
 CHOICE_S = 30.0
 PROGRESS_EVERY = 2000
+AGAIN_WITHIN_S = 2.0
 
 
 class HeldRequest:
@@ -227,8 +235,19 @@ def limits_of(requests: list[SimulatedRequest], shape: FleetShape) -> TraceLimit
     return Simulation(requests=requests, shape=shape, policies={}, local_prefill_tokens=0, seed=0).limits()
 
 
+def doubled(rows: Iterable[TraceRow], *, speed: float, seed: int) -> Iterator[TraceRow]:
+    """Each row, and the same once more up to `AGAIN_WITHIN_S` later at that speed."""
+    random = Random(seed)
+    for row in rows:
+        yield row
+        yield replace(row, at=row.at + random.uniform(0.0, AGAIN_WITHIN_S) * speed)
+
+
 async def run_all(options: argparse.Namespace, redis: RedisAddress) -> dict[str, object]:
-    requests = simulated_requests(read_trace(options.trace), limit=options.num_prompts, speed=1.0)
+    rows: Iterable[TraceRow] = islice(read_trace(options.trace), options.num_prompts)
+    if options.doubled:
+        rows = doubled(rows, speed=options.speed, seed=options.seed)
+    requests = simulated_requests(rows, limit=None, speed=options.speed)
     blocks = int(distinct_blocks(requests) * options.cache_share) // options.workers
     shape = FleetShape(both=options.workers, cache_blocks=blocks, block_tokens=TRACE_BLOCK)
     limits = limits_of(requests, shape)
@@ -254,14 +273,21 @@ async def run_all(options: argparse.Namespace, redis: RedisAddress) -> dict[str,
             reports[name] = await replay_with_sglang(requests, shape, redis, python, policy, name)
     else:
         print(f"sglang-router is left out: {missing}", file=sys.stderr)
-    ours = reports["locality"].block_hit_rate
-    over = {name: round(ours / each.block_hit_rate, 3) for name, each in reports.items() if name != "locality"}
+    ours = reports["locality"]
+    over = {name: over_peer(ours, each) for name, each in reports.items() if name != "locality"}
     return {
         "trace": msgspec.to_builtins(limits),
         "policies": msgspec.to_builtins(reports),
-        "locality_hit_rate_over": over,
+        "locality_over": over,
         "absent": missing,
     }
+
+
+def over_peer(ours: PolicyReport, peer: PolicyReport) -> dict[str, float]:
+    """Ratios. Of the hit rate more is better, of times less."""
+    our_ttft, their_ttft = msgspec.to_builtins(ours.ttft_ms), msgspec.to_builtins(peer.ttft_ms)
+    times = {f"ttft_{name}": round(our_ttft[name] / their_ttft[name], 3) for name in ("mean", "p50", "p99")}
+    return {"block_hit_rate": round(ours.block_hit_rate / peer.block_hit_rate, 3), **times}
 
 
 def absent(options: argparse.Namespace) -> str | None:
@@ -279,6 +305,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--cache-share", type=float, default=0.1)
     parser.add_argument("--num-prompts", type=int, help="the first N requests of the trace (default: all)")
+    parser.add_argument("--speed", type=float, default=1.0, help="times as fast as the trace")
+    parser.add_argument("--doubled", action="store_true", help="each prompt arrives again within two seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -95,6 +95,7 @@ async def test_a_source_that_this_gateway_does_not_know_is_not_named(fleet, rout
     await fleet.cache(home, CHAIN)
     choice = await router.choose(query())
     assert choice.fetch is None
+    await router.release(choice)
     await router.refresh()
     assert (await router.choose(query())).fetch is not None
 

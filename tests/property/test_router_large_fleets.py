@@ -10,8 +10,8 @@ from tandem_engine.config import Role
 from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.router.candidate import Candidate
 from tandem_services.router.cost import Demand, Load
-from tandem_services.router.index import named_blocks
 from tandem_services.router.keys import DIGEST_BYTES, MAX_NAMED_BLOCKS
+from tandem_services.router.named_blocks import named_blocks, named_step
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import select
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
@@ -102,13 +102,21 @@ async def test_redis_chooses_as_if_it_had_looked_at_everybody(server, seeds):
 
 
 @pytest.mark.parametrize("blocks", [0, 1, MAX_NAMED_BLOCKS, MAX_NAMED_BLOCKS + 1, 700, 5 * MAX_NAMED_BLOCKS])
-def test_of_a_long_prompt_evenly_spread_blocks_are_named_and_the_last(blocks):
+def test_long_prompt_names_every_so_many_blocks_and_the_last(blocks):
     chain = [number.to_bytes(DIGEST_BYTES, "big") for number in range(1, blocks + 1)]
     named = named_blocks(b"".join(chain))
     numbers = [int.from_bytes(named[i : i + DIGEST_BYTES], "big") for i in range(0, len(named), DIGEST_BYTES)]
-    count = min(blocks, MAX_NAMED_BLOCKS)
-    assert numbers == [i * blocks // count for i in range(1, count + 1)]
-    assert not numbers or numbers[-1] == blocks
+    step = named_step(blocks)
+    assert numbers == [number for number in range(1, blocks + 1) if number % step == 0 or number == blocks]
+    assert len(numbers) <= MAX_NAMED_BLOCKS
+    assert step == 1 or len(numbers) > MAX_NAMED_BLOCKS // 2
+
+
+def test_prompts_of_two_lengths_name_the_same_blocks_of_a_prefix():
+    chain = [number.to_bytes(DIGEST_BYTES, "big") for number in range(1, 6300)]
+    for longer in (6200, 6201, 6298):
+        first, second = (named_blocks(b"".join(chain[:blocks])) for blocks in (6199, longer))
+        assert first[:-DIGEST_BYTES] == second[: len(first) - DIGEST_BYTES]
 
 
 @pytest.mark.parametrize("held", [0, 1, 3, 17, 350, 699, 700])
@@ -129,13 +137,13 @@ async def test_a_match_of_a_long_prompt_is_known_to_the_named_block_before_its_e
             exclude=frozenset({"other@1"}),
             seed=1,
         )
-    named = [i * 700 // MAX_NAMED_BLOCKS for i in range(MAX_NAMED_BLOCKS + 1)]
+    named = [*range(0, 700, named_step(700)), 700]
     assert routed.matched_tokens == max(block for block in named if block <= held) * PAGE
 
 
 LONG_PROMPT = tuple(range(MAX_NAMED_BLOCKS * 5 // 2 * PAGE))
 LONG_CHAIN = chain_of(LONG_PROMPT)
-NAMED = [i * len(LONG_CHAIN) // MAX_NAMED_BLOCKS for i in range(MAX_NAMED_BLOCKS + 1)]
+NAMED = [*range(0, len(LONG_CHAIN), named_step(len(LONG_CHAIN))), len(LONG_CHAIN)]
 
 
 def ragged_fleet(random: Random) -> list[tuple[WorkerRecord, int]]:

@@ -27,10 +27,17 @@ class Candidate:
     """Prompt tokens in its prefix cache, in device or host memory."""
     in_host: int = 0
     """Of them, those in host memory alone."""
+    in_flight: int = 0
+    """Of `matched`, those that a prompt in flight will leave there. They are not computed again, and not fetched."""
     links: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second of its writes by the receiver's incarnation; 0 for a broken link."""
     fetch: PricedFetch | None = None
     """What it had better fetch if it computes the prompt."""
+
+    @property
+    def held(self) -> int:
+        """Prompt tokens in its prefix cache now."""
+        return self.matched - self.in_flight
 
     @property
     def known(self) -> int:

@@ -139,6 +139,8 @@ class Reservation:
     claims: tuple[Claim, ...]
     serial: int = 0
     """Number of the choice within its router, so that releasing twice counts once."""
+    note: int = 0
+    """Number in Redis of what was noted of its prompt as in flight; 0 when nothing was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

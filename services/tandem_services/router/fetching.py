@@ -21,8 +21,8 @@ PATIENCE = 4
 
 def with_fetches(members: Sequence[Candidate], demand: Demand, random: Random) -> list[Candidate]:
     """`members` of one compat hash, each with the fetch by which it computes the prompt for less, if there is any."""
-    having = [member for member in members if member.matched > 0]
-    sources = shortlist(having, [-member.matched for member in having], random)
+    having = [member for member in members if member.held > 0]
+    sources = shortlist(having, [-member.held for member in having], random)
     return [replace(member, fetch=_cheapest(member, sources, demand)) for member in members]
 
 
@@ -44,14 +44,14 @@ def planned_fetch(computing: Candidate, demand: Demand) -> PlannedFetch | None:
 def _cheapest(member: Candidate, sources: Sequence[Candidate], demand: Demand) -> PricedFetch | None:
     best, least = None, _compute_s(member, member.matched, demand)
     for source in sources:
-        tokens = source.matched - member.matched
+        tokens = source.held - member.matched
         if source is member or tokens <= 0:
             continue
         token_seconds = cost.token_s(source.load, source.links.get(member.view.incarnation))
         seconds = cost.fetch_s(source.load, token_seconds, tokens)
-        price = cost.fetch_wait_s(seconds, member.load) + _compute_s(member, source.matched, demand)
+        price = cost.fetch_wait_s(seconds, member.load) + _compute_s(member, source.held, demand)
         if price < least:
-            best, least = PricedFetch(source=source.view, tokens=source.matched, seconds=seconds), price
+            best, least = PricedFetch(source=source.view, tokens=source.held, seconds=seconds), price
     return best
 
 

@@ -22,8 +22,9 @@ from tandem_services.router.choice import (
     ScoreTerm,
 )
 from tandem_services.router.cost import Demand
-from tandem_services.router.keys import DIGEST_BYTES, MAX_NAMED_BLOCKS, Keys
+from tandem_services.router.keys import DIGEST_BYTES, Keys
 from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.named_blocks import named_blocks
 from tandem_services.router.registry import model_digest
 
 
@@ -63,6 +64,7 @@ class Applied(StrEnum):
 class _RouteReply(msgspec.Struct, frozen=True, kw_only=True):
     class Made(msgspec.Struct, frozen=True):
         bucket: int
+        note: int
         claims: tuple[tuple[str, int, int, int], ...]
 
     class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +199,9 @@ class BlockIndex:
             terms=_terms(reply.chosen.terms),
             priced=reply.priced(),
             reservation=Reservation(
-                reply.reservation.bucket, tuple(Claim(*claim) for claim in reply.reservation.claims)
+                reply.reservation.bucket,
+                tuple(Claim(*claim) for claim in reply.reservation.claims),
+                note=reply.reservation.note,
             ),
         )
 
@@ -208,13 +212,5 @@ class BlockIndex:
         claims: list[str | int] = []
         for claim in reservation.claims:
             claims += (claim.incarnation, claim.queue_tokens, claim.sequences, claim.room_tokens)
-        await self.library.call("release", self.keys.shared, self.keys.prefix, reservation.bucket, *claims)
-
-
-def named_blocks(chain: bytes) -> bytes:
-    """Digests of the blocks that a routing call names: the i-th of k is number floor(i × blocks / k)."""
-    blocks = len(chain) // DIGEST_BYTES
-    if blocks <= MAX_NAMED_BLOCKS:
-        return chain
-    ends = (position * blocks // MAX_NAMED_BLOCKS * DIGEST_BYTES for position in range(1, MAX_NAMED_BLOCKS + 1))
-    return b"".join([chain[end - DIGEST_BYTES : end] for end in ends])
+        bucket, note = reservation.bucket, reservation.note
+        await self.library.call("release", self.keys.shared, self.keys.prefix, bucket, note, *claims)

@@ -104,8 +104,8 @@ MAX_CHAIN_BLOCKS = 65_536
 """Blocks of a prompt that are hashed for routing."""
 
 MAX_NAMED_BLOCKS = 128
-"""Of them, those that a routing call names, evenly spread with the last among them: what is cached of a longer prompt
-is known to 0.8 % of it, closer than the rates it is priced with, and a call is 2 KiB instead of up to 1 MiB."""
+"""Of them, those that a routing call names: each 2nd, 4th, 8th … one and the last one. What is cached of a longer
+prompt is known to 1.6 % of it, closer than the rates it is priced with, and a call is 2 KiB instead of up to 1 MiB."""
 
 DIGEST_BYTES = 16
 """Of a block."""

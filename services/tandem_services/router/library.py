@@ -23,7 +23,7 @@ from tandem_services.common.redis_client import (
     UnreadableReplyError,
 )
 from tandem_services.common.redis_replies import decoded
-from tandem_services.router import cost, keys, scoring, shortlist, usage_windows, virtual_counters
+from tandem_services.router import cost, in_flight, keys, scoring, shortlist, usage_windows, virtual_counters
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ SCRIPTS = (
     "clock",
     "state",
     "fleet_row",
+    "in_flight",
     "index",
     "chain",
     "score",
@@ -58,6 +59,9 @@ CONSTANTS: Mapping[str, float] = {
     "MAX_WORKERS": keys.MAX_WORKERS,
     "MAX_NAMED_BLOCKS": keys.MAX_NAMED_BLOCKS,
     "DIGEST_BYTES": keys.DIGEST_BYTES,
+    "MAX_NOTES": in_flight.MAX_NOTES,
+    "EXPIRY_FACTOR": in_flight.EXPIRY_FACTOR,
+    "EXPIRY_SLACK_MS": in_flight.EXPIRY_SLACK_MS,
     "BACKLOG_MS": keys.BACKLOG_MS,
     "WISH_MS": keys.WISH_MS,
     "PLACE_MS": keys.PLACE_MS,

@@ -4,11 +4,12 @@
 2. While Redis is away the same price formula decides, with those notes in place of reports and
    reservations, and with one guess in place of the index: the prompt is cached where its first block
    hashes to (rendezvous hashing, so that a worker that leaves moves only its own prompts). When that
-   worker's wait is longer than computing the prompt anew, another one is cheaper and is chosen.
+   worker's wait is longer than computing the prompt again, another one is cheaper and is chosen.
+3. What prompts that this gateway has just sent will leave on a worker counts as cached there (`in_flight`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from random import Random
@@ -65,27 +66,46 @@ class LocalRouting:
     own: OwnLoad
     random: Random
 
-    def choose(self, records: Sequence[WorkerRecord], demand: Demand, first_block: bytes | None) -> Option | None:
+    def choose(
+        self,
+        records: Sequence[WorkerRecord],
+        demand: Demand,
+        first_block: bytes | None,
+        in_flight: Mapping[str, int] | None = None,
+    ) -> Option | None:
         """The cheapest of `options`; None when there are none."""
-        return cheapest(self.options(records, demand, first_block), self.random)
+        return cheapest(self.options(records, demand, first_block, in_flight), self.random)
 
-    def options(self, records: Sequence[WorkerRecord], demand: Demand, first_block: bytes | None) -> list[Option]:
-        """Empty when no record can decode. `first_block`: digest of the prompt's first page, if it has one."""
-        homes = _homes(records, first_block)
-        candidates = [
-            self._candidate(record, demand.prompt_tokens // 2 if record.view.incarnation in homes else 0)
-            for record in records
-        ]
+    def options(
+        self,
+        records: Sequence[WorkerRecord],
+        demand: Demand,
+        first_block: bytes | None,
+        in_flight: Mapping[str, int] | None = None,
+    ) -> list[Option]:
+        """Empty when no record can decode.
+
+        `first_block`: digest of the prompt's first page, if it has one. `in_flight`: prompt tokens that workers will
+        have cached soon, by incarnation.
+        """
+        homes, coming = _homes(records, first_block), in_flight or {}
+        candidates = []
+        for record in records:
+            incarnation = record.view.incarnation
+            guessed = demand.prompt_tokens // 2 if incarnation in homes else 0
+            candidates.append(self._candidate(record, guessed, min(coming.get(incarnation, 0), demand.prompt_tokens)))
         return options(candidates, demand, self.random)
 
-    def _candidate(self, record: WorkerRecord, matched: int) -> Candidate:
-        incarnation = record.view.incarnation
+    def _candidate(self, record: WorkerRecord, guessed: int, coming: int) -> Candidate:
+        incarnation, matched = record.view.incarnation, max(guessed, coming)
         load = replace(
             record.load,
             queue_tokens=self.own.wait_s(incarnation) * record.load.prefill_rate,
             sequences=self.own.sequences(incarnation),
         )
-        return Candidate(view=record.view, load=load, matched=matched, links=record.link_rates)
+        return Candidate(
+            view=record.view, load=load, matched=matched, in_flight=matched - guessed, links=record.link_rates
+        )
 
 
 def claims_of(option: Option, demand: Demand) -> tuple[Claim, ...]:

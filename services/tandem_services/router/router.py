@@ -37,6 +37,7 @@ from tandem_services.router.exclusions import Exclusions
 from tandem_services.router.fair_board import FairBoard
 from tandem_services.router.fleet import FleetView
 from tandem_services.router.held_choices import HeldChoices
+from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.library import FunctionLibrary, LibrarySource, library_source
@@ -45,6 +46,7 @@ from tandem_services.router.local_choices import LocalChoices
 from tandem_services.router.membership import Membership
 from tandem_services.router.newcomers import Newcomers
 from tandem_services.router.policies.by_role import PoliciesByRole
+from tandem_services.router.prompt_chain import LastChain
 from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import Registry, WorkerState
 from tandem_services.router.scoring import has_to_wait
@@ -97,8 +99,10 @@ class Router:
         self._own = OwnLoad(clock=self._clock)
         index = BlockIndex(library=FunctionLibrary(self._routing, source), keys=keys)
         self._held = HeldChoices(clock=self._clock, own=self._own, membership=self._membership, index=index)
+        chains = LastChain()
         self._shared = SharedChoices(
             index=index,
+            chains=chains,
             membership=self._membership,
             random=self._random,
             refresh=self.refresh,
@@ -114,6 +118,8 @@ class Router:
             routing=LocalRouting(own=self._own, random=self._random),
             membership=self._membership,
             random=self._random,
+            chains=chains,
+            in_flight=PromptsInFlight(clock=self._clock),
             next_serial=self._held.next_serial,
         )
         self._newcomers = Newcomers(clock=self._clock)
@@ -234,6 +240,7 @@ class Router:
 
     async def release(self, choice: Choice) -> None:
         """The attempt has ended, or never began. Releasing twice counts once."""
+        self._local.in_flight.take_back(choice.reservation.serial)
         await self._held.release(choice)
 
     async def issue_ticket(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
@@ -260,7 +267,7 @@ class Router:
     async def _find(self, query: RouteQuery) -> Choice | None:
         query = self._exclusions.narrowed(query)
         told = self._telling.spend()
-        return await self._choose_in_redis(query, told=told) or self._choose_locally(query, told=told)
+        return await self._choose_in_redis(query, told=told) or await self._choose_locally(query, told=told)
 
     def _outstanding(self, worker: WorkerView) -> float:
         if worker.role is Role.PREFILL:
@@ -278,8 +285,8 @@ class Router:
         self.counters.redis += choice is not None
         return choice
 
-    def _choose_locally(self, query: RouteQuery, *, told: bool) -> Choice | None:
-        choice = self._local.choose(query, self._demand(query), told=told)
+    async def _choose_locally(self, query: RouteQuery, *, told: bool) -> Choice | None:
+        choice = await self._local.choose(query, self._demand(query), told=told)
         self.counters.local += choice is not None
         return choice
 

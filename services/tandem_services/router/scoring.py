@@ -33,6 +33,8 @@ DECODE_ROOM = "decode_room"
 
 PREFILL_QUEUE = "prefill_queue"
 
+BEFORE_COMPUTED = frozenset({"prefix_fetch", "host_load", PREFILL_QUEUE, "prefill_compute"})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
@@ -120,10 +122,15 @@ def prefill_wait_s(terms: Iterable[ScoreTerm]) -> float:
     return sum(term.seconds for term in terms if term.name == PREFILL_QUEUE)
 
 
+def computed_in_s(terms: Iterable[ScoreTerm]) -> float:
+    """Until the prompt is computed, with what has to happen before."""
+    return sum(term.seconds for term in terms if term.name in BEFORE_COMPUTED)
+
+
 def _pairs(group: _Group, demand: Demand, random: Random) -> Iterable[Option]:
     if not group.prefills or not group.decodes:
         return
-    least = cost.uncached(max(each.matched for each in (*group.prefills, *group.decodes)), demand)
+    least = cost.uncached(max(each.held for each in (*group.prefills, *group.decodes)), demand)
     prefills = shortlist(
         group.prefills,
         [sum(_prefill(c, demand)) + least * cost.token_s(c.load, None) for c in group.prefills],

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 
 from tandem_services.router.candidate import Candidate, PricedFetch
@@ -29,14 +29,14 @@ class SharedChoices:
     random: Random
     refresh: Callable[[], Awaitable[None]]
     next_serial: Callable[[], int]
-    _last: LastChain = field(default_factory=LastChain)
+    chains: LastChain
 
     async def choose(self, query: RouteQuery, demand: Demand, *, told: bool) -> Choice | None:
         """Reserved; None when Redis knows nobody. Raises `RedisUnavailableError`."""
         page_size = self.membership.page_size(query.model)
         if page_size is None:
             return None
-        chain = await self._last.of(query.token_ids, page_size, salt=query.cache_salt, most_blocks=MAX_CHAIN_BLOCKS)
+        chain = await self.chains.of(query.token_ids, page_size, salt=query.cache_salt, most_blocks=MAX_CHAIN_BLOCKS)
         routed = await self.index.route(
             model=query.model,
             demand=demand,

@@ -67,6 +67,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     fetch: TicketFetch | None
     bucket: int | None
     claims: tuple[tuple[str, int, int, int], ...]
+    note: int = 0
 
     @classmethod
     def of(cls, choice: Choice, query: RouteQuery) -> "Ticket":
@@ -85,12 +86,13 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
             claims=tuple(
                 (c.incarnation, c.queue_tokens, c.sequences, c.room_tokens) for c in choice.reservation.claims
             ),
+            note=choice.reservation.note,
         )
 
     @property
     def reservation(self) -> Reservation:
         """To give back what was reserved for a ticket that is void."""
-        return Reservation(self.bucket, tuple(Claim(*claim) for claim in self.claims))
+        return Reservation(self.bucket, tuple(Claim(*claim) for claim in self.claims), note=self.note)
 
     def choice_for(self, query: RouteQuery, find: Callable[[str], WorkerView | None], serial: int) -> Choice | None:
         """The choice, if it is for this prompt and `find` knows its workers, none of which the query excludes."""
@@ -110,7 +112,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
             terms=tuple(ScoreTerm(name, seconds) for name, seconds in self.terms),
             matched_tokens=self.matched_tokens,
             fetch=self._fetch(find),
-            reservation=Reservation(self.bucket, self.reservation.claims, serial),
+            reservation=Reservation(self.bucket, self.reservation.claims, serial, self.note),
         )
 
     def _fetch(self, find: Callable[[str], WorkerView | None]) -> PlannedFetch | None:

@@ -30,7 +30,7 @@ end
 local function sources_of(matches, query)
   local sources = {workers = matches, tokens = {}, missing = {}, links = {}, token_s = {}, begin_s = {}}
   for i, source in ipairs(matches) do
-    sources.tokens[i], sources.missing[i] = source.matched, missing_after(source.matched, query)
+    sources.tokens[i], sources.missing[i] = source.held, missing_after(source.held, query)
     sources.links[i], sources.token_s[i] = links_of(source), source.transfer_token_s
     sources.begin_s[i] = FETCH_S + FETCH_TURNS * source.turn_s
   end

@@ -16,6 +16,9 @@ local function cursor_of(blocks, cursor)
   return tonumber(redis.call('GET', cursor) or '') or -1
 end
 
+-- Notes of prompts in flight about these blocks have served their purpose.
+local NOTED_UNTIL = {S = true, R = true}
+
 local function each_slice(digests, command, key)
   local slice = {}
   for first = 1, #digests, DIGEST_BYTES do
@@ -47,7 +50,9 @@ local function apply_kv_events(keys, args)
       redis.call('UNLINK', blocks, host)
       redis.call('SADD', blocks, HOLDER)
     else
-      each_slice(string.sub(args[i], 2), set[kind][1], set[kind][2])
+      local digests = string.sub(args[i], 2)
+      each_slice(digests, set[kind][1], set[kind][2])
+      if NOTED_UNTIL[kind] then drop_indexed_notes(blocks, digests) end
     end
   end
   redis.call('SET', cursor, args[2], 'PX', INDEX_TTL_MS)

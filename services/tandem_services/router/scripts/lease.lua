@@ -24,6 +24,7 @@ local function touch(state, epoch_seed)
   redis.call('HSET', state.meta, 'last_call', state.now)
   if not redis.call('HGET', state.meta, 'epoch') then
     redis.call('HSET', state.meta, 'epoch', epoch_seed, 'generation', 1)
+    drop_notes_of(state.prefix)
   end
   if state.now - last > LEASE_MS or state.now < last then
     redis.call('HSET', state.meta, 'amnesty_until', state.now + FENCE_AFTER_MS)

@@ -24,7 +24,7 @@ local function described(option, query)
     degraded = option.degraded or false, matched = computing.matched, decode_matched = decode.matched,
     -- Found out for all that are told.
     in_host = query.others > 0 and computing.in_host or 0, decode_in_host = query.others > 0 and decode.in_host or 0,
-    fetch = source and {source.incarnation, source.matched, computing.fetch_s} or nil,
+    fetch = source and {source.incarnation, source.held, computing.fetch_s} or nil,
     terms = terms_of(option, query),
   }
 end

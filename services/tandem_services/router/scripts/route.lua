@@ -8,7 +8,8 @@ local function read_query(state, args)
   for i = 11, #args do exclude[args[i]] = true end
   local prompt_tokens, output_tokens, block_size = tonumber(args[3]), tonumber(args[4]), tonumber(args[5])
   local chain, blocks = args[8], tonumber(args[9])
-  local named = math.min(math.floor(#chain / DIGEST_BYTES), MAX_NAMED_BLOCKS)
+  local named, step = math.min(math.floor(#chain / DIGEST_BYTES), MAX_NAMED_BLOCKS), 1
+  while step * MAX_NAMED_BLOCKS < blocks do step = step * 2 end
   local digest, look, search, on_device = chain_search(state, chain)
   return {
     model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
@@ -16,11 +17,10 @@ local function read_query(state, args)
     digest = digest, look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude,
     tokens_at = function(position)
       if position == 0 then return 0 end
-      local tokens = position * blocks / named
-      tokens = (tokens - tokens % 1) * block_size
+      local tokens = (position < named and position * step or blocks) * block_size
       return tokens < prompt_tokens and tokens or prompt_tokens
     end,
-    named_per_token = named / (blocks * block_size),
+    named_per_token = 1 / (step * block_size),
   }
 end
 
@@ -122,8 +122,15 @@ local function claims_of(choice, query)
   return {{choice.prefill, missing, 0, query.prompt_tokens}, {choice.decode, 0, 1, query.room_tokens}}
 end
 
-local function reserve(state, fleet, claims)
-  local now, bucket = state.now, state.now - state.now % RESERVATION_BUCKET_MS
+-- Seconds until the worker of `choice` that computes the prompt has computed it, as predicted.
+local function computed_in(choice, query)
+  local computing = choice.prefill or choice.decode
+  local fetching_s = computing.source and fetch_wait(computing, computing.fetch_s) or 0
+  return computing.queue_s + fetching_s + missing_after(known_to(computing), query) * computing.token_s
+end
+
+local function reserve(state, fleet, claims, bucket)
+  local now = state.now
   for _, claim in ipairs(claims) do
     local worker, queue, sequences, room = unpack(claim)
     local row = with_reservation(worker.row, now, bucket, queue, sequences, room)
@@ -132,13 +139,14 @@ local function reserve(state, fleet, claims)
     keep_worker(fleet, worker)
     claim[1] = worker.incarnation
   end
-  return {bucket = bucket, claims = claims}
+  return claims
 end
 
 -- route_and_reserve
 -- ARGV: 1 prefix, 2 model (8-byte digest), 3 prompt tokens, 4 output tokens to keep room for, 5 block size of
 --       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated) of named blocks,
---       9 how many blocks the prompt has: the i-th named one of n is number floor(i × blocks / n),
+--       9 how many blocks the prompt has: each 1st, 2nd, 4th, 8th … of them is named, as many as are allowed, and the
+--       last one,
 --       10 how many of the options that are not taken are told, 11… incarnations to leave out
 -- Returns msgpack {status = chosen | none, chosen = {decode, prefill, degraded, matched, decode_matched, fetch, terms},
 --                  passed_over, reservation, dropped}.
@@ -152,6 +160,7 @@ local function route_and_reserve(keys, args)
   local query = read_query(state, args)
   local fleet = current_fleet(state)
   local groups = eligible(fleet, query)
+  query.in_flight = blocks_in_flight(query, state.now)
   local found = options(groups, query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
   local choice = cheapest(found, 'cost')
@@ -161,16 +170,19 @@ local function route_and_reserve(keys, args)
     dropped = state.dropped,
   }
   -- From here on workers are what they are with this request.
-  reply.reservation = reserve(state, fleet, claims_of(choice, query))
+  local bucket = state.now - state.now % RESERVATION_BUCKET_MS
+  local note = note_prompt(choice.prefill or choice.decode, query, computed_in(choice, query), state.now, bucket)
+  reply.reservation = {bucket = bucket, note = note, claims = reserve(state, fleet, claims_of(choice, query), bucket)}
   return cmsgpack.pack(reply)
 end
 
 -- release: take back a reservation, when the attempt ended before the worker reported it. What no longer
 -- counts is left alone.
--- ARGV: 1 prefix, 2 bucket, then per worker: incarnation, queue tokens, sequences, room tokens. Returns 1.
+-- ARGV: 1 prefix, 2 bucket, 3 note, then per worker: incarnation, queue tokens, sequences, room tokens. Returns 1.
 local function release(keys, args)
   local state = open(keys, args)
-  for i = 3, #args, 4 do
+  take_back_notes(tonumber(args[3]), tonumber(args[2]))
+  for i = 4, #args, 4 do
     local row = redis.call('HGET', state.fleet, args[i])
     if row and well_sized(row) then
       local changed = with_reservation(row, state.now, tonumber(args[2]),

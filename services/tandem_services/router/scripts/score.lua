@@ -37,7 +37,7 @@ end
 
 -- Prompt tokens that `worker` need not compute.
 local function known_to(worker)
-  return worker.source and worker.source.matched or worker.matched
+  return worker.source and worker.source.held or worker.matched
 end
 
 -- `token_s` of a pair: seconds to move one token over the link between its ends.

@@ -40,15 +40,21 @@ end
 
 -- Who has most of the prompt, exactly, and everybody's lowest price: nothing has to be copied from host memory.
 local function price_group(group, query)
-  local members, tokens_at, told = group.members, query.tokens_at, query.others > 0
+  local members, tokens_at, told, in_flight = group.members, query.tokens_at, query.others > 0, query.in_flight
   local matches = longest_matches(members, query)
-  for _, source in ipairs(matches) do source.matched = tokens_at(source.low) end
-  group.sources, group.longest = sources_of(matches, query), matches[1] and matches[1].matched or 0
+  -- What is in flight is no source: it is not there yet.
+  for _, source in ipairs(matches) do source.held = tokens_at(source.low) end
+  group.sources, group.longest = sources_of(matches, query), matches[1] and matches[1].held or 0
   group.most_alone = most_missing_alone(group, query)
   local most, tokens = 0, 0 -- of the worker before: mostly the same
   for i = 1, #members do
     local worker = members[i]
     local low, high = worker.low, worker.high
+    local noted = in_flight and in_flight[worker.blocks]
+    if noted and noted > low and worker.page_size == query.block_size then
+      low, high = noted, noted > high and noted or high
+      worker.low, worker.high = low, high
+    end
     if worker.back_s > 0 then worker.back_s = 0 end
     if high ~= most then most, tokens = high, tokens_at(high) end
     price(worker, tokens, group, query)

@@ -1,0 +1,90 @@
+"""Prompts in flight: blocks that a worker will have cached soon, because a prompt with them was sent to it.
+
+The index learns of a block after it is computed. Until then these notes keep equal prompts that arrive together on one
+worker. `scripts/in_flight.lua` does the same in Redis for all gateways, with the reasons; this is what one gateway
+knows of its own choices while Redis is away.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tandem_engine.clock import Clock
+from tandem_services.router.named_blocks import named_positions
+
+EXPIRY_FACTOR = 2
+"""A note counts this many times as long as computing its prompt is predicted to take, with the queue before it."""
+
+EXPIRY_SLACK_MS = 500
+"""And so much longer: the index has to learn of it."""
+
+MAX_NOTES = 262_144
+"""In Redis, some 50 MiB. Beyond that the notes of the oldest decision are dropped."""
+
+MAX_OWN_NOTES = 65_536
+"""In a gateway."""
+
+
+@dataclass(eq=False, slots=True)
+class _Prompt:
+    incarnation: str
+    digests: Sequence[bytes]
+    expires: float
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptsInFlight:
+    """Notes of the prompts that one gateway has sent to workers."""
+
+    clock: Clock
+    _notes: dict[bytes, dict[str, _Prompt]] = field(default_factory=dict)
+    _prompts: OrderedDict[int, _Prompt] = field(default_factory=OrderedDict)
+    _kept: int = 0
+
+    def note(self, number: int, chain: Sequence[bytes], incarnation: str, seconds: float) -> None:
+        """The worker will have computed the prompt with these blocks in `seconds`. `take_back` knows it by `number`."""
+        self._drop_old()
+        expires = self.clock.now() + EXPIRY_FACTOR * seconds + EXPIRY_SLACK_MS / 1000
+        known = self.matches(chain).get(incarnation, 0)
+        prompt = _Prompt(incarnation, [digest for position, digest in _named(chain) if position > known], expires)
+        for digest in prompt.digests:
+            self._notes.setdefault(digest, {})[incarnation] = prompt
+        self._prompts[number] = prompt
+        self._kept += len(prompt.digests)
+
+    def take_back(self, number: int) -> None:
+        """The request has ended, or was never sent. A number that is not known changes nothing."""
+        prompt = self._prompts.pop(number, None)
+        if prompt is None:
+            return
+        self._kept -= len(prompt.digests)
+        for digest in prompt.digests:
+            holders = self._notes.get(digest, {})
+            if holders.get(prompt.incarnation) is prompt:
+                del holders[prompt.incarnation]
+                if not holders:
+                    del self._notes[digest]
+
+    def matches(self, chain: Sequence[bytes]) -> dict[str, int]:
+        """Leading blocks of `chain` that workers will have, by incarnation."""
+        self._drop_old()
+        if not self._notes:
+            return {}
+        now, found = self.clock.now(), dict[str, int]()
+        for position, digest in reversed(list(_named(chain))):
+            for incarnation, prompt in self._notes.get(digest, {}).items():
+                if prompt.expires > now:
+                    found.setdefault(incarnation, position)
+        return found
+
+    def _drop_old(self) -> None:
+        now = self.clock.now()
+        while self._prompts:
+            number, prompt = next(iter(self._prompts.items()))
+            if prompt.expires > now and self._kept <= MAX_OWN_NOTES:
+                return
+            self.take_back(number)
+
+
+def _named(chain: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
+    return ((position, chain[position - 1]) for position in named_positions(len(chain)))

@@ -1,0 +1,111 @@
+-- Prompts in flight: blocks that a worker will have cached soon, because a prompt with them was routed to it.
+--
+-- The index learns of a block after it is computed, which is seconds after the decision. Without these notes equal
+-- prompts that arrive together go to different workers, and each of them computes the same blocks.
+--
+-- A decision notes every named block that its computing worker lacks. A note ends when the index stores the block, when
+-- the reservation of its decision is released, when the registry was wiped, or when it expires. A fenced worker is in no
+-- group, so its notes are never read. Notes are in the memory of the library: after a failover or a reload decisions are
+-- those without notes for some seconds.
+--
+-- A worker that has a note for a block will have all blocks before it, too. Prompts of different lengths name different
+-- blocks, so not every block of a common prefix has a note: only the last one that has counts.
+
+local notes = {} -- digest → key of a worker's blocks → decision
+-- Digest at a position that is a power of 2 → when the last decision that named it expires. Two prompts with a common
+-- prefix have such a block in common, so a decision without one need not look at all its blocks.
+local heads = {}
+local decided, oldest, newest, kept = {}, 1, 0, 0
+
+local function drop_note(digest, blocks, decision)
+  local holders = notes[digest]
+  if not holders or not holders[blocks] or (decision and holders[blocks] ~= decision) then return end
+  holders[blocks] = nil
+  if next(holders) == nil then notes[digest] = nil end
+end
+
+local function drop_decision(decision)
+  for _, digest in ipairs(decision.digests) do drop_note(digest, decision.blocks, decision) end
+  for _, digest in ipairs(decision.heads) do
+    if heads[digest] == decision.expires_ms then heads[digest] = nil end
+  end
+  kept, decision.digests, decision.heads = kept - #decision.digests, {}, {}
+end
+
+local function drop_old_decisions(now)
+  while oldest <= newest and (kept > MAX_NOTES or decided[oldest].expires_ms <= now) do
+    drop_decision(decided[oldest])
+    decided[oldest], oldest = nil, oldest + 1
+  end
+end
+
+-- Note what `worker`, which has the first `worker.low` named blocks, will have computed of the query's prompt in
+-- `seconds`. Returns the number by which `take_back_notes` knows it, 0 when there is nothing to note.
+local function note_prompt(worker, query, seconds, now, bucket)
+  drop_old_decisions(now)
+  if worker.page_size ~= query.block_size or worker.low >= query.named then return 0 end
+  local digest, blocks, digests, firsts = query.digest, worker.blocks, {}, {}
+  local expires_ms = now + EXPIRY_FACTOR * seconds * 1000 + EXPIRY_SLACK_MS
+  local decision = {blocks = blocks, bucket = bucket, expires_ms = expires_ms, digests = digests, heads = firsts}
+  for position = worker.low + 1, query.named do
+    local name = digest(position)
+    local holders = notes[name]
+    if not holders then
+      holders = {}
+      notes[name] = holders
+    end
+    holders[blocks], digests[#digests + 1] = decision, name
+  end
+  local position = 1
+  while position <= query.named do
+    local name = digest(position)
+    if not heads[name] or heads[name] < expires_ms then heads[name], firsts[#firsts + 1] = expires_ms, name end
+    position = position * 2
+  end
+  newest, kept = newest + 1, kept + #digests
+  decided[newest] = decision
+  return newest
+end
+
+-- A decision was not carried out, or its request has ended. Numbers begin again when the library is loaded again, so its
+-- bucket has to agree.
+local function take_back_notes(number, bucket)
+  local decision = decided[number]
+  if decision and decision.bucket == bucket then drop_decision(decision) end
+end
+
+-- The registry was wiped: nothing that was decided before counts.
+local function drop_notes_of(prefix)
+  for number = oldest, newest do
+    if string.sub(decided[number].blocks, 1, #prefix) == prefix then drop_decision(decided[number]) end
+  end
+end
+
+-- The index knows of blocks of one worker itself.
+local function drop_indexed_notes(blocks, digests)
+  if kept == 0 then return end
+  for first = 1, #digests, DIGEST_BYTES do
+    drop_note(string.sub(digests, first, first + DIGEST_BYTES - 1), blocks)
+  end
+end
+
+-- By key of a worker's blocks, the last named block of the query that it will have; nil when there is none.
+local function blocks_in_flight(query, now)
+  if kept == 0 then return nil end
+  local digest, position, shared = query.digest, 1, false
+  while position <= query.named and not shared do
+    shared = (heads[digest(position)] or 0) > now
+    position = position * 2
+  end
+  if not shared then return nil end
+  local last = {}
+  for at = query.named, 1, -1 do
+    local holders = notes[digest(at)]
+    if holders then
+      for blocks, decision in pairs(holders) do
+        if not last[blocks] and decision.expires_ms > now then last[blocks] = at end
+      end
+    end
+  end
+  return last
+end
