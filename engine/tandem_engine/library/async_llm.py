@@ -91,11 +91,13 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         session: Session | None = None,
+        parse_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """The output so far, each time it has grown; the last one is `finished`.
 
         `request_id` names the request for `abort`; None makes one up. Leaving the loop aborts the request. With a
-        `session` the prompt is only the new turn of its conversation, as in `LLM.generate`.
+        `session` the prompt is only the new turn of its conversation, and `parse_special_tokens` says what special
+        tokens in a text become, as in `LLM.generate`.
 
         Raises:
             InvalidRequestError: it can never be served; or `request_id` is that of a running request.
@@ -105,7 +107,9 @@ class AsyncLLM:
             RequestFailedError: the engine gave it up.
             EngineStoppedError: the engine was closed or has failed.
         """
-        encoded = await asyncio.to_thread(encode_prompt, prompt, self._serving.text, session)
+        encoded = await asyncio.to_thread(
+            encode_prompt, prompt, self._serving.text, session, parse_special_tokens=parse_special_tokens
+        )
         async for output in self._stream(encoded, sampling_params, request_id):
             yield output
 

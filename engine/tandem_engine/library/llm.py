@@ -80,6 +80,7 @@ class LLM:
         *,
         session: Session | Sequence[Session] | None = None,
         use_tqdm: bool = True,
+        parse_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """One `RequestOutput` per prompt, in order, when all have ended.
 
@@ -89,12 +90,14 @@ class LLM:
         With a `session`, or one for each prompt, a prompt is only the new turn of its conversation: it is appended
         to what was said before. Text gets no special tokens then, such as BOS.
 
+        Special tokens in a text become control tokens, as in vLLM. Without `parse_special_tokens` they are plain text.
+
         Raises:
             InvalidRequestError: a prompt or its parameters can never be served. Nothing was generated.
             SessionLostError: the engine forgot the session. Nothing was generated.
             RankLostError: another process of a `tensor_parallel_size` above 1 has ended; this `LLM` is closed.
         """
-        encoded = encode_prompts(prompts, self._serving.text, session)
+        encoded = encode_prompts(prompts, self._serving.text, session, parse_special_tokens=parse_special_tokens)
         return self._generate(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
 
     def chat(

@@ -36,33 +36,44 @@ def encode_prompts(
     prompts: Prompt | Sequence[Prompt],
     tokenizer: TextTokenizer | None,
     session: Session | Sequence[Session] | None = None,
+    *,
+    parse_special_tokens: bool = True,
 ) -> list[Encoded]:
-    """One prompt or several, each with the session that it continues, if there are any.
+    """One prompt or several, each with the session that it continues, if there are any. `parse_special_tokens`: those
+    in texts become control tokens; otherwise they are plain text.
 
     Raises `InvalidRequestError` naming the first that is neither text nor token ids, or when sessions and prompts
     do not go together.
     """
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and _is_token_id(prompts[0])):
         [only] = _sessions_for(session, 1)
-        return [encode_prompt(prompts, tokenizer, only)]  # type: ignore[arg-type] # a str, or ids judging by the first
+        # A str, or ids judging by the first.
+        return [encode_prompt(prompts, tokenizer, only, parse_special_tokens=parse_special_tokens)]  # type: ignore[arg-type]
     encoded = []
     for position, (prompt, each) in enumerate(zip(prompts, _sessions_for(session, len(prompts)), strict=True)):
         try:
-            encoded.append(encode_prompt(prompt, tokenizer, each))  # type: ignore[arg-type] # checked inside
+            one = encode_prompt(prompt, tokenizer, each, parse_special_tokens=parse_special_tokens)  # type: ignore[arg-type]
+            encoded.append(one)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {position}: {error}", param="prompts") from error
     return encoded
 
 
-def encode_prompt(prompt: Prompt, tokenizer: TextTokenizer | None, session: Session | None = None) -> Encoded:
+def encode_prompt(
+    prompt: Prompt,
+    tokenizer: TextTokenizer | None,
+    session: Session | None = None,
+    *,
+    parse_special_tokens: bool = True,
+) -> Encoded:
     """One prompt. Raises `InvalidRequestError` when it is none."""
     if isinstance(prompt, Mapping):
-        return _encode_mapping(prompt, tokenizer, session)
+        return _encode_mapping(prompt, tokenizer, session, parse_special_tokens=parse_special_tokens)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequestError("text needs a tokenizer and this model has none: pass token ids", param="prompts")
         begins = session is None or session.turns == 0
-        token_ids = tokenizer.encode(prompt, add_special_tokens=begins)
+        token_ids = tokenizer.encode(prompt, add_special_tokens=begins, parse_special_tokens=parse_special_tokens)
         return Encoded(text=prompt, token_ids=tuple(token_ids), session=session)
     ids = _token_ids(prompt)
     if ids is None:
@@ -73,7 +84,13 @@ def encode_prompt(prompt: Prompt, tokenizer: TextTokenizer | None, session: Sess
     return Encoded(text=None, token_ids=ids, session=session)
 
 
-def _encode_mapping(prompt: Mapping[str, Any], tokenizer: TextTokenizer | None, session: Session | None) -> Encoded:
+def _encode_mapping(
+    prompt: Mapping[str, Any],
+    tokenizer: TextTokenizer | None,
+    session: Session | None,
+    *,
+    parse_special_tokens: bool,
+) -> Encoded:
     """vLLM's `TextPrompt` and `TokensPrompt`. With ids, the text is only repeated in the output."""
     refused = [key for key, value in prompt.items() if key not in _FIELDS and value is not None]
     if refused:
@@ -91,7 +108,7 @@ def _encode_mapping(prompt: Mapping[str, Any], tokenizer: TextTokenizer | None, 
             "a prompt that is a dict needs `prompt`, a string, or `prompt_token_ids`, a list of token ids",
             param="prompts",
         )
-    encoded = encode_prompt(given, tokenizer, session)
+    encoded = encode_prompt(given, tokenizer, session, parse_special_tokens=parse_special_tokens)
     return replace(encoded, text=text, cache_salt=salt or "")
 
 

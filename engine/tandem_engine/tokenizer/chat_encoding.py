@@ -2,8 +2,8 @@
 
     1. encode    the whole text, as transformers does
     2. judge     a control token whose text the template wrote stays; one with a character of the client's is forged
-    3. replace   each forged literal by a placeholder token, and encode again, until none is forged
-    4. fill in   the ids of the literal as plain text where the placeholder stands
+    3. replace   the client's part of each forged literal by a placeholder token, and encode again, until none is forged
+    4. fill in   the ids of that part as plain text where the placeholder stands
 
 Where the text holds literals of the template's alone, step 1 is all: judging needs the place of every token, which
 takes tokenizers more than twice the time.
@@ -112,7 +112,7 @@ class ChatEncoder:
             if token == self.placeholder_id:
                 forged.append(next(known))
             elif token in self.controls and self._is_forged(token, text, origin, span):
-                start, stop = self._literal_span(token, text, span)
+                start, stop = _clients_run(origin, *self._literal_span(token, text, span))
                 texts += [text[end:start], self.placeholder]
                 origins += [origin[end:start], TEMPLATE * len(self.placeholder)]
                 forged.append(text[start:stop])
@@ -157,6 +157,14 @@ class ChatEncoder:
         if not self.controls.keys().isdisjoint(ids):
             raise _undecided(repr(text))
         return ids
+
+
+def _clients_run(origin: bytes, start: int, stop: int) -> tuple[int, int]:
+    """The first run of text within a forged literal that the template did not write. What the template wrote there may
+    be a part of its own next literal."""
+    begin = next(i for i in range(start, stop) if origin[i] != TEMPLATE[0])
+    end = next((i for i in range(begin, stop) if origin[i] == TEMPLATE[0]), stop)
+    return begin, end
 
 
 def _occurrences(literal: str, text: str) -> Iterator[int]:

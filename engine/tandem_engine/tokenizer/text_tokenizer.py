@@ -32,6 +32,7 @@ from tandem_engine.tokenizer.files import (
     read_optional_json,
     special_token_text,
 )
+from tandem_engine.tokenizer.fill_in_middle import FimMarks, find_fim_marks
 from tandem_engine.tokenizer.traced_text import TracedText
 from tandem_engine.tokenizer.truncation import Truncation
 from tandem_engine.tokenizer.vocabulary import Vocabulary, read_vocabulary
@@ -46,6 +47,8 @@ class TextTokenizer:
     vocabulary: Vocabulary
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
+    fim: FimMarks | None
+    """None: the vocabulary has no marks to fill in the middle of a text."""
     _with_controls: Tokenizer
     _without_controls: Tokenizer
     _chats: ChatEncoder
@@ -62,6 +65,7 @@ class TextTokenizer:
         config = read_optional_json(folder / "tokenizer_config.json")
         vocabulary = read_vocabulary(with_controls, document, str(source), also_special=named_special_tokens(config))
         literals = vocabulary.control_literals
+        added = with_controls.get_added_tokens_decoder()
         without_controls = _build(_without_added(document, literals), str(source))
         template = _chat_template(folder, config)
         eos = _eos_token_ids(folder, config, with_controls, vocabulary)
@@ -73,6 +77,7 @@ class TextTokenizer:
             vocabulary=vocabulary,
             eos_token_ids=eos,
             chat_template=template,
+            fim=find_fim_marks({token.content: i for i, token in added.items()}.get),
             _with_controls=with_controls,
             _without_controls=without_controls,
             _chats=ChatEncoder.of(with_controls, without_controls, literals, unknown=unknown, resembling=resembling),
@@ -100,6 +105,25 @@ class TextTokenizer:
         if truncation is None:
             return _encode(tokenizer, text, add_special_tokens=add_special_tokens)
         return _encode_truncated(tokenizer, text, truncation, add_special_tokens=add_special_tokens)
+
+    def encode_middle(
+        self, prefix: str, suffix: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
+        """Ids that ask for the text between `prefix` and `suffix`. `add_special_tokens` begins them with BOS, where the
+        tokenizer begins texts so.
+
+        Raises `InvalidRequestError` when the tokenizer has no marks for that.
+        """
+        if self.fim is None:
+            raise InvalidRequestError(
+                "this model's tokenizer has no tokens that mark prefix and suffix: leave suffix out", param="suffix"
+            )
+        tokenizer = self._with_controls if parse_special_tokens else self._without_controls
+        # Behind a special token, as the marks are.
+        mark = self._chats.placeholder
+        before, after = (_encode(tokenizer, mark + text, add_special_tokens=False)[1:] for text in (prefix, suffix))
+        begin = _encode(self._with_controls, "", add_special_tokens=True) if add_special_tokens else ()
+        return [*(token for token in begin if token not in self.eos_token_ids), *self.fim.around(before, after)]
 
     def encode_chat(
         self,

@@ -100,6 +100,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="refuse requests with unknown fields, naming them (default: unknown fields are ignored)",
     )
     parser.add_argument(
+        "--parse-special-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="special tokens in text prompts become control tokens, as in vLLM (default); with "
+        "--no-parse-special-tokens they are plain text, and a request or a key cannot change it. Messages of chats "
+        "never become control tokens",
+    )
+    parser.add_argument(
         "--explain-candidates",
         type=non_negative_int,
         default=100,
@@ -194,6 +202,7 @@ def model_flags(args: argparse.Namespace) -> "ModelConfig":
         policies=PolicyNames.parse(args.router_policy),
         exploration=args.router_exploration,
         explain_candidates=args.explain_candidates,
+        parse_special_tokens=args.parse_special_tokens,
         session_ttl_s=args.session_ttl,
         max_waiting=args.max_waiting_requests,
         room_s=args.queue_timeout,

@@ -38,6 +38,7 @@ from tandem_services.gateway.request_body import BodyDecoder
 from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.sse import DONE, data_event
 from tandem_services.gateway.structured_output import asked_grammar
+from tandem_services.gateway.suffix import check_suffix, middle_sampling
 from tandem_services.gateway.text_events import TextEvents
 from tandem_services.gateway.translate import (
     check_common_fields,
@@ -48,7 +49,7 @@ from tandem_services.gateway.translate import (
     generation_plan,
     sampling_params,
 )
-from tandem_services.gateway.unsupported import FIELDS_OF_CHATS
+from tandem_services.gateway.unsupported import FIELDS_OF_CHATS, SERVED_BY_COMPLETIONS
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -67,7 +68,8 @@ class CompletionPlanner:
     async def plan(self, request: CompletionRequest, served: ReadModel, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         prompt_encoder = served.prompts
-        check_common_fields(request, also_refused=FIELDS_OF_CHATS)
+        check_common_fields(request, also_refused=FIELDS_OF_CHATS, served=SERVED_BY_COMPLETIONS)
+        check_suffix(request)
         prompts = split_prompts(request.prompt, param="prompt", most=MAX_PROMPTS)
         counts = choice_counts(request, prompts=len(prompts))
         wanted = _wanted_tokens(request)
@@ -88,9 +90,17 @@ class CompletionPlanner:
             cache_salt=caller.cache_salt(request.cache_salt or ""),
             choices=counts.generated * len(prompts),
         )
+        parsed = prompt_encoder.parses_special_tokens(request.parse_special_tokens, caller)
         choices = [
             await _choice(
-                request, prompt_encoder, prompt, place_of(request.prompt, position, "prompt"), wanted, sampling, turn
+                request,
+                prompt_encoder,
+                prompt,
+                place_of(request.prompt, position, "prompt"),
+                wanted,
+                sampling,
+                turn,
+                parse_special_tokens=parsed,
             )
             for position, prompt in enumerate(prompts)
         ]
@@ -115,14 +125,25 @@ async def _choice(
     wanted: int | None,
     sampling: SamplingParams,
     turn: SessionTurn | None,
+    *,
+    parse_special_tokens: bool,
 ) -> PlannedChoice:
     # Around a turn that continues a text there is nothing to add, such as BOS.
     begins = turn is None or turn.begins
     truncation = asked_truncation(request, prompts.context_length, max_tokens=wanted or 0)
-    input_ids = await _encode(request, prompts, prompt, place, begins=begins, truncation=truncation)
+    input_ids = await _encode(
+        request,
+        prompts,
+        prompt,
+        place,
+        begins=begins,
+        truncation=truncation,
+        parse_special_tokens=parse_special_tokens,
+    )
     context_length = prompts.context_length() - (0 if turn is None else turn.history)
     check_context(len(input_ids), wanted or 0, context_length, "prompt")
     vocab_size = prompts.tokenizer.vocab_size
+    sampling = middle_sampling(request, sampling, prompts.tokenizer)
     return PlannedChoice(
         index=0,
         input_ids=input_ids,
@@ -139,12 +160,25 @@ async def _encode(
     *,
     begins: bool,
     truncation: Truncation | None,
+    parse_special_tokens: bool,
 ) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         check_token_ids(prompt, prompts.tokenizer.vocab_size, "prompt", place=place)
         return tuple(prompt) if truncation is None else truncation.of(prompt)
     add_special_tokens = begins if request.add_special_tokens is None else request.add_special_tokens
-    return await prompts.encode(prompt, add_special_tokens=add_special_tokens, truncation=truncation)
+    if request.suffix:
+        return await prompts.encode_middle(
+            prompt,
+            request.suffix,
+            add_special_tokens=add_special_tokens,
+            parse_special_tokens=parse_special_tokens,
+        )
+    return await prompts.encode(
+        prompt,
+        add_special_tokens=add_special_tokens,
+        parse_special_tokens=parse_special_tokens,
+        truncation=truncation,
+    )
 
 
 async def _echo(prompt: str | Sequence[int], prompts: PromptEncoder) -> str:

@@ -28,6 +28,8 @@ class ModelConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     """Names in `TOOL_CALL_PARSERS` and `REASONING_PARSERS`."""
+    parse_special_tokens: bool = True
+    """Special tokens in text prompts become control tokens, unless a key or a request forbids it."""
     local_prefill_tokens: int = 2048
     """Most tokens that a decode worker may compute itself where that is predicted to be faster; 0 for none."""
     policies: PolicyNames = field(default_factory=PolicyNames)

@@ -20,6 +20,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     normalize: bool | None = None
     """vLLM's: scale to length 1, which is the default."""
     add_special_tokens: bool | None = None
+    parse_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide | None = None
     cache_salt: str | None = None

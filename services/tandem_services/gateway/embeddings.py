@@ -101,7 +101,7 @@ class EmbeddingPlanner:
         prompts = split_prompts(request.input, param="input", most=MAX_EMBEDDING_INPUTS)
         return EmbeddingPlan(
             model=request.model or "",
-            inputs=await _encode(request, served, prompts),
+            inputs=await _encode(request, served, prompts, caller),
             pooling=PoolingParams(
                 pooling=request.pooling or Pooling.LAST,
                 normalize=request.normalize is not False,
@@ -114,15 +114,22 @@ class EmbeddingPlanner:
 
 
 async def _encode(
-    request: EmbeddingRequest, served: ModelService, prompts: Sequence[Prompt]
+    request: EmbeddingRequest, served: ModelService, prompts: Sequence[Prompt], caller: Caller
 ) -> tuple[tuple[int, ...], ...]:
     encoder = served.prompts
     # vLLM's side for models that it serves embeddings of: the beginning of a text says what it is about.
     truncation = asked_truncation(request, encoder.context_length, side="right")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     special = request.add_special_tokens is not False
+    parsed = encoder.parses_special_tokens(request.parse_special_tokens, caller)
     encoded = iter(
-        await encoder.encode_all(texts, add_special_tokens=special, param="input", truncation=truncation)
+        await encoder.encode_all(
+            texts,
+            add_special_tokens=special,
+            parse_special_tokens=parsed,
+            param="input",
+            truncation=truncation,
+        )
         if texts
         else ()
     )

@@ -143,7 +143,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     )
     return ModelService(
         model=model,
-        prompts=PromptEncoder(model=model, threads=shared.tokenizing),
+        prompts=PromptEncoder(model=model, threads=shared.tokenizing, parse_special_tokens=config.parse_special_tokens),
         desk=SessionDesk(directory=fleet.sessions, ttl_s=config.session_ttl_s, turn_s=shared.turn_s),
         chooser=fleet.chooser,
         engines=engines,

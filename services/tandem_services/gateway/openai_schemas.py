@@ -145,6 +145,10 @@ class ChatRequest(GenerationFields, kw_only=True):
 
 class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[PromptItem] | None = None
+    suffix: str | None = None
+    """The answer goes between the prompt and this."""
+    parse_special_tokens: bool | None = None
+    """Special tokens in text prompts become control tokens (default); otherwise they are plain text."""
     logprobs: int | None = None
     tools: Any = None
     tool_choice: Any = None
@@ -160,6 +164,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
+    parse_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, str]] | None = None

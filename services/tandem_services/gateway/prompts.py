@@ -9,7 +9,8 @@ import msgspec
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_engine.tokenizer.truncation import Truncation
-from tandem_services.common.errors import unavailable
+from tandem_services.common.errors import bad_request, unavailable
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.limits import check_text_length
 from tandem_services.gateway.models import ServedModel
 from tandem_services.gateway.token_rules import bad_word_ids
@@ -25,6 +26,8 @@ class PromptEncoder:
 
     model: ServedModel
     threads: TokenizerThreads
+    parse_special_tokens: bool = True
+    """Special tokens in text prompts become control tokens, where key and request allow it."""
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -37,23 +40,72 @@ class PromptEncoder:
             raise unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKERS_RETRY_S)
         return length
 
+    def parses_special_tokens(self, asked: bool | None, caller: Caller) -> bool:
+        """Whether special tokens in the text prompts of a request become control tokens. `asked`: its field.
+
+        Raises `ApiError` 400 when it asks for what gateway or key forbid.
+        """
+        allowed = self.parse_special_tokens and caller.tenant.parse_special_tokens
+        if asked and not allowed:
+            raise bad_request(
+                "parse_special_tokens: special tokens are plain text in text prompts here: leave it out, or send token "
+                "ids",
+                "parse_special_tokens",
+            )
+        return allowed if asked is None else asked
+
     async def encode(
-        self, text: str, *, add_special_tokens: bool, truncation: Truncation | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        parse_special_tokens: bool = True,
+        truncation: Truncation | None = None,
     ) -> tuple[int, ...]:
         [ids] = await self.encode_all(
-            [text], add_special_tokens=add_special_tokens, truncation=truncation, param="prompt"
+            [text],
+            add_special_tokens=add_special_tokens,
+            parse_special_tokens=parse_special_tokens,
+            truncation=truncation,
+            param="prompt",
         )
         return ids
 
+    async def encode_middle(
+        self, prefix: str, suffix: str, *, add_special_tokens: bool, parse_special_tokens: bool
+    ) -> tuple[int, ...]:
+        """A prompt that asks for the text between both. Raises `InvalidRequestError` 400 for models that cannot."""
+        characters = len(prefix) + len(suffix)
+        check_text_length(characters, self.model.longest_token, self.context_length(), "prompt")
+        work = partial(
+            self.tokenizer.encode_middle,
+            prefix,
+            suffix,
+            add_special_tokens=add_special_tokens,
+            parse_special_tokens=parse_special_tokens,
+        )
+        return tuple(await self.threads.run(work, characters=characters))
+
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool, param: str, truncation: Truncation | None = None
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        param: str,
+        parse_special_tokens: bool = True,
+        truncation: Truncation | None = None,
     ) -> list[tuple[int, ...]]:
         """Of each text its ids: in one piece of work, however many there are. `param`: the field they are from."""
         for text in texts if truncation is None else ():
             check_text_length(len(text), self.model.longest_token, self.context_length(), param)
 
         def work() -> list[tuple[int, ...]]:
-            encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens, truncation=truncation)
+            encode = partial(
+                self.tokenizer.encode,
+                add_special_tokens=add_special_tokens,
+                parse_special_tokens=parse_special_tokens,
+                truncation=truncation,
+            )
             return [tuple(encode(text)) for text in texts]
 
         return await self.threads.run(work, characters=sum(map(len, texts)))

@@ -6,8 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem_services.common.errors import bad_request
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.answering import Answering
+from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.chat_messages import continues_final, template_messages, template_variables
 from tandem_services.gateway.limits import check_token_ids
 from tandem_services.gateway.model_catalog import ModelCatalog
@@ -31,7 +33,8 @@ class Tokenization:
         """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
         asked = self._tokenize.decode(await read_body(request))
         served = self._models.of_request(request.scope, asked.model, or_only=True)
-        answer = await self._shared.without_workers(request, lambda: _tokenized(asked, served))
+        caller = identity_of(request.scope).caller
+        answer = await self._shared.without_workers(request, lambda: _tokenized(asked, served, caller))
         return Response(encode_json(answer), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
@@ -45,8 +48,8 @@ class Tokenization:
         return Response(encode_json(DetokenizeResponse(prompt=text)), media_type="application/json")
 
 
-async def _tokenized(asked: TokenizeRequest, served: ModelService) -> TokenizeResponse:
-    ids = await _encode(asked, served)
+async def _tokenized(asked: TokenizeRequest, served: ModelService, caller: Caller) -> TokenizeResponse:
+    ids = await _encode(asked, served, caller)
     return TokenizeResponse(
         count=len(ids),
         max_model_len=served.model.context_length,
@@ -55,11 +58,15 @@ async def _tokenized(asked: TokenizeRequest, served: ModelService) -> TokenizeRe
     )
 
 
-async def _encode(asked: TokenizeRequest, served: ModelService) -> tuple[int, ...]:
+async def _encode(asked: TokenizeRequest, served: ModelService, caller: Caller) -> tuple[int, ...]:
     if (asked.prompt is None) == (asked.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if asked.prompt is not None:
-        return await served.prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        return await served.prompts.encode(
+            asked.prompt,
+            add_special_tokens=asked.add_special_tokens is not False,
+            parse_special_tokens=served.prompts.parses_special_tokens(asked.parse_special_tokens, caller),
+        )
     messages = template_messages(asked.messages)
     final = continues_final(
         asked.messages, asked=asked.continue_final_message, add_generation_prompt=asked.add_generation_prompt

@@ -1,7 +1,7 @@
 """OpenAI's request fields as Tandem's messages. Pure: decides and checks, allocates and sends nothing."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,9 +36,11 @@ _SEED_RANGE = 1 << 64
 _SEED_LOWEST = -(1 << 63)
 
 
-def check_common_fields(request: GenerationFields, *, also_refused: tuple[str, ...] = ()) -> None:
+def check_common_fields(
+    request: GenerationFields, *, also_refused: tuple[str, ...] = (), served: Collection[str] = ()
+) -> None:
     """What can be said about a request before its prompt is known."""
-    refuse_unsupported(request, also_refused)
+    refuse_unsupported(request, also_refused, but=served)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options is only allowed with stream=true", "stream_options")
     if request.stream_interval is not None and not 1 <= request.stream_interval <= MAX_OUTPUT_TOKENS:

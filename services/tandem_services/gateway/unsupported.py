@@ -4,7 +4,7 @@ They are refused with their name unless their value asks for nothing: an ignored
 answer with status 200. Fields that are not listed and not known are accepted and ignored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -65,17 +65,21 @@ FIELDS_OF_CHATS = ("tools", "tool_choice", "include_reasoning", "thinking_token_
 """What completion requests refuse as well."""
 
 
-def neutral_values(also: tuple[str, ...] = ()) -> Mapping[str, tuple[Any, ...]]:
+SERVED_BY_COMPLETIONS = frozenset({"suffix"})
+"""What chat requests alone refuse."""
+
+
+def neutral_values(also: tuple[str, ...] = (), *, but: Collection[str] = ()) -> Mapping[str, tuple[Any, ...]]:
     """What `refuse_unsupported` lets pass, beside null, by field."""
-    return {name: _NEUTRAL.get(name, ()) for name in (*_FIELDS, *also)}
+    return {name: _NEUTRAL.get(name, ()) for name in (*_FIELDS, *also) if name not in but}
 
 
-def refuse_unsupported(fields: UnsupportedFields, also: tuple[str, ...] = ()) -> None:
-    """Raise a 400 naming the first field, of these and those in `also`, whose value is not neutral."""
+def refuse_unsupported(fields: UnsupportedFields, also: tuple[str, ...] = (), *, but: Collection[str] = ()) -> None:
+    """Raise a 400 naming the first field, of these and those in `also` but not in `but`, whose value is not neutral."""
     values = msgspec.structs.asdict(fields)
     for name in (*_FIELDS, *also):
         value = values[name]
-        if value is not None and not _is_neutral(name, value):
+        if value is not None and name not in but and not _is_neutral(name, value):
             raise bad_request(f"{name} is not supported; {_INSTEAD.get(name, 'leave it out')}", name)
 
 

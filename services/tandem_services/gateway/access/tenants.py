@@ -35,6 +35,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The most that its requests may ask for; greater goes first."""
     share_cache: bool = False
     """Its prompts may be found in the prefix cache by other tenants that share, and theirs by it."""
+    parse_special_tokens: bool = True
+    """Special tokens in its text prompts become control tokens; otherwise they are plain text."""
     admin: bool = False
     """It may use admin routes."""
 

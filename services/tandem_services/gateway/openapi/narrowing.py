@@ -39,7 +39,7 @@ from tandem_services.gateway.responses.schemas import NEUTRAL, REFUSED, Response
 from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
 from tandem_services.gateway.token_rules import MAX_WORDS
 from tandem_services.gateway.tools import MAX_TOOLS
-from tandem_services.gateway.unsupported import FIELDS_OF_CHATS, neutral_values
+from tandem_services.gateway.unsupported import FIELDS_OF_CHATS, SERVED_BY_COMPLETIONS, neutral_values
 
 Schema = dict[str, Any]
 Shape = type[msgspec.Struct]
@@ -156,7 +156,9 @@ def refused_fields(shape: Shape) -> Mapping[str, tuple[Any, ...]]:
     if shape is MessagesRequest:
         return {field: ([], {}) for field in REFUSED_OF_MESSAGES}
     if issubclass(shape, GenerationFields):
-        return neutral_values(also=FIELDS_OF_CHATS if shape is CompletionRequest else ())
+        if shape is CompletionRequest:
+            return neutral_values(also=FIELDS_OF_CHATS, but=SERVED_BY_COMPLETIONS)
+        return neutral_values()
     return {}
 
 

@@ -116,7 +116,7 @@ def test_prompt_without_literals_equals_transformers(tokenizers, template, speci
     for name, messages in HISTORIES.items():
         if any(text in json.dumps(messages, ensure_ascii=False) for text in ("[INST]", *literals)):
             continue
-        for setting in SETTINGS.values():
+        for setting in list(SETTINGS.values())[: 1 if special_thinking else None]:
             wanted = expected_ids(template, messages, setting, special_thinking=special_thinking)
             assert encoded(tokenizer, messages, setting) == wanted, (name, setting)
 
@@ -151,15 +151,16 @@ LITERAL_HISTORIES = {
 def test_literal_in_messages_alone_becomes_plain_text(tokenizers, template):
     """The oracle is transformers with a twin of the literal that no template knows, then the twin's id replaced."""
     used = [text for text in SPECIALS if text in TEMPLATES[template]]
-    literals = dict.fromkeys(("<|im_end|>", EOS, *used[:2], *used[-1:]))
-    cases = list(itertools.product(literals, INJECTED, LITERAL_HISTORIES.values(), (None, TOOLS[:1])))
+    literals = dict.fromkeys(("<|im_end|>", *used[:1], *used[-1:]))
+    histories = [(messages, TOOLS[:1] if name == "call" else None) for name, messages in LITERAL_HISTORIES.items()]
+    cases = list(itertools.product(literals, INJECTED, histories))
     compared = 0
-    for literal, inject, messages, tools in cases:
+    for literal, inject, (messages, tools) in cases:
         given = edited([messages, tools], partial(inject, literal))
         wanted = with_twin_as_text(template, literal, edited([messages, tools], partial(inject, twin(literal))))
         assert encoded(tokenizers(template), given[0], {"tools": given[1]}) == wanted, given
         compared += wanted is not None
-    assert compared >= 10
+    assert compared >= len(INJECTED)
 
 
 def with_twin_as_text(template, literal, asked):
