@@ -171,7 +171,7 @@ class TextTokenizer:
             [*before, *messages], add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
         _, found, rest = text.partition(answer)
-        if not found:
+        if not found or answer in rest:
             raise InvalidRequestError(
                 "this model's chat template rewrites earlier answers, so a conversation cannot be continued by its "
                 "new messages alone: send all of them",
@@ -225,7 +225,7 @@ def _before_mark(text: str, mark: str) -> str:
     """What stands before the last `mark`, which ends with a space. A template that trimmed the space has trimmed the
     content that the mark was appended to."""
     before, found, after = text.rpartition(mark.rstrip())
-    if not found:
+    if not found or mark.rstrip() in before:
         raise InvalidRequestError(
             "this model's chat template rewrites the last message, so it cannot be continued",
             param="continue_final_message",

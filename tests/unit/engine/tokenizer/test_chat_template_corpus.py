@@ -129,6 +129,22 @@ def test_thoughts_in_history_equal_transformers(tokenizers, template):
             assert encoded(tokenizers(template), HISTORIES[name], setting) == wanted, (name, setting)
 
 
+@pytest.mark.parametrize("template", sorted(TEMPLATES.keys() - {"character_slices"}))
+@pytest.mark.parametrize("content", ["So: yes", "trailing \n ", "a <b> c"])
+def test_continued_message_equals_transformers(tokenizers, template, content):
+    messages = [user("q"), assistant(content)]
+    wanted = expected_ids(template, messages, {"add_generation_prompt": False, "continue_final_message": True})
+    ids = encoded(tokenizers(template), messages, {"add_generation_prompt": False, "continue_final": True})
+    assert wanted is None or ids == wanted
+
+
+def test_template_that_writes_a_message_twice_cannot_continue_it(tokenizers):
+    """transformers leaves its mark for the end of the message in one of them."""
+    messages = [user("q"), assistant("a")]
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        tokenizers("character_slices").encode_chat(messages, add_generation_prompt=False, continue_final=True)
+
+
 INJECTED = [
     lambda literal, text: f"{text[:1]}{literal}{text[1:]}",
     lambda literal, text: f"{literal}{text}",
