@@ -29,6 +29,7 @@ let leave;
 const page = {
   answered(fleet) {
     pulse("good", "live");
+    if (!apiKey()) asksForKey = false;
     const notes = [];
     if (fleet) {
       setText(byId("where"), fleet.gateway.clusters.filter((/** @type {string} */ name) => name !== "default").join(", "));
@@ -43,6 +44,7 @@ const page = {
   },
   failed(error, retryMs) {
     if (error.status === 401) {
+      asksForKey = true;
       pulse("warn", "needs a key");
       show([notice("warn", apiKey() ? "The gateway does not know this key." : "This gateway asks for an API key.", "Give a key", openDialog)]);
       if (!dialog.open && !dismissed) openDialog();
@@ -107,8 +109,19 @@ function identifier(text) {
 /* ── The key ───────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 let dismissed = false;
+/** @type {boolean | undefined} unknown until the gateway has answered without a key */
+let asksForKey;
+
+/** Whether a key is needed, as far as this page knows it. */
+function keyText() {
+  const stays = "It stays in this browser tab and is sent to this gateway only.";
+  if (asksForKey === false) return "This gateway serves requests without a key: authentication is disabled.";
+  if (apiKey()) return `This tab has a key. ${stays}`;
+  return asksForKey ? `This gateway asks for a key. ${stays}` : `A key is needed only if this gateway asks for one. ${stays}`;
+}
 
 function openDialog() {
+  setText(byId("key-why"), keyText());
   byId("key-input").value = "";
   byId("key-forget").hidden = !apiKey();
   dialog.showModal();

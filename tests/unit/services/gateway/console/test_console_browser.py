@@ -286,3 +286,39 @@ async def test_a_phone_shows_every_view_without_scrolling_sideways(see, view):
             .filter((each) => !(each.innerText || each.ariaLabel || each.labels?.length)).length"""
         assert await page.evaluate(unnamed) == 0
         await sight.is_sound()
+
+
+@pytest.mark.parametrize("width", [360, 390, 768])
+async def test_served_request_page_fits_narrow_screens(see, tmp_path, width):
+    found = MockBehaviour(
+        token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=CacheHits(host=16, fetched=8)
+    )
+    async with see(member("w1"), behaviour=found, viewport={"width": width, "height": 844}) as sight:
+        page = sight.watched.page
+        sight.live.chooser.priced = priced_options_of(None, "a-worker-with-a-long-name-0@1", others=4, more=3)
+        done = (await sight.live.chat(max_tokens=3)).json()
+        await sight.open(f"request/{done['id']}")
+        await sight.shows("Chosen from")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        wide = """(width) => Array.from(document.querySelectorAll("main *"))
+            .filter((each) => !each.closest(".scroll") && each.getBoundingClientRect().right > width + 1)
+            .map((each) => each.className)"""
+        assert await page.evaluate(wide, width) == []
+        await sight.is_sound()
+
+
+async def test_key_dialog_states_whether_a_key_is_needed(see, tmp_path):
+    async with see(member("w1")) as sight:
+        await sight.open()
+        await sight.shows("live")
+        await sight.watched.page.click("#key-button")
+        await sight.says("authentication is disabled", selector="#key-why")
+        await sight.is_sound()
+
+
+async def test_key_dialog_opens_where_a_key_is_needed(see, tmp_path):
+    async with see(member("w1"), api_keys=write_keys(tmp_path, ann={})) as sight:
+        await sight.open()
+        await sight.watched.page.wait_for_selector("dialog[open]")
+        await sight.says("This gateway asks for a key.", selector="#key-why")
+        await sight.is_sound()
