@@ -212,8 +212,8 @@ def test_an_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_p
         assert get(f"{api}/console", headers=bearer("root")).status_code == 404
         fleet = get(f"{administration}/console/data/fleet", headers=bearer("root")).json()
         assert (fleet["workers"], fleet["redis"]) == ([], "answering")
-        assert post(f"{administration}/drain", headers=bearer("ann")).status_code == 403
-        assert post(f"{administration}/drain", headers=bearer("root")).status_code == 202
+        assert post(f"{administration}/drain", json={}, headers=bearer("ann")).status_code == 403
+        assert post(f"{administration}/drain", json={}, headers=bearer("root")).status_code == 202
         assert get(f"{api}/ready").json()["status"] == "draining"
         assert process.wait(60) == 0
         assert "Traceback" not in process.stderr.read()

@@ -9,15 +9,18 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 import pytest
 
+from tandem_engine.addresses import Address
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import Peer
+from tandem_services.common.order_token import token_of
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
 from tandem_services.router.cost import Demand, Load
 from tandem_services.router.registry import WorkerRecord, WorkerState
@@ -80,6 +83,12 @@ def http_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S)
 
 
+def order_headers(url: str) -> dict[str, str]:
+    """Of an order to a worker of this machine, as `tandem ctl` makes them."""
+    parts = urlsplit(url)
+    return {"Authorization": f"Bearer {token_of(Address(str(parts.hostname), parts.port or 0))}"}
+
+
 class Running:
     """A service that runs as a task, with its engine's remote control."""
 
@@ -94,7 +103,7 @@ class Running:
 
     async def get(self, path: str) -> httpx.Response:
         async with http_client() as client:
-            return await client.get(self.url + path)
+            return await client.get(self.url + path, headers=order_headers(self.url))
 
     async def ready(self) -> bool:
         """Whether it knows itself registered: a little later than the registry does."""
@@ -310,7 +319,7 @@ async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog)
 
     await until(busy)
     async with http_client() as client:
-        assert (await client.post(worker.url + "/drain")).status_code == 202
+        assert (await client.post(worker.url + "/drain", json={}, headers=order_headers(worker.url))).status_code == 202
 
     async def draining() -> bool:
         record = await find(fleet)
@@ -354,7 +363,9 @@ async def test_on_standby_it_is_registered_and_not_routed_to_until_it_is_offered
 
         await until(stands_by)
         async with http_client() as client:
-            assert (await client.post(worker.url + "/offer")).status_code == 200
+            assert (
+                await client.post(worker.url + "/offer", json={}, headers=order_headers(worker.url))
+            ).status_code == 200
         await until(worker.ready)
         await until(indexed(fleet, 0))
         assert (await find(fleet)).state is WorkerState.READY
@@ -381,7 +392,7 @@ async def test_untried_it_is_offered_when_it_finds_another_of_its_revision(
 
 async def post_role(worker: Running, role: str) -> httpx.Response:
     async with http_client() as client:
-        return await client.post(worker.url + "/role", json={"role": role})
+        return await client.post(worker.url + "/role", json={"role": role}, headers=order_headers(worker.url))
 
 
 async def test_a_role_changes_in_the_registry_and_nothing_else_does(server, remote, tmp_path, fleet):

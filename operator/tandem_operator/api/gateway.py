@@ -80,6 +80,12 @@ class Gateway(Api, frozen=True, kw_only=True):
     """Who is offered a request; one policy, or prefill=POLICY,decode=POLICY."""
     strict_fields: bool = False
     """Refuse requests with unknown fields."""
+    allowed_hosts: Annotated[
+        list[Annotated[str, msgspec.Meta(pattern=r"^(\*|(\*\.)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?)$", max_length=253)]],
+        msgspec.Meta(max_length=64),
+    ] = []
+    """Host names of requests, beside addresses and names of Services; * for any. Empty: those of httpRoute, or any
+    where API keys are asked for or the names cannot be known (a load balancer, an InferencePool)."""
     service: ServicePort = ServicePort()
     """Its Service."""
     http_route: HttpRoute | None = None

@@ -118,6 +118,7 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
         words += ["--api-keys", KEYS_FOLDER]
     if spec.gateway.router_policy is not None:
         words += ["--router-policy", spec.gateway.router_policy]
+    words += ["--allowed-hosts", *allowed_hosts(service)]
     if spec.gateway.strict_fields:
         words.append("--strict-fields")
     words += traced(spec.observability)
@@ -127,6 +128,20 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
     if limits.queue_timeout_seconds is not None:
         words += ["--queue-timeout", f"{limits.queue_timeout_seconds:g}"]
     return words
+
+
+def allowed_hosts(service: Served) -> list[str]:
+    """Host names that requests may be for, against DNS rebinding; a gateway adds what no stranger can register."""
+    spec = service.spec.gateway
+    own = f"{gateway_name(service.name)}.{service.namespace}"
+    routed = [] if spec.http_route is None else spec.http_route.hostnames
+    if spec.allowed_hosts:
+        return [own, *routed, *spec.allowed_hosts]
+    any_route = (spec.http_route is not None and not routed) or spec.inference_pool is not None
+    if spec.auth_secret is not None or spec.service.type != "ClusterIP" or any_route:
+        # A page of a stranger has no API key; and here clients may use names that only their network knows.
+        return ["*"]
+    return [own, *routed]
 
 
 def may_be_zero(spec: ModelServiceSpec) -> bool:

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tandem_engine.addresses import Address, AddressError
 from tandem_engine.config import Role
@@ -12,6 +13,7 @@ from tandem_engine.flags import positive_int
 from tandem_services.cli.link_table import links_table
 from tandem_services.cli.numbers import positive_float
 from tandem_services.common.errors import StartupError
+from tandem_services.common.settings import read_settings
 
 ORDER_TIMEOUT = 1830.0
 """A little more than the worker gives the engine to reload."""
@@ -54,12 +56,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Send one order to one running worker and print its answer as JSON.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("worker", metavar="HOST:PORT", help="health port of the worker")
+    parser.add_argument("worker", metavar="HOST:PORT", help="health port of the worker, or --admin-port of a gateway")
     parser.add_argument(
         "--curve-keys",
         type=Path,
         metavar="FILE",
-        help="key file of the deployment: workers on other machines take orders from whoever has it",
+        help="key file of the deployment, which gives the token that orders need (default: that of the process at this "
+        "address, where it runs on this machine for this user; else TANDEM_CURVE_KEYS)",
     )
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
     abort = orders.add_parser("abort", help="end one request, or all")
@@ -87,6 +90,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     orders.add_parser("offer", help="end the standby of a worker that was started with --standby")
     links = orders.add_parser("links", help="how fast the links to its peers are, by what, and what is wrong")
     links.add_argument("--json", action="store_true", help="as the worker answers it, instead of a table")
+    orders.add_parser("token", help="print the token that orders need, for Authorization: Bearer of other clients")
     orders.add_parser("audit", help="count the pages and name what is wrong with them")
     parser.set_defaults(run=run)
 
@@ -95,8 +99,14 @@ def run(args: argparse.Namespace) -> int:
     import httpx
 
     url = _url(args.worker)
+    token = _token(url, args.curve_keys)
+    if args.order == "token":
+        if token is None:
+            raise StartupError(f"the token of {url} is not known here: give --curve-keys FILE, or run this beside it")
+        print(token)
+        return 0
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        headers = {} if args.curve_keys is None else _authorization(args.curve_keys)
         with httpx.Client(base_url=url, timeout=ORDER_TIMEOUT, trust_env=False, headers=headers) as client:
             if args.order in QUESTIONS:
                 response = client.get(QUESTIONS[args.order])
@@ -122,11 +132,20 @@ def _url(worker: str) -> str:
         raise StartupError(f"{error}: give the HOST:PORT of its --health-port") from error
 
 
-def _authorization(keys: Path) -> dict[str, str]:
+def _token(url: str, keys: Path | None) -> str | None:
+    """What orders to `url` need; None where it is not known here."""
     from tandem_engine.ipc.keys import KeyPair
-    from tandem_services.common.order_token import order_token
+    from tandem_services.common.order_token import order_token, token_of
 
-    return {"Authorization": f"Bearer {order_token(KeyPair.load(keys))}"}
+    if keys is not None:
+        return order_token(KeyPair.load(keys))
+    parts = urlsplit(url)
+    if parts.hostname is not None and parts.port is not None:
+        known = token_of(Address(parts.hostname, parts.port))
+        if known is not None:
+            return known
+    keys = read_settings().curve_keys
+    return order_token(KeyPair.load(keys)) if keys is not None and keys.is_file() else None
 
 
 def _body(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from tandem_engine.flags import host_address, non_negative_int
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import (
+    add_allowed_hosts,
     add_api_keys,
     add_console,
     add_deployment,
@@ -58,6 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=LOOPBACK,
         help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default %(default)s)",
     )
+    add_allowed_hosts(parser, what="requests may be for")
     parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default 8000)")
     parser.add_argument(
         "--drain-notice",
@@ -151,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
             models_file=None if args.models is None else ModelsSource(args.models, model_flags(args)),
             host=args.host,
             port=args.port,
+            allowed_hosts=tuple(args.allowed_hosts),
             strict_fields=args.strict_fields,
             drain_notice_s=args.drain_notice,
             drain_timeout_s=args.drain_timeout,

@@ -202,6 +202,18 @@ def add_api_keys(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_allowed_hosts(parser: argparse._ActionsContainer, *, what: str) -> None:
+    """Against DNS rebinding: `common.allowed_hosts`."""
+    parser.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"names in the Host header that {what}, such as llm.example.com or *.example.com; * for any. Addresses, "
+        "localhost, this machine's names, names without a dot and those of Kubernetes Services need no entry",
+    )
+
+
 def add_console(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--console",

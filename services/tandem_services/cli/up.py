@@ -189,6 +189,8 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]
     gateway += ["--router-policy", args.router_policy, "--router-exploration", str(args.router_exploration)]
+    if args.allowed_hosts:
+        gateway += ["--allowed-hosts", *args.allowed_hosts]
     if args.api_keys is not None:
         gateway += ["--api-keys", str(args.api_keys)]
     if args.console is not None:

@@ -7,6 +7,7 @@ from tandem_engine.addresses import LOOPBACK
 from tandem_engine.flags import host_address, non_negative_int
 from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.shared_flags import (
+    add_allowed_hosts,
     add_api_keys,
     add_cluster,
     add_console,
@@ -59,6 +60,7 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--port", type=port_number, default=8000, help="port of the API; 0 picks a free one (default 8000)"
     )
+    add_allowed_hosts(group, what="requests may be for")
     add_api_keys(group)
     add_console(group)
 

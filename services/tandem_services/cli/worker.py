@@ -9,7 +9,14 @@ from tandem_engine.config import Role
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, host_address
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
-from tandem_services.cli.shared_flags import add_deployment, add_model, add_tracing, served_names, tracing_of
+from tandem_services.cli.shared_flags import (
+    add_allowed_hosts,
+    add_deployment,
+    add_model,
+    add_tracing,
+    served_names,
+    tracing_of,
+)
 from tandem_services.common.settings import read_settings
 
 EXAMPLES = """\
@@ -75,9 +82,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--allow-remote-orders",
         action="store_true",
-        help="take operators' orders (drain, role, pause, reload …) from other machines, too; without it the port "
-        "gives them /live, /ready and /metrics alone",
+        help="take operators' orders (drain, role, pause, reload …) without a token from whoever reaches the port; "
+        "without it orders need the token that `tandem ctl` reads or derives from --curve-keys",
     )
+    add_allowed_hosts(parser, what="orders may be sent to")
     parser.add_argument(
         "--await-links",
         type=non_negative_float,
@@ -132,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
             health_host=args.health_host,
             health_port=args.health_port,
             remote_orders=args.allow_remote_orders,
+            allowed_hosts=tuple(args.allowed_hosts),
             drain_timeout_s=args.drain_timeout,
             standby=args.standby,
             await_links_s=args.await_links,

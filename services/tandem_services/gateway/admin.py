@@ -8,8 +8,8 @@
 /console/data/…                            what it shows
 /v1/models and those that generate         as on the API's port, for the console's playground
 
-With a key file all but the first line, the page and /canary need a key whose entry says `"admin": true`. /canary needs
-the deployment's order token, or a connection from this machine.
+With a key file all but the first line, the page and /canary need a key whose entry says `"admin": true`. /canary, and
+/drain without a key file, need the order token (`common.order_access`), from this machine too.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,6 @@ from starlette.routing import Route
 
 from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError, not_found
-from tandem_services.common.order_token import may_order
 from tandem_services.gateway.access.authentication import PROBES, Authentication
 from tandem_services.gateway.app import boundary_of, generation_routes
 from tandem_services.gateway.boundary import identity_of
@@ -38,6 +37,8 @@ CANARY = "/canary"
 OPEN_PATHS = PROBES | {"/metrics", "/version", CANARY}
 """Without an API key; canaries have a guard of their own."""
 
+_KINDS = {401: "AuthenticationError", 403: "PermissionDeniedError", 415: "UnsupportedMediaTypeError"}
+
 
 def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Console | None = None) -> Starlette:
     """The second application of a gateway. `drain` is called on the event loop and returns at once."""
@@ -49,7 +50,9 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
             raise not_found(f"No recent request has the id '{quoted(request_id)}'.", "request_id")
         return json_response(record)
 
-    async def begin_drain(_: Request) -> Response:
+    async def begin_drain(request: Request) -> Response:
+        # With a key file its administrators' keys have been asked for by now.
+        _require_order(request, gateway, by_key=gateway.access is not None)
         drain()
         return json_response({"status": "draining"}, 202)
 
@@ -57,8 +60,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
     canaries = BodyDecoder(CanaryBody, strict=True)
 
     async def run_canary(request: Request) -> Response:
-        if not may_order(request, gateway.order_token):
-            raise ApiError(403, "Canaries need the deployment's order token.", kind="PermissionDeniedError")
+        _require_order(request, gateway)
         return json_response(await canary.run(canaries.decode(await read_body(request))))
 
     async def list_models(request: Request) -> Response:
@@ -83,3 +85,11 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         middleware=[boundary_of(gateway), Middleware(Authentication, access=access)],
         exception_handlers={HTTPException: http_error},
     )
+
+
+def _require_order(request: Request, gateway: Gateway, *, by_key: bool = False) -> None:
+    """Raise `ApiError` unless it is an order. `by_key`: its API key is enough, and it brings no token."""
+    access = replace(gateway.order_access, needs_token=not by_key)
+    refusal = access.refusal(request)
+    if refusal is not None:
+        raise ApiError(refusal.status, refusal.message, kind=_KINDS[refusal.status])

@@ -126,6 +126,7 @@ def boundary_of(gateway: Gateway) -> Middleware:
         health=gateway.health,
         endpoints=LABELLED_PATHS,
         traces=gateway.traces,
+        hosts=gateway.hosts,
     )
 
 

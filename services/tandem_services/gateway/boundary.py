@@ -19,7 +19,8 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem_engine.clock import Clock
-from tandem_engine.logs import about_request
+from tandem_engine.logs import about_request, quoted
+from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
@@ -45,6 +46,9 @@ _SANE_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 _SANE_HOST = re.compile(rb"[\w.~%:\[\]-]{0,261}")
 """A name of at most 255 characters and a port."""
 _SCOPE_KEY = "tandem_request"
+
+PROBE_PATHS = frozenset({"/live", "/ready", "/health"})
+"""They say nothing of the deployment, and load balancers ask for them by any name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +119,7 @@ class RequestBoundary:
         health: Health,
         endpoints: Collection[str],
         traces: Traces = pass_on,
+        hosts: AllowedHosts,
     ) -> None:
         self._app = app
         self._clock = clock
@@ -122,6 +127,7 @@ class RequestBoundary:
         self._health = health
         self._endpoints = endpoints
         self._traces = traces
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -131,7 +137,7 @@ class RequestBoundary:
         scope[_SCOPE_KEY] = identity
         answer = _Answer(send, scope, self._health)
         try:
-            _check_head(scope)
+            _check_head(scope, self._hosts)
             await self._app(scope, receive, answer.send)
         except ClientGoneError:
             answer.status = CLIENT_CLOSED_REQUEST
@@ -201,7 +207,7 @@ def _header(scope: Scope, wanted: bytes) -> str | None:
     return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
 
 
-def _check_head(scope: Scope) -> None:
+def _check_head(scope: Scope, allowed: AllowedHosts) -> None:
     headers = scope["headers"]
     if len(headers) > MAX_HEADER_FIELDS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
         raise ApiError(
@@ -209,12 +215,12 @@ def _check_head(scope: Scope) -> None:
             f"request headers are limited to {MAX_HEADER_FIELDS} fields and {MAX_HEADER_BYTES} bytes",
             kind="RequestHeaderFieldsTooLargeError",
         )
-    _check_host(scope, [value for name, value in headers if name == b"host"])
+    _check_host(scope, [value for name, value in headers if name == b"host"], allowed)
     if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
         raise url_too_long()
 
 
-def _check_host(scope: Scope, hosts: list[bytes]) -> None:
+def _check_host(scope: Scope, hosts: list[bytes], allowed: AllowedHosts) -> None:
     """What is taken for the URL by whoever puts it together must not depend on a header (Starlette CVE-2026-48710)."""
     if scope["http_version"] not in ("1.0", "1.1"):
         raise ApiError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here", kind="HttpVersionNotSupportedError")
@@ -222,3 +228,10 @@ def _check_host(scope: Scope, hosts: list[bytes]) -> None:
         raise bad_request(f"a request has one Host header, this one has {len(hosts)}", "Host")
     if hosts and not _SANE_HOST.fullmatch(hosts[0]):
         raise bad_request("the Host header must be a name or an address, with or without a port", "Host")
+    if hosts and scope["path"] not in PROBE_PATHS and not allowed.allow(hosts[0].decode("latin-1")):
+        raise ApiError(
+            403,
+            f"Host {quoted(hosts[0].decode('latin-1'))} is not one of this gateway's: name it with --allowed-hosts, or "
+            "use an address",
+            kind="PermissionDeniedError",
+        )

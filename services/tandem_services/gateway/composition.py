@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from tandem_engine.clock import Clock
+from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import MetricFamilies, new_registry
-from tandem_services.common.order_token import order_token
+from tandem_services.common.order_access import OrderAccess
+from tandem_services.common.order_token import token_for
 from tandem_services.gateway.access.access_metrics import AccessMetrics
 from tandem_services.gateway.access.authentication import Access
 from tandem_services.gateway.access.deployment_secret import cache_secret, deployment_secret
@@ -44,8 +46,10 @@ class Gateway:
     answering: Answering
     access: Access | None
     """None: everybody may do everything."""
-    order_token: str | None
-    """What the operator brings; None without a key file of the deployment."""
+    order_access: OrderAccess
+    """What orders on the administrators' port need."""
+    hosts: AllowedHosts
+    """That requests may be for, on either port."""
     health: Health
     clock: Clock
     traces: Traces
@@ -99,6 +103,8 @@ def build_gateway(
     known = fleets if config.api_keys is not None else [_unshared(fleet) for fleet in fleets]
     models = ModelCatalog([build_model_service(fleet, shared) for fleet in known])
     first = fleets[0]
+    listening = (config.host,) if config.admin_port is None else (config.host, config.admin_host)
+    hosts = AllowedHosts.of(config.allowed_hosts, listening=listening)
     secret = deployment_secret(first.context.keys, first.config.cluster)
     health.add_check("workers", lambda: _missing_workers(models))
     return Gateway(
@@ -111,7 +117,8 @@ def build_gateway(
             journal=RequestJournal(config.explain_records), clock=clock, timeout_s=config.request_timeout_s
         ),
         access=_access(config, registry, usage, secret, clock),
-        order_token=None if first.context.keys is None else order_token(first.context.keys),
+        order_access=OrderAccess(token=token_for(first.context.keys), hosts=hosts),
+        hosts=hosts,
         health=health,
         clock=clock,
         traces=_traces(models, registry, spans, clock),

@@ -85,6 +85,8 @@ class GatewayConfig:
     """Where `models` come from; None: they never change."""
     host: str = LOOPBACK
     port: int = 8000
+    allowed_hosts: tuple[str, ...] = ()
+    """Names beside its own that requests may be for; see `common.allowed_hosts`."""
     strict_fields: bool = False
     """Refuse requests with fields that nobody knows, as OpenAI does; otherwise they are ignored."""
     request_timeout_s: float = 600.0

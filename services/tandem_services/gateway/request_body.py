@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError, bad_request
+from tandem_services.common.order_access import is_json
 from tandem_services.gateway.allowed_values import allowed_values
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.json_shape import check_json_shape
@@ -104,10 +105,12 @@ def _check_content_headers(request: Request) -> None:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise _unsupported_type(f"Content-Encoding {quoted(encoding)} is not supported, send the body as it is")
-    media, _, parameters = request.headers.get("content-type", "application/json").partition(";")
-    media = media.strip().lower()
-    if media != "application/json":
-        raise _unsupported_type(f"Content-Type must be application/json, got {quoted(media)}")
+    content_type = request.headers.get("content-type")
+    media, _, parameters = (content_type or "").partition(";")
+    # Without one a page of another site may send it without asking: browsers ask first for JSON alone.
+    if not is_json(content_type):
+        got = "none" if content_type is None else quoted(media.strip().lower())
+        raise _unsupported_type(f"Content-Type must be application/json, got {got}")
     charset = re.search(r'charset\s*=\s*"?([^";\s]+)', parameters, re.IGNORECASE)
     if charset and charset[1].lower() not in ("utf-8", "utf8"):
         raise bad_request(f"charset must be utf-8, got {quoted(charset[1])}")

@@ -27,6 +27,7 @@ import uvloop
 from fastapi import FastAPI
 from starlette.applications import Starlette
 
+from tandem_engine.addresses import Address
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.logs import configure_logging
@@ -34,6 +35,7 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.listening import listen
+from tandem_services.common.order_token import TokenFile
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tracing import open_spans, require_opentelemetry
 from tandem_services.gateway.admin import create_admin_app
@@ -180,12 +182,17 @@ async def _admin_server(
         return
     app = create_admin_app(gateway, drain=server.end_by_order, console=console)
     admin = AdminServer(_uvicorn_config(app, config))
+    token_file = TokenFile(
+        token=gateway.order_access.token, address=Address(config.admin_host, listener.getsockname()[1])
+    )
+    token_file.write()
     serving = asyncio.create_task(admin.serve(sockets=[listener]), name="admin")
     fields = {"host": config.admin_host, "port": config.admin_port}
     logger.info("administrators' routes are served", extra={"fields": fields})
     try:
         yield
     finally:
+        token_file.remove()
         admin.should_exit = True
         await serving
 

@@ -39,7 +39,9 @@ class WorkerConfig:
     health_port: int = 0
     """0 picks a free one."""
     remote_orders: bool = False
-    """The health port takes operators' orders from other machines, too, not from loopback alone."""
+    """The health port takes operators' orders without a token, from whoever reaches it."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names beside the worker's own that orders may be sent to; see `common.allowed_hosts`."""
     tracing: TracingConfig | None = None
     engine_flags: tuple[str, ...] = ()
     """Passed to the engine verbatim."""

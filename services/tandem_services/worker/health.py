@@ -10,9 +10,8 @@
     POST /hold      200; a worker on standby is being tried, and does not offer itself meanwhile
     POST …          an operator's orders; see `operator_routes`
 
-Bound to loopback unless told otherwise. Elsewhere the first three are for everybody who reaches the port; the rest is
-for whoever runs the worker: other machines need the token of the deployment's key file (`common.order_token`), unless
-`--allow-remote-orders` says that they need none.
+The first three are for everybody who reaches the port. The rest needs the order token (`common.order_access`), from
+this machine too, unless `--allow-remote-orders` says that it needs none.
 """
 
 import contextlib
@@ -33,8 +32,10 @@ from tandem_engine.messages.engine_stats import LinkReport
 from tandem_services.common.health import Health
 from tandem_services.common.listening import listen
 from tandem_services.common.metrics import CONTENT_TYPE, render
+from tandem_services.common.order_access import OrderAccess
+from tandem_services.common.order_token import TokenFile
 from tandem_services.worker.operator_routes import BUSY, Operate, SetRole, json_response, operator_routes
-from tandem_services.worker.order_access import OrderAccess
+from tandem_services.worker.order_guard import OrderGuard
 
 LIVE_S = 30.0
 """An engine that shows no life for this long will not recover by itself: /live fails and Kubernetes restarts
@@ -59,10 +60,7 @@ class WorkerProbes:
     """End the standby; what is in its way, or None."""
     hold: Callable[[], None]
     """Somebody tries it."""
-    order_token: str | None = None
-    """With it other machines may give orders, too."""
-    remote_orders: bool = False
-    """They may without it."""
+    order_access: OrderAccess
 
 
 def build_app(probes: WorkerProbes) -> Starlette:
@@ -124,17 +122,16 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/hold", hold, methods=["POST"]),
             *operator_routes(probes.operate, probes.set_role),
         ],
-        middleware=[]
-        if probes.remote_orders
-        else [Middleware(OrderAccess, open_paths=OPEN_PATHS, token=probes.order_token)],
+        middleware=[Middleware(OrderGuard, open_paths=OPEN_PATHS, access=probes.order_access)],
     )
 
 
 class HealthServer(uvicorn.Server):
     """Serves the probes on a port of its own. Signals are the worker's business."""
 
-    def __init__(self, app: Starlette, host: str, port: int, *, advertised: str = LOOPBACK) -> None:
+    def __init__(self, app: Starlette, host: str, port: int, *, advertised: str = LOOPBACK, token: str = "") -> None:
         """Serves `app`. Binds at once. `advertised` is where others find it when `host` stands for all addresses.
+        `token`: of its orders, which is in a file while it serves; "" where it takes none.
 
         Raises `StartupError` when the address is taken or not ours.
         """
@@ -153,11 +150,20 @@ class HealthServer(uvicorn.Server):
         )
         self._serving = False
         self._listener = listen(host, port, flags="--health-host or --health-port")
-        self.endpoint = Address(advertised if is_wildcard(host) else host, self._listener.getsockname()[1]).url()
+        bound = Address(host, self._listener.getsockname()[1])
+        self.endpoint = Address(advertised if is_wildcard(host) else host, bound.port).url()
+        self._token_file = TokenFile(token=token, address=bound, also=advertised) if token else None
 
     async def run_until_closed(self) -> None:
         self._serving = True
-        await self.serve(sockets=[self._listener])
+        if self._token_file is None:
+            await self.serve(sockets=[self._listener])
+            return
+        self._token_file.write()
+        try:
+            await self.serve(sockets=[self._listener])
+        finally:
+            self._token_file.remove()
 
     def close(self) -> None:
         """End `run_until_closed`, which closes the port; or close it here when it was never served."""

@@ -38,9 +38,11 @@ from tandem_engine.messages.control import (
     Shutdown,
 )
 from tandem_engine.messages.engine_stats import EngineStats, LinkReport
+from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import new_registry
-from tandem_services.common.order_token import order_token
+from tandem_services.common.order_access import OrderAccess
+from tandem_services.common.order_token import token_for
 from tandem_services.common.redis_client import BACKGROUND_TIMEOUT_S, BreakerState, RedisClient
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
@@ -81,7 +83,11 @@ class WorkerService:
     def __init__(self, config: WorkerConfig, context: IpcContext, folder: Path, clock: Clock) -> None:
         self.incarnation = new_incarnation(config.worker_id)
         self.deployment = deployment_of(context)
-        self._order_token = None if context.keys is None else order_token(context.keys)
+        self._order_access = OrderAccess(
+            token=token_for(context.keys),
+            hosts=AllowedHosts.of(config.allowed_hosts, listening=(config.host, config.health_host)),
+            needs_token=not config.remote_orders,
+        )
         self._config = config
         self._clock = clock
         self._redis = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
@@ -105,7 +111,11 @@ class WorkerService:
             links=self._links,
         )
         self._health_server = HealthServer(
-            build_app(self._probes()), config.health_host, config.health_port, advertised=config.host
+            build_app(self._probes()),
+            config.health_host,
+            config.health_port,
+            advertised=config.host,
+            token=self._order_access.token,
         )
 
     @property
@@ -211,8 +221,7 @@ class WorkerService:
             set_role=self._set_role,
             offer=self._order_offer,
             hold=self._standby.hold,
-            order_token=self._order_token,
-            remote_orders=self._config.remote_orders,
+            order_access=self._order_access,
         )
 
     def _subscribers(self) -> Subscribers:

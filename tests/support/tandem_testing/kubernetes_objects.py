@@ -1,5 +1,6 @@
 """Objects as an API server tells them: a ModelService, its pools and its pods."""
 
+import base64
 from typing import Any
 
 Object = dict[str, Any]
@@ -8,6 +9,8 @@ NAMESPACE = "models"
 SERVICES = f"/apis/tandem.dev/v1alpha1/namespaces/{NAMESPACE}/modelservices"
 POOLS = f"/apis/tandem.dev/v1alpha1/namespaces/{NAMESPACE}/workerpools"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
+KEY_FILE = b'{"public": "' + b"p" * 40 + b'", "secret": "' + b"s" * 40 + b'"}'
 CREATED = "2026-01-01T10:00:00Z"
 
 
@@ -128,5 +131,6 @@ def deployed(**spec: Any) -> dict[str, Any]:
         f"{SERVICES}/llama": service,
         POOLS: [worker_pool("prefill", 1, ready=1), worker_pool("decode", 2, ready=1)],
         PODS: pods,
+        f"{SECRETS}/llama-curve": {"data": {"keys.json": base64.b64encode(KEY_FILE).decode("ascii")}},
         **{f"{PODS}/{each['metadata']['name']}": each for each in pods},
     }

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from tandem_engine.ipc.keys import KeyPair
+from tandem_services.common.order_token import order_token
 from tandem_services.loadgen.run import at_concurrency
 from tandem_services.loadgen.stream_client import Measurement, StreamCheck, Target
 from tandem_services.loadgen.workload import Prompt, RequestSpec
@@ -82,13 +84,22 @@ class SystemClient:
 
     async def __aenter__(self) -> "SystemClient":
         self.http = httpx.AsyncClient(
-            base_url=self.system.url, transport=self.chunks, timeout=httpx.Timeout(READ_TIMEOUT_S, pool=None)
+            base_url=self.system.url,
+            transport=self.chunks,
+            timeout=httpx.Timeout(READ_TIMEOUT_S, pool=None),
+            event_hooks={"request": [self._authorize]},
         )
         self.model = (await self.get("/v1/models"))["data"][0]["id"]
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.http.aclose()
+
+    async def _authorize(self, request: httpx.Request) -> None:
+        """Orders to workers bring the system's token."""
+        if not str(request.url).startswith(self.system.url):
+            token = order_token(KeyPair.load(self.system.run_dir / "keys.json"))
+            request.headers.setdefault("Authorization", f"Bearer {token}")
 
     async def get(self, path: str) -> Any:
         """A JSON document of the gateway, or of a worker when `path` is a URL."""

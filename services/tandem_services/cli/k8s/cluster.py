@@ -161,6 +161,11 @@ class Cluster(AbstractContextManager["Cluster"]):
     def pod(self, name: str) -> Object:
         return self.request("GET", self._pod(name), about=f"pod {name!r}")
 
+    def secret(self, name: str) -> Object:
+        return self.request(
+            "GET", f"api/v1/namespaces/{self.namespace}/secrets/{quote(name, safe='')}", about=f"Secret {name!r}"
+        )
+
     def patch_service(self, name: str, patch: Object) -> Object:
         about = f"ModelService {name!r}"
         return self.request("PATCH", self._custom(SERVICES, self.namespace, name), patch, about=about)

@@ -1,6 +1,7 @@
 """`flip`, `drain` and `scale`: what changes something."""
 
 import argparse
+import base64
 import sys
 import time
 from collections.abc import Callable
@@ -8,7 +9,9 @@ from collections.abc import Callable
 import httpx
 
 from tandem_engine.errors import ConfigError
-from tandem_operator.builders.naming import SERVICE_LABEL
+from tandem_operator.builders.naming import SERVICE_LABEL, curve_secret_name
+from tandem_operator.builders.worker import CURVE_KEY
+from tandem_operator.telemetry.orders import order_token
 from tandem_services.cli.k8s.cluster import Cluster, ClusterError, Object
 from tandem_services.cli.k8s.forward import pod_client
 from tandem_services.cli.k8s.pods import HEALTH_PORT, WORKER, Pod, ask, own_pod, workers_among
@@ -26,8 +29,10 @@ def flip(args: argparse.Namespace) -> int:
     with Cluster.of(args) as cluster:
         pod = own_pod(cluster, args.pod)
         _require_worker(Pod.of(pod))
+        token = _order_token(cluster, pod)
         try:
-            with pod_client(cluster.access, pod, HEALTH_PORT) as client:
+            headers = {"Authorization": f"Bearer {token}"}
+            with pod_client(cluster.access, pod, HEALTH_PORT, headers=headers) as client:
                 response = client.post("/role", json={"role": args.role}, timeout=FLIP_S)
         except (httpx.HTTPError, LookupError) as error:
             raise RemoteError(f"pod {args.pod} cannot be asked: {error}") from error
@@ -37,6 +42,18 @@ def flip(args: argparse.Namespace) -> int:
         print(f"{args.pod} serves as {args.role} from now on; after a restart as {Pod.of(pod).role}")
         _warn_of_autoscaler(cluster, pod)
     return 0
+
+
+def _order_token(cluster: Cluster, pod: Object) -> str:
+    """Of the key file of the pod's ModelService. Raises `RemoteError` where its Secret holds none."""
+    service = pod["metadata"]["labels"][SERVICE_LABEL]
+    [found] = cluster.services(service)
+    name = found["spec"].get("security", {}).get("curveSecret") or curve_secret_name(service)
+    data = cluster.secret(name).get("data", {})
+    try:
+        return order_token(base64.b64decode(data.get(CURVE_KEY, "")))
+    except ValueError as error:
+        raise RemoteError(f"Secret {name}: {error}") from error
 
 
 def _require_worker(pod: Pod) -> None:

@@ -25,6 +25,7 @@ from tandem_engine.addresses import LOOPBACK, Address
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.cli.bundled import bundled_model
+from tandem_services.common.order_token import order_token
 from tandem_services.common.ports import free_port
 from tandem_testing.chaos.knobs import KnobFile
 from tandem_testing.chaos.names import NameService
@@ -112,7 +113,9 @@ class Fleet:
 
     async def launch(self) -> None:
         """Start every process without waiting for any."""
-        KeyPair.generate().save(self._keys)
+        keys = KeyPair.generate()
+        keys.save(self._keys)
+        self.http.headers["Authorization"] = f"Bearer {order_token(keys)}"
         if self.shape.named:
             self.names.start()
             self.names.point(REDIS_NAME, self.redis.host)

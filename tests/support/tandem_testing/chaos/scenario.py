@@ -216,7 +216,7 @@ async def _leaked_pages(fleet: Fleet, worker: Worker, timeout_s: float) -> tuple
         await until(empty, timeout_s, f"{worker.id} idle", report.copy)
     except AssertionError as error:
         return int(str(report.get("private_pages", 0))) + int(str(report.get("held_pages", 0))), [str(error)]
-    await fleet.http.post(f"{worker.url}/flush_cache")
+    await fleet.http.post(f"{worker.url}/flush_cache", json={})
     dummy = 1
     total = await fleet.metric(worker.url, "tandem_worker_kv_pages")
     after: dict[str, object] = {}

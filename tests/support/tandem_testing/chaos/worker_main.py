@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem_engine.addresses import Address, is_loopback
+from tandem_engine.addresses import Address
 from tandem_engine.config import Role
 from tandem_engine.logs import LogFormat, configure_logging
 from tandem_engine.messages.control import EngineReady
@@ -42,7 +42,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine_flags: tuple[str, ...]
     knobs: str
     host: str = "127.0.0.1"
-    """Address of all its ports; where it is the worker's own, orders come from another."""
+    """Address of all its ports."""
     request_proxy: int = 0
     peer_proxy: int = 0
     """Ports that the registry is told instead; 0: the engine's own."""
@@ -63,7 +63,6 @@ def config_of(settings: WorkerSettings) -> WorkerConfig:
         curve_keys=Path(settings.curve_keys),
         host=settings.host,
         health_host=settings.host,
-        remote_orders=not is_loopback(settings.host),
         health_port=settings.health_port,
         request_port=settings.request_port,
         peer_port=settings.peer_port,

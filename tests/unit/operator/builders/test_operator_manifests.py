@@ -13,13 +13,14 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.worker_pool import WorkerPool
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import ENGINE_FLAGS
-from tandem_operator.builders.gateway import may_be_zero
+from tandem_operator.builders.gateway import allowed_hosts, may_be_zero
 from tandem_operator.builders.naming import ROLE_LABEL
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.planning.revision import revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser
+from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.config import GatewayConfig
@@ -283,3 +284,27 @@ def test_a_group_is_one_worker_and_its_pods_are_told_apart_by_the_controller():
         selector = made[name]["spec"].get("podSelector", made[name]["spec"].get("selector"))["matchLabels"]
         assert selector.items() <= follower["metadata"]["labels"].items()
         assert not selector.items() <= leader["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize(
+    ("gateway", "hosts"),
+    [
+        ({}, ["llama-gateway.models"]),
+        ({"allowedHosts": ["llm.example.com"]}, ["llama-gateway.models", "llm.example.com"]),
+        ({"allowedHosts": ["*"]}, ["llama-gateway.models", "*"]),
+        ({"allowedHosts": ["a.example"], "authSecret": "keys"}, ["llama-gateway.models", "a.example"]),
+        (
+            {"httpRoute": {"parentRefs": [{"name": "g"}], "hostnames": ["llm.example.com", "*.corp.example"]}},
+            ["llama-gateway.models", "llm.example.com", "*.corp.example"],
+        ),
+        ({"httpRoute": {"parentRefs": [{"name": "g"}]}}, ["*"]),
+        ({"inferencePool": {}}, ["*"]),
+        ({"authSecret": "keys"}, ["*"]),
+        ({"service": {"type": "LoadBalancer"}}, ["*"]),
+    ],
+)
+def test_gateway_allows_the_host_names_that_clients_use(gateway, hosts):
+    service = service_of({"model": {"path": "/m"}, "gateway": gateway}, name="llama")
+    words = allowed_hosts(service)
+    assert words == [host.replace("models", service.namespace) for host in hosts]
+    AllowedHosts.of(words, listening=("::",))

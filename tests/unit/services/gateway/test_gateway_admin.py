@@ -116,10 +116,42 @@ async def test_an_administrator_sees_anybodys_request(ports):
 
 
 async def test_a_drain_is_ordered(ports):
-    answer = await ports.admin.post("/drain", headers=bearer("root"))
+    answer = await ports.admin.post("/drain", json={}, headers=bearer("root"))
     assert (answer.status_code, answer.json(), ports.drained) == (202, {"status": "draining"}, 1)
 
 
-async def test_without_keys_the_port_itself_is_the_guard(open_ports):
-    assert (await open_ports.admin.post("/drain")).status_code == 202
+async def test_without_keys_a_drain_needs_the_order_token(open_ports):
+    token = {"authorization": f"Bearer {open_ports.gateway.order_access.token}"}
+    assert (await open_ports.admin.post("/drain", json={})).status_code == 401
+    assert (await open_ports.admin.post("/drain", headers=token)).status_code == 415
+    for foreign in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}, {"host": "evil.example"}):
+        assert (await open_ports.admin.post("/drain", json={}, headers=token | foreign)).status_code == 403
+    assert open_ports.drained == 0
+    assert (await open_ports.admin.post("/drain", json={}, headers=token)).status_code == 202
     assert (await open_ports.admin.get("/requests/none/explain")).status_code == 404
+
+
+@pytest.mark.parametrize("port", ["api", "admin"])
+async def test_requests_for_another_host_are_refused(open_ports, port):
+    client = getattr(open_ports, port)
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "gateway.evil.example",
+        "x.svc.evil.example",
+    ):
+        refused = await client.get("/v1/models", headers={"host": host})
+        assert refused.status_code == 403, host
+        assert "--allowed-hosts" in refused.json()["error"]["message"]
+        for probe in ("/live", "/ready", "/health"):
+            assert (await client.get(probe, headers={"host": host})).status_code in (200, 503)
+    for host in ("gateway", "10.0.0.7:8000", "[::1]:8000", "localhost:1", "chat-gateway.models.svc:80"):
+        assert (await client.get("/nothing", headers={"host": host})).status_code == 404, host
+
+
+async def test_post_without_a_json_content_type_is_a_415(open_ports):
+    body = b'{"model": "m", "prompt": "x"}'
+    for headers in ({}, {"content-type": "text/plain"}, {"content-type": ""}):
+        refused = await open_ports.api.post("/v1/completions", content=body, headers=headers)
+        assert refused.status_code == 415, headers

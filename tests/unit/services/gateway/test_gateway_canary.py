@@ -1,6 +1,5 @@
 """Canaries of the operator: through a named pair, through whom the router chooses, and what they say when they fail."""
 
-import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -24,16 +23,20 @@ TOKEN = "t" * 64
 
 
 @asynccontextmanager
-async def admin_port(rack, tokenizer, *, address: str = "127.0.0.1", keys=None, token: str | None = None):
+async def admin_port(rack, tokenizer, *, address: str = "127.0.0.1", keys=None, brings_token: bool = True):
     """A client of the administrators' port of a gateway in front of the rack, and the gateway."""
     config = config_of(admin_port=1, api_keys=keys)
     chooser = FakeChooser([engine.view for engine in rack.engines])
     fleet = fleet_of(config, chooser, SessionShelf(), rack.context, tokenizer)
-    gateway = replace(build_gateway(config, [fleet], clock=MonotonicClock(), health=Health()), order_token=token)
+    gateway = build_gateway(config, [fleet], clock=MonotonicClock(), health=Health())
+    gateway = replace(gateway, order_access=replace(gateway.order_access, token=TOKEN))
+    headers = {"authorization": f"Bearer {TOKEN}"} if brings_token else {}
     app = create_admin_app(gateway, drain=lambda: None)
     transport = httpx.ASGITransport(app=app, client=(address, 5))
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=20.0) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://gateway", timeout=20.0, headers=headers
+        ) as client:
             yield client, gateway
     finally:
         await gateway.close()
@@ -142,13 +145,15 @@ async def test_questions_that_make_no_sense(rack, tokenizer, body):
         assert (await client.post("/canary", json=body)).status_code == 400
 
 
-async def test_who_may_ask(rack, tokenizer, tmp_path):
-    keys = write_keys(tmp_path, ann={}, root={"admin": True})
-    async with admin_port(rack, tokenizer, address="10.0.0.7", keys=keys, token=TOKEN) as (client, _):
-        for headers in ({}, bearer("root"), {"authorization": "Bearer " + "u" * 64}):
-            assert (await client.post("/canary", content=b"{}", headers=headers)).status_code == 403
-        answer = await client.post("/canary", content=b"{}", headers={"authorization": f"Bearer {TOKEN}"})
-        assert (answer.status_code, json.loads(answer.content)["passed"]) == (200, False)
-    async with admin_port(rack, tokenizer, address="10.0.0.7") as (client, _):
-        refused = await client.post("/canary", content=b"{}", headers={"authorization": "Bearer None"})
-        assert refused.status_code == 403, "without a key file there is no token"
+@pytest.mark.parametrize("address", ["10.0.0.7", "127.0.0.1", "::1"])
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_canary_needs_the_order_token(rack, tokenizer, tmp_path, address, keyed):
+    keys = write_keys(tmp_path, root={"admin": True}) if keyed else None
+    body = {"prefill": "p", "decode": "d"}
+    async with admin_port(rack, tokenizer, address=address, keys=keys, brings_token=False) as (client, _):
+        for wrong in ({}, bearer("root"), {"authorization": f"Bearer {TOKEN}x"}):
+            assert (await client.post("/canary", json=body, headers=wrong)).status_code == 401
+    async with admin_port(rack, tokenizer, address=address, keys=keys) as (client, _):
+        assert (await client.post("/canary", json=body)).status_code == 200
+        foreign = {"origin": "http://evil.example"}
+        assert (await client.post("/canary", json=body, headers=foreign)).status_code == 403

@@ -7,7 +7,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem_engine.config import Role
-from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import (
     AbortRequests,
     AuditReport,
@@ -26,13 +25,18 @@ from tandem_engine.messages.control import (
 )
 from tandem_engine.messages.engine_stats import EngineStats, LinkReport, PrefixFetchStats, SpeculationStats
 from tandem_engine.names import LinkTransport
+from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
-from tandem_services.common.order_token import order_token
+from tandem_services.common.order_access import OrderAccess
 from tandem_services.worker.control import OrderRefusedError
 from tandem_services.worker.health import HealthServer, WorkerProbes, build_app
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_testing.mock_engine_process import idle_stats, ready_message
+
+TOKEN = "t" * 64
+JSON = {"content-type": "application/json"}
+ORDER = {"authorization": f"Bearer {TOKEN}", **JSON}
 
 
 class Probed:
@@ -103,6 +107,7 @@ class Probed:
             set_role=self.set_role,
             offer=self.offer,
             hold=self.hold,
+            order_access=OrderAccess(token=TOKEN, hosts=AllowedHosts()),
         )
 
 
@@ -114,7 +119,7 @@ def probed():
 @pytest.fixture
 async def client(probed):
     transport = httpx.ASGITransport(app=build_app(probed.probes()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker", headers=ORDER) as client:
         yield client
 
 
@@ -325,44 +330,73 @@ def test_a_taken_port_is_named(probed):
 
 
 def from_machine(probed, address: str, **access) -> httpx.AsyncClient:
-    app = build_app(replace(probed.probes(), **access))
+    probes = probed.probes()
+    app = build_app(replace(probes, order_access=replace(probes.order_access, **access)))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app, client=(address, 5)), base_url="http://worker")
 
 
-@pytest.mark.parametrize("address", ["10.0.0.7", "2001:db8::7", "::ffff:10.0.0.7", "not an address"])
-async def test_other_machines_get_probes_and_metrics_and_give_no_orders(probed, address):
+ADDRESSES = ["10.0.0.7", "2001:db8::7", "127.0.0.1", "::1", "::ffff:127.0.0.1", "not an address"]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+async def test_orders_without_the_token_are_refused(probed, address):
     async with from_machine(probed, address) as client:
         for path in ("/live", "/ready", "/metrics"):
             assert (await client.get(path)).status_code == 200
         for path in ("/drain", "/reload", "/role", "/abort", "/pause"):
-            refused = await client.post(path, headers={"x-forwarded-for": "127.0.0.1"})
-            assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
-        assert (await client.get("/audit")).status_code == (await client.get("/links")).status_code == 403
+            refused = await client.post(path, headers={"x-forwarded-for": "127.0.0.1", **JSON})
+            assert (refused.status_code, refused.json()["code"]) == (401, "unauthorized")
+        assert (await client.get("/audit")).status_code == (await client.get("/links")).status_code == 401
     assert (probed.drained, probed.orders, probed.roles) == (0, [], [])
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
-async def test_this_machine_gives_orders(probed, address):
+async def test_allowed_remote_orders_need_no_token(probed):
+    async with from_machine(probed, "10.0.0.7", needs_token=False) as client:
+        assert (await client.post("/drain", headers=JSON)).status_code == 202
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+async def test_orders_with_the_token_are_taken(probed, address):
     async with from_machine(probed, address) as client:
-        assert (await client.post("/drain")).status_code == 202
-
-
-async def test_other_machines_give_orders_where_that_is_allowed(probed):
-    async with from_machine(probed, "10.0.0.7", remote_orders=True) as client:
-        assert (await client.post("/drain")).status_code == 202
-
-
-async def test_other_machines_give_orders_with_the_deployments_token(probed):
-    keys = KeyPair(public=b"p" * 40, secret=b"s" * 40)
-    token = order_token(keys)
-    async with from_machine(probed, "10.0.0.7", order_token=token) as client:
-        assert (await client.post("/drain", headers={"authorization": f"Bearer {token}"})).status_code == 202
-        for wrong in (f"Bearer {token}x", f"Bearer {token[:-1]}", token, "Bearer ", "", "Bearer \u00fc"):
-            refused = await client.post("/drain", headers={"authorization": wrong.encode()})
-            assert refused.status_code == 403
-        twice = [("authorization", f"Bearer {token}"), ("authorization", f"Bearer {token}")]
-        assert (await client.post("/drain", headers=twice)).status_code == 403
+        assert (await client.post("/drain", headers=ORDER)).status_code == 202
+        for wrong in (f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", TOKEN, "Bearer ", "", "Bearer \u00fc"):
+            refused = await client.post("/drain", headers={"authorization": wrong.encode(), **JSON})
+            assert refused.status_code == 401
+        twice = [*ORDER.items(), ("authorization", f"Bearer {TOKEN}")]
+        assert (await client.post("/drain", headers=twice)).status_code == 401
     assert probed.drained == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://worker:81"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+        ({"host": "evil.example"}, 403),
+        ({"host": "worker.evil.example:9101"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"origin": "http://worker", "sec-fetch-site": "same-origin"}, 202),
+        ({"host": "[::1]:9101"}, 202),
+        ({"host": "10.0.0.7:9101"}, 202),
+        ({"host": "localhost:9101", "origin": "http://localhost:9101"}, 202),
+        ({"content-type": "application/json; charset=utf-8"}, 202),
+    ],
+)
+@pytest.mark.parametrize("needs_token", [True, False])
+async def test_orders_of_pages_in_a_browser_are_refused(probed, headers, status, needs_token):
+    async with from_machine(probed, "127.0.0.1", needs_token=needs_token) as client:
+        assert (await client.post("/drain", headers=ORDER | headers)).status_code == status
+    assert probed.drained == (status == 202)
+
+
+async def test_order_without_a_content_type_is_refused(probed):
+    async with from_machine(probed, "127.0.0.1") as client:
+        assert (await client.post("/drain", headers={"authorization": f"Bearer {TOKEN}"})).status_code == 415
 
 
 def test_a_port_on_all_addresses_is_made_known_by_one_that_can_be_reached(probed):

@@ -12,11 +12,12 @@ from typing import ClassVar
 import pytest
 import yaml
 
+from tandem_operator.telemetry.orders import order_token
 from tandem_services.cli import main as tandem
 from tandem_services.cli.k8s import command, orders
 from tandem_services.cli.k8s.cluster import Cluster, access_of
 from tandem_testing.forwarding_api_server import ForwardingApiServer
-from tandem_testing.kubernetes_objects import PODS, POOLS, SERVICES, deployed, follower, pod
+from tandem_testing.kubernetes_objects import KEY_FILE, PODS, POOLS, SECRETS, SERVICES, deployed, follower, pod
 
 COMMANDS = ["status", "roles", "flip", "queue", "drain", "explain", "decisions", "chat", "scale"]
 
@@ -288,6 +289,7 @@ class Worker(BaseHTTPRequestHandler):
     """A worker's control port."""
 
     orders: ClassVar[list[tuple[str, object]]] = []
+    brought: ClassVar[list[str | None]] = []
     answer: ClassVar[int] = 200
 
     def log_message(self, *_):
@@ -296,6 +298,7 @@ class Worker(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.orders.append((self.path, body))
+        self.brought.append(self.headers["authorization"])
         said = json.dumps({"detail": "it has one role for good"} if self.answer != 200 else {"role": body["role"]})
         self.send_response(self.answer)
         self.send_header("content-length", str(len(said)))
@@ -330,7 +333,7 @@ def worker(api):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Worker)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     api.ports["llama-decode-5d8f-a", 9090] = server.server_address[1]
-    Worker.orders, Worker.answer = [], 200
+    Worker.orders, Worker.brought, Worker.answer = [], [], 200
     yield Worker
     server.shutdown()
     server.server_close()
@@ -341,6 +344,14 @@ def test_a_flip_is_an_order_to_the_worker(kubectl, worker):
     assert (status, err) == (0, "")
     assert out == "llama-decode-5d8f-a serves as prefill from now on; after a restart as decode\n"
     assert worker.orders == [("/role", {"role": "prefill"})]
+    assert worker.brought == [f"Bearer {order_token(KEY_FILE)}"]
+
+
+def test_flip_without_the_key_file_is_refused(kubectl, api, worker):
+    api.objects[f"{SECRETS}/llama-curve"] = {"data": {}}
+    status, _, err = kubectl("flip", "llama-decode-5d8f-a", "prefill")
+    assert (status, worker.orders) == (3, [])
+    assert "Secret llama-curve: keys.json is not a key file" in err
 
 
 def test_a_flip_that_the_autoscaler_may_undo_says_so(kubectl, api, worker):
