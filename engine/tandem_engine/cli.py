@@ -32,6 +32,7 @@ from tandem_engine.flags import (
     positive_int,
 )
 from tandem_engine.logs import LogFormat, configure_logging
+from tandem_engine.private_files import keep_files_private
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,6 +76,7 @@ def _add_log_format(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    keep_files_private()
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     # Engines share the cores of a machine: OpenMP threads that spin for work take them from each other.
     set_default("OMP_WAIT_POLICY", "PASSIVE")
@@ -105,6 +107,7 @@ def _add_follow(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _follow(args: argparse.Namespace) -> int:
+    keep_files_private()
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     set_default("OMP_WAIT_POLICY", "PASSIVE")
     from tandem_engine.node import NodeConfig, follow
@@ -209,6 +212,7 @@ def _add_rank(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _rank(args: argparse.Namespace) -> int:
+    keep_files_private()
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     from tandem_engine.rank import run_rank
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tandem_engine.errors import ConfigError
+from tandem_engine.private_files import PRIVATE_FOLDER, private_opener
 from tandem_engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ class Watchdog:
 
 def _open(path: Path) -> TextIO:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w")
+        path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        return open(path, "w", opener=private_opener)  # Path.open has no opener
     except OSError as error:
         raise ConfigError(f"--crash-dump-folder {path.parent} cannot be written ({error.strerror})") from error
 

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tandem_engine.clock import Clock
 from tandem_engine.errors import BusyError, ConfigError
+from tandem_engine.private_files import PRIVATE_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class StepProfiler:
 
     def _next_path(self, folder: Path) -> Path:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--torch-profiler-dir {folder} cannot be written ({error.strerror})") from error
         while (path := folder / f"trace-{self._number}.json").exists():

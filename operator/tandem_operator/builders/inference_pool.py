@@ -113,6 +113,7 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
     names = ",".join((service.model_name, *spec.aliases))
     words = ["--model", f"{names}={mount.folder}", "--gateway", gateways]
     words += ["--host", EVERY_ADDRESS, "--port", str(PORT), "--grpc-port", str(GRPC_PORT)]
+    words += ["--allowed-hosts", f"{router_name(service.name)}.{service.namespace}"]
     words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}", "--log-format", "json"]
     words += ["--drain-notice", str(DRAIN_NOTICE_S)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tandem_engine.addresses import LOOPBACK
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import host_address, non_negative_int
+from tandem_engine.private_files import keep_files_private
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import (
@@ -147,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
     from tandem_services.gateway.config import ModelsSource
     from tandem_services.gateway.serve import GatewayConfig, serve
 
+    keep_files_private()
     return serve(
         GatewayConfig(
             models=models_of(args),

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from tandem_engine.addresses import LOOPBACK
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import host_address
+from tandem_engine.private_files import keep_files_private
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
-from tandem_services.cli.shared_flags import add_deployment, add_local_prefill, add_router_policy
+from tandem_services.cli.shared_flags import add_allowed_hosts, add_deployment, add_local_prefill, add_router_policy
 from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=LOOPBACK,
         help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default %(default)s)",
     )
+    add_allowed_hosts(parser, what="requests may be for")
     parser.add_argument("--port", type=port_number, default=8100, help="port of the HTTP API (default 8100)")
     parser.add_argument(
         "--grpc-port",
@@ -121,10 +123,12 @@ def run(args: argparse.Namespace) -> int:
     from tandem_services.router_server.config import RouterServerConfig
     from tandem_services.router_server.serve import serve
 
+    keep_files_private()
     return serve(
         RouterServerConfig(
             models=_models(args.model or [""]),
             host=args.host,
+            allowed_hosts=tuple(args.allowed_hosts),
             port=args.port,
             grpc_port=args.grpc_port,
             gateways=tuple(args.gateway),

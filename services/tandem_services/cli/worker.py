@@ -7,6 +7,7 @@ import platform
 from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import Role
 from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, host_address
+from tandem_engine.private_files import keep_files_private
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import (
@@ -121,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
     from tandem_services.worker.config import WorkerConfig
     from tandem_services.worker.main import run_worker
 
+    keep_files_private()
     configure_logging(LogFormat(args.log_format), level=read_settings().log_level)
     folder = model_folder(args.model)
     args.model = str(folder)

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import secrets
-import tempfile
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +24,7 @@ from starlette.requests import HTTPConnection
 
 from tandem_engine.addresses import Address, is_loopback, is_wildcard
 from tandem_engine.ipc.keys import KeyPair
+from tandem_services.common.private_folder import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +94,7 @@ def token_of(address: Address) -> str | None:
 
 def orders_folder() -> Path:
     """Of this user alone; made when it is not there. Raises `OSError`."""
-    own = Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
-    for folder in (own, own / "orders"):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if not folder.is_dir() or folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise PermissionError(f"{folder} is not a folder of this user alone")
-    return own / "orders"
+    return private_folder("orders")
 
 
 def _name(address: Address) -> str:

@@ -183,7 +183,8 @@ class RedisAddress:
                 retry=Retry(NoBackoff(), 0),
                 socket_timeout=None,
                 socket_connect_timeout=None,
-                socket_keepalive=True,
+                # A socket in the file system has no other end on a network.
+                **({} if urlsplit(url).scheme == "unix" else {"socket_keepalive": True}),
             )
         except (ValueError, TypeError):
             # Not chained: redis-py's message may quote a part of the password.

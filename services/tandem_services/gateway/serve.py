@@ -27,7 +27,7 @@ import uvloop
 from fastapi import FastAPI
 from starlette.applications import Starlette
 
-from tandem_engine.addresses import Address
+from tandem_engine.addresses import Address, is_loopback, is_wildcard
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.logs import configure_logging
@@ -218,8 +218,7 @@ async def _serve(
             console = console_of(gateway, lambda: [fleet.view for fleet in live.fleets])
         app = api_app(gateway, metrics=admin_listener is None, console=console if admin_listener is None else None)
         server = http_server(app, config, health)
-        if gateway.access is None:
-            logger.info("no --api-keys: everybody who reaches this gateway may use it")
+        _tell_who_may_use(config)
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
         # What is there now stays. Else every full collection walks all of it, and all streams wait.
         gc.collect()
@@ -230,6 +229,28 @@ async def _serve(
             _admin_server(gateway, server, config, admin_listener, console),
         ):
             await server.serve(sockets=[listener])
+
+
+def _tell_who_may_use(config: GatewayConfig) -> None:
+    """Without keys: who can use this gateway, as loud as there are strangers among them."""
+    if config.api_keys is not None:
+        return
+    if is_loopback(config.host):
+        logger.info("no --api-keys: every user and process of this machine may use this gateway")
+    else:
+        where = "any address of this machine" if is_wildcard(config.host) else config.host
+        logger.warning(
+            "no --api-keys: everybody who can connect to port %d of %s may use this gateway without a key, as any "
+            "tenant; give --api-keys FILE (docs/limits.md), or listen with --host 127.0.0.1",
+            config.port,
+            where,
+        )
+    if config.admin_port is not None and not is_loopback(config.admin_host):
+        logger.warning(
+            "no --api-keys: everybody who can connect to --admin-port %d may read metrics, the console and what is "
+            "known of requests; give --api-keys FILE, or keep clients from that port",
+            config.admin_port,
+        )
 
 
 @asynccontextmanager

@@ -27,6 +27,8 @@ class RouterServerConfig:
     models: tuple[TokenizedModel, ...]
     """No two with a name in common. Token ids are routed for any model."""
     host: str = LOOPBACK
+    allowed_hosts: tuple[str, ...] = ()
+    """Names beside its own that requests may be for; see `common.allowed_hosts`."""
     port: int = 8100
     grpc_port: int = 9002
     gateways: tuple[str, ...] = ()

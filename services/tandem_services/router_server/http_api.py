@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem_engine.clock import Clock
 from tandem_engine.logs import quoted
+from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.bearer_token import BearerToken
 from tandem_services.common.errors import ApiError, bad_request, not_found
 from tandem_services.common.health import Health
@@ -135,8 +136,9 @@ def http_app(
     health: Health,
     registry: CollectorRegistry,
     background: Background,
+    hosts: AllowedHosts,
 ) -> Starlette:
-    """The ASGI application of the HTTP port."""
+    """The ASGI application of the HTTP port, which answers requests for `hosts`."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -147,7 +149,7 @@ def http_app(
         await asyncio.gather(*tasks, return_exceptions=True)
 
     boundary = Middleware(
-        RequestBoundary, clock=api.clock, metrics=api.metrics, health=health, endpoints=LABELLED_PATHS
+        RequestBoundary, clock=api.clock, metrics=api.metrics, health=health, endpoints=LABELLED_PATHS, hosts=hosts
     )
     app = Starlette(
         routes=[*_choice_routes(api), *_operations_routes(health, registry)],

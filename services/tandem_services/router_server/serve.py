@@ -20,6 +20,7 @@ from tandem_engine.clock import Clock, MonotonicClock
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.logs import configure_logging
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.bearer_token import BearerToken
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
@@ -163,7 +164,8 @@ def build_router_server(
             work["api keys"] = picker.keys.run()
         return work
 
-    app = http_app(api, health=health, registry=registry, background=background)
+    hosts = AllowedHosts.of(config.allowed_hosts, listening=(config.host,))
+    app = http_app(api, health=health, registry=registry, background=background, hosts=hosts)
     return RouterServer(
         app=app, api=api, grpc=grpc, desk=desk, picker=picker, endpoints=endpoints, health=health, tokenizing=tokenizing
     )

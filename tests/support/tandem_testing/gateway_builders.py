@@ -326,7 +326,9 @@ async def serving_gateway(
         host, port = listener.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=PATIENCE_S) as http:
+            # Of bodies that a test writes itself.
+            headers = {"Content-Type": "application/json"}
+            async with httpx.AsyncClient(base_url=f"http://{host}:{port}", headers=headers, timeout=PATIENCE_S) as http:
                 # The socket listens already: the first answer comes once the application has started.
                 await http.get("/live")
                 yield http

@@ -47,6 +47,8 @@ GROWTH_MIB = 64
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 INSIDES = re.compile(r"Traceback|0x[0-9a-f]{6}|site-packages|\.py(:\d|\", line)|\b\d{1,3}(\.\d{1,3}){3}\b")
 
+JSON = {"Content-Type": "application/json"}
+
 
 @dataclass(kw_only=True)
 class FuzzedGateway:
@@ -80,7 +82,7 @@ async def fuzzed_gateway(folder: Path) -> AsyncIterator[FuzzedGateway]:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60.0) as http,
+            httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=JSON, timeout=60.0) as http,
         ):
             yield FuzzedGateway(http=http, chooser=chooser, rack=rack)
 

@@ -25,6 +25,7 @@ import xxhash
 
 from tandem_engine.errors import ConfigError
 from tandem_engine.memory.host.storage import Fetched, PutReport
+from tandem_engine.private_files import PRIVATE_FOLDER, private_opener
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class DiskStorage:
     def _open(self) -> None:
         """Learn what is there, oldest first, and shrink it to the bound."""
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             entries = [entry for entry in os.scandir(self._directory) if OURS.fullmatch(entry.name)]
             if not os.access(self._directory, os.W_OK | os.X_OK):
                 raise PermissionError(13, "Permission denied")
@@ -145,7 +146,7 @@ class DiskStorage:
         # Two workers may write the same block at once.
         partial = self._directory / f"{name}.{os.getpid()}{PARTIAL}"
         try:
-            with partial.open("wb", buffering=0) as file:
+            with open(partial, "wb", buffering=0, opener=private_opener) as file:  # has no opener
                 written = os.writev(file.fileno(), (header, page))
             if written != self._file_bytes:
                 raise OSError(28, f"wrote {written} of {self._file_bytes} bytes")
