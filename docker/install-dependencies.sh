@@ -1,37 +1,29 @@
 #!/bin/sh
-# Installs what requirements.txt lists into /opt/tandem/venv, in the versions of constraints.txt.
+# Installs the files of one of docker/locks into /opt/tandem/venv: these, by their hashes, or none.
 #
-# usage: install-dependencies.sh none|cpu|cuda      the build of torch
+# usage: install-dependencies.sh services|operator|engine-cpu|engine-cuda
 set -eu
 cd "$(dirname "$0")/.."
-torch=$1
+lock=docker/locks/$1.txt
 cpu_index=https://download.pytorch.org/whl/cpu
 
 pip() { /opt/pip/bin/pip --python /opt/tandem/venv/bin/python "$@"; }
-torch_version() { sed -n 's/^torch==//p' docker/constraints.txt; }
+install() { pip install --require-hashes --no-deps "$@"; }
 
-case $torch in
-none) ;;
-cpu)
-    # A configured index may carry the CPU build itself; otherwise it is torch's own index that has it.
-    pip install "torch==$(torch_version)+cpu" ||
-        pip install "torch==$(torch_version)+cpu" --extra-index-url "$cpu_index"
+case $1 in
+services | operator | engine-cuda) install --requirement "$lock" ;;
+engine-cpu)
+    # A configured index may carry the CPU build of torch itself; otherwise it is torch's own index that has it.
+    install --requirement "$lock" || install --requirement "$lock" --extra-index-url "$cpu_index"
     ;;
-cuda)
-    PIP_CONSTRAINT="$PIP_CONSTRAINT $PWD/docker/constraints-cuda.txt"
-    export PIP_CONSTRAINT
-    # "===": "==" takes 2.13.0+cpu for newer than 2.13.0, which is the CUDA build, where an index or a mirror has both.
-    pip install "torch===$(torch_version)"
-    ;;
-*) echo "install-dependencies.sh: torch is none, cpu or cuda, not '$torch'" >&2 && exit 2 ;;
+*) echo "install-dependencies.sh: there is no lock for '$1'" >&2 && exit 2 ;;
 esac
-
-pip install --requirement requirements.txt
 
 site=$(echo /opt/tandem/venv/lib/python3*/site-packages)
 if [ -d "$site/envoy" ] && [ -d "$site/opentelemetry" ]; then
     # xds-protos up to 1.85 has an old copy of this package's files; who is installed last wins (grpc/grpc#42926).
-    pip install --force-reinstall --no-deps opentelemetry-proto
+    grep '^opentelemetry-proto==' "$lock" >opentelemetry-proto.txt
+    install --force-reinstall --requirement opentelemetry-proto.txt
 fi
 if [ -d "$site/nixl" ]; then
     # NIXL comes twice, for CUDA 12 and 13, and torch is built with 13; its expert-parallel kernels are not used.

@@ -187,18 +187,18 @@ def test_the_bundled_model_is_where_the_examples_name_it():
         assert ["/opt/tandem/models", "/opt/tandem/models"] in copied
 
 
-def test_only_workers_have_torch():
-    torch = {
+def test_every_image_installs_its_own_lock():
+    locks = {
         stage.name: run.text.split("install-dependencies.sh ")[1].split()[0]
         for stage in STAGES.values()
         for run in stage.of("RUN")
         if "install-dependencies.sh " in run.text
     }
-    assert torch == {
-        "services-dependencies": "none",
-        "operator-dependencies": "none",
-        "engine-cpu-dependencies": "cpu",
-        "engine-cuda-dependencies": "cuda",
+    assert locks == {
+        "services-dependencies": "services",
+        "operator-dependencies": "operator",
+        "engine-cpu-dependencies": "engine-cpu",
+        "engine-cuda-dependencies": "engine-cuda",
     }
 
 
@@ -218,13 +218,54 @@ def test_torch_is_the_version_of_the_set_up():
     assert f"torch_version={constraints()['torch']}\n" in setup
 
 
-def test_gpus_get_the_cuda_build_where_an_index_has_the_cpu_build_too():
-    """A mirror with torch-2.13.0+cpu beside torch-2.13.0: "==" takes the first for newer."""
-    script = (DOCKER / "install-dependencies.sh").read_text()
-    [specifier] = re.findall(r'torch(=+)\$\(torch_version\)"$', script, re.MULTILINE)
+LOCK_LINE = re.compile(r"([a-z0-9-]+)==(\S+)((?: --hash=sha256:[0-9a-f]{64})+)")
+
+
+def locked(name: str) -> dict[str, str]:
+    """Name → version; every line has a hash."""
+    lines = [line for line in (DOCKER / "locks" / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    matches = [LOCK_LINE.fullmatch(line) for line in lines]
+    assert all(matches), [line for line, match in zip(lines, matches, strict=True) if not match]
+    return {match[1]: match[2] for match in matches if match}
+
+
+@pytest.mark.parametrize("name", [*OURS, "build"])
+def test_locks_have_the_pinned_versions(name: str):
+    pinned = constraints() | constraints("constraints-cuda.txt")
+    plain = {each: version.removesuffix("+cpu") for each, version in locked(name).items()}
+    assert {each: pinned.get(each, version) for each, version in plain.items()} == plain, "run docker/lock.py"
+    if name != "build":
+        assert plain.keys() <= pinned.keys(), "run docker/pin.py and docker/lock.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "extras"),
+    [
+        ("services", ["router", "otel"]),
+        ("operator", ["operator"]),
+        ("engine-cpu", ["engine", "otel"]),
+        ("engine-cuda", ["engine", "otel"]),
+    ],
+)
+def test_locks_have_all_that_the_project_requires(name: str, extras: list[str]):
+    command = [sys.executable, str(DOCKER / "requirements.py"), *extras]
+    wanted = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    names = {canonicalize_name(Requirement(line).name) for line in wanted}
+    assert names <= locked(name).keys(), "run docker/lock.py"
+
+
+def test_only_workers_have_torch_each_in_the_build_for_its_device():
     version = constraints()["torch"]
-    assert Requirement(f"torch{specifier}{version}").specifier.contains(version)
-    assert not Requirement(f"torch{specifier}{version}").specifier.contains(f"{version}+cpu")
+    found = {name: locked(name).get("torch") for name in OURS}
+    assert found == {"engine-cpu": f"{version}+cpu", "engine-cuda": version, "services": None, "operator": None}
+
+
+def test_builds_install_nothing_without_a_hash():
+    script = (DOCKER / "install-dependencies.sh").read_text()
+    installs = [line for line in script.splitlines() if "pip install" in line]
+    assert installs == ['install() { pip install --require-hashes --no-deps "$@"; }']
+    commands = [run.text for stage in STAGES.values() for run in stage.of("RUN") if "pip install" in run.text]
+    assert all("--require-hashes" in text or "--no-index" in text for text in commands)
 
 
 def test_what_cuda_adds_is_pinned_and_nothing_is_pinned_twice():

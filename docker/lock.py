@@ -1,0 +1,125 @@
+"""Write locks/*.txt: every file that an image installs, by version and hash.
+
+    .venv/bin/python docker/lock.py            resolves with pip, for Debian 12's Python 3.11; installs nothing
+
+Versions are those of constraints.txt and, for the CUDA build of torch, constraints-cuda.txt. Hashes are those of the
+files that pip chooses for each architecture of Linux, so that a build takes these files or none: `pip install
+--require-hashes --no-deps` neither resolves nor trusts the index.
+
+    locks/services.txt, operator.txt, engine-cpu.txt, engine-cuda.txt      for the image of that name
+    locks/build.txt                                                       what builds our wheel
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+from pin import BUILD
+from requirements import requirements
+
+HERE = Path(__file__).resolve().parent
+LOCKS = HERE / "locks"
+PYTHON = ("--implementation", "cp", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3", "--abi", "none")
+ARCHITECTURES = ("x86_64", "aarch64")
+GLIBC = range(36, 4, -1)
+"""Minor versions of glibc 2 that wheels may ask for: Debian 12 has 2.36."""
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+HEADER = """\
+# Files of Tandem's images by version and hash. Written by docker/lock.py from constraints.txt; do not edit.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lock:
+    """One file of locks."""
+
+    name: str
+    wanted: tuple[str, ...]
+    """Requirements, each as pip reads it."""
+    constraints: tuple[str, ...] = ("constraints.txt",)
+    index: str = ""
+    """One more, asked where the configured ones lack a file."""
+
+    def text(self) -> str:
+        """Of the file. Raises `CalledProcessError` when pip cannot resolve it for the first architecture."""
+        files: dict[str, set[str]] = {}
+        for architecture in ARCHITECTURES:
+            try:
+                found = self.resolved(architecture)
+            except subprocess.CalledProcessError:
+                if architecture == ARCHITECTURES[0]:
+                    raise
+                print(f"{self.name}: not for {architecture}, for which the index lacks a file", file=sys.stderr)
+                continue
+            for pin, digest in found:
+                files.setdefault(pin, set()).add(digest)
+        lines = (" ".join((pin, *(f"--hash=sha256:{one}" for one in sorted(files[pin])))) for pin in sorted(files))
+        return HEADER + "".join(f"{line}\n" for line in lines)
+
+    def resolved(self, architecture: str) -> list[tuple[str, str]]:
+        """(NAME==VERSION, SHA-256) of each file that pip would install. Raises `CalledProcessError`."""
+        try:
+            return self._resolved(architecture)
+        except subprocess.CalledProcessError:
+            if not self.index:
+                raise
+        return self._resolved(architecture, "--extra-index-url", self.index, "--retries", "0")
+
+    def _resolved(self, architecture: str, *more: str) -> list[tuple[str, str]]:
+        platforms = [f"manylinux_2_{minor}_{architecture}" for minor in GLIBC]
+        platforms += [f"manylinux2014_{architecture}", f"manylinux2010_{architecture}", f"linux_{architecture}"]
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+            command += ["--only-binary", ":all:", "--target", folder, "--report", str(report), *PYTHON]
+            command += [word for platform in platforms for word in ("--platform", platform)]
+            command += more
+            constraints = " ".join(str(HERE / name) for name in self.constraints)
+            subprocess.run([*command, *self.wanted], check=True, env={**os.environ, "PIP_CONSTRAINT": constraints})
+            found = json.loads(report.read_text(encoding="utf-8"))["install"]
+        return [(_pin(one["metadata"]), one["download_info"]["archive_info"]["hashes"]["sha256"]) for one in found]
+
+
+def _pin(metadata: dict[str, str]) -> str:
+    return f"{canonicalize_name(metadata['name'])}=={metadata['version']}"
+
+
+def locks() -> list[Lock]:
+    """All of them."""
+    torch = next(
+        line for line in (HERE / "constraints.txt").read_text("utf-8").splitlines() if line.startswith("torch==")
+    )
+    version = torch.removeprefix("torch==")
+    engine = tuple(requirements(["engine", "otel"]))
+    return [
+        Lock(name="services", wanted=tuple(requirements(["router", "otel"]))),
+        Lock(name="operator", wanted=tuple(requirements(["operator"]))),
+        Lock(name="engine-cpu", wanted=(f"torch=={version}+cpu", *engine), index=CPU_INDEX),
+        # "===": "==" takes 2.13.0+cpu for newer than 2.13.0, which is the CUDA build, where an index has both.
+        Lock(
+            name="engine-cuda",
+            wanted=(f"torch==={version}", *engine),
+            constraints=("constraints.txt", "constraints-cuda.txt"),
+        ),
+        Lock(name="build", wanted=tuple(f"{name}=={pinned}" for name, pinned in BUILD.items())),
+    ]
+
+
+def main(names: Iterable[str]) -> None:
+    """Write those that are named, or all."""
+    LOCKS.mkdir(exist_ok=True)
+    chosen = set(names)
+    for lock in locks():
+        if not chosen or lock.name in chosen:
+            (LOCKS / f"{lock.name}.txt").write_text(lock.text(), encoding="utf-8")
+            print(f"{lock.name}: written")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
