@@ -1,13 +1,33 @@
-"""Fixtures of the tests against a real control plane. They all live in this folder: one cluster serves them."""
+"""Fixtures of the tests against a real control plane. They all live in this folder: one cluster serves them.
+
+Operators of these tests authenticate as the chart's ServiceAccount with the chart's rights (`operator_kubeconfig`),
+never as the administrator: `control_plane.kubeconfig` is for what people do.
+"""
 
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
-from tandem_testing.control_plane import ABOUT, NOT_RUN, control_plane, namespace
+from tandem_testing.control_plane import ABOUT, NOT_RUN, ControlPlane, control_plane, namespace
+from tandem_testing.operator_account import OperatorAccount
 from tandem_testing.skip_lines import at_one_place
 
 __all__ = ["control_plane", "namespace"]
+
+
+@pytest.fixture(scope="session")
+def operator_account(control_plane: ControlPlane) -> OperatorAccount:
+    """The account of the chart, in a namespace of its own; without rights anywhere yet."""
+    made = control_plane.api.post("/api/v1/namespaces", json={"metadata": {"generateName": "operators-"}})
+    return OperatorAccount(control_plane, made.raise_for_status().json()["metadata"]["name"])
+
+
+@pytest.fixture
+def operator_kubeconfig(operator_account: OperatorAccount, namespace: str, tmp_path: Path) -> Path:
+    """Of the account, which has the chart's rights in the namespace of the test and nowhere else."""
+    operator_account.admit(namespace)
+    return operator_account.kubeconfig(tmp_path / "operator-kubeconfig")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,13 +31,13 @@ def pods(services):
 
 
 @pytest.fixture
-def start(control_plane, namespace, tmp_path):
+def start(operator_kubeconfig, namespace, tmp_path):
     """Operators of this namespace that send canaries; those that still run are ended."""
     with ExitStack() as running:
 
         def start_one(name):
             flags = ("--canary", "on", "--namespaces", namespace, "--no-leader-elect")
-            return running.enter_context(operator(control_plane.kubeconfig, tmp_path / f"{name}.log", *flags))
+            return running.enter_context(operator(operator_kubeconfig, tmp_path / f"{name}.log", *flags))
 
         yield start_one
 

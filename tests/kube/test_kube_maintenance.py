@@ -29,9 +29,9 @@ def services(control_plane, namespace):
 
 
 @pytest.fixture
-def running(control_plane, namespace, tmp_path):
+def running(operator_kubeconfig, namespace, tmp_path):
     with operator(
-        control_plane.kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect"
+        operator_kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect"
     ) as one:
         yield one
 

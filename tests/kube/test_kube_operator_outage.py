@@ -29,9 +29,9 @@ async def proxy(control_plane):
 
 
 @pytest.fixture
-def kubeconfig(control_plane, proxy, tmp_path):
-    """The same, by way of the proxy."""
-    config = json.loads(control_plane.kubeconfig.read_text())
+def kubeconfig(operator_kubeconfig, proxy, tmp_path):
+    """The operator's, by way of the proxy."""
+    config = json.loads(operator_kubeconfig.read_text())
     config["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{proxy.port}"
     path = tmp_path / "kubeconfig"
     path.write_text(json.dumps(config))

@@ -22,14 +22,14 @@ def services(control_plane, namespace):
 
 
 @pytest.fixture
-def start(control_plane, namespace, tmp_path):
+def start(operator_kubeconfig, namespace, tmp_path):
     """Operators of this namespace; those that still run are ended."""
     with ExitStack() as running:
 
         def start_one(name, *flags):
             log = tmp_path / f"{name}.log"
             words = ("--namespaces", namespace, "--operator-namespace", namespace, *flags)
-            return running.enter_context(operator(control_plane.kubeconfig, log, *words))
+            return running.enter_context(operator(operator_kubeconfig, log, *words))
 
         yield start_one
 

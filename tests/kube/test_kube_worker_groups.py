@@ -38,12 +38,16 @@ def sets(control_plane, namespace) -> Iterator[LeaderWorkerSets]:
     wait_for(lambda: control_plane.api.get(served).status_code == 404, PATIENCE_S)
 
 
-def started(control_plane, namespace, tmp_path):
-    return operator(control_plane.kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect")
+@pytest.fixture
+def started(operator_kubeconfig, namespace, tmp_path):
+    """Starts an operator, as a context."""
+    return lambda: operator(
+        operator_kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect"
+    )
 
 
-def test_without_the_api_it_is_said_what_is_wanting(services, control_plane, namespace, tmp_path):
-    with started(control_plane, namespace, tmp_path) as running:
+def test_without_the_api_it_is_said_what_is_wanting(services, started):
+    with started() as running:
         services.apply(decode={"engine": TWO_PODS})
         services.wait_condition("Ready", "False", "InvalidSpec")
         conditions = services.get()["status"]["conditions"]
@@ -53,8 +57,8 @@ def test_without_the_api_it_is_said_what_is_wanting(services, control_plane, nam
         assert running.stop() == 0
 
 
-def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, control_plane, namespace, tmp_path):
-    with started(control_plane, namespace, tmp_path) as running:
+def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, started):
+    with started() as running:
         services.apply(decode={"engine": TWO_PODS, "replicas": 2})
         ready(services, sets, running)
         ((name, made),) = sets.all().items()
@@ -87,14 +91,14 @@ def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, control
 
 
 def test_the_plugin_shows_a_group_as_one_worker_and_drains_it_whole(
-    services, sets, control_plane, namespace, tmp_path, capsys
+    services, sets, control_plane, namespace, started, capsys
 ):
     def kubectl(*words: str) -> tuple[int, str]:
         """Exit status, and what is printed."""
         status = command.main([*words, "--kubeconfig", str(control_plane.kubeconfig), "-n", namespace])
         return status, "".join(capsys.readouterr())
 
-    with started(control_plane, namespace, tmp_path) as running:
+    with started() as running:
         services.apply(decode={"engine": TWO_PODS})
         ready(services, sets, running)
         (name,) = sets.all()

@@ -33,10 +33,10 @@ def services(control_plane, namespace):
 
 
 @pytest.fixture
-def start(control_plane, namespace, tmp_path):
+def start(operator_kubeconfig, namespace, tmp_path):
     """An operator of this namespace, as a context."""
     return lambda name: operator(
-        control_plane.kubeconfig, tmp_path / f"{name}.log", "--namespaces", namespace, "--no-leader-elect"
+        operator_kubeconfig, tmp_path / f"{name}.log", "--namespaces", namespace, "--no-leader-elect"
     )
 
 
