@@ -75,7 +75,8 @@ def _privileges(group: argparse._ArgumentGroup) -> None:
         default=frozenset(),
         metavar="A,B",
         help="what their pods may ask for beyond the Pod Security Standard restricted: service-accounts, host-paths, "
-        "privileged. Who may write a ModelService has it then (default: nothing)",
+        "privileged; and objects that the cluster's role edit does not let people make: routes (HTTPRoutes and "
+        "InferencePools), monitors (PodMonitors). Who may write a ModelService has it then (default: nothing)",
     )
 
 

@@ -7,9 +7,16 @@ from typing import Literal, get_args
 
 DEFAULT_REGISTRY = "ghcr.io/tandem-serving"
 
-Privilege = Literal["service-accounts", "host-paths", "privileged"]
+PodPrivilege = Literal["service-accounts", "host-paths", "privileged"]
 """What no pod has unless the administrator of the operator allows resources to ask for it."""
-PRIVILEGES: tuple[Privilege, ...] = get_args(Privilege)
+POD_PRIVILEGES: tuple[PodPrivilege, ...] = get_args(PodPrivilege)
+
+ObjectPrivilege = Literal["routes", "monitors"]
+"""Objects that the cluster's role `edit` does not let people make: the operator makes them for people who could not,
+only if its administrator allows it."""
+
+Privilege = PodPrivilege | ObjectPrivilege
+PRIVILEGES: tuple[Privilege, ...] = (*POD_PRIVILEGES, *get_args(ObjectPrivilege))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

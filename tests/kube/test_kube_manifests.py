@@ -27,13 +27,18 @@ def plan_of(cluster: ControlPlane, namespace: str, path: Path) -> list[dict[str,
     if "image" in example["spec"]["model"]:
         # Image volumes came with 1.31: an older API server drops them, and refuses a volume without a source.
         example["spec"]["model"] = {"claim": {"claimName": "models"}}
-    budgets = cluster.newest("policy/v1", "policy/v1beta1")
-    settings = OperatorSettings(apis=ClusterApis(pod_disruption_budget=budgets), allow=frozenset(PRIVILEGES))
+    # Their APIs are not there either, and a plan without them is refused.
+    example["spec"].get("gateway", {}).pop("httpRoute", None)
+    example["spec"].get("gateway", {}).pop("inferencePool", None)
+    example["spec"].get("observability", {}).pop("serviceMonitor", None)
+    apis = ClusterApis(pod_disruption_budget=cluster.newest("policy/v1", "policy/v1beta1"), leader_worker_sets=True)
+    settings = OperatorSettings(apis=apis, allow=frozenset(PRIVILEGES))
     service = served(
         example["metadata"]["name"], namespace, msgspec.convert(example["spec"], ModelServiceSpec), settings
     )
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
-    return list(plan.apply)
+    assert plan.apply, plan.status.conditions
+    return [one for one in plan.apply if one["kind"] != "LeaderWorkerSet"]
 
 
 def named(manifests: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:

@@ -68,7 +68,7 @@ def network_policies(service: Served, settings: OperatorSettings) -> list[Manife
     if _grouped(service):
         # Of their tensors only the way in is secret: nobody else comes near.
         reach[FOLLOWER] = reach["worker"]
-    if service.spec.gateway.inference_pool is not None and settings.apis.inference_pools:
+    if service.spec.gateway.inference_pool is not None:
         # Data planes of Inference Gateways may run in any namespace, and the protocol knows no token.
         reach["router"] = [{"ports": [_port(GRPC_PORT)]}]
         if prometheus:

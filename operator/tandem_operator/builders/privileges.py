@@ -8,11 +8,11 @@ the node itself. The namespace has to admit such pods, too.
 from typing import Any
 
 from tandem_operator.api.pods import HostPath, PodOverrides
-from tandem_operator.settings import PRIVILEGES, Privilege
+from tandem_operator.settings import POD_PRIVILEGES, PodPrivilege
 
 Manifest = dict[str, Any]
 
-FIELDS: dict[Privilege, str] = {
+FIELDS: dict[PodPrivilege, str] = {
     "service-accounts": "serviceAccountName",
     "host-paths": "hostPaths",
     "privileged": "privileged",
@@ -20,14 +20,14 @@ FIELDS: dict[Privilege, str] = {
 """By which field of `pod` each is asked for."""
 
 
-def privileges_of(overrides: PodOverrides) -> list[Privilege]:
+def privileges_of(overrides: PodOverrides) -> list[PodPrivilege]:
     """What these pods ask for."""
-    asked: dict[Privilege, bool] = {
+    asked: dict[PodPrivilege, bool] = {
         "service-accounts": overrides.service_account_name is not None,
         "host-paths": bool(overrides.host_paths),
         "privileged": overrides.privileged is True,
     }
-    return [name for name in PRIVILEGES if asked[name]]
+    return [name for name in POD_PRIVILEGES if asked[name]]
 
 
 def with_privileges(pod: Manifest, overrides: PodOverrides) -> Manifest:

@@ -1,5 +1,7 @@
 """Carries out plans: secrets, manifests, scalings, deletions, statuses, in this order, and nothing that is so already.
 
+Before the first write the API server checks all of them in a dry run (`rehearsal`): a plan is refused as a whole.
+
 An object is applied when its manifest is another than the one last applied, or when what others may change of it is
 not as the API server left it then (`Seen.fingerprint`): edits by hand are put back, and an unchanged service costs no
 request. After a start nothing is remembered, and everything is applied once, which changes nothing that is as it
@@ -20,8 +22,9 @@ from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.naming import pool_name
 from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.facts import Parts
-from tandem_operator.controller.kinds import POD, WORKER_POOL, ServiceKey, kind_of
+from tandem_operator.controller.kinds import POD, SECRET, WORKER_POOL, ServiceKey, kind_of
 from tandem_operator.controller.objects import Seen, digest
+from tandem_operator.controller.rehearsal import Rehearsal
 from tandem_operator.controller.resources import generation_of, pool_status_of, status_of
 from tandem_operator.controller.secrets import SecretLookup, generated_secret
 from tandem_operator.controller.store import Store
@@ -63,7 +66,12 @@ class Executor:
         """By service and UID."""
 
     async def carry_out(self, service: Seen, parts: Parts, plan: Plan) -> bool:
-        """Whether anything was written. Raises `ApiError` where the API server refuses; what follows is left out."""
+        """Whether anything was written.
+
+        Raises `RefusedError` where the API server refuses a part of the plan beforehand, so that nothing was written,
+        and `ApiError` where a write fails: what follows it is left out.
+        """
+        await self._rehearse(service, parts, plan)
         wrote = False
         for name in plan.secrets:
             wrote |= await self._secrets.create(generated_secret(service.key, name, owner_reference(service)))
@@ -77,6 +85,24 @@ class Executor:
             wrote = True
         wrote |= await self._pool_statuses(service, plan.pools)
         return wrote | await self.write_status(service, plan.status)
+
+    async def _rehearse(self, service: Seen, parts: Parts, plan: Plan) -> None:
+        """Every write of the plan but statuses, and scalings of objects that the plan itself makes."""
+        rehearsal, cluster, namespace = Rehearsal(), self._cluster, service.namespace
+        for name in plan.secrets:
+            secret = generated_secret(service.key, name, owner_reference(service))
+            await rehearsal.step(SECRET.ref(name), self._secrets.rehearse(secret))
+        for manifest in plan.apply:
+            if not self._is_applied(service, parts, manifest):
+                prepared = _prepared(service, parts, manifest)
+                await rehearsal.step(_ref_of(manifest), cluster.apply(prepared, dry_run=True))
+        for scaling in plan.scale:
+            if scaling.ref in parts.owned:
+                request = cluster.scale(scaling.ref, namespace, scaling.replicas, dry_run=True)
+                await rehearsal.step(scaling.ref, request)
+        for ref in plan.delete:
+            await rehearsal.step(ref, cluster.delete(ref, namespace, parts.owned[ref].uid, dry_run=True))
+        rehearsal.end()
 
     async def foreign(self, service: Seen, parts: Parts, plan: Plan) -> frozenset[Ref]:
         """Names that the plan would write to and that somebody else's objects have. Only what is not known to be ours
@@ -143,18 +169,18 @@ class Executor:
         self._applied.pop(key, None)
 
     async def _apply(self, service: Seen, parts: Parts, manifest: Manifest) -> bool:
-        wanted, known = digest(manifest), self._applied[service.key]
-        seen = parts.owned.get(_ref_of(manifest))
-        if seen is not None and known.get(seen.uid) == _Applied(wanted, seen.fingerprint):
+        if self._is_applied(service, parts, manifest):
             return False
-        metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(service)]}
-        if seen is not None:
-            # Another object of this name, made a moment ago by somebody else, is not taken over.
-            metadata["uid"] = seen.uid
-        result = Seen.of(await self._cluster.apply({**manifest, "metadata": metadata}))
-        known[result.uid] = _Applied(wanted, result.fingerprint)
+        result = Seen.of(await self._cluster.apply(_prepared(service, parts, manifest)))
+        self._applied[service.key][result.uid] = _Applied(digest(manifest), result.fingerprint)
         self._store.put(result)
         return True
+
+    def _is_applied(self, service: Seen, parts: Parts, manifest: Manifest) -> bool:
+        seen = parts.owned.get(_ref_of(manifest))
+        if seen is None:
+            return False
+        return self._applied[service.key].get(seen.uid) == _Applied(digest(manifest), seen.fingerprint)
 
     async def _pool_statuses(self, service: Seen, pools: Mapping[RoleName, WorkerPoolStatus]) -> bool:
         wrote = False
@@ -173,6 +199,16 @@ class Executor:
         metadata = {"name": seen.ref.name, "namespace": seen.namespace, "uid": seen.uid}
         body = {"apiVersion": seen.ref.api_version, "kind": seen.ref.kind, "metadata": metadata, "status": status}
         self._store.put(Seen.of(await self._cluster.apply(body, subresource="status")))
+
+
+def _prepared(service: Seen, parts: Parts, manifest: Manifest) -> Manifest:
+    """As it is sent: with its owner, and for the object that was seen alone."""
+    metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(service)]}
+    seen = parts.owned.get(_ref_of(manifest))
+    if seen is not None:
+        # Another object of this name, made a moment ago by somebody else, is not taken over.
+        metadata["uid"] = seen.uid
+    return {**manifest, "metadata": metadata}
 
 
 def _ref_of(manifest: Manifest) -> Ref:

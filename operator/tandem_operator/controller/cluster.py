@@ -45,9 +45,18 @@ class ApiError(Exception):
     """An answer of 400 or more, or none at all (`status` 0)."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(f"{status} {reason}: {message}" if status else f"{reason}: {message}")
+        head = f"{status} {reason}".strip() if status else reason
+        super().__init__(f"{head}: {message}")
         self.status = status
         self.reason = reason
+        self.message = message
+
+    @property
+    def refused(self) -> bool:
+        """Another attempt with the same request gets the same answer: admission, quota, a missing right, or a field
+        that the API server does not know. Server-side apply answers the last with 500.
+        """
+        return self.status in (400, 403, 422, 500)
 
     @property
     def conflict(self) -> bool:
@@ -142,19 +151,23 @@ class Cluster:
             if not token:
                 return items, int(answer["metadata"]["resourceVersion"])
 
-    async def apply(self, manifest: Manifest, *, subresource: str = "", manager: str = FIELD_MANAGER) -> Manifest:
-        """Server-side apply; fields of ours that others have taken are taken back. The object as it is afterwards."""
+    async def apply(self, manifest: Manifest, *, subresource: str = "", dry_run: bool = False) -> Manifest:
+        """Server-side apply; fields of ours that others have taken are taken back. The object as it is afterwards.
+
+        `dry_run`: the API server checks the request as if it were sent without, and keeps nothing.
+        """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         metadata = manifest["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"], subresource)
-        query = {"fieldManager": manager, "force": "true"}
+        query = {"fieldManager": FIELD_MANAGER, "force": "true", **_dry(dry_run)}
         return await self._write("apply", kind, "PATCH", path, query, manifest, APPLY)
 
-    async def create(self, manifest: Manifest) -> Manifest:
+    async def create(self, manifest: Manifest, *, dry_run: bool = False) -> Manifest:
         """Raises `ApiError` (409) when it is there already."""
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         path = kind.path(manifest["metadata"]["namespace"])
-        return await self._write("create", kind, "POST", path, {"fieldManager": FIELD_MANAGER}, manifest)
+        query = {"fieldManager": FIELD_MANAGER, **_dry(dry_run)}
+        return await self._write("create", kind, "POST", path, query, manifest)
 
     async def replace(self, manifest: Manifest) -> Manifest:
         """As a whole; with a `resourceVersion` only if nobody has written since."""
@@ -163,12 +176,13 @@ class Cluster:
         path = kind.path(metadata["namespace"], metadata["name"])
         return await self._write("replace", kind, "PUT", path, {"fieldManager": FIELD_MANAGER}, manifest)
 
-    async def scale(self, ref: Ref, namespace: str, replicas: int) -> None:
+    async def scale(self, ref: Ref, namespace: str, replicas: int, *, dry_run: bool = False) -> None:
         """Through the scale subresource."""
         kind = kind_of(ref.api_version, ref.kind)
         path = kind.path(namespace, ref.name, "scale")
         body = {"spec": {"replicas": replicas}}
-        await self._write("scale", kind, "PATCH", path, {"fieldManager": FIELD_MANAGER}, body, MERGE)
+        query = {"fieldManager": FIELD_MANAGER, **_dry(dry_run)}
+        await self._write("scale", kind, "PATCH", path, query, body, MERGE)
 
     async def merge(self, ref: Ref, namespace: str, body: Manifest) -> Manifest:
         """Merge patch; with a `resourceVersion` in `body` only if nobody has written since."""
@@ -176,14 +190,14 @@ class Cluster:
         path = kind.path(namespace, ref.name)
         return await self._write("patch", kind, "PATCH", path, {"fieldManager": FIELD_MANAGER}, body, MERGE)
 
-    async def delete(self, ref: Ref, namespace: str, uid: str) -> None:
+    async def delete(self, ref: Ref, namespace: str, uid: str, *, dry_run: bool = False) -> None:
         """The object of that `uid` and, in the background, what it owns. Gone already is as good; another object of
         the same name raises `ApiError` (409).
         """
         kind = kind_of(ref.api_version, ref.kind)
         body: Manifest = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         try:
-            await self._write("delete", kind, "DELETE", kind.path(namespace, ref.name), {}, body)
+            await self._write("delete", kind, "DELETE", kind.path(namespace, ref.name), _dry(dry_run), body)
         except ApiError as error:
             if not error.absent:
                 raise
@@ -210,7 +224,8 @@ class Cluster:
         content: str = "application/json",
     ) -> Manifest:
         self._may_write()
-        self._meter.wrote(verb, kind.name)
+        if "dryRun" not in query:
+            self._meter.wrote(verb, kind.name)
         return await self._request(method, path, query, body, content, before_attempt=self._may_write)
 
     async def _request(
@@ -246,6 +261,10 @@ class Cluster:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(0, type(error).__name__, str(error) or "no answer of the API server") from error
         return answer.status, answer.headers.get("Retry-After", ""), data
+
+
+def _dry(dry_run: bool) -> dict[str, str]:
+    return {"dryRun": "All"} if dry_run else {}
 
 
 def _pause_s(retry_after: str, attempt: int) -> float:

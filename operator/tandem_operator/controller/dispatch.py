@@ -22,7 +22,7 @@ from tandem_operator.controller.store import Store
 
 logger = logging.getLogger(__name__)
 
-_TRANSIENT = (0, 404, 409, 429, 500, 502, 503, 504)
+_TRANSIENT = (0, 404, 409, 429, 502, 503, 504)
 """Answers after which another attempt is likely to succeed: no reason to alarm anybody yet."""
 
 AFTER_WRITES_S = 1.0

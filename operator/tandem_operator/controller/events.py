@@ -1,7 +1,8 @@
 """Events of a ModelService: what `kubectl describe` and `kubectl get events` show of its life.
 
-One for each transition, never for a state: a service that stays as it is makes none. They are told for people, so an
-event that cannot be posted is logged and forgotten.
+One for each transition, never for a state: a service that stays as it is makes none. A transition is another status,
+and of `Valid` and `Degraded` also another reason, or the same trouble with another generation of the spec. Events are
+for people, so one that cannot be posted is logged and forgotten.
 """
 
 import logging
@@ -51,7 +52,10 @@ def _news(before: Condition | None, after: Condition) -> bool:
     if before is None:
         # How it begins is worth telling only when it begins badly.
         return after.type in (VALID, DEGRADED) and after.status != good
-    return before.status != after.status
+    if before.status != after.status:
+        return True
+    changed = (before.reason, before.observed_generation) != (after.reason, after.observed_generation)
+    return after.type in (VALID, DEGRADED) and after.status != good and changed
 
 
 def _of_condition(one: Condition) -> Told:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+import msgspec
+
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
 from tandem_operator.builders.naming import curve_secret_name, redis_secret_name
 from tandem_operator.builders.served import Served, served
@@ -22,6 +24,7 @@ from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.farewell import Farewells
 from tandem_operator.controller.findings import Findings, FindingsBoard, canaries_by_readiness
 from tandem_operator.controller.kinds import ServiceKey
+from tandem_operator.controller.leadership import NotLeading
 from tandem_operator.controller.objects import Seen
 from tandem_operator.controller.resources import generation_of, spec_of, status_of
 from tandem_operator.controller.secrets import SecretLookup
@@ -35,8 +38,10 @@ from tandem_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = (400, 403, 422)
-"""Answers that do not change by asking again: admission, quota, or a field that this cluster does not take."""
+PATIENCE = 3
+"""Looks in a row that fail for a reason that may pass, such as a conflict, before the status says so. They are about
+two seconds apart.
+"""
 
 WAITING_S = 5.0
 """Until the next look at a service that waits for something that no watch tells of: a Secret, a name that is taken."""
@@ -79,9 +84,49 @@ class Reconciler:
         self._settings = settings
         self._now = now
         self._farewells = Farewells(executor, events, clock)
+        self._planned: dict[ServiceKey, ModelServiceStatus] = {}
+        """What the status was to be, of the look that is under way."""
+        self._failures: dict[ServiceKey, int] = {}
+        """Looks in a row that failed."""
 
     async def look(self, key: ServiceKey) -> Looked:
-        """Raises `ApiError` when the API server does not answer or refuses, `NotLeading` when another leads now."""
+        """Raises `ApiError` when the API server does not answer or refuses, `NotLeading` when another leads now.
+
+        Whatever it raises but `NotLeading` is a condition and an event of the service first.
+        """
+        self._planned.pop(key, None)
+        try:
+            looked = await self._look(key)
+        except NotLeading:
+            raise
+        except ApiError as error:
+            self._failures[key] = self._failures.get(key, 0) + 1
+            if error.refused or (error.status and self._failures[key] >= PATIENCE):
+                await self._report(key, "ApplyRefused" if error.refused else "ApplyFailed", str(error))
+            raise
+        except Exception as error:
+            text = f"the operator failed, its log has the traceback: {type(error).__name__}: {error}"
+            await self._report(key, "OperatorError", text)
+            raise
+        self._failures.pop(key, None)
+        return looked
+
+    async def _report(self, key: ServiceKey, reason: str, message: str) -> None:
+        """Say in the status, and by an event, why the spec is not carried out."""
+        service = self._store.service(key)
+        if service is None:
+            return
+        before = status_of(service)
+        planned = self._planned.get(key) or msgspec.structs.replace(before, observed_generation=generation_of(service))
+        status = not_applied(planned, before, reason, message, rfc3339(self._now()))
+        try:
+            await self._executor.write_status(service, status)
+        except ApiError as error:
+            logger.warning("%s: the status does not say so, for it was not written: %s", key, error)
+            return
+        await self._tell(service, before, status)
+
+    async def _look(self, key: ServiceKey) -> Looked:
         service = self._store.service(key)
         if service is None:
             self._forget(key)
@@ -135,14 +180,8 @@ class Reconciler:
         if plan.secrets and parts.pods:
             note = f"made anew, for they were gone: {', '.join(plan.secrets)}; pods that run still have the old ones"
             await self._events.post(service, Told("Warning", "SecretsReplaced", note))
-        try:
-            wrote = await self._executor.carry_out(service, parts, plan)
-        except ApiError as error:
-            if error.status in _REFUSED:
-                status = not_applied(plan.status, before, str(error), rfc3339(self._now()))
-                await self._executor.write_status(service, status)
-                await self._tell(service, before, status)
-            raise
+        self._planned[service.key] = plan.status
+        wrote = await self._executor.carry_out(service, parts, plan)
         await self._tell(service, before, plan.status)
         return Looked(wrote)
 
@@ -186,3 +225,4 @@ class Reconciler:
         self._executor.forget(key)
         self._secrets.forget(key.namespace)
         self._farewells.forget(key)
+        self._failures.pop(key, None)

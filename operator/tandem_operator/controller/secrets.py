@@ -106,6 +106,14 @@ class SecretLookup:
         self._seen[place] = self._clock()
         return made
 
+    async def rehearse(self, manifest: Manifest) -> None:
+        """`create` as a dry run. Raises `ApiError` where the API server refuses."""
+        try:
+            await self._cluster.create(manifest, dry_run=True)
+        except ApiError as error:
+            if not error.conflict:
+                raise
+
     async def _exists(self, namespace: str, name: str) -> bool:
         place = (namespace, name)
         at = self._seen.get(place)

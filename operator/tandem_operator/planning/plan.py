@@ -137,13 +137,12 @@ def _manifests(service: Served, target: str, step: Step, settings: OperatorSetti
     if service.spec.redis.managed is not None:
         manifests += [redis_deployment(service), redis_service(service)]
     manifests += [gateway_deployment(service), gateway_service(service)]
-    pool = inference_pool(service) if settings.apis.inference_pools else []
+    pool = inference_pool(service)
     route = http_route(service, to_pool=bool(pool))
-    if route is not None and settings.apis.http_routes:
+    if route is not None:
         manifests.append(route)
     manifests += pool
-    if settings.apis.pod_monitors:
-        manifests += pod_monitors(service)
+    manifests += pod_monitors(service)
     manifests += disruption_budgets(service, settings)
     manifests += network_policies(service, settings)
     return tuple(manifests)

@@ -14,6 +14,7 @@ from tandem_operator.planning.conditions import (
     DEGRADED,
     MODEL_AVAILABLE,
     PROGRESSING,
+    READY,
     REDIS_READY,
     ROUTER_READY,
     TRANSPORT_READY,
@@ -40,10 +41,18 @@ def name_taken(foreign: Iterable[Ref]) -> Condition:
     return condition(VALID, False, "NameTaken", message)
 
 
-def not_applied(planned: ModelServiceStatus, before: ModelServiceStatus, message: str, now: str) -> ModelServiceStatus:
-    """`planned`, when the API server refused a part of the plan: a quota, an admission rule, an unknown field."""
-    degraded = condition(DEGRADED, True, "ApplyRefused", message)
-    conditions = [degraded if one.type == DEGRADED else one for one in planned.conditions]
+def not_applied(
+    planned: ModelServiceStatus, before: ModelServiceStatus, reason: str, message: str, now: str
+) -> ModelServiceStatus:
+    """`planned`, when it was not carried out: a quota, an admission rule, an unknown field, a missing right.
+
+    `Ready` stays true where the service answers requests all the same, and takes the reason where it does not.
+    """
+    ready = next((one for one in planned.conditions if one.type == READY), None)
+    if ready is None or ready.status != "True":
+        ready = condition(READY, False, reason, message)
+    kept = [one for one in planned.conditions if one.type not in (READY, DEGRADED)]
+    conditions = [ready, *kept, condition(DEGRADED, True, reason, message)]
     timed = settled(conditions, before.conditions, generation=planned.observed_generation, now=now)
     return msgspec.structs.replace(planned, conditions=timed)
 

@@ -4,6 +4,7 @@ RELIABILITY E7: each problem names the field, its value and what to do.
 """
 
 from collections.abc import Iterator, Set
+from typing import NamedTuple
 
 from tandem_operator.api.pods import PodOverrides
 from tandem_operator.api.roles import ROLES, RoleName
@@ -11,10 +12,39 @@ from tandem_operator.builders.devices import OTHER_GPUS, SHARED_GPU, gpus_of, nv
 from tandem_operator.builders.privileges import FIELDS, privileges_of
 from tandem_operator.builders.quantities import parse_quantity
 from tandem_operator.builders.served import Served
-from tandem_operator.settings import ClusterApis, Privilege
+from tandem_operator.settings import ClusterApis, ObjectPrivilege, Privilege
 
 LONGEST_GROUPED_NAME = 32
 """StatefulSets have names of at most 52 characters, to which a label adds a hash; ours add role, revision and group."""
+
+
+class _Optional(NamedTuple):
+    """An object of an API that a cluster may lack, as a field of the spec asks for it."""
+
+    field: str
+    privilege: ObjectPrivilege
+    api: str
+    url: str
+
+
+ROUTE = _Optional(
+    "spec.gateway.httpRoute",
+    "routes",
+    "HTTPRoutes of the Gateway API (gateway.networking.k8s.io/v1)",
+    "https://gateway-api.sigs.k8s.io",
+)
+POOL = _Optional(
+    "spec.gateway.inferencePool",
+    "routes",
+    "the Gateway API Inference Extension (inference.networking.k8s.io/v1)",
+    "https://gateway-api-inference-extension.sigs.k8s.io",
+)
+MONITOR = _Optional(
+    "spec.observability.serviceMonitor",
+    "monitors",
+    "PodMonitors of the Prometheus operator (monitoring.coreos.com/v1)",
+    "https://prometheus-operator.dev",
+)
 
 
 def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = frozenset()) -> list[str]:
@@ -23,6 +53,7 @@ def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = froz
     """
     return [
         *_privileges(service, allow),
+        *_objects(service, apis, allow),
         *_host_paths(service),
         *_names(service),
         *_quantities(service),
@@ -39,6 +70,27 @@ def _privileges(service: Served, allow: Set[Privilege]) -> Iterator[str]:
                     f"spec.{path}.pod.{FIELDS[asked]}: this operator allows no {asked}; take it out, or have the "
                     f"operator started with --allow {asked}"
                 )
+
+
+def _objects(service: Served, apis: ClusterApis, allow: Set[Privilege]) -> Iterator[str]:
+    """What is asked for and not allowed, or not served by the cluster."""
+    gateway = service.spec.gateway
+    asked = (
+        (ROUTE, gateway.http_route is not None, apis.http_routes),
+        (POOL, gateway.inference_pool is not None, apis.inference_pools),
+        (MONITOR, service.spec.observability.service_monitor, apis.pod_monitors),
+    )
+    for one, wanted, there in asked:
+        if wanted and one.privilege not in allow:
+            yield (
+                f"{one.field}: this operator allows no {one.privilege}; take it out, or have the operator started "
+                f"with --allow {one.privilege}"
+            )
+        elif wanted and not there:
+            yield (
+                f"{one.field}: needs {one.api}, which this cluster does not serve; install it ({one.url}) and restart "
+                f"the operator, or take the field out"
+            )
 
 
 def _host_paths(service: Served) -> Iterator[str]:

@@ -45,7 +45,7 @@ def test_two_processes_are_never_the_same_candidate():
     [
         (("--namespaces", ","), "name at least one namespace"),
         (("--workers", "0"), "'0' is not a number above 0"),
-        (("--allow", "root"), "'root' is none of service-accounts, host-paths, privileged"),
+        (("--allow", "root"), "'root' is none of service-accounts, host-paths, privileged, routes, monitors"),
         (("--renew-deadline", "20"), "lease duration 15 s must be above the renew deadline 20 s"),
     ],
 )

@@ -1,7 +1,5 @@
 """InferencePools: gateways as endpoints, our router as their picker, where the cluster has the interface."""
 
-import pytest
-
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
@@ -14,7 +12,7 @@ ALL = ClusterApis(http_routes=True, inference_pools=True)
 
 def made(apis: ClusterApis = ALL, **gateway) -> dict[tuple[str, str], dict]:
     service = service_of(gateway={"httpRoute": ROUTE, **gateway}, aliases=["gpt"])
-    settings = OperatorSettings(apis=apis)
+    settings = OperatorSettings(apis=apis, allow=frozenset({"routes"}))
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
     return {(one["kind"], one["metadata"]["name"]): one for one in plan.apply}
 
@@ -52,12 +50,7 @@ def test_the_pool_its_picker_and_the_way_to_it():
     assert ("NetworkPolicy", "chat-router") in objects
 
 
-@pytest.mark.parametrize(
-    ("apis", "gateway"),
-    [(ALL, {}), (ClusterApis(http_routes=True), {"inferencePool": {}})],
-    ids=["not wanted", "not served"],
-)
-def test_without_it_the_route_goes_to_the_service(apis, gateway):
-    objects = made(apis, **gateway)
+def test_without_it_the_route_goes_to_the_service():
+    objects = made()
     assert not {("InferencePool", "chat"), ("Deployment", "chat-router"), ("NetworkPolicy", "chat-router")} & {*objects}
     assert backend(objects) == {"name": "chat-gateway", "port": 80}

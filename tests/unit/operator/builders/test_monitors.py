@@ -27,13 +27,13 @@ def test_each_monitor_finds_its_pods_and_a_port_of_theirs():
     assert not pods
 
 
-def test_there_are_none_unless_they_are_wanted_and_known_to_the_cluster():
+def test_there_are_none_unless_they_are_wanted():
     def made(there: bool, **spec: Any) -> int:
-        settings = OperatorSettings(apis=ClusterApis(pod_monitors=there))
+        settings = OperatorSettings(apis=ClusterApis(pod_monitors=there), allow=frozenset({"monitors"}))
         plan = make_plan(service_of(**spec), Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
         return sum(one["kind"] == "PodMonitor" for one in plan.apply)
 
     wanted = {"serviceMonitor": True}
     assert made(True, observability=wanted) == 2
-    assert made(False, observability=wanted) == 0
     assert made(True) == 0
+    assert made(False) == 0

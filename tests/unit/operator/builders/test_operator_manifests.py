@@ -41,7 +41,7 @@ def manifests(path: Path) -> list[Manifest]:
     example = yaml.safe_load(path.read_text())
     service = service_of(example["spec"], name=example["metadata"]["name"])
     apis = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True, leader_worker_sets=True)
-    settings = OperatorSettings(apis=apis)
+    settings = OperatorSettings(apis=apis, allow=frozenset({"routes", "monitors"}))
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
     return list(plan.apply)
 
@@ -131,7 +131,8 @@ def test_services_whose_names_are_alike_share_no_object_and_no_pod():
     made: dict[str, list[Manifest]] = {}
     for name in ("chat", "chat-decode", "chat-gateway", "chat-prefill", "chat-redis", "chat-router", "chat-worker"):
         service = service_of(spec, name=name)
-        seen, settings = Observed(now="2026-01-01T00:00:00Z"), OperatorSettings(apis=apis)
+        seen = Observed(now="2026-01-01T00:00:00Z")
+        settings = OperatorSettings(apis=apis, allow=frozenset({"routes", "monitors"}))
         made[name] = list(make_plan(service, seen, ModelServiceStatus(), 1, settings).apply)
     refs = [(one["kind"], one["metadata"]["name"]) for objects in made.values() for one in objects]
     assert len(refs) == len(set(refs)) > len(made)

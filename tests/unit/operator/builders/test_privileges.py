@@ -13,7 +13,7 @@ import yaml
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import Plan, make_plan
-from tandem_operator.settings import PRIVILEGES, ClusterApis, OperatorSettings
+from tandem_operator.settings import POD_PRIVILEGES, PRIVILEGES, ClusterApis, OperatorSettings
 from tandem_testing.kube_cluster import service_of
 from tandem_testing.pod_security import violations
 
@@ -41,7 +41,8 @@ WORKLOADS = {
 
 
 def plan_of(spec: dict[str, Any], *allow: Any) -> Plan:
-    settings = OperatorSettings(apis=ClusterApis(inference_pools=True, leader_worker_sets=True), allow=frozenset(allow))
+    apis = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True, leader_worker_sets=True)
+    settings = OperatorSettings(apis=apis, allow=frozenset(allow))
     return make_plan(service_of(**spec), Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
 
 
@@ -55,10 +56,10 @@ def pod_of(plan: Plan, part: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("asked", PRIVILEGES)
+@pytest.mark.parametrize("asked", POD_PRIVILEGES)
 def test_each_is_denied_by_name_unless_it_is_allowed_itself(part, asked):
     spec = PARTS[part](ASKED[asked])
-    for allow in ([], [other for other in PRIVILEGES if other != asked]):
+    for allow in (["routes"], [other for other in PRIVILEGES if other != asked]):
         plan = plan_of(spec, *allow)
         assert (plan.apply, plan.delete, plan.scale) == ((), (), ()), "what runs is not touched"
         (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
@@ -71,7 +72,7 @@ def test_each_is_denied_by_name_unless_it_is_allowed_itself(part, asked):
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_allowed_reaches_the_pods_of_its_part_alone(part):
     plain = PARTS[part]({})
-    before, after = plan_of(plain), plan_of(PARTS[part](EVERYTHING), *ASKED)
+    before, after = plan_of(plain, "routes"), plan_of(PARTS[part](EVERYTHING), "routes", *ASKED)
     pod = pod_of(after, part)
     (container,) = pod["containers"]
     assert pod["serviceAccountName"] == "admin"
@@ -110,10 +111,43 @@ def test_all_pods_of_a_worker_of_several_pods_have_what_is_allowed_and_nothing_i
 def test_folders_that_no_pod_could_have_are_named_before_anything_is_made(part, paths, said):
     """The API server refused the pods of one part, when others had been made."""
     folders = [{"path": path, "mountPath": mount} for path, mount in paths]
-    plan = plan_of(PARTS[part]({"hostPaths": folders}), "host-paths")
+    plan = plan_of(PARTS[part]({"hostPaths": folders}), "host-paths", "routes")
     assert plan.apply == ()
     (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
     assert f"spec.{part}.pod.{said}" in valid.message
+
+
+OBJECTS = {
+    "spec.gateway.httpRoute": ({"gateway": {"httpRoute": {"parentRefs": [{"name": "public"}]}}}, "routes"),
+    "spec.gateway.inferencePool": ({"gateway": {"inferencePool": {}}}, "routes"),
+    "spec.observability.serviceMonitor": ({"observability": {"serviceMonitor": True}}, "monitors"),
+}
+"""Objects that the cluster's role `edit` gives no right to."""
+
+
+@pytest.mark.parametrize("field", OBJECTS)
+def test_objects_beyond_an_editors_rights_need_an_allowance(field):
+    spec, asked = OBJECTS[field]
+    for allow in ([], [other for other in PRIVILEGES if other != asked]):
+        plan = plan_of(spec, *allow)
+        assert (plan.apply, plan.delete, plan.scale) == ((), (), ())
+        (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
+        assert f"{field}: this operator allows no {asked}" in valid.message
+        assert f"--allow {asked}" in valid.message
+    assert plan_of(spec, asked).apply != ()
+
+
+@pytest.mark.parametrize("field", OBJECTS)
+def test_an_api_that_the_cluster_lacks_is_named(field):
+    """The object was left out of the plan, and the service was reported Ready without it."""
+    spec, _ = OBJECTS[field]
+    settings = OperatorSettings(apis=ClusterApis(), allow=frozenset(PRIVILEGES))
+    plan = make_plan(service_of(**spec), Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
+    assert plan.apply == ()
+    (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
+    assert (valid.status, valid.reason) == ("False", "InvalidSpec")
+    assert f"{field}: needs " in valid.message
+    assert "which this cluster does not serve; install it (https://" in valid.message
 
 
 def test_to_be_allowed_changes_nothing_of_who_does_not_ask():

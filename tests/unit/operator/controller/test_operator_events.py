@@ -1,5 +1,7 @@
 """Which changes of a status are worth an event."""
 
+import msgspec
+
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.controller.events import Told, transitions
 from tandem_operator.planning.conditions import condition
@@ -37,6 +39,15 @@ def test_degraded_is_good_news_when_it_ends():
     bad, good = condition("Degraded", True, "PodsFailing", "worker: OOM"), condition("Degraded", False, "AllWell")
     assert [told.kind for told in transitions(status(good), status(bad))] == ["Warning"]
     assert [told.kind for told in transitions(status(bad), status(good))] == ["Normal"]
+
+
+def test_trouble_that_turns_into_other_trouble_is_told():
+    """A second mistake in a spec had no event, for the service was degraded already."""
+    first, second = condition("Degraded", True, "PodsFailing"), condition("Degraded", True, "ApplyRefused")
+    assert [told.reason for told in transitions(status(first), status(second))] == ["ApplyRefused"]
+    later = msgspec.structs.replace(first, observed_generation=2)
+    assert [told.reason for told in transitions(status(first), status(later))] == ["PodsFailing"]
+    assert transitions(status(first), status(first)) == []
 
 
 def test_a_new_revision_is_told_and_the_first_is_not():

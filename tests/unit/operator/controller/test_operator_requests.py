@@ -120,7 +120,7 @@ async def test_only_the_object_that_was_meant_is_deleted(cluster, script):
 
 async def test_an_answer_that_is_no_json_is_told_as_it_is(cluster, script):
     script.answers = [(502, ["bad", "gateway"], {})]
-    with pytest.raises(ApiError, match="502 .*bad"):
+    with pytest.raises(ApiError, match="502: .*bad"):
         await cluster.get(SERVICE.ref("s"), "models")
 
 

@@ -13,11 +13,12 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.planning.scaling_config import scaling_config
-from tandem_operator.settings import ClusterApis, OperatorSettings
+from tandem_operator.settings import PRIVILEGES, ClusterApis, OperatorSettings
 from tandem_testing.kube_cluster import service_of
 
 SPEC = yaml.safe_load((Path(__file__).parents[4] / "examples/full.yaml").read_text())["spec"]
-SETTINGS = OperatorSettings(apis=ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True))
+APIS = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True)
+SETTINGS = OperatorSettings(apis=APIS, allow=frozenset(PRIVILEGES))
 ELSEWHERE = {
     "images.redis": "of a managed Redis; this one is external",
     "prefill.replicas": "the pools', where somebody scales them",

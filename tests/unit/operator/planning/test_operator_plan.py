@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem_operator.api.model_service import Decision
+from tandem_operator.api.model_service import Decision, ModelServiceStatus
 from tandem_operator.planning.observed import Canary, Ref
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.planning.scaling_config import scaling_config
@@ -309,7 +309,17 @@ def test_what_the_autoscaler_decided_and_why_it_holds_reach_the_status():
 def test_what_the_api_server_refuses_is_told_without_ending_readiness():
     cluster, service = KubeCluster(), service_of()
     cluster.settle(service)
-    status = not_applied(cluster.status, cluster.status, "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")
+    told = ("ApplyRefused", "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")
+    status = not_applied(cluster.status, cluster.status, *told)
     found = {one.type: (one.status, one.reason) for one in status.conditions}
     assert found["Degraded"] == ("True", "ApplyRefused")
     assert found["Ready"][0] == "True"
+
+
+def test_a_service_that_never_came_up_is_unready_for_the_refusal():
+    told = ("ApplyRefused", "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")
+    for planned in (ModelServiceStatus(), KubeCluster().plan(service_of()).status):
+        status = not_applied(planned, ModelServiceStatus(), *told)
+        found = {one.type: (one.status, one.reason, one.message) for one in status.conditions}
+        assert found["Ready"] == ("False", *told[:2])
+        assert found["Degraded"] == ("True", *told[:2])
