@@ -31,7 +31,7 @@ def test_a_service_comes_up_stays_quiet_and_goes(services, running):
     body = services.get()
     assert body["status"]["ready"] == "1/1P 1/1D"
     assert body["status"]["endpoint"] == f"http://chat-gateway.{services.namespace}.svc"
-    assert body["metadata"]["finalizers"] == ["tandem.dev/drain"]
+    assert "finalizers" not in body["metadata"]
     owned = services.owned()
     assert len(owned) == 15
     for (plural, name), one in owned.items():
@@ -217,37 +217,3 @@ def test_a_secret_that_comes_later_heals(services, running):
     path = f"/api/v1/namespaces/{services.namespace}/secrets"
     services.cluster.api.post(path, json={"metadata": {"name": "api-keys"}}).raise_for_status()
     services.wait_ready()
-
-
-def test_deletion_waits_for_gateways_to_drain(services, running):
-    """RELIABILITY 44: workers and Redis stay until the gateways have finished."""
-    services.apply(gateway={"pod": {"annotations": {"fake-kubelet/hold": "true"}}})
-    services.wait_ready()
-    services.delete()
-    services.wait_condition("Ready", "False", "Deleting")
-    (pod,) = services.pods("gateway")
-    wait_for(lambda: "deletionTimestamp" in services.pods("gateway")[0]["metadata"], PATIENCE_S)
-    assert len(services.pods("worker")) == 2
-    assert services.pods("redis")
-    path = f"/api/v1/namespaces/{services.namespace}/pods/{pod['metadata']['name']}"
-    services.cluster.merge(path, {"metadata": {"annotations": {"fake-kubelet/hold": None}}}).raise_for_status()
-    wait_for(services.gone, PATIENCE_S, running.log)
-
-
-def test_gateways_that_never_finish_hold_a_deletion_no_longer_than_the_bound(services, running):
-    services.apply(gateway={"pod": {"annotations": {"fake-kubelet/hold": "true"}}}, drainSeconds=1)
-    services.wait_ready()
-    services.delete()
-    wait_for(services.gone, PATIENCE_S, running.log)
-    services.wait_event("Warning", "DrainTimedOut")
-    for pod in services.pods("gateway"):
-        path = f"/api/v1/namespaces/{services.namespace}/pods/{pod['metadata']['name']}"
-        services.cluster.merge(path, {"metadata": {"annotations": {"fake-kubelet/hold": None}}}).raise_for_status()
-
-
-def test_a_namespace_that_goes_is_not_held(services, running, control_plane):
-    """RELIABILITY 44: the finalizer does not stick when the namespace goes first."""
-    services.apply()
-    services.wait_ready()
-    control_plane.api.delete(f"/api/v1/namespaces/{services.namespace}").raise_for_status()
-    wait_for(services.gone, PATIENCE_S, running.log)

@@ -4,7 +4,7 @@ listed; nothing runs inside pods. docs/install.md tells the same, and tests hold
 server: nothing is missing, and nothing is left over.
 */}}
 {{- define "tandem.rules" -}}
-# What people write; of it the operator changes finalizers alone.
+# What people write. The operator takes off the finalizer that former releases have set, and changes nothing else of it.
 - apiGroups: [tandem.dev]
   resources: [modelservices]
   verbs: [list, watch, patch]
@@ -14,7 +14,7 @@ server: nothing is missing, and nothing is left over.
   verbs: [update]
 - apiGroups: [tandem.dev]
   resources: [workerpools]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [tandem.dev]
   resources: [modelservices/status, workerpools/status, workerpools/scale]
   verbs: [patch]

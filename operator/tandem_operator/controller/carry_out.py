@@ -1,4 +1,5 @@
-"""Carries out plans: secrets, manifests, scalings, deletions, statuses, in this order, and nothing that is so already.
+"""Carries out plans: pools, secrets, manifests, scalings, deletions, statuses, in this order, and nothing that is so
+already.
 
 Before the first write the API server checks all of them in a dry run (`rehearsal`): a plan is refused as a whole.
 
@@ -24,6 +25,7 @@ from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.facts import Parts
 from tandem_operator.controller.kinds import POD, SECRET, WORKER_POOL, ServiceKey, kind_of
 from tandem_operator.controller.objects import Seen, digest
+from tandem_operator.controller.ownership import owners_of
 from tandem_operator.controller.rehearsal import Rehearsal
 from tandem_operator.controller.resources import generation_of, pool_status_of, status_of
 from tandem_operator.controller.secrets import SecretLookup, generated_secret
@@ -41,18 +43,6 @@ class _Applied:
 
     manifest: bytes
     fingerprint: bytes
-
-
-def owner_reference(service: Seen) -> Manifest:
-    """What every object of a service carries: it goes with the service."""
-    return {
-        "apiVersion": service.ref.api_version,
-        "kind": service.ref.kind,
-        "name": service.ref.name,
-        "uid": service.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
 
 
 class Executor:
@@ -73,10 +63,15 @@ class Executor:
         """
         await self._rehearse(service, parts, plan)
         wrote = False
-        for name in plan.secrets:
-            wrote |= await self._secrets.create(generated_secret(service.key, name, owner_reference(service)))
-        for manifest in plan.apply:
+        # Pools own what comes after them.
+        pools = [one for one in plan.apply if one["kind"] == WORKER_POOL.name]
+        for manifest in pools:
             wrote |= await self._apply(service, parts, manifest)
+        for name in plan.secrets:
+            wrote |= await self._secrets.create(self._secret(service, parts, name))
+        for manifest in plan.apply:
+            if manifest not in pools:
+                wrote |= await self._apply(service, parts, manifest)
         for scaling in plan.scale:
             await self._cluster.scale(scaling.ref, service.namespace, scaling.replicas)
             wrote = True
@@ -90,19 +85,27 @@ class Executor:
         """Every write of the plan but statuses, and scalings of objects that the plan itself makes."""
         rehearsal, cluster, namespace = Rehearsal(), self._cluster, service.namespace
         for name in plan.secrets:
-            secret = generated_secret(service.key, name, owner_reference(service))
+            secret = self._secret(service, parts, name)
             await rehearsal.step(SECRET.ref(name), self._secrets.rehearse(secret))
         for manifest in plan.apply:
-            if not self._is_applied(service, parts, manifest):
-                prepared = _prepared(service, parts, manifest)
-                await rehearsal.step(_ref_of(manifest), cluster.apply(prepared, dry_run=True))
+            owned = self._owned(service, parts, manifest)
+            if not self._is_applied(service, parts, owned):
+                await rehearsal.step(_ref_of(manifest), cluster.apply(_addressed(parts, owned), dry_run=True))
         for scaling in plan.scale:
             if scaling.ref in parts.owned:
                 request = cluster.scale(scaling.ref, namespace, scaling.replicas, dry_run=True)
                 await rehearsal.step(scaling.ref, request)
         for ref in plan.delete:
-            await rehearsal.step(ref, cluster.delete(ref, namespace, parts.owned[ref].uid, dry_run=True))
+            await rehearsal.step(ref, self._rehearse_delete(parts.owned[ref]))
         rehearsal.end()
+
+    async def _rehearse_delete(self, seen: Seen) -> None:
+        try:
+            await self._cluster.delete(seen.ref, seen.namespace, seen.uid, dry_run=True)
+        except ApiError as error:
+            # Another object has its name by now, and stays.
+            if not error.conflict:
+                raise
 
     async def foreign(self, service: Seen, parts: Parts, plan: Plan) -> frozenset[Ref]:
         """Names that the plan would write to and that somebody else's objects have. Only what is not known to be ours
@@ -155,10 +158,6 @@ class Executor:
                 if not error.absent:
                     raise
 
-    async def stop(self, deployment: Seen) -> None:
-        """Scale it to 0."""
-        await self._cluster.scale(deployment.ref, deployment.namespace, 0)
-
     async def set_finalizers(self, service: Seen, finalizers: list[str]) -> None:
         """Raises `ApiError` (409) when somebody has written meanwhile: the next look decides anew."""
         body = {"metadata": {"resourceVersion": str(service.version), "finalizers": finalizers}}
@@ -169,12 +168,21 @@ class Executor:
         self._applied.pop(key, None)
 
     async def _apply(self, service: Seen, parts: Parts, manifest: Manifest) -> bool:
-        if self._is_applied(service, parts, manifest):
+        owned = self._owned(service, parts, manifest)
+        if self._is_applied(service, parts, owned):
             return False
-        result = Seen.of(await self._cluster.apply(_prepared(service, parts, manifest)))
-        self._applied[service.key][result.uid] = _Applied(digest(manifest), result.fingerprint)
+        result = Seen.of(await self._cluster.apply(_addressed(parts, owned)))
+        self._applied[service.key][result.uid] = _Applied(digest(owned), result.fingerprint)
         self._store.put(result)
         return True
+
+    def _owned(self, service: Seen, parts: Parts, manifest: Manifest) -> Manifest:
+        """With its owners."""
+        owners = owners_of(service, parts, self._store.parts(service.key), manifest)
+        return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": owners}}
+
+    def _secret(self, service: Seen, parts: Parts, name: str) -> Manifest:
+        return self._owned(service, parts, generated_secret(service.key, name))
 
     def _is_applied(self, service: Seen, parts: Parts, manifest: Manifest) -> bool:
         seen = parts.owned.get(_ref_of(manifest))
@@ -201,14 +209,10 @@ class Executor:
         self._store.put(Seen.of(await self._cluster.apply(body, subresource="status")))
 
 
-def _prepared(service: Seen, parts: Parts, manifest: Manifest) -> Manifest:
-    """As it is sent: with its owner, and for the object that was seen alone."""
-    metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(service)]}
+def _addressed(parts: Parts, manifest: Manifest) -> Manifest:
+    """For the object that was seen alone: another of this name, made a moment ago by another client, stays."""
     seen = parts.owned.get(_ref_of(manifest))
-    if seen is not None:
-        # Another object of this name, made a moment ago by somebody else, is not taken over.
-        metadata["uid"] = seen.uid
-    return {**manifest, "metadata": metadata}
+    return manifest if seen is None else {**manifest, "metadata": {**manifest["metadata"], "uid": seen.uid}}
 
 
 def _ref_of(manifest: Manifest) -> Ref:

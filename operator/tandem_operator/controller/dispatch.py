@@ -30,7 +30,9 @@ AFTER_WRITES_S = 1.0
 
 
 class Dispatcher:
-    """Workers and what they work on. `leading` is asked before each look."""
+    """Workers and what they work on. `leading` is asked before each look, and `known`, whether all of the service's
+    namespace has been listed.
+    """
 
     def __init__(
         self,
@@ -39,9 +41,11 @@ class Dispatcher:
         metrics: OperatorMetrics,
         leading: Callable[[], bool],
         *,
+        known: Callable[[ServiceKey], bool] = lambda _: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._known = known
         self._reconciler = reconciler
         self._metrics = metrics
         self._leading = leading
@@ -108,7 +112,7 @@ class Dispatcher:
         self._metrics.reconcile_seconds.observe(self._clock() - begun)
 
     async def _result(self, key: ServiceKey) -> str:
-        if not self._leading():
+        if not self._leading() or not self._known(key):
             self._queue.done(key)
             return "stopped"
         try:

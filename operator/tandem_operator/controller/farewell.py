@@ -1,33 +1,29 @@
-"""Carries out `planning.deletion`: gateways drain, then the finalizer goes."""
+"""What a deleted service has left: pools whose gateway pods do not end in time are taken away with what they hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tandem_operator.builders.naming import gateway_name
 from tandem_operator.controller.carry_out import Executor
-from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.events import EventPoster, Told
-from tandem_operator.controller.facts import Parts
-from tandem_operator.controller.kinds import DEPLOYMENT, ServiceKey
+from tandem_operator.controller.kinds import WORKER_POOL, ServiceKey
 from tandem_operator.controller.objects import Seen
-from tandem_operator.controller.resources import generation_of, spec_of, status_of
-from tandem_operator.planning.deletion import FINALIZER, drain_bound_s, gateway_selector, leaving, next_farewell
-from tandem_operator.planning.observed import Observed
+from tandem_operator.controller.ownership import pods_that_hold
+from tandem_operator.planning.deletion import drain_bound_s
 
-DEFAULT_DRAIN_SECONDS = 60
-"""Of a service whose spec cannot be read."""
+DEFAULT_GRACE_S = 30.0
+"""Of a pod that names none: Kubernetes' own default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
     """What became of one step."""
 
-    wrote: bool
-    again_s: float | None
+    wrote: bool = False
+    again_s: float | None = None
 
 
 class Farewells:
-    """Services that are going. `clock` is monotonic: a clock that jumps neither hurries nor holds anybody."""
+    """Services that are gone. `clock` is monotonic: a clock that jumps neither hurries nor holds anything."""
 
     def __init__(self, executor: Executor, events: EventPoster, clock: Callable[[], float]) -> None:
         self._executor = executor
@@ -35,42 +31,39 @@ class Farewells:
         self._clock = clock
         self._since: dict[ServiceKey, float] = {}
 
-    async def step(self, service: Seen, parts: Parts, observed: Observed) -> Parting:
-        """Raises `ApiError` when the API server does not answer or refuses."""
-        finalizers = service.body["metadata"].get("finalizers", [])
-        if FINALIZER not in finalizers:
-            return Parting(wrote=False, again_s=None)
-        elapsed = self._clock() - self._since.setdefault(service.key, self._clock())
-        pods = len(parts.pods_with(gateway_selector(service.ref.name)))
-        bound = drain_bound_s(_drain_seconds(service))
-        farewell = next_farewell(service.ref.name, observed, pods, elapsed, bound)
-        if farewell.late:
+    async def step(self, key: ServiceKey, left: Iterable[Seen]) -> Parting:
+        """`left`: objects with the service's label that no service of that name owns any more. Raises `ApiError`."""
+        left = list(left)
+        draining = {pool.uid: pods for pool in left if _is_pool(pool) and (pods := _ending(pool, left))}
+        if not draining:
+            self.forget(key)
+            return Parting()
+        elapsed = self._clock() - self._since.setdefault(key, self._clock())
+        bound = drain_bound_s(max(_grace_s(pod) for pods in draining.values() for pod in pods))
+        if elapsed < bound:
+            return Parting(again_s=bound - elapsed)
+        for pool in (one for one in left if one.uid in draining):
             note = f"gateways did not finish within {bound:.0f} s; what is under way is given up"
-            await self._events.post(service, Told("Warning", "DrainTimedOut", note))
-        if farewell.finished:
-            await self._release(service, [one for one in finalizers if one != FINALIZER])
-            return Parting(wrote=True, again_s=None)
-        if farewell.stop_gateways:
-            await self._executor.stop(parts.owned[DEPLOYMENT.ref(gateway_name(service.ref.name))])
-        told = await self._executor.write_status(
-            service, leaving(status_of(service), generation_of(service), observed.now)
-        )
-        return Parting(wrote=farewell.stop_gateways or told, again_s=max(0.0, bound - elapsed))
+            await self._events.post(pool, Told("Warning", "DrainTimedOut", note))
+            await self._executor.delete(pool)
+        self.forget(key)
+        return Parting(wrote=True)
 
     def forget(self, key: ServiceKey) -> None:
         self._since.pop(key, None)
 
-    async def _release(self, service: Seen, finalizers: list[str]) -> None:
-        try:
-            await self._executor.set_finalizers(service, finalizers)
-        except ApiError as error:
-            # With its namespace or its CRD it may go faster than we let it.
-            if not error.absent:
-                raise
+
+def _is_pool(seen: Seen) -> bool:
+    return seen.ref.kind == WORKER_POOL.name and not seen.deleting
 
 
-def _drain_seconds(service: Seen) -> int:
-    try:
-        return spec_of(service).drain_seconds
-    except ValueError:
-        return DEFAULT_DRAIN_SECONDS
+def _ending(pool: Seen, left: list[Seen]) -> list[Seen]:
+    """The gateway pods that hold it, if all of them are being deleted. Others are served on: the service was deleted
+    without what it owns (`kubectl delete --cascade=orphan`).
+    """
+    pods = pods_that_hold(pool, left)
+    return pods if all(pod.deleting for pod in pods) else []
+
+
+def _grace_s(pod: Seen) -> float:
+    return float(pod.body["spec"].get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))

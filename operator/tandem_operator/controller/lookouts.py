@@ -66,6 +66,7 @@ class Lookouts:
         *,
         leading: Callable[[], bool],
         changed: Callable[[ServiceKey], None],
+        known: Callable[[ServiceKey], bool] = lambda _: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -75,6 +76,7 @@ class Lookouts:
         self._metrics = metrics
         self._leading = leading
         self._changed = changed
+        self._known = known
         self._clock = clock
         self._posts: dict[str, _Post] = {}
         self._room = asyncio.Semaphore(AT_ONCE)
@@ -92,7 +94,11 @@ class Lookouts:
 
     def tick(self) -> None:
         """Begin the turns that are due."""
-        services = {service.uid: service for service in self._store.services() if not service.deleting}
+        services = {
+            service.uid: service
+            for service in self._store.services()
+            if not service.deleting and self._known(service.key)
+        }
         if not self._leading():
             services.clear()
         for uid in self._posts.keys() - services.keys():

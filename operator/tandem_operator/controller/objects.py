@@ -18,7 +18,7 @@ from tandem_operator.builders.naming import SERVICE_LABEL
 from tandem_operator.controller.kinds import MODEL_SERVICE, POD, WORKER_POOL, ServiceKey
 from tandem_operator.planning.observed import Ref
 
-_POD_SPEC = ("nodeName",)
+_POD_SPEC = ("nodeName", "terminationGracePeriodSeconds")
 _POD_STATUS = ("phase", "podIP", "conditions", "containerStatuses", "initContainerStatuses", "message", "reason")
 _METADATA = (
     "name",

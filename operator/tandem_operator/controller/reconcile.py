@@ -1,6 +1,6 @@
 """One look at one service: what is there, what is planned of it, and the plan carried out.
 
-    gone? ─▶ forget it            deleted? ─▶ its gateways drain, then the finalizer goes
+    gone? ─▶ bound what it has left, forget it            deleted in the foreground? ─▶ say so
     spec ─▶ Observed ─▶ make_plan ─▶ Executor ─▶ events of what has changed
 
 Level-triggered: it does not matter which event it was, or how many, or whether one was missed.
@@ -30,7 +30,7 @@ from tandem_operator.controller.resources import generation_of, spec_of, status_
 from tandem_operator.controller.secrets import SecretLookup
 from tandem_operator.controller.shrinking import costs_before
 from tandem_operator.controller.store import Store
-from tandem_operator.planning.deletion import FINALIZER
+from tandem_operator.planning.deletion import FORMER_FINALIZER, leaving
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import Plan, make_plan, refused, wanted_workers
 from tandem_operator.planning.status import not_applied, referenced_secrets
@@ -128,16 +128,18 @@ class Reconciler:
 
     async def _look(self, key: ServiceKey) -> Looked:
         service = self._store.service(key)
+        known = self._store.parts(key)
         if service is None:
             self._forget(key)
-            return Looked()
-        parts = Parts.of(service.uid, self._store.parts(key))
+            parting = await self._farewells.step(key, known)
+            return Looked(parting.wrote, parting.again_s)
+        service = await self._without_former_finalizer(service)
+        parts = Parts.of(service.uid, known)
         if service.deleting:
-            return await self._part(service, parts)
-        finalizers = service.body["metadata"].get("finalizers", [])
-        if FINALIZER not in finalizers:
-            await self._executor.set_finalizers(service, [*finalizers, FINALIZER])
-            service = self._store.service(key) or service
+            status = leaving(status_of(service), generation_of(service), rfc3339(self._now()))
+            return Looked(await self._executor.write_status(service, status))
+        # A former service of this name may still drain.
+        await self._farewells.step(key, [one for one in known if one.owner != service.uid])
         if self._findings.of(key) is None:
             # What its pods say is not known yet: a rollout that is half done would be taken for one that fails. The
             # first turn of the lookout, seconds after leadership began, asks for the next look.
@@ -216,13 +218,20 @@ class Reconciler:
             holding=findings.holding,
         )
 
-    async def _part(self, service: Seen, parts: Parts) -> Looked:
-        parting = await self._farewells.step(service, parts, self._seen(parts, service.key))
-        return Looked(parting.wrote, parting.again_s)
+    async def _without_former_finalizer(self, service: Seen) -> Seen:
+        finalizers = service.body["metadata"].get("finalizers", [])
+        if FORMER_FINALIZER not in finalizers:
+            return service
+        try:
+            await self._executor.set_finalizers(service, [one for one in finalizers if one != FORMER_FINALIZER])
+        except ApiError as error:
+            # Gone meanwhile.
+            if not error.absent:
+                raise
+        return self._store.service(service.key) or service
 
     def _forget(self, key: ServiceKey) -> None:
         self._findings.forget(key)
         self._executor.forget(key)
         self._secrets.forget(key.namespace)
-        self._farewells.forget(key)
         self._failures.pop(key, None)

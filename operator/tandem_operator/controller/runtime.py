@@ -34,7 +34,7 @@ from tandem_operator.controller.events import EventPoster
 from tandem_operator.controller.external_looks import ExternalLooks
 from tandem_operator.controller.findings import FindingsBoard
 from tandem_operator.controller.handlers import registry_for
-from tandem_operator.controller.kinds import POD
+from tandem_operator.controller.kinds import POD, ServiceKey
 from tandem_operator.controller.leadership import Leadership
 from tandem_operator.controller.lookout import Lookout
 from tandem_operator.controller.lookouts import Lookouts
@@ -136,7 +136,11 @@ class Operator:
         executor = Executor(cluster, self._store, secrets)
         events = EventPoster(cluster, identity)
         reconciler = Reconciler(self._store, self._findings, executor, secrets, events, options.settings)
-        self._dispatcher = Dispatcher(self._store, reconciler, metrics, self._leading)
+
+        def known(key: ServiceKey) -> bool:
+            return self._resync.knows(key)
+
+        self._dispatcher = Dispatcher(self._store, reconciler, metrics, self._leading, known=known)
         self._pods = httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=256))
 
         def lookout(book: CanaryBook) -> Lookout:
@@ -151,6 +155,7 @@ class Operator:
             metrics,
             leading=lambda: self._resync.synced.is_set() and self._leading(),
             changed=self._dispatcher.changed,
+            known=known,
         )
         self._external = ExternalLooks(self._store, options.settings, self._pods, metrics.scaling)
         self._kinds = watched_kinds(options.settings.apis)

@@ -28,8 +28,8 @@ one that was not, each time."""
 PASSWORD_BYTES = 24
 
 
-def generated_secret(key: ServiceKey, name: str, owner: Manifest) -> Manifest:
-    """The manifest of a Secret that is made for a service, with fresh contents. `owner`: its owner reference."""
+def generated_secret(key: ServiceKey, name: str) -> Manifest:
+    """The manifest of a Secret that is made for a service, with fresh contents and without owner references."""
     contents = {
         curve_secret_name(key.name): (CURVE_KEY, _curve_keys),
         redis_secret_name(key.name): (PASSWORD_KEY, _password),
@@ -42,7 +42,6 @@ def generated_secret(key: ServiceKey, name: str, owner: Manifest) -> Manifest:
             "name": name,
             "namespace": key.namespace,
             "labels": labels_of(key.name, "secret"),
-            "ownerReferences": [owner],
         },
         "type": "Opaque",
         "data": {entry: base64.b64encode(make()).decode("ascii")},

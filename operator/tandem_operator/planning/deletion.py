@@ -1,42 +1,35 @@
-"""How a ModelService goes: its clients' requests finish first, then everything that it owns is taken away. Pure.
+"""How a ModelService goes: its clients' requests finish first, then workers and Redis are taken away.
 
-    deleted ─▶ gateways are scaled to 0 and drain, while workers and Redis are still there to answer what is under way
-            ─▶ the last gateway pod is gone, or the bound has passed ─▶ the finalizer goes, and the rest with it
+    deleted ─▶ garbage collection deletes the gateways' Deployment, whose pods drain until their requests have finished
+            ─▶ workers, Redis and what they need stay as long as a WorkerPool of the service, and each pool stays as
+               long as a gateway pod: both are owners beside the service
+            ─▶ the last gateway pod is gone ─▶ the pools go, and everything that they held
 
-Without the finalizer garbage collection would take gateways, workers and Redis at once. It is there for that alone.
+Owner references alone bring this about, without a finalizer and without an operator: a namespace or a service that is
+deleted waits for no process of ours. The operator adds one thing, a bound: pods of a node that is lost are never gone.
 """
-
-from dataclasses import dataclass
 
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.builders.gateway import DRAIN_NOTICE_S, gateway_labels
-from tandem_operator.builders.naming import Labels, gateway_name, selector_of
+from tandem_operator.builders.gateway import gateway_labels
+from tandem_operator.builders.naming import Labels, selector_of
+from tandem_operator.builders.worker_group import FOLLOWER
 from tandem_operator.planning.conditions import PROGRESSING, READY, condition, settled
-from tandem_operator.planning.observed import Observed
 
-FINALIZER = "tandem.dev/drain"
+FORMER_FINALIZER = "tandem.dev/drain"
+"""Operators of former releases set it, and the service could go only while one of them ran. It is taken off."""
 
 DRAIN_MARGIN_S = 15
-"""Beyond the drain itself: the API server, the kubelet and the end of a process take their time."""
+"""Beyond the grace period of the gateway pods: the API server, the kubelet and the end of a process take their time."""
+
+HELD_COMPONENTS = frozenset({"worker", FOLLOWER, "redis", "secret"})
+"""Components whose objects gateways need until they have drained."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Farewell:
-    """What to do next."""
-
-    stop_gateways: bool = False
-    """Scale their Deployment to 0."""
-    finished: bool = False
-    """Take the finalizer away."""
-    late: bool = False
-    """The bound has passed with gateways still there."""
-
-
-def drain_bound_s(drain_seconds: int) -> float:
-    """Longest time that the finalizer holds the service."""
-    return drain_seconds + DRAIN_NOTICE_S + DRAIN_MARGIN_S
+def drain_bound_s(grace_s: float) -> float:
+    """Longest time that pools hold workers for gateway pods of this grace period."""
+    return grace_s + DRAIN_MARGIN_S
 
 
 def gateway_selector(service: str) -> Labels:
@@ -44,17 +37,8 @@ def gateway_selector(service: str) -> Labels:
     return selector_of(gateway_labels(service))
 
 
-def next_farewell(service: str, observed: Observed, gateway_pods: int, elapsed_s: float, bound_s: float) -> Farewell:
-    """`gateway_pods`: those that are there, terminating ones too. `elapsed_s`: since it was deleted."""
-    gateways = observed.deployment(gateway_name(service))
-    stop = gateways is not None and gateways.replicas > 0
-    if elapsed_s >= bound_s:
-        return Farewell(finished=True, late=stop or gateway_pods > 0)
-    return Farewell(stop_gateways=stop, finished=not stop and gateway_pods == 0)
-
-
 def leaving(before: ModelServiceStatus, generation: int, now: str) -> ModelServiceStatus:
-    """The status meanwhile."""
+    """The status of a service that is deleted in the foreground: it stays until its gateways have drained."""
     changed = (
         condition(READY, False, "Deleting", "deleted: requests under way finish, new ones are refused"),
         condition(PROGRESSING, True, "Deleting", "gateways drain"),

@@ -103,7 +103,6 @@ def test_what_would_be_a_way_to_more_is_denied(control_plane, operator, namespac
             ("create", "daemonsets", "apps"),
             ("delete", "modelservices", "tandem.dev"),
             ("create", "modelservices", "tandem.dev"),
-            ("delete", "workerpools", "tandem.dev"),
             ("update", "leases", "coordination.k8s.io"),
             ("*", "*", "*"),
         ]

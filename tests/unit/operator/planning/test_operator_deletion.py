@@ -1,35 +1,73 @@
-"""How a service goes: gateways drain first, within a bound, and then everything goes at once."""
+"""What a service says that is deleted in the foreground, and what a deleted one has left that does not end."""
 
 import pytest
 
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.controller.farewell import Farewells
+from tandem_operator.controller.kinds import POD, WORKER_POOL, ServiceKey
 from tandem_operator.planning.conditions import condition
-from tandem_operator.planning.deletion import Farewell, drain_bound_s, leaving, next_farewell
-from tandem_operator.planning.observed import DeploymentSeen, Observed
+from tandem_operator.planning.deletion import drain_bound_s, leaving
+from tandem_testing.kube_objects import an_object
 
-BOUND = drain_bound_s(60)
+KEY = ServiceKey("models", "chat")
+GRACE_S = 75
+BOUND = drain_bound_s(GRACE_S)
 
 
-def observed(replicas=None):
-    gateways = () if replicas is None else (DeploymentSeen(name="chat-gateway", replicas=replicas),)
-    return Observed(now="2026-01-01T00:00:00Z", deployments=gateways)
+class World:
+    """Remembers what was deleted and told."""
+
+    def __init__(self):
+        self.now, self.deleted, self.events = 0.0, [], []
+        self.farewells = Farewells(self, self, lambda: self.now)
+
+    async def delete(self, seen):
+        self.deleted.append(seen.ref.name)
+
+    async def post(self, about, told):
+        self.events.append((about.ref.name, told.reason))
+
+
+def gateway(name="chat-gateway-1", *, ends=True):
+    metadata = {"deletionTimestamp": "2026-01-01T00:00:00Z"} if ends else {}
+    spec = {"containers": [], "terminationGracePeriodSeconds": GRACE_S}
+    return an_object(POD, name, metadata=metadata, spec=spec, status={"phase": "Running"})
+
+
+def pool(*pods):
+    owners = [{"kind": "Pod", "apiVersion": "v1", "name": pod.ref.name, "uid": pod.uid} for pod in pods]
+    return an_object(WORKER_POOL, "chat-decode", metadata={"ownerReferences": owners}, spec={"role": "decode"})
+
+
+async def test_pools_go_when_gateways_outlast_their_bound():
+    world, pod = World(), gateway()
+    left = [pool(pod), pod]
+    step = await world.farewells.step(KEY, left)
+    assert (step.wrote, step.again_s, world.deleted) == (False, BOUND, [])
+    world.now = BOUND - 1.0
+    assert (await world.farewells.step(KEY, left)).again_s == 1.0
+    world.now = BOUND
+    assert (await world.farewells.step(KEY, left)).wrote
+    assert world.deleted == ["chat-decode"]
+    assert world.events == [("chat-decode", "DrainTimedOut")]
 
 
 @pytest.mark.parametrize(
-    ("replicas", "pods", "elapsed", "expected"),
+    "left",
     [
-        (2, 2, 0.0, Farewell(stop_gateways=True)),
-        (0, 2, 1.0, Farewell()),
-        (0, 0, 5.0, Farewell(finished=True)),
-        (None, 0, 0.0, Farewell(finished=True)),
-        (None, 1, 0.0, Farewell()),
-        (0, 1, BOUND, Farewell(finished=True, late=True)),
-        (2, 2, BOUND, Farewell(finished=True, late=True)),
-        (0, 0, BOUND, Farewell(finished=True)),
+        [],
+        [pool()],
+        [pool(gateway())],
+        [pool(gateway(ends=False)), gateway(ends=False)],
+        [pool(gateway("a"), gateway("b", ends=False)), gateway("a"), gateway("b", ends=False)],
     ],
+    ids=["nothing", "no pods", "pods are gone", "orphaned", "one is served on"],
 )
-def test_steps(replicas, pods, elapsed, expected):
-    assert next_farewell("chat", observed(replicas), pods, elapsed, BOUND) == expected
+async def test_a_pool_that_no_ending_gateway_holds_is_left_alone(left):
+    world = World()
+    for world.now in (0.0, BOUND, 10 * BOUND):
+        step = await world.farewells.step(KEY, left)
+        assert (step.wrote, step.again_s, world.deleted) == (False, None, [])
 
 
 def test_the_status_says_that_it_goes_and_keeps_the_rest():
